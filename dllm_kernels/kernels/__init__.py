@@ -1,0 +1,1 @@
+"""Triton kernels and their launchers: the only place that imports Triton. Imported lazily by ``ops``."""

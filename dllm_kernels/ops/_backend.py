@@ -1,0 +1,61 @@
+"""Which implementation runs: Triton kernels or plain torch."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+import torch
+
+BACKENDS = ("auto", "triton", "torch")
+
+
+@functools.cache
+def triton_available() -> bool:
+    """Whether Triton is installed; does not import it."""
+    try:
+        return importlib.util.find_spec("triton") is not None
+    except ValueError:  # a blocked import leaves sys.modules["triton"] = None
+        return False
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run on CPU tensors, through Triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def use_triton(backend: str, tensor: torch.Tensor) -> bool:
+    """Decide the backend for one call.
+
+    Args:
+        backend: "auto", "triton" or "torch". "auto" follows the environment variable ``DLLM_KERNELS_BACKEND`` where
+            it is set, and otherwise takes Triton for CUDA and ROCm tensors where Triton is installed.
+        tensor: the tensor the op works on; only its device is looked at.
+
+    Returns:
+        True for the Triton kernels, False for the torch path.
+
+    Raises:
+        ValueError: an unknown name, or ``"triton"`` asked for where it cannot run. An explicit choice is never
+            switched silently.
+    """
+    source = "backend"
+    if backend == "auto":
+        backend = os.environ.get("DLLM_KERNELS_BACKEND", "auto")
+        source = "DLLM_KERNELS_BACKEND"
+    if backend not in BACKENDS:
+        raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend == "torch":
+        return False
+    on_gpu = tensor.device.type == "cuda"
+    if backend == "auto":
+        return on_gpu and triton_available()
+    if not triton_available():
+        raise ValueError(f"{source}='triton' was asked for, but triton is not installed")
+    if not on_gpu and not interpreting():
+        raise ValueError(
+            f"{source}='triton' needs a CUDA or ROCm tensor, got one on {tensor.device}; "
+            "set TRITON_INTERPRET=1 before the first import to run the kernels on CPU tensors"
+        )
+    return True

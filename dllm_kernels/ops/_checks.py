@@ -1,0 +1,109 @@
+"""Checks at the public door: each names the argument, what was expected and what came."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def _names(dtypes: Sequence[torch.dtype]) -> str:
+    return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def check_tensor(name: str, value: object) -> None:
+    """Raise a TypeError unless ``value`` is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
+def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Raise a ValueError unless the tensor's dtype is one of ``dtypes``."""
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} must have dtype {_names(dtypes)}, got {_names([tensor.dtype])}")
+
+
+def check_float(name: str, value: object) -> None:
+    """Raise unless ``value`` is a float16, bfloat16, float32 or float64 tensor."""
+    check_tensor(name, value)
+    assert isinstance(value, torch.Tensor)
+    check_dtype(name, value, FLOAT_DTYPES)
+
+
+def check_ids(name: str, value: object) -> None:
+    """Raise unless ``value`` is an integer tensor."""
+    check_tensor(name, value)
+    assert isinstance(value, torch.Tensor)
+    check_dtype(name, value, INT_DTYPES)
+
+
+def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int], of: str = "") -> None:
+    """Raise a ValueError unless the tensor has exactly this shape; ``of`` says where the expectation is from."""
+    if tuple(tensor.shape) != tuple(expected):
+        hint = f" ({of})" if of else ""
+        raise ValueError(f"{name} must have shape {tuple(expected)}{hint}, got {tuple(tensor.shape)}")
+
+
+def check_ndim(name: str, tensor: torch.Tensor, ndim: int, layout: str) -> None:
+    """Raise a ValueError unless the tensor has ``ndim`` dimensions; ``layout`` is what to call them."""
+    if tensor.dim() != ndim:
+        raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
+
+
+def check_same_device(first_name: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
+    """Raise a ValueError unless every given tensor is on the device of the first."""
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise ValueError(f"{name} must be on {first.device} like {first_name}, got {tensor.device}")
+
+
+def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") -> None:
+    """Raise unless ``value`` is a bool, integer or floating mask of the expected shape."""
+    check_tensor(name, value)
+    assert isinstance(value, torch.Tensor)
+    check_dtype(name, value, (torch.bool, *INT_DTYPES, *FLOAT_DTYPES))
+    check_shape(name, value, expected, of)
+
+
+def check_positive_int(name: str, value: object) -> None:
+    """Raise unless ``value`` is an int of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Raise unless ``value`` is None, a number, or a tensor with one element."""
+    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+        return
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
+        return
+    raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
+
+
+def targets_checked(check_targets: bool | None) -> bool:
+    """Whether to look for out-of-range targets: the argument, else the environment variable."""
+    if check_targets is None:
+        return os.environ.get("DLLM_KERNELS_CHECK", "0") == "1"
+    return check_targets
+
+
+def check_target_range(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
+    """Raise an IndexError naming the first target outside [0, vocab_size) that is not ``ignore_index``.
+
+    Reads the targets back to the host (a sync), hence only on request.
+    """
+    bad = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        value = int(targets[tuple(where)])
+        raise IndexError(
+            f"targets must lie in [0, {vocab_size}) or be {ignore_index}, got {value} at position {tuple(where)}"
+        )
