@@ -1,0 +1,37 @@
+"""The flat cross-entropy of block diffusion with random-token corruption."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.token_nll import Count, compute_dtype, divided_by_count, weighted_nll
+
+
+def block_diffusion_loss(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    num_diffusion_tokens: Count | None = None,
+    fp32_upcast: bool = True,
+) -> torch.Tensor:
+    """Mean cross-entropy over all supervised positions, corrupted or not.
+
+    ``loss = sum_i [supervised_i] * nll_i / max(n, 1)``, ``n`` the given count or else the supervised
+    positions here.
+
+    Args:
+        logits: ``[B, L, V]``, floating.
+        target_ids: clean tokens ``[B, L]``, integer; -100 has no loss.
+        loss_mask: supervised positions ``[B, L]``; nonzero is True.
+        num_diffusion_tokens: optional global count of supervised tokens, a number or a 0-d tensor.
+        fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits``.
+
+    Returns:
+        A scalar in float32 (float64 for float64 logits), in nats.
+
+    Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, the denoising cross-entropy of Eq. 5, under the
+    uniform kernel and without a weight over time.
+    """
+    supervised = loss_mask.bool()
+    loss = weighted_nll(logits, target_ids, supervised.to(compute_dtype(logits)), fp32_upcast=fp32_upcast)
+    return divided_by_count(loss, supervised.sum() if num_diffusion_tokens is None else num_diffusion_tokens)

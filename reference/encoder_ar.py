@@ -1,0 +1,35 @@
+"""The next-token cross-entropy of a co-trained encoder."""
+
+from __future__ import annotations
+
+import torch
+
+from reference.token_nll import Count, compute_dtype, divided_by_count, weighted_nll
+
+
+def encoder_ar_loss(
+    encoder_logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    valid_mask: torch.Tensor | None = None,
+    num_tokens: Count | None = None,
+) -> torch.Tensor:
+    """Mean next-token cross-entropy where a position and the next one are both valid.
+
+    ``loss = sum_i [valid_i and valid_{i+1}] * nll(logits_i, ids_{i+1}) / max(n, 1)``, ``n`` the given count
+    or else the number of pairs here.
+
+    Args:
+        encoder_logits: ``[B, S, V]``, floating.
+        input_ids: clean tokens ``[B, S]``, integer; a target of -100 has no loss.
+        valid_mask: ``[B, S]``, nonzero is True; None for all.
+        num_tokens: optional global count, a number or a 0-d tensor.
+
+    Returns:
+        A scalar in float32 (float64 for float64 logits), in nats.
+
+    Source: the usual next-token cross-entropy, -(1/n) sum_i log p(x_{i+1} | x_{<=i}).
+    """
+    valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask.bool()
+    pairs = valid[:, :-1] & valid[:, 1:]
+    loss = weighted_nll(encoder_logits[:, :-1], input_ids[:, 1:], pairs.to(compute_dtype(encoder_logits)))
+    return divided_by_count(loss, pairs.sum() if num_tokens is None else num_tokens)

@@ -1,0 +1,83 @@
+"""Masked diffusion and next-token prediction in one loss."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from reference.mdlm import mdlm_loss
+from reference.token_nll import Count, divided_by_count, weighted_nll
+
+
+class HybridLoss(NamedTuple):
+    """The total, which carries the graph, and the detached ``alpha * diffusion`` part of it."""
+
+    total_loss: torch.Tensor
+    dllm_loss: torch.Tensor
+
+
+def next_token_loss(
+    causal_logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    loss_mask_ar: torch.Tensor,
+    num_ar_tokens: Count | None = None,
+    fp32_upcast: bool = True,
+) -> torch.Tensor:
+    """``sum_i m_{i+1} * nll(causal_logits_i, target_{i+1}) / max(num_ar_tokens, 1)``, m the AR loss mask."""
+    loss = weighted_nll(
+        causal_logits[:, :-1], target_ids[:, 1:], loss_mask_ar[:, 1:], fp32_upcast=fp32_upcast
+    )
+    return loss if num_ar_tokens is None else divided_by_count(loss, num_ar_tokens)
+
+
+def hybrid_loss(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    noise_mask: torch.Tensor,
+    p_mask: torch.Tensor,
+    loss_mask: torch.Tensor,
+    loss_mask_ar: torch.Tensor | None = None,
+    num_diffusion_tokens: Count | None = None,
+    num_ar_tokens: Count | None = None,
+    causal_logits: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    fp32_upcast: bool = True,
+) -> HybridLoss:
+    """``alpha`` times the masked-diffusion loss, plus the next-token loss of the causal logits.
+
+    ``total = alpha * sum_i [noise_i and supervised_i] * nll_i / max(p_i, 1e-8) / max(num_diffusion_tokens, 1)
+    + sum_i m_{i+1} * nll(causal_i, target_{i+1}) / max(num_ar_tokens, 1)``
+
+    A denominator whose count is None is left out. The second part needs both causal logits and
+    ``loss_mask_ar``.
+
+    Args:
+        logits: ``[B, L, V]``; or ``[B, 2 L, V]``, the causal logits after the diffusion ones.
+        target_ids: clean tokens ``[B, L]``, integer; -100 has no loss.
+        noise_mask: corrupted positions ``[B, L]``; nonzero is True.
+        p_mask: probability with which each position was corrupted, ``[B, L]``.
+        loss_mask: supervised positions of the diffusion part ``[B, L]``; nonzero is True.
+        loss_mask_ar: weights of the next-token part ``[B, L]``, kept as they are when fractional.
+        num_diffusion_tokens: optional global count, a number or a 0-d tensor.
+        num_ar_tokens: optional global count, a number or a 0-d tensor.
+        causal_logits: ``[B, L, V]``, the layout that keeps the two apart.
+        alpha: weight of the diffusion part.
+        fp32_upcast: ``False`` rounds each NLL to the dtype of its logits.
+
+    Returns:
+        ``HybridLoss(total_loss, dllm_loss)``, scalars in nats; the second is detached.
+
+    Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5 for the diffusion part; the usual next-token
+    cross-entropy, Eq. 2 there, for the other.
+    """
+    L = target_ids.shape[1]
+    if causal_logits is None and logits.shape[1] > L:
+        logits, causal_logits = logits[:, :L], logits[:, L:]
+    total = alpha * mdlm_loss(
+        logits, target_ids, noise_mask, p_mask, loss_mask, num_diffusion_tokens, fp32_upcast
+    )
+    diffusion = total.detach().clone()
+    if causal_logits is not None and loss_mask_ar is not None:
+        total = total + next_token_loss(causal_logits, target_ids, loss_mask_ar, num_ar_tokens, fp32_upcast)
+    return HybridLoss(total, diffusion)

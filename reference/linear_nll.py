@@ -1,0 +1,90 @@
+"""Negative log-likelihood from hidden states and the LM head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from reference.token_nll import IGNORE_INDEX, counted_rows, token_nll, weighted_nll
+
+
+def linear_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``logits = hidden @ weight.T + bias``, rounded to the inputs' dtype as the unfused path rounds them.
+
+    Args:
+        hidden: ``[..., D]``, floating.
+        weight: the LM head ``[V, D]``.
+        bias: optional ``[V]``.
+        active: optional mask ``[...]``; a row that is not active is projected from zeros, so that a NaN in
+            its hidden state does not reach the gradient of ``weight``.
+
+    Returns:
+        ``[..., V]`` in the dtype of ``hidden``.
+
+    Source: the output projection of a language model.
+    """
+    if active is not None:
+        hidden = torch.where(active.bool()[..., None], hidden, 0.0)
+    return F.linear(hidden, weight, bias)
+
+
+def linear_token_nll(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    active: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Negative log-likelihood of every target under the LM head.
+
+    ``nll[n] = log sum_v exp(z[n, v]) - z[n, targets[n]]``, ``z = hidden @ weight.T + bias``
+
+    Args:
+        hidden: ``[..., D]``, floating.
+        weight: the LM head ``[V, D]``.
+        targets: ``[...]``, integer.
+        bias: optional ``[V]``.
+        ignore_index: the target that means "no loss here".
+        active: optional mask ``[...]``; nonzero is True.
+
+    Returns:
+        ``[...]`` in float32 (float64 for float64 input), in nats, differentiable with respect to ``hidden``,
+        ``weight`` and ``bias``.
+
+    Source: :func:`reference.token_nll.token_nll` of the projected states.
+    """
+    counted = counted_rows(targets, ignore_index, active)
+    return token_nll(linear_logits(hidden, weight, bias, counted), targets, ignore_index, active)
+
+
+def weighted_linear_nll(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    ignore_index: int = IGNORE_INDEX,
+) -> torch.Tensor:
+    """Weighted sum of the negative log-likelihoods under the LM head, ``sum_n weights[n] * nll[n]``.
+
+    Args:
+        hidden: ``[..., D]``, floating.
+        weight: the LM head ``[V, D]``.
+        targets: ``[...]``, integer.
+        weights: ``[...]``, any dtype; constants of the differentiation. A row of weight 0 is inert.
+        bias: optional ``[V]``.
+        ignore_index: the target that means "no loss here".
+
+    Returns:
+        A scalar in float32 (float64 for float64 input), in nats.
+
+    Source: :func:`reference.token_nll.weighted_nll` of the projected states.
+    """
+    counted = counted_rows(targets, ignore_index, weights != 0)
+    return weighted_nll(linear_logits(hidden, weight, bias, counted), targets, weights, ignore_index)
