@@ -1,0 +1,100 @@
+"""``python -m benchmarks SUBJECT [options]``: one command line for every measurement and for the demo."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+TOY = (("--size", "toy", "--samples", "2", "--warmup", "1"),)
+MODES = ("mdlm", "block", "hybrid", "dflash", "mtp")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One thing that can be run: the module that offers ``main(argv) -> int`` and how CI runs it quickly."""
+
+    module: str
+    help: str
+    smoke: tuple[tuple[str, ...], ...] = TOY
+
+
+SUBJECTS = {
+    "train": Subject(
+        "benchmarks.train",
+        "train a small diffusion LM on real text, reference loss beside ours",
+        tuple(("--mode", mode, "--tiny", "--steps", "2") for mode in MODES),
+    ),
+    "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits"),
+    "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
+    "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
+    "collate": Subject("benchmarks.collate", "the collator"),
+    "losses": Subject("benchmarks.losses", "every loss class against the plain one"),
+    "inspect": Subject("benchmarks.inspect_kernels", "registers, spills, occupancy of every kernel", ((),)),
+    "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
+    "all": Subject("benchmarks.suite", "every measurement with JSON, tables and plots", ()),
+}
+
+
+def usage() -> str:
+    """The list of subjects, one a line."""
+    lines = ["usage: python -m benchmarks SUBJECT [options]   (SUBJECT --help lists its options)", ""]
+    lines += [f"  {name:<11} {subject.help}" for name, subject in SUBJECTS.items()]
+    lines += [f"  {'smoke':<11} every subject at toy size, as CI runs it"]
+    return "\n".join(lines)
+
+
+def run(name: str, argv: list[str]) -> int:
+    """Import the subject's module and run its ``main``; returns the exit status."""
+    status: int = importlib.import_module(SUBJECTS[name].module).main(argv)
+    return status
+
+
+def _smoke_one(name: str, args: tuple[str, ...]) -> bool:
+    print(f"\n=== {' '.join((name, *args))}", flush=True)
+    start = time.perf_counter()
+    try:
+        status = run(name, list(args))
+    except Exception:  # one broken benchmark must not hide the others
+        traceback.print_exc()
+        status = 1
+    print(
+        f"=== {name}: {'ok' if status == 0 else 'FAILED'} in {time.perf_counter() - start:.1f} s", flush=True
+    )
+    return status == 0
+
+
+def smoke(argv: list[str]) -> int:
+    """Run every subject (or those named) at toy size; 1 if any of them fails or has no module."""
+    failed = []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in argv or SUBJECTS:
+            for number, args in enumerate(SUBJECTS[name].smoke):
+                out = Path(scratch) / (f"{name}-{number}" if name == "train" else f"{name}-{number}.json")
+                takes_out = name != "inspect"
+                if not _smoke_one(name, (*args, *(("--out", str(out)) if takes_out else ()))):
+                    failed.append(" ".join((name, *args)))
+    print("\nsmoke: " + (f"FAILED: {'; '.join(failed)}" if failed else "all subjects ran"))
+    return int(bool(failed))
+
+
+def main(argv: list[str]) -> int:
+    """Run the subject named by the first argument with the rest."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(usage())
+        return 0 if argv else 2
+    name, rest = argv[0], argv[1:]
+    if name == "smoke":
+        return smoke(rest)
+    if name not in SUBJECTS:
+        print(f"unknown subject {name!r}\n\n{usage()}", file=sys.stderr)
+        return 2
+    return run(name, rest)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

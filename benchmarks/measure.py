@@ -1,0 +1,384 @@
+"""How everything here is measured: time, peak memory, error and ceilings. ``record.py`` prints and writes it.
+
+A subject builds its inputs and its candidates (ours, the plain code, the peers) and calls ``compare``.
+
+* Time. Peers are interleaved round-robin and start from a different one each round, so a clock that drifts
+  falls on all of them alike. CUDA: events, with work queued ahead of the start event, so that the host's
+  launch overhead is hidden as in a training step. CPU: ``perf_counter``. Reported: 20, 50 and 80 % quantiles.
+* Cache. ``"cold"``: inputs rotate and a buffer larger than the last-level cache is overwritten before each
+  sample. ``"hot"``: the same call on the same input ran just before.
+* Memory. The peak of allocated bytes minus what was allocated before. CUDA: the caching allocator's counters.
+  CPU: the profiler's record of every allocation and release inside torch, so temporaries of composite ops and
+  of autograd are seen exactly; allocations outside torch's allocator (BLAS workspaces) are not, nor is the
+  release of what was allocated before ``prepare``.
+* Ceilings. Copy bandwidth (bytes read plus bytes written) and matrix-product rate, measured in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Else the profiler announces its start and end on stderr at every measurement; 99 is above all its levels.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+
+QUANTILES = (0.2, 0.5, 0.8)
+# Over the last-level cache of an H200 (50 MB) and of common CPUs.
+FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+DTYPES = {
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+
+
+def _same(index: int) -> Any:
+    return index
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something to time.
+
+    Attributes:
+        run: what is timed; called with what ``prepare`` returned.
+        prepare: untimed, called with the number of the input set; by default hands that number on. A backward
+            pass on its own prepares the forward pass here.
+    """
+
+    run: Callable[[Any], object]
+    prepare: Callable[[int], Any] = _same
+
+
+CandidateLike = Candidate | Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one candidate, in seconds, in the order they were taken."""
+
+    samples: tuple[float, ...]
+
+    def quantile(self, q: float) -> float:
+        """The q-quantile, linearly interpolated between order statistics."""
+        ordered = sorted(self.samples)
+        place = q * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    @property
+    def median(self) -> float:
+        """The 50 % quantile, in seconds."""
+        return self.quantile(0.5)
+
+
+@dataclass
+class Result:
+    """One line of a table: one candidate on one case in one phase.
+
+    Attributes:
+        subject: the benchmark it belongs to.
+        case: what was run: sizes, dtype, active share, ...
+        phase: "forward", "backward", "both", or another word of the subject.
+        name: the candidate.
+        cache: "hot" or "cold".
+        timing: the samples; None where only memory or error was asked for.
+        peak_bytes: peak of allocated bytes above those held before the call.
+        error: distance from float64, see ``relative_error``.
+        floor_s: the least time possible at this run's ceilings.
+        floor_bytes: the least extra memory possible.
+        extra: whatever else the subject wants to record.
+    """
+
+    subject: str
+    case: dict[str, Any]
+    phase: str
+    name: str
+    cache: str = "cold"
+    timing: Timing | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+    floor_s: float | None = None
+    floor_bytes: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values, with the quantiles beside the samples."""
+        record = asdict(self)
+        timing = self.timing
+        record["timing"] = (
+            None if timing is None else {f"q{int(100 * q)}_s": timing.quantile(q) for q in QUANTILES}
+        )
+        record["samples_s"] = None if timing is None else list(timing.samples)
+        return record
+
+
+def arguments(subject: str, description: str | None = None) -> argparse.ArgumentParser:
+    """A parser with the options all subjects share; a subject may add its own."""
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {subject}", description=description)
+    add = parser.add_argument
+    add(
+        "--size",
+        choices=("toy", "small", "full"),
+        help="toy: CI; small: CPU; full: GPU (default by the device)",
+    )
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--backend", default="auto", choices=("auto", "triton", "torch"), help="of our own ops")
+    add("--dtype", choices=tuple(DTYPES), help="default: float32 on CPU, bfloat16 on GPU")
+    add("--samples", type=int, default=20)
+    add("--warmup", type=int, default=3)
+    add("--cache", choices=("hot", "cold"), default="cold")
+    add("--threads", type=int, help="CPU threads of torch")
+    add("--seed", type=int, default=0)
+    add("--out", type=Path, help="write the raw results as JSON")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
+    """Parse, fill the defaults that depend on the device, and apply threads and seed."""
+    options = parser.parse_args(argv)
+    on_gpu = torch.device(options.device).type == "cuda"
+    options.size = options.size or ("full" if on_gpu else "small")
+    options.dtype = DTYPES[options.dtype or ("bfloat16" if on_gpu else "float32")]
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    torch.manual_seed(options.seed)
+    return options
+
+
+def _as_candidate(candidate: CandidateLike) -> Candidate:
+    return candidate if isinstance(candidate, Candidate) else Candidate(candidate)
+
+
+def _flusher(device: torch.device) -> Callable[[], object]:
+    buffer = torch.empty(FLUSH_BYTES[device.type], dtype=torch.uint8, device=device)
+    return buffer.zero_
+
+
+def _time_cuda(candidate: Candidate, state: Any, before: Callable[[], object], device: torch.device) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    before()  # queued ahead of the start event: the device is busy while the host launches the candidate
+    start.record()
+    result = candidate.run(state)
+    end.record()
+    torch.cuda.synchronize(device)
+    del result
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def _time_cpu(candidate: Candidate, state: Any, before: Callable[[], object], device: torch.device) -> float:
+    before()
+    start = time.perf_counter()
+    result = candidate.run(state)
+    seconds = time.perf_counter() - start
+    del result
+    return seconds
+
+
+def measure(
+    candidates: Mapping[str, CandidateLike],
+    *,
+    device: torch.device | str,
+    input_sets: int = 1,
+    samples: int = 20,
+    warmup: int = 3,
+    cache: str = "cold",
+    label: str = "",
+) -> dict[str, Timing]:
+    """Time the candidates, interleaved.
+
+    Args:
+        candidates: name -> callable taking the number of an input set, or a ``Candidate``.
+        device: where the work runs; decides the clock.
+        input_sets: how many input sets the candidates can take in rotation.
+        samples: timed calls per candidate.
+        warmup: untimed calls per candidate before.
+        cache: "cold" (flushed, inputs rotate) or "hot" (the same call ran just before).
+        label: what the progress bar says.
+
+    Returns:
+        name -> ``Timing``, in the order given.
+    """
+    from tqdm import tqdm
+
+    device = torch.device(device)
+    clock = _time_cuda if device.type == "cuda" else _time_cpu
+    flush = _flusher(device) if cache == "cold" else None
+    items = [(name, _as_candidate(candidate)) for name, candidate in candidates.items()]
+    taken: dict[str, list[float]] = {name: [] for name in candidates}
+    rounds = tqdm(range(warmup + samples), desc=label, leave=False, disable=not sys.stderr.isatty())
+    gc.collect()
+    gc.disable()  # a collection inside a sample would be charged to whoever is being timed
+    try:
+        for number in rounds:
+            index = number % input_sets
+            for place in range(len(items)):
+                name, candidate = items[(number + place) % len(items)]
+                state = candidate.prepare(index)
+                if flush is None:
+                    again = candidate.prepare(index)
+                    seconds = clock(candidate, state, lambda c=candidate, s=again: c.run(s), device)  # type: ignore[misc]
+                else:
+                    seconds = clock(candidate, state, flush, device)
+                if number >= warmup:
+                    taken[name].append(seconds)
+    finally:
+        gc.enable()
+    return {name: Timing(tuple(values)) for name, values in taken.items()}
+
+
+_MARK = "benchmarks: measured from here"
+
+
+def _peak_cpu(candidate: Candidate, index: int) -> int:
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    # prepare is recorded too: a release is only seen of a block whose allocation was seen
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        state = candidate.prepare(index)
+        with record_function(_MARK):
+            pass
+        kept = candidate.run(state)
+    del kept, state
+    events = sorted(record.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    start = next(event.start_ns() for event in events if event.name() == _MARK)
+    held = peak = 0
+    for event in events:
+        if event.name() == "[memory]" and event.start_ns() >= start:
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def _peak_cuda(candidate: Candidate, index: int, device: torch.device) -> int:
+    state = candidate.prepare(index)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    kept = candidate.run(state)
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del kept, state
+    return peak
+
+
+def peak_memory(candidate: CandidateLike, device: torch.device | str, index: int = 0) -> int:
+    """Peak of allocated bytes while the candidate runs, above what was allocated when its ``run`` began.
+
+    Args:
+        candidate: a callable of the input set's number, or a ``Candidate`` whose ``prepare`` is not counted.
+        device: where its tensors live.
+        index: which input set.
+    """
+    device = torch.device(device)
+    gc.collect()
+    candidate = _as_candidate(candidate)
+    return _peak_cuda(candidate, index, device) if device.type == "cuda" else _peak_cpu(candidate, index)
+
+
+def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """``||value - exact|| / ||exact||`` in float64; the difference's norm where ``exact`` is zero."""
+    difference = torch.linalg.vector_norm(value.double() - exact.double()).item()
+    scale = torch.linalg.vector_norm(exact.double()).item()
+    return float(difference / scale if scale else difference)
+
+
+def copy_bandwidth(device: torch.device | str, nbytes: int, samples: int = 20) -> float:
+    """Bytes read plus bytes written per second by a device copy of ``nbytes``."""
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = measure(
+        {"copy": lambda _: target.copy_(source)}, device=device, samples=samples, label="copy ceiling"
+    )
+    return 2 * nbytes / timing["copy"].median
+
+
+def gemm_rate(device: torch.device | str, dtype: torch.dtype, n: int, samples: int = 20) -> float:
+    """Floating-point operations per second of an n x n x n matrix product."""
+    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    timing = measure({"gemm": lambda _: a @ b}, device=device, samples=samples, label="product ceiling")
+    return 2 * n**3 / timing["gemm"].median
+
+
+def ceilings(device: torch.device | str, dtype: torch.dtype, size: str) -> dict[str, float]:
+    """Both ceilings of this run: ``{"copy_bytes_per_s": ..., "gemm_flop_per_s": ...}``."""
+    nbytes = {"toy": 1 << 20, "small": 256 << 20, "full": 2 << 30}[size]
+    n = {"toy": 64, "small": 1024, "full": 8192}[size]
+    samples = 3 if size == "toy" else 20
+    return {
+        "copy_bytes_per_s": copy_bandwidth(device, nbytes, samples),
+        "gemm_flop_per_s": gemm_rate(device, dtype, n, samples),
+    }
+
+
+def compare(
+    subject: str,
+    case: Mapping[str, Any],
+    phase: str,
+    candidates: Mapping[str, CandidateLike],
+    options: argparse.Namespace,
+    *,
+    input_sets: int = 1,
+    errors: Mapping[str, float] | None = None,
+    floor_s: float | None = None,
+    floor_bytes: int | None = None,
+    memory: bool = True,
+) -> list[Result]:
+    """Time every candidate on one case and take its peak memory.
+
+    Args:
+        subject: the benchmark's name.
+        case: what is run, for the record and the table.
+        phase: "forward", "backward", "both", ...
+        candidates: name -> callable of the input set's number, or ``Candidate``.
+        options: what ``parse`` returned.
+        input_sets: how many input sets the candidates can take in rotation.
+        errors: name -> distance from float64.
+        floor_s: the least time possible at this run's ceilings.
+        floor_bytes: the least extra memory possible.
+        memory: whether to take peak memory.
+
+    Returns:
+        One ``Result`` per candidate, in the order given.
+    """
+    label = " ".join([subject, phase, *(f"{key}={value}" for key, value in case.items())])
+    timings = measure(
+        candidates,
+        device=options.device,
+        input_sets=input_sets,
+        samples=options.samples,
+        warmup=options.warmup,
+        cache=options.cache,
+        label=label,
+    )
+    results = []
+    for name, candidate in candidates.items():
+        peak = peak_memory(candidate, options.device) if memory else None
+        error = None if errors is None else errors.get(name)
+        results.append(
+            Result(
+                subject,
+                dict(case),
+                phase,
+                name,
+                options.cache,
+                timings[name],
+                peak,
+                error,
+                floor_s,
+                floor_bytes,
+            )
+        )
+    return results
