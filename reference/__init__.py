@@ -5,26 +5,55 @@ it judges is no oracle.
 """
 
 from reference.block_diffusion import block_diffusion_loss
+from reference.collate import collate
+from reference.corruption import (
+    Corrupted,
+    corrupt_all_masked,
+    corrupt_blockwise,
+    corrupt_uniform,
+    corrupt_uniform_random,
+)
 from reference.dflash import decay_weights, dflash_loss, draft_accuracy_per_position
 from reference.encoder_ar import encoder_ar_loss
+from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
 from reference.linear_nll import linear_logits, linear_token_nll, weighted_linear_nll
 from reference.mdlm import mdlm_loss
+from reference.mtp import (
+    MTPLoss,
+    masked_cross_entropy,
+    mtp_labels,
+    mtp_loss,
+    seq_idx_from_cu_seqlens,
+)
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
 
 __all__ = [
+    "Corrupted",
     "HybridLoss",
+    "MTPLoss",
     "argmax_match",
+    "batched_gumbel_topk",
     "block_diffusion_loss",
+    "collate",
     "compute_per_token_nll",
+    "corrupt_all_masked",
+    "corrupt_blockwise",
+    "corrupt_uniform",
+    "corrupt_uniform_random",
     "decay_weights",
     "dflash_loss",
     "draft_accuracy_per_position",
     "encoder_ar_loss",
+    "gumbel_topk",
     "hybrid_loss",
     "linear_logits",
     "linear_token_nll",
+    "masked_cross_entropy",
     "mdlm_loss",
+    "mtp_labels",
+    "mtp_loss",
+    "seq_idx_from_cu_seqlens",
     "token_lse",
     "token_nll",
     "weighted_linear_nll",
