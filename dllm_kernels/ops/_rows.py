@@ -1,0 +1,60 @@
+"""The row primitives: what a backend must offer, and the layout they take.
+
+Both backends (``ops/_torch_rows.py``, ``kernels/token_nll.py`` with ``kernels/linear_nll.py``) have these functions.
+``logits`` is ``[B, L, V]`` with any batch and position strides and columns side by side; everything else has one entry
+a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits.
+
+``row_stats(logits, targets, active, *, ignore_index, with_correct)``
+    Reads each active row once. Returns (nll, row_max, log_sum, target_logit, correct): ``[N]`` of dtype acc, and a bool
+    ``[N]`` or None. ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows.
+
+``row_grad(logits, targets, active, scale, row_max, log_sum, out, *, ignore_index, whole_row=True)``
+    Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out`` (same shape as the logits, its own strides,
+    may be the logits themselves), zeros for inactive rows. With ``whole_row=False`` the columns are one shard of a
+    longer row, and a target outside of them only means that the one-hot lies in another shard.
+
+``row_nll_grad_(logits [C, V], targets, active, scale, *, ignore_index, with_correct)``
+    ``row_stats`` and ``row_grad`` at once, the gradient over the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class RowPrimitives(NamedTuple):
+    """One backend's row primitives."""
+
+    row_stats: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
+    row_grad: Callable[..., None]
+    row_nll_grad_: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
+
+
+def row_primitives(triton: bool) -> RowPrimitives:
+    """The row primitives of a backend; Triton is imported only when asked for."""
+    if triton:
+        from dllm_kernels.kernels import linear_nll, token_nll
+
+        return RowPrimitives(token_nll.row_stats, token_nll.row_grad, linear_nll.row_nll_grad_)
+    from dllm_kernels.ops import _torch_rows
+
+    return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_)
+
+
+def as_blv(logits: torch.Tensor) -> torch.Tensor:
+    """View ``[..., V]`` logits as ``[B, L, V]`` with columns side by side; copies only where no view can."""
+    V = logits.shape[-1]
+    if logits.stride(-1) != 1 and V > 1:
+        logits = logits.contiguous()
+    if logits.dim() == 3:
+        return logits
+    if logits.dim() < 3:
+        return logits.reshape(1, -1, V) if logits.dim() == 1 else logits.unsqueeze(0)
+    L = logits.shape[-2]
+    try:
+        return logits.view(-1, L, V)
+    except RuntimeError:
+        return logits.reshape(-1, L, V)
