@@ -54,8 +54,8 @@ def token_nll(
     ``nll[n] = log sum_v exp(logits[n, v]) - logits[n, targets[n]]``
 
     A row that is not active, or whose target is ``ignore_index``, has NLL 0 and gradient 0 whatever its
-    logits hold. A target outside ``[0, V)`` gives NaN (its gradient is not specified; here it is 0), and so
-    does a row that holds a NaN or a ``+inf`` or is all ``-inf``, in its own row only.
+    logits hold. A target outside ``[0, V)`` gives NaN, and so does a row that holds a NaN or a
+    ``+inf`` or is all ``-inf``: NLL and gradient, in its own row only.
 
     Args:
         logits: ``[..., V]``, floating; ``-inf`` means probability 0.
@@ -74,7 +74,7 @@ def token_nll(
     x = torch.where(counted[..., None], logits.to(compute_dtype(logits)), 0.0)
     index = torch.where(counted & in_range, targets.long(), 0)
     nll = -torch.log_softmax(x, dim=-1).gather(-1, index[..., None]).squeeze(-1)
-    nll = torch.where(in_range, nll, torch.nan)
+    nll = nll * torch.where(in_range, 1.0, torch.nan)  # a product, so that the gradient is NaN as well
     return torch.where(counted, nll, 0.0)
 
 
