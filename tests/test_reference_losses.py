@@ -1,0 +1,354 @@
+"""The oracle of the five losses: numbers worked out by hand, gradcheck, and each sentence of their semantics.
+
+Logits are logarithms of small integer odds: under odds (1, 2, 1) token 1 has NLL ln 2 and token 0 has 2 ln 2.
+"""
+
+import math
+
+import pytest
+import torch
+
+from reference import (
+    argmax_match,
+    block_diffusion_loss,
+    decay_weights,
+    dflash_loss,
+    draft_accuracy_per_position,
+    encoder_ar_loss,
+    hybrid_loss,
+    mdlm_loss,
+)
+
+LN2 = math.log(2.0)
+NAN = math.nan
+MASK_DTYPES = [torch.bool, torch.int64, torch.uint8, torch.float32, torch.bfloat16]
+COUNTS = [5, 5.0, torch.tensor(5), torch.tensor(5.0), torch.tensor([5]).squeeze()]
+
+
+def odds_121(L):
+    """Logits ``[1, L, 3]`` of odds (1, 2, 1) everywhere."""
+    return torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64).log().repeat(1, L, 1)
+
+
+def row(*values, dtype=None):
+    return torch.tensor([values], dtype=dtype)
+
+
+def with_nan_rows(logits, positions):
+    """A leaf copy of ``logits [1, L, V]`` with NaN in the rows at ``positions``."""
+    logits = logits.clone()
+    logits[0, positions] = NAN
+    return logits.requires_grad_()
+
+
+# MDLM: positions are corrupted and supervised, supervised only, corrupted only, both, both without a target.
+TARGETS = row(1, 1, 0, 0, -100)
+NOISE = row(1, 0, 1, 1, 1)
+SUPERVISED = row(1, 1, 0, 1, 1)
+P = row(0.5, 0.25, 0.5, 0.25, 0.5)
+MDLM = 10 * LN2  # ln 2 / 0.5 + 2 ln 2 / 0.25 = 2 ln 2 + 8 ln 2
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES)
+def test_mdlm_value(dtype):
+    loss = mdlm_loss(odds_121(5), TARGETS, NOISE.to(dtype), P, SUPERVISED.to(dtype))
+    assert loss.item() == pytest.approx(MDLM)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_mdlm_divides_by_the_count(count):
+    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM / 5)
+
+
+@pytest.mark.parametrize("count", [0, 1, torch.tensor(0)])
+def test_mdlm_divides_by_one_at_least(count):
+    assert mdlm_loss(odds_121(5), TARGETS, NOISE, P, SUPERVISED, count).item() == pytest.approx(MDLM)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("p", [0.0, 1e-12])
+def test_mdlm_probabilities_are_clamped_at_1e_8_also_where_their_dtype_cannot_hold_it(p, dtype):
+    loss = mdlm_loss(odds_121(1), row(1), row(1), row(p, dtype=dtype), row(1))
+    assert loss.item() == pytest.approx(LN2 * 1e8)
+
+
+def test_mdlm_rows_of_weight_zero_are_inert():
+    logits = with_nan_rows(odds_121(5), [1, 2, 4])
+    loss = mdlm_loss(logits, TARGETS, NOISE, row(0.5, NAN, NAN, 0.25, 0.5), SUPERVISED)
+    loss.backward()
+    assert loss.item() == pytest.approx(MDLM)
+    # weight * (softmax - one-hot): 2 * (1/4, -1/2, 1/4) and 4 * (-3/4, 1/2, 1/4)
+    zero = [0.0, 0.0, 0.0]
+    expected = [[[0.5, -1.0, 0.5], zero, zero, [-3.0, 2.0, 1.0], zero]]
+    torch.testing.assert_close(logits.grad, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_mdlm_of_nothing_is_zero_with_zero_gradient():
+    logits = with_nan_rows(odds_121(3), [0, 1, 2])
+    loss = mdlm_loss(logits, row(0, 1, 2), row(0, 0, 0), row(0.0, 0.0, 0.0), row(1, 1, 1), 7)
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad.eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_of_low_precision_logits_are_float32(dtype):
+    logits = odds_121(5).to(dtype)
+    assert mdlm_loss(logits, TARGETS, NOISE, P, SUPERVISED).dtype == torch.float32
+    assert block_diffusion_loss(logits, TARGETS, SUPERVISED).dtype == torch.float32
+    assert hybrid_loss(logits, TARGETS, NOISE, P, SUPERVISED).total_loss.dtype == torch.float32
+    assert dflash_loss(logits, TARGETS, SUPERVISED).dtype == torch.float32
+    assert encoder_ar_loss(logits, TARGETS).dtype == torch.float32
+
+
+def test_without_the_upcast_each_nll_is_rounded_before_it_is_weighted():
+    logits = torch.zeros(1, 1, 2, dtype=torch.bfloat16)
+    one = row(1)
+    rounded = 177 / 256  # the bfloat16 next to ln 2
+    assert mdlm_loss(logits, one, one, row(0.5), one, fp32_upcast=False).item() == 2 * rounded
+    assert block_diffusion_loss(logits, one, one, fp32_upcast=False).item() == rounded
+    total, diffusion = hybrid_loss(
+        logits.repeat(1, 2, 1), row(1, 1), row(1, 0), row(0.5, 0.5), row(1, 0), row(0, 1),
+        causal_logits=logits.repeat(1, 2, 1), alpha=0.5, fp32_upcast=False,
+    )  # fmt: skip
+    assert (total.item(), diffusion.item()) == (2 * rounded, rounded)
+
+
+# Block diffusion: the supervised positions are 0, 1, 3 and 4, and 4 has no target: ln 2 + ln 2 + 2 ln 2.
+BLOCK = 4 * LN2
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES)
+def test_block_diffusion_divides_by_the_supervised_positions_here(dtype):
+    loss = block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED.to(dtype))
+    assert loss.item() == pytest.approx(BLOCK / 4)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_block_diffusion_divides_by_the_count_given(count):
+    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, count).item() == pytest.approx(BLOCK / 5)
+
+
+def test_block_diffusion_divides_by_one_at_least_and_is_zero_over_nothing():
+    assert block_diffusion_loss(odds_121(5), TARGETS, SUPERVISED, 0).item() == pytest.approx(BLOCK)
+    logits = with_nan_rows(odds_121(2), [0, 1])
+    loss = block_diffusion_loss(logits, row(0, 1), row(0, 0))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad.eq(0).all()
+
+
+def test_block_diffusion_loss_mask_counts_nonzero_as_one_and_its_zeros_are_inert():
+    logits = with_nan_rows(odds_121(5), [2])
+    loss = block_diffusion_loss(logits, TARGETS, row(2.0, 0.5, 0.0, -1.0, 1.0))
+    loss.backward()
+    assert loss.item() == pytest.approx(BLOCK / 4)
+    assert logits.grad.isfinite().all()
+
+
+# Hybrid. Next-token targets 1, 0, 0, -100 with weights AR[1:]: 2 * ln 2 + 0 + 0.5 * 2 ln 2 + 1 * 0 = 3 ln 2.
+AR = row(9.0, 2.0, 0.0, 0.5, 1.0)
+NEXT = 3 * LN2
+
+
+def hybrid(logits=None, loss_mask_ar=AR, **options):
+    logits = odds_121(5) if logits is None else logits
+    return hybrid_loss(logits, TARGETS, NOISE, P, SUPERVISED, loss_mask_ar, **options)
+
+
+def test_hybrid_is_alpha_times_diffusion_plus_next_token():
+    total, diffusion = hybrid(causal_logits=odds_121(5), alpha=0.3)
+    assert diffusion.item() == pytest.approx(0.3 * MDLM)
+    assert total.item() == pytest.approx(0.3 * MDLM + NEXT)
+
+
+def test_hybrid_parts_have_their_own_denominators():
+    both = hybrid(causal_logits=odds_121(5), num_diffusion_tokens=5, num_ar_tokens=torch.tensor(2))
+    assert both.total_loss.item() == pytest.approx(MDLM / 5 + NEXT / 2)
+    one = hybrid(causal_logits=odds_121(5), num_ar_tokens=4)
+    assert one.total_loss.item() == pytest.approx(MDLM + NEXT / 4)
+    clamped = hybrid(causal_logits=odds_121(5), num_diffusion_tokens=0, num_ar_tokens=0)
+    assert clamped.total_loss.item() == pytest.approx(MDLM + NEXT)
+
+
+def test_hybrid_layouts_agree_in_value_and_gradient():
+    torch.manual_seed(0)
+    diffusion, causal = torch.randn(2, 1, 5, 3, dtype=torch.float64)
+    joined = torch.cat([diffusion, causal], dim=1).requires_grad_()
+    diffusion.requires_grad_()
+    causal.requires_grad_()
+    apart = hybrid(diffusion, causal_logits=causal, alpha=0.7)
+    legacy = hybrid(joined, alpha=0.7)
+    torch.testing.assert_close(legacy, apart)
+    apart.total_loss.backward()
+    legacy.total_loss.backward()
+    torch.testing.assert_close(joined.grad, torch.cat([diffusion.grad, causal.grad], dim=1))
+
+
+@pytest.mark.parametrize("logits", [odds_121(5), odds_121(10)])
+def test_hybrid_has_no_next_token_part_without_its_mask(logits):
+    assert hybrid(logits, loss_mask_ar=None).total_loss.item() == pytest.approx(MDLM)
+
+
+def test_hybrid_has_no_next_token_part_without_causal_logits():
+    assert hybrid().total_loss.item() == pytest.approx(MDLM)
+
+
+def test_hybrid_rows_of_weight_zero_are_inert_in_both_parts():
+    # the causal rows in use are 0, 2 (weights 2 and 0.5); row 3 has no target, row 4 predicts nothing
+    logits = with_nan_rows(odds_121(5), [1, 2, 4])
+    causal = with_nan_rows(odds_121(5), [1, 3, 4])
+    total, _ = hybrid(logits, causal_logits=causal)
+    total.backward()
+    assert total.item() == pytest.approx(MDLM + NEXT)
+    # targets 1 and 0: 2 * (1/4, -1/2, 1/4), 0.5 * (-3/4, 1/2, 1/4)
+    zero = [0.0, 0.0, 0.0]
+    expected = [[[0.5, -1.0, 0.5], zero, [-0.375, 0.25, 0.125], zero, zero]]
+    torch.testing.assert_close(causal.grad, torch.tensor(expected, dtype=torch.float64))
+    assert logits.grad.isfinite().all()
+
+
+def test_hybrid_dllm_loss_is_detached_and_aliases_nothing():
+    total, diffusion = hybrid(odds_121(5).requires_grad_())
+    assert total.requires_grad
+    assert not diffusion.requires_grad
+    assert diffusion.data_ptr() != total.data_ptr()
+
+
+# DFlash. gamma = 1 / ln 2 makes the weight halve with each position: w_k = exp(-(k - 1) ln 2) = 2**-(k - 1).
+GAMMA = 1.0 / LN2
+
+
+def test_decay_weights():
+    assert decay_weights(4, None, GAMMA).tolist() == pytest.approx([1.0, 0.5, 0.25, 0.125])
+    assert decay_weights(4, 3, GAMMA).tolist() == pytest.approx([1.0, 0.5, 1.0, 0.5])  # k starts over
+    assert decay_weights(3, 2, GAMMA).tolist() == pytest.approx([1.0, 1.0, 1.0])
+    assert decay_weights(3, None, None).tolist() == [1.0, 1.0, 1.0]
+    assert decay_weights(0, 3, GAMMA).tolist() == []
+    assert decay_weights(2, None, 7.0, torch.float64).dtype == torch.float64
+
+
+@pytest.mark.parametrize(("T", "block_size"), [(5, 3), (1, 3), (1, 1), (3, 1)])
+def test_decay_over_a_broken_block_is_an_error_and_no_decay_is_not(T, block_size):
+    with pytest.raises(ValueError, match=rf"multiple of block_size - 1 = {block_size - 1} .* got {T}"):
+        decay_weights(T, block_size, GAMMA)
+    assert decay_weights(T, block_size, None).tolist() == [1.0] * T
+
+
+# Targets 1, 0, 0, 1: NLL ln 2 * (1, 2, 2, 1). Mask 1, 1, 0.5, 0 times decay 1, .5, 1, .5:
+# weights 1, .5, .5, 0, so ln 2 * (1 + 1 + 1 + 0) = 3 ln 2 and a weight sum of 2.
+DRAFT = row(1, 0, 0, 1)
+VALID = row(1.0, 1.0, 0.5, 0.0)
+
+
+def dflash(logits=None, **options):
+    options = {"block_size": 3, "gamma": GAMMA, **options}
+    return dflash_loss(odds_121(4) if logits is None else logits, DRAFT, VALID, **options)
+
+
+def test_dflash_value_for_each_denominator():
+    assert dflash().item() == pytest.approx(3 * LN2)
+    assert dflash(num_tokens=6).item() == pytest.approx(LN2 / 2)
+    assert dflash(num_tokens=torch.tensor(6)).item() == pytest.approx(LN2 / 2)
+    assert dflash(num_tokens=0).item() == pytest.approx(3 * LN2)
+    # 3 ln 2 / (2 + 1e-6), the count not looked at
+    assert dflash(normalize="mean", num_tokens=6).item() == pytest.approx(3 * LN2 / 2.000001, rel=1e-12)
+
+
+def test_dflash_without_decay_and_as_one_block():
+    assert dflash(gamma=None).item() == pytest.approx(4 * LN2)  # 1 * 1 + 1 * 2 + 0.5 * 2
+    assert dflash(block_size=None).item() == pytest.approx(2.25 * LN2)  # 1 * 1 + 0.5 * 2 + 0.25 * 0.5 * 2
+
+
+@pytest.mark.parametrize("dtype", MASK_DTYPES)
+def test_dflash_masks_of_any_dtype(dtype):
+    loss = dflash_loss(odds_121(4), DRAFT, row(1, 1, 0, 0).to(dtype), block_size=3, gamma=GAMMA)
+    assert loss.item() == pytest.approx(2 * LN2)  # 1 * 1 + 0.5 * 2
+
+
+def test_dflash_rows_of_weight_zero_are_inert_and_a_zero_sum_is_zero():
+    logits = with_nan_rows(odds_121(4), [3])
+    loss = dflash(logits, normalize="mean")
+    loss.backward()
+    assert loss.item() == pytest.approx(3 * LN2 / 2, rel=1e-6)
+    assert logits.grad[0, 3].eq(0).all()
+    for normalize in ("tokens", "mean"):
+        empty = dflash_loss(logits, DRAFT, torch.zeros(1, 4), 0, 3, normalize=normalize)
+        assert empty.item() == 0.0
+
+
+def test_dflash_refuses_another_normalisation():
+    with pytest.raises(ValueError, match="normalize must be 'tokens' or 'mean', got 'sum'"):
+        dflash(normalize="sum")
+
+
+def test_draft_accuracy_sums_each_offset_over_batch_and_blocks():
+    correct = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1]]).bool()
+    valid = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    hits, count = draft_accuracy_per_position(correct, valid, 3)
+    # offset 1: positions 0 and 2 of both rows: hits 1 + 0 + 1 + 0, valid 1 + 1 + 1 + 0
+    # offset 2: positions 1 and 3: hits 1 + 0 + 0 + 0, valid 1 + 0 + 1 + 0
+    assert (hits.tolist(), count.tolist()) == ([2.0, 1.0], [3.0, 2.0])
+    assert hits.dtype == count.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32, torch.float64, torch.bfloat16])
+def test_draft_accuracy_is_float32_and_exact_whatever_the_masks_dtype(dtype):
+    correct = torch.ones(3, 400, dtype=torch.bool)
+    hits, count = draft_accuracy_per_position(correct, torch.ones(3, 400).to(dtype), 2)
+    assert (hits.tolist(), count.tolist()) == ([1200.0], [1200.0])  # bfloat16 would stop at 256
+    assert hits.dtype == count.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("T", "block_size"), [(4, None), (4, 1), (4, 0), (5, 3)])
+def test_draft_accuracy_is_none_without_whole_blocks(T, block_size):
+    ones = torch.ones(1, T)
+    assert draft_accuracy_per_position(ones.bool(), ones, block_size) == (None, None)
+
+
+def test_draft_accuracy_of_matches_ignores_invalid_and_untargeted_rows():
+    logits = with_nan_rows(odds_121(4), [3])
+    correct = argmax_match(logits, row(1, -100, 0, 1))
+    hits, count = draft_accuracy_per_position(correct, row(1, 1, 1, 0), 3)
+    assert (hits.tolist(), count.tolist()) == ([1.0, 0.0], [2.0, 1.0])
+
+
+# Encoder: ids 2, 1, 0, 1, -100 so targets 1, 0, 1, -100, NLL ln 2 * (1, 2, 1, 0).
+IDS = row(2, 1, 0, 1, -100)
+
+
+def test_encoder_ar_value():
+    assert encoder_ar_loss(odds_121(5), IDS).item() == pytest.approx(LN2)  # 4 ln 2 over 4 pairs
+    assert encoder_ar_loss(odds_121(5), IDS, num_tokens=8).item() == pytest.approx(LN2 / 2)
+    assert encoder_ar_loss(odds_121(5), IDS, num_tokens=torch.tensor(8)).item() == pytest.approx(LN2 / 2)
+    assert encoder_ar_loss(odds_121(5), IDS, num_tokens=0).item() == pytest.approx(4 * LN2)
+
+
+@pytest.mark.parametrize("valid", [row(1, 1, 0, 1, 1), row(1, 2, 0, 4, 8), row(0.5, 1.0, 0.0, 1.0, 1.0)])
+def test_encoder_ar_scores_pairs_of_valid_positions(valid):
+    # pairs (0, 1) and (3, 4): ln 2 + 0, over 2; the integers 1 and 2 have no bit in common and are both True
+    logits = with_nan_rows(odds_121(5), [1, 2, 4])
+    loss = encoder_ar_loss(logits, IDS, valid)
+    loss.backward()
+    assert loss.item() == pytest.approx(LN2 / 2)
+    assert logits.grad[0, 1:].eq(0).all()
+
+
+def test_encoder_ar_of_nothing_is_zero_with_zero_gradient():
+    for L, valid in ((3, row(1, 0, 1)), (1, None)):
+        logits = with_nan_rows(odds_121(L), list(range(L)))
+        loss = encoder_ar_loss(logits, IDS[:, :L], valid)
+        loss.backward()
+        assert loss.item() == 0.0
+        assert logits.grad.eq(0).all()
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    logits, causal = (torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    check = torch.autograd.gradcheck
+    assert check(lambda x: mdlm_loss(x, TARGETS, NOISE, P, SUPERVISED, 3), logits)
+    assert check(lambda x: block_diffusion_loss(x, TARGETS, SUPERVISED), logits)
+    assert check(lambda x, c: hybrid(x, causal_logits=c, alpha=0.3).total_loss, (logits, causal))
+    assert check(lambda x: dflash_loss(x, TARGETS, SUPERVISED, normalize="mean"), logits)
+    assert check(lambda x: encoder_ar_loss(x, IDS, row(1, 1, 0, 1, 1)), logits)
