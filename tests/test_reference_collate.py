@@ -51,9 +51,10 @@ def test_content_of_whole_blocks_gets_no_fill():
     assert rows([sample(1, 1, 1)], block_size=1)["input_ids"] == [[1, 2, 3]]
 
 
-@pytest.mark.parametrize(("eos", "fill"), [(None, PAD), (0, 0), (5, 5)])
+@pytest.mark.parametrize(("eos", "fill"), [(None, 7), (0, 0), (5, 5)])
 def test_fill_token_is_eos_or_else_the_pad_id(eos, fill):
-    assert rows([sample(1)], block_size=2, eos_token_id=eos)["input_ids"] == [[1, fill]]
+    out = collate([sample(1)], pad_token_id=7, eos_token_id=eos, block_size=2)
+    assert out["input_ids"].tolist() == [[1, fill]]
 
 
 def test_supervised_padding():
@@ -89,9 +90,7 @@ def test_content_is_clamped_to_max_seq_len_and_lengths_are_not():
 
 def test_length_is_capped_after_rounding_even_within_a_block():
     # four tokens of five are kept, the fill would end at 6 and the rounding at 12; the cap is 4, then 5
-    assert rows([sample(*[1] * 5)], block_size=3, pad_seq_len_divisible=4, max_seq_len=4)["input_ids"] == [
-        [1, 2, 3, 4]
-    ]
+    assert rows([sample(*[1] * 5)], block_size=3, pad_seq_len_divisible=4, max_seq_len=4)["input_ids"] == [[1, 2, 3, 4]]
     out = rows([sample(1, 1, 1, 1)], block_size=3, max_seq_len=5)
     assert out["input_ids"] == [[1, 2, 3, 4, EOS]]
 

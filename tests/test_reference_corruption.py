@@ -39,9 +39,7 @@ def test_uniform_masks_supervised_positions_below_the_sequences_probability(dtyp
 
 
 def test_uniform_threshold_is_strict():
-    out = corrupt_uniform(
-        ids(1, 2), None, M, 0.0, t_uniform=torch.tensor([0.5]), uniform=torch.tensor([[0.5, 0.25]])
-    )
+    out = corrupt_uniform(ids(1, 2), None, M, 0.0, t_uniform=torch.tensor([0.5]), uniform=torch.tensor([[0.5, 0.25]]))
     assert masked(out) == [1]
 
 
@@ -130,9 +128,7 @@ def test_unsupervised_positions_are_dropped_only_after_the_selection(dtype, bloc
     # m = 0.5 chooses two of four, the two of large noise, of which one is not supervised
     u = noise_for(20.0, 0.0, 20.0, 0.0)
     supervised = torch.tensor([[0, 1, 1, 1]]).to(dtype)
-    out = corrupt_blockwise(
-        ids(1, 4), supervised, M, block_size, eps=0.0, m_uniform=torch.tensor([0.5]), uniform=u
-    )
+    out = corrupt_blockwise(ids(1, 4), supervised, M, block_size, eps=0.0, m_uniform=torch.tensor([0.5]), uniform=u)
     assert masked(out) == [2]
     assert out.noisy_input_ids.tolist() == [[0, 1, M, 3]]
 
@@ -222,6 +218,7 @@ def test_outputs_and_inputs(routine, dtype):
     assert ((p >= 1e-3) & (p <= 1)).all()
     assert x.equal(before[0])
     assert supervised.equal(before[1])
+    assert noise.data_ptr() != supervised.data_ptr()
 
 
 @pytest.mark.parametrize("routine", ROUTINES[:-1])

@@ -42,6 +42,7 @@ def test_ties_go_to_the_lowest_index():
     u = uniform_for(0.0, 0.0, 0.0, 0.0)
     assert chosen(gumbel_topk(torch.zeros(4), 2, u)) == [0, 1]
     assert chosen(gumbel_topk(torch.tensor([0.0, 1.0, 0.0, 1.0]), 3, u)) == [0, 1, 3]
+    assert chosen(gumbel_topk(torch.zeros(5000), 1234, torch.full((5000,), 0.5))) == list(range(1234))
 
 
 def test_minus_inf_is_never_chosen_even_when_k_is_beyond_the_rest():
@@ -113,8 +114,6 @@ def test_inclusion_frequencies_are_those_of_plackett_luce(k):
     # Six binomial frequencies in all, each within 5.5 standard deviations: false alarm below 6 * 4e-8 < 1e-6.
     weights, n = [1.0, 2.0, 5.0], 4000
     log_w = torch.tensor(weights).log().expand(n, 3)
-    counts = batched_gumbel_topk(log_w, torch.full((n,), k), generator=torch.Generator().manual_seed(0)).sum(
-        0
-    )
+    counts = batched_gumbel_topk(log_w, torch.full((n,), k), generator=torch.Generator().manual_seed(0)).sum(0)
     for count, p in zip(counts.tolist(), plackett_luce_inclusion(weights, k), strict=True):
         assert abs(count / n - p) < 5.5 * math.sqrt(p * (1 - p) / n)

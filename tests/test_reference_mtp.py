@@ -88,9 +88,7 @@ def test_packed_sequences_by_boundaries_and_by_index():
 
 
 def test_seq_idx_wins_over_boundaries():
-    loss, _ = mtp_loss(
-        two_depths(), LABELS, 0.1, cu_seqlens=torch.tensor([0, 2, 4]), seq_idx=torch.zeros(1, 4)
-    )
+    loss, _ = mtp_loss(two_depths(), LABELS, 0.1, cu_seqlens=torch.tensor([0, 2, 4]), seq_idx=torch.zeros(1, 4))
     assert loss.item() == pytest.approx(0.1 / 2 * 7 * LN2)
 
 

@@ -122,9 +122,7 @@ def test_a_row_without_a_distribution_is_nan_in_its_own_row_only(bad):
     torch.testing.assert_close(logits.grad[1], torch.tensor([0.25, -0.5, 0.25], dtype=torch.float64))
 
 
-@pytest.mark.parametrize(
-    "mask", [torch.tensor([False, True]), torch.tensor([0, 2]), torch.tensor([0.0, 0.5])]
-)
+@pytest.mark.parametrize("mask", [torch.tensor([False, True]), torch.tensor([0, 2]), torch.tensor([0.0, 0.5])])
 def test_inactive_rows_are_inert_even_when_they_hold_nan_or_a_bad_target(mask):
     logits = logits_with_grad([NAN, INF, 0.0], [0.0, LN2, 0.0])
     targets = torch.tensor([77, 1])
