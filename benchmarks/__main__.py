@@ -62,9 +62,7 @@ def _smoke_one(name: str, args: tuple[str, ...]) -> bool:
     except Exception:  # one broken benchmark must not hide the others
         traceback.print_exc()
         status = 1
-    print(
-        f"=== {name}: {'ok' if status == 0 else 'FAILED'} in {time.perf_counter() - start:.1f} s", flush=True
-    )
+    print(f"=== {name}: {'ok' if status == 0 else 'FAILED'} in {time.perf_counter() - start:.1f} s", flush=True)
     return status == 0
 
 

@@ -1,0 +1,351 @@
+"""Train a small diffusion language model on real text, twice from one seed: the plain loss and ours.
+
+Both runs see the same batches with the same corruption and take their steps in turn, so their curves must
+agree to rounding and their times are comparable. At the end: a table, a picture of the curves, and text that
+the model wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from tqdm import tqdm
+
+from benchmarks import measure, record, train_data, train_plot
+from benchmarks.train_model import LanguageModel
+from benchmarks.train_tasks import TASKS, Batch, Loss, Sample, Task
+
+NAMES = ("reference", "ours")
+PRESETS: dict[str, dict[str, Any]] = {
+    "tiny": {
+        "steps": 20, "batch": 4, "length": 32, "width": 32, "layers": 2, "heads": 2, "vocab": 512,
+        "corpus_bytes": 200_000, "evals": 2, "heldout": 4, "block_size": 8, "draft_block": 4, "blocks": 2,
+        "lr": 1e-2,
+    },
+    "cpu": {
+        "steps": 200, "batch": 16, "length": 128, "width": 192, "layers": 3, "heads": 4, "vocab": 8192,
+        "corpus_bytes": 5_000_000, "evals": 10, "heldout": 64, "block_size": 16, "draft_block": 8,
+        "blocks": 8, "lr": 4e-3,
+    },
+    "gpu": {
+        "steps": 1000, "batch": 32, "length": 512, "width": 512, "layers": 6, "heads": 8, "vocab": 16384,
+        "corpus_bytes": 20_000_000, "evals": 20, "heldout": 128, "block_size": 32, "draft_block": 8,
+        "blocks": 32, "lr": 2e-3,
+    },
+}  # fmt: skip
+
+
+def options_from(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse; what is not given comes from the preset of the device, or from "tiny"."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks train", description=__doc__)
+    add = parser.add_argument
+    add("--mode", choices=tuple(TASKS), default="mdlm")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--backend", choices=("auto", "triton", "torch"), default="auto", help="of our loss")
+    add(
+        "--corruption",
+        choices=("ours", "reference"),
+        default="ours",
+        help="whose corruption both runs train on",
+    )
+    add("--out", type=Path, default=Path("demo-out"), help="folder for the picture, the curves and the text")
+    add("--seed", type=int, default=0)
+    add("--threads", type=int, help="CPU threads of torch")
+    add("--dtype", choices=tuple(measure.DTYPES), help="of autocast; default: bfloat16 on a GPU, none on CPU")
+    add("--tiny", action="store_true", help="a model and a corpus for tests")
+    add("--alpha", type=float, default=0.3, help="weight of the diffusion part, hybrid")
+    add("--temperature", type=float, default=0.3, help="of the sample; 0 takes the most likely tokens")
+    add("--cache", type=Path, help="where the tokens are kept, default ~/.cache/dllm-kernels-demo")
+    for name, value in PRESETS["cpu"].items():
+        add("--" + name.replace("_", "-"), type=type(value), help=f"default on CPU: {value}")
+    options = parser.parse_args(argv)
+    preset = "tiny" if options.tiny else "gpu" if torch.device(options.device).type == "cuda" else "cpu"
+    for name, value in PRESETS[preset].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    on_gpu = torch.device(options.device).type == "cuda"
+    options.dtype = measure.DTYPES[options.dtype or ("bfloat16" if on_gpu else "float32")]
+    return options
+
+
+@dataclass
+class Run:
+    """One of the two trainings: a model, its optimiser, and what is recorded of it."""
+
+    name: str
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train: list[float] = field(default_factory=list)
+    heldout: list[float] = field(default_factory=list)
+    accuracy: list[list[float]] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    loss_seconds: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+
+    def curves(self) -> dict[str, list[Any]]:
+        """What the picture shows."""
+        return {"train": self.train, "heldout": self.heldout, "accuracy": self.accuracy}
+
+
+def _autocast(options: argparse.Namespace) -> contextlib.AbstractContextManager[Any]:
+    kind = torch.device(options.device).type
+    return torch.autocast(kind, options.dtype, enabled=options.dtype in (torch.bfloat16, torch.float16))
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def forward_backward(task: Task, name: str, model: nn.Module, batch: Batch) -> tuple[Loss, float]:
+    """Gradients of one step, and the seconds of it that the loss took, forward and backward.
+
+    The graph is cut where the loss begins, which changes no number: the gradient of the outputs is handed on.
+    """
+    with _autocast(task.options):
+        outputs = task.outputs(model, batch)
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in outputs]
+        start = _now(task.device)
+        loss = task.implementation(name)(leaves, batch)
+    loss.total.backward()  # type: ignore[no-untyped-call]
+    seconds = _now(task.device) - start
+    pairs = [(x, leaf.grad) for x, leaf in zip(outputs, leaves, strict=True) if x.requires_grad]
+    torch.autograd.backward([x for x, _ in pairs], [grad for _, grad in pairs])
+    return loss, seconds
+
+
+def rate(step: int, steps: int, peak: float) -> float:
+    """Learning rate: linear warm-up over a twentieth of the steps, then a cosine down to a tenth."""
+    warm = max(steps // 20, 1)
+    if step < warm:
+        return peak * (step + 1) / warm
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(steps - warm, 1))))
+
+
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Clip, update, clear."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW over all parameters."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
+
+
+def train_step(task: Task, run: Run, batch: Batch, lr: float) -> None:
+    """One step of one run, recorded."""
+    start = _now(task.device)
+    loss, loss_seconds = forward_backward(task, run.name, run.model, batch)
+    optimizer_step(run.model, run.optimizer, lr)
+    run.step_seconds.append(_now(task.device) - start)
+    run.loss_seconds.append(loss_seconds)
+    run.train.append(loss.total.item())
+
+
+@torch.no_grad()
+def evaluate(task: Task, run: Run, batches: Sequence[Batch]) -> None:
+    """Held-out loss, and draft accuracy at each offset where the loss counts it; recorded."""
+    losses, hits, counts = [], [], []
+    for batch in batches:
+        with _autocast(task.options):
+            loss = task.implementation(run.name)(task.outputs(run.model, batch), batch)
+        losses.append(loss.total.item())
+        if loss.hits is not None and loss.rows is not None:
+            hits.append(loss.hits)
+            counts.append(loss.rows)
+    run.heldout.append(sum(losses) / len(losses))
+    if hits:
+        run.accuracy.append((torch.stack(hits).sum(0) / torch.stack(counts).sum(0)).tolist())
+
+
+def peak_of_a_step(task: Task, run: Run, batch: Batch) -> int:
+    """Peak memory of forward, loss and backward, above the model and optimiser."""
+    peak = measure.peak_memory(lambda _: forward_backward(task, run.name, run.model, batch)[1], task.device)
+    run.optimizer.zero_grad(set_to_none=True)
+    return peak
+
+
+def train_target(task: Task, corpus: train_data.Corpus, options: argparse.Namespace) -> nn.Module:
+    """A small causal language model, by plain cross-entropy: what a draft model drafts for."""
+    torch.manual_seed(options.seed + 1)
+    model = LanguageModel(task.size).to(task.device)
+    optimizer = new_optimizer(model)
+    bar = tqdm(range(options.steps), desc="target", disable=not sys.stderr.isatty())
+    for step in bar:
+        ids = train_data.random_windows(corpus.train, options.batch, options.length, -1 - step).to(task.device)
+        with _autocast(options):
+            loss = F.cross_entropy(model(ids[:, :-1], causal=True).flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer_step(model, optimizer, rate(step, options.steps, options.lr))
+        bar.set_postfix(loss=f"{loss.item():.3f}")
+    return model
+
+
+def heldout_batches(task: Task, corpus: train_data.Corpus, options: argparse.Namespace) -> list[Batch]:
+    """Windows spread over the held-out files, corrupted the same way at every evaluation."""
+    windows = train_data.even_windows(corpus.heldout, options.heldout, options.length).to(task.device)
+    return [task.batch(ids, 1_000_000 + number) for number, ids in enumerate(torch.split(windows, options.batch))]
+
+
+def new_run(task: Task, name: str, seed: int) -> Run:
+    """A fresh model from the seed, the same for every name."""
+    torch.manual_seed(seed)
+    model = task.model().to(task.device)
+    return Run(name, model, new_optimizer(model))
+
+
+def train(task: Task, corpus: train_data.Corpus, options: argparse.Namespace) -> tuple[list[Run], list[int], float]:
+    """Both runs, step by step in turn; returns them, the steps evaluated at, the guess's held-out loss."""
+    runs = [new_run(task, name, options.seed) for name in NAMES]
+    held = heldout_batches(task, corpus, options)
+    log_unigram = corpus.log_unigram()
+    guess = sum(task.guess(batch, log_unigram) for batch in held) / len(held)
+    eval_steps: list[int] = []
+    due = {round(options.steps * part / options.evals) for part in range(options.evals + 1)}
+    bar = tqdm(range(options.steps + 1), desc=options.mode, disable=not sys.stderr.isatty())
+    for step in bar:
+        if step in due:
+            eval_steps.append(step)
+            for run in runs:
+                evaluate(task, run, held)
+        if step == options.steps:
+            break
+        ids = train_data.random_windows(corpus.train, options.batch, options.length, options.seed + step)
+        batch = task.batch(ids.to(task.device), options.seed + step)
+        for run in runs if step % 2 else reversed(runs):  # neither is always the one that finds the caches cold
+            train_step(task, run, batch, rate(step, options.steps, options.lr))
+        bar.set_postfix({run.name: f"{run.train[-1]:.3f}" for run in runs} | {"held-out": f"{runs[1].heldout[-1]:.3f}"})
+    for run in runs:
+        run.peak_bytes = peak_of_a_step(task, run, held[0])
+    return runs, eval_steps, guess
+
+
+def _tenth(values: Sequence[float]) -> int:
+    return max(len(values) // 10, 1)
+
+
+def summary(run: Run, options: argparse.Namespace) -> dict[str, Any]:
+    """The numbers of one row of the table. The first step, which warms up, counts for no time."""
+    steps, losses = run.step_seconds[1:] or run.step_seconds, run.loss_seconds[1:] or run.loss_seconds
+    return {
+        "loss": run.name,
+        "train_first": sum(run.train[: _tenth(run.train)]) / _tenth(run.train),
+        "train_last": sum(run.train[-_tenth(run.train) :]) / _tenth(run.train),
+        "heldout_first": run.heldout[0],
+        "heldout_last": run.heldout[-1],
+        "tokens_per_s": options.batch * options.length * len(steps) / sum(steps),
+        "peak_bytes": run.peak_bytes,
+        "loss_share": sum(losses) / sum(steps),
+    }
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows for reading."""
+    return record.markdown(
+        [
+            {
+                "loss": row["loss"],
+                "training, first 10 %": f"{row['train_first']:.4f}",
+                "training, last 10 %": f"{row['train_last']:.4f}",
+                "held-out, before": f"{row['heldout_first']:.4f}",
+                "held-out, after": f"{row['heldout_last']:.4f}",
+                "tokens/s": f"{row['tokens_per_s']:.0f}",
+                "peak of a step": record.size(row["peak_bytes"]),
+                "loss's share of a step": f"{100 * row['loss_share']:.0f} %",
+            }
+            for row in rows
+        ]
+    )
+
+
+def largest_difference(runs: Sequence[Run]) -> float:
+    """Largest difference between the two training curves, relative to the loss."""
+    plain, ours = (run.train for run in runs)
+    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(plain, ours, strict=True))
+
+
+def _indented(text: str) -> str:
+    return "\n".join("    | " + line for line in text.splitlines())
+
+
+def describe(sample: Sample) -> str:
+    """The sample for reading."""
+    parts = [("given", sample.prompt)]
+    parts += [(f"after {number}/4 of the steps", step) for number, step in enumerate(sample.steps, start=1)]
+    parts += [("written by the model", sample.text), ("what the file says", sample.truth)]
+    text = "\n".join(f"--- {title}\n{_indented(body)}" for title, body in parts)
+    return text + (f"\n({sample.note})" if sample.note else "")
+
+
+def report(
+    task: Task,
+    runs: Sequence[Run],
+    eval_steps: list[int],
+    guess: float,
+    sample: Sample,
+    options: argparse.Namespace,
+) -> dict[str, Any]:
+    """Print the table and the sample; write picture, curves and text; returns what was written as JSON."""
+    rows = [summary(run, options) for run in runs]
+    result = {
+        "mode": options.mode,
+        "environment": record.environment(options.device),
+        "options": {
+            key: value if isinstance(value, int | float) else str(value) for key, value in vars(options).items()
+        },
+        "table": rows,
+        "largest_difference": largest_difference(runs),
+        "frequency_guess": guess,
+        "curves": {"eval_steps": eval_steps, **{run.name: run.curves() for run in runs}},
+    }
+    title = f"{options.mode}: {task.title}, {record.device_name(options.device)}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    picture, curves, text = (options.out / f"{options.mode}.{kind}" for kind in ("png", "json", "txt"))
+    train_plot.draw(picture, title, result["curves"], guess)
+    curves.write_text(json.dumps(result, indent=1) + "\n")
+    text.write_text(describe(sample) + "\n", encoding="utf-8")
+    print(f"\n{title}\n\n{table(rows)}\n")
+    print(f"largest difference between the curves: {result['largest_difference']:.1e} of the loss")
+    print(f"held-out loss of who copies what is visible and else knows only token frequencies: {guess:.4f}")
+    print(f"\n{describe(sample)}\n\npicture: {picture}   curves: {curves}   text: {text}")
+    return result
+
+
+def main(argv: list[str]) -> int:
+    """Train, report; 1 if the held-out loss did not fall."""
+    options = options_from(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    start = time.perf_counter()
+    corpus = train_data.load(options.vocab, options.corpus_bytes, options.cache)
+    print(
+        f"text: {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held out, "
+        f"vocabulary {corpus.vocab_size:,} ({time.perf_counter() - start:.1f} s)"
+    )
+    task = TASKS[options.mode](options, corpus)
+    if options.mode == "dflash":
+        task.prepare(train_target(task, corpus, options))
+    runs, eval_steps, guess = train(task, corpus, options)
+    text = train_data.even_windows(corpus.heldout, 5, options.length)[2].to(task.device)
+    with torch.no_grad(), _autocast(options):
+        sample = task.sample(runs[1].model.eval(), text)
+    report(task, runs, eval_steps, guess, sample, options)
+    print(f"done in {time.perf_counter() - start:.0f} s")
+    return int(options.steps >= 10 and runs[1].heldout[-1] >= runs[1].heldout[0])

@@ -1,0 +1,162 @@
+"""Text that every machine has, Python's standard library, as tokens of a vocabulary trained on it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import sysconfig
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
+MASK, END = "<mask>", "<end>"
+FORMAT = 1  # of the cache file
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Token ids and their tokenizer.
+
+    Attributes:
+        train: ids of the training files, one after the other, each followed by the end token; int64 ``[T]``.
+        heldout: ids of files that training never sees, likewise.
+        tokenizer: ``tokenizers.Tokenizer``, trained on the training files alone.
+        mask_id: the token that stands for "unknown"; no text holds it.
+    """
+
+    train: torch.Tensor
+    heldout: torch.Tensor
+    tokenizer: Any
+    mask_id: int
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, the special ones included."""
+        return int(self.tokenizer.get_vocab_size())
+
+    def log_unigram(self) -> torch.Tensor:
+        """Log frequency of each token in the training text, with add-one smoothing; float32 ``[V]``."""
+        counts = torch.bincount(self.train, minlength=self.vocab_size).double() + 1
+        return (counts / counts.sum()).log().float()
+
+    def decode(self, ids: list[int], mask: str = "\N{LIGHT SHADE}") -> str:
+        """Text of the ids, ``mask`` in place of each mask token."""
+        text = ""
+        run: list[int] = []
+        for token in [*ids, self.mask_id]:
+            if token == self.mask_id:
+                text += self.tokenizer.decode(run, skip_special_tokens=False) + mask
+                run = []
+            else:
+                run.append(token)
+        return text.removesuffix(mask)
+
+
+def source_files() -> list[Path]:
+    """The standard library's .py files without its tests, in an order that mixes its packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts)]
+    return sorted(files, key=lambda path: zlib.crc32(path.relative_to(root).as_posix().encode()))
+
+
+def split(files: list[Path], max_bytes: int) -> tuple[list[Path], list[Path]]:
+    """Training files up to ``max_bytes``, and every tenth file held out."""
+    train: list[Path] = []
+    heldout: list[Path] = []
+    taken = 0
+    for number, path in enumerate(files):
+        if taken >= max_bytes:
+            break
+        taken += path.stat().st_size
+        (heldout if number % 10 == 3 else train).append(path)
+    return train, heldout
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
+    """A byte-level BPE tokenizer with ``vocab_size`` tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[MASK, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def _encode(tokenizer: Any, texts: list[str]) -> torch.Tensor:
+    end = tokenizer.token_to_id(END)
+    return torch.tensor([token for found in tokenizer.encode_batch(texts) for token in (*found.ids, end)])
+
+
+def _build(train: list[Path], heldout: list[Path], vocab_size: int) -> dict[str, Any]:
+    train_texts, heldout_texts = (
+        [path.read_text(encoding="utf-8", errors="replace") for path in paths] for paths in (train, heldout)
+    )
+    tokenizer = train_tokenizer(train_texts, vocab_size)
+    return {
+        "tokenizer": tokenizer.to_str(),
+        "train": _encode(tokenizer, train_texts),
+        "heldout": _encode(tokenizer, heldout_texts),
+    }
+
+
+def default_cache() -> Path:
+    """Where tokens are kept between runs: under ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dllm-kernels-demo"
+
+
+def _cached(path: Path, train: list[Path], heldout: list[Path], vocab_size: int) -> dict[str, Any]:
+    if path.exists():
+        loaded: dict[str, Any] = torch.load(path, weights_only=True)
+        return loaded
+    built = _build(train, heldout, vocab_size)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}")
+        torch.save(built, scratch)
+        scratch.replace(path)  # whole or not at all, also when two runs build it at once
+    except OSError as error:
+        print(f"tokens are not kept for the next run: {error}", file=sys.stderr)
+    return built
+
+
+def load(vocab_size: int, max_bytes: int, cache: Path | None = None) -> Corpus:
+    """Read, split and tokenise the sources, or take the tokens from ``cache``.
+
+    Args:
+        vocab_size: tokens of the vocabulary, the special ones included.
+        max_bytes: how much source text to use.
+        cache: folder of the cache; None for ``default_cache()``.
+    """
+    from tokenizers import Tokenizer
+
+    train, heldout = split(source_files(), max_bytes)
+    listing = [(path.name, path.stat().st_size) for path in (*train, *heldout)]
+    key = hashlib.sha256(repr((FORMAT, sys.version, vocab_size, listing)).encode()).hexdigest()[:16]
+    data = _cached((cache or default_cache()) / f"tokens-{key}.pt", train, heldout, vocab_size)
+    tokenizer = Tokenizer.from_str(data["tokenizer"])
+    return Corpus(data["train"], data["heldout"], tokenizer, tokenizer.encode(MASK).ids[0])
+
+
+def random_windows(tokens: torch.Tensor, batch: int, length: int, seed: int) -> torch.Tensor:
+    """``[batch, length]`` windows at random places that are a function of ``seed``."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(tokens) - length, (batch, 1), generator=generator)
+    return tokens[starts + torch.arange(length)]
+
+
+def even_windows(tokens: torch.Tensor, count: int, length: int) -> torch.Tensor:
+    """``[count, length]`` windows spread evenly over the text."""
+    starts = torch.linspace(0, len(tokens) - length, count).long()[:, None]
+    return tokens[starts + torch.arange(length)]

@@ -1,0 +1,214 @@
+"""Small transformers in plain torch: a language model, one with multi-token heads, a block draft."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Size:
+    """Shape of a model: width D, layers, attention heads of D / heads, vocabulary V."""
+
+    width: int
+    layers: int
+    heads: int
+    vocab: int
+
+
+def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding (Su et al. 2021) of ``x`` ``[B, H, L, E]`` at ``positions`` ``[B or 1, L]``."""
+    half = x.shape[-1] // 2
+    rates = 10_000 ** (-torch.arange(half, device=x.device) / half)
+    angles = (positions[:, None, :, None] * rates).to(x.dtype)
+    left, right = x.chunk(2, dim=-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+class Attention(nn.Module):
+    """Multi-head attention, queries and keys normalised and rotated; may see a context beside its input."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.heads = size.heads
+        self.query = nn.Linear(size.width, size.width, bias=False)
+        self.key_value = nn.Linear(size.width, 2 * size.width, bias=False)
+        self.out = nn.Linear(size.width, size.width, bias=False)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        causal: bool = False,
+        context: torch.Tensor | None = None,
+        context_positions: torch.Tensor | None = None,
+        allowed: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend from ``x`` ``[B, L, D]`` to the context (if any) and to itself, where ``allowed``."""
+        source, source_positions = x, positions
+        if context is not None and context_positions is not None:
+            source = torch.cat([context, x], dim=1)
+            source_positions = torch.cat([context_positions.expand(len(positions), -1), positions], dim=1)
+        q = self._split(self.query(x))
+        k, v = (self._split(part) for part in self.key_value(source).chunk(2, dim=-1))
+        q, k = rotated(_unit(q), positions), rotated(_unit(k), source_positions)
+        mixed = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=allowed, is_causal=causal)
+        merged: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return merged
+
+    def _split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.view(*x.shape[:2], self.heads, -1).transpose(1, 2)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(x, (x.shape[-1],))
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer layer: attention, then a two-layer perceptron of four times the width."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.norm_attention = nn.RMSNorm(size.width)
+        self.attention = Attention(size)
+        self.norm_mlp = nn.RMSNorm(size.width)
+        self.mlp = nn.Sequential(
+            nn.Linear(size.width, 4 * size.width, bias=False),
+            nn.GELU(),
+            nn.Linear(4 * size.width, size.width, bias=False),
+        )
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, causal: bool = False, **context: torch.Tensor
+    ) -> torch.Tensor:
+        """``[B, L, D] -> [B, L, D]``."""
+        x = x + self.attention(self.norm_attention(x), positions, causal, **context)
+        changed: torch.Tensor = x + self.mlp(self.norm_mlp(x))
+        return changed
+
+
+def _initialise(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 2:
+            is_residual = name.endswith(("out.weight", "mlp.2.weight"))
+            nn.init.normal_(parameter, std=0.005 if is_residual else 0.02)
+
+
+def positions_of(ids: torch.Tensor) -> torch.Tensor:
+    """``[1, L]``: 0, 1, 2, ..."""
+    return torch.arange(ids.shape[1], device=ids.device)[None]
+
+
+class LanguageModel(nn.Module):
+    """Transformer over tokens, bidirectional or causal by call; the head is the embedding."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(size.vocab, size.width)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width)
+        self.lm_head = nn.Linear(size.width, size.vocab, bias=False)
+        _initialise(self)
+        self.lm_head.weight = self.embed.weight
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The LM head."""
+        return self.lm_head
+
+    def features(self, ids: torch.Tensor, causal: bool = False) -> list[torch.Tensor]:
+        """Output of each layer, ``[B, L, D]``, before the final norm."""
+        x, found = self.embed(ids), []
+        for layer in self.layers:
+            x = layer(x, positions_of(ids), causal)
+            found.append(x)
+        return found
+
+    def hidden(self, ids: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        """What the head reads, ``[B, L, D]``."""
+        normed: torch.Tensor = self.norm(self.features(ids, causal)[-1])
+        return normed
+
+    def forward(self, ids: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        """Logits ``[B, L, V]``."""
+        logits: torch.Tensor = self.lm_head(self.hidden(ids, causal))
+        return logits
+
+
+class MultiTokenModel(LanguageModel):
+    """Causal model that also predicts further tokens, each depth from the one before and the next embedding.
+
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
+    """
+
+    def __init__(self, size: Size, depths: int) -> None:
+        super().__init__(size)
+        self.mergers = nn.ModuleList(nn.Linear(2 * size.width, size.width, bias=False) for _ in range(depths))
+        self.depth_layers = nn.ModuleList(Layer(size) for _ in range(depths))
+        _initialise(self.mergers)
+        _initialise(self.depth_layers)
+
+    def all_hidden(self, ids: torch.Tensor) -> list[torch.Tensor]:
+        """What the head reads for the next token and each further one: ``1 + depths`` of ``[B, L, D]``."""
+        x = self.features(ids, causal=True)[-1]
+        found = [self.norm(x)]
+        for depth, (merge, layer) in enumerate(zip(self.mergers, self.depth_layers, strict=True), start=1):
+            ahead = self.embed(ids.roll(-depth, dims=1))  # what wraps round has no label, and looks at nothing later
+            x = layer(merge(torch.cat([_unit(x), _unit(ahead)], dim=-1)), positions_of(ids), True)
+            found.append(self.norm(x))
+        return found
+
+
+class Draft(nn.Module):
+    """Fills a block of unknown tokens after a known one, from the hidden states of a frozen target model.
+
+    Every layer attends to the target's hidden states before the block and, both ways, inside the block.
+    Embedding and head are the target's.
+
+    Source: the DFlash paper, section 4.
+    """
+
+    def __init__(self, size: Size, block_size: int) -> None:
+        super().__init__()
+        self.block_size = block_size
+        self.unknown = nn.Parameter(torch.zeros(size.width))
+        self.context = nn.Linear(2 * size.width, size.width, bias=False)
+        self.layers = nn.ModuleList(Layer(size) for _ in range(size.layers))
+        self.norm = nn.RMSNorm(size.width)
+        _initialise(self)
+
+    def forward(self, anchors: torch.Tensor, starts: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the predicted positions.
+
+        Args:
+            anchors: embeddings of the known first tokens ``[B, N, D]``.
+            starts: their positions ``[B, N]``.
+            features: the target's hidden states ``[B, L, 2 D]``.
+
+        Returns:
+            ``[B, N * (block_size - 1), D]``.
+        """
+        B, N, D = anchors.shape
+        blocks = torch.cat(
+            [anchors[:, :, None], self.unknown.expand(B, N, self.block_size - 1, D).to(anchors.dtype)], dim=2
+        )
+        offsets = torch.arange(self.block_size, device=starts.device)
+        x, positions = blocks.flatten(1, 2), (starts[..., None] + offsets).flatten(1)
+        context = _unit(self.context(features))
+        before = positions_of(features[..., 0])
+        allowed = self._allowed(starts, features.shape[1])
+        for layer in self.layers:
+            x = layer(x, positions, context=context, context_positions=before, allowed=allowed)
+        predicted: torch.Tensor = self.norm(x).unflatten(1, (N, self.block_size))[:, :, 1:].flatten(1, 2)
+        return predicted
+
+    def _allowed(self, starts: torch.Tensor, L: int) -> torch.Tensor:
+        """Keys that each query sees, ``[B, 1, Q, L + Q]``: positions before its anchor, and its own block."""
+        B, N = starts.shape
+        before = torch.arange(L, device=starts.device) < starts[..., None]
+        own = torch.eye(N, dtype=torch.bool, device=starts.device).repeat_interleave(self.block_size, dim=1)
+        rows = torch.cat([before, own.expand(B, N, -1)], dim=2)
+        return rows.repeat_interleave(self.block_size, dim=1)[:, None]

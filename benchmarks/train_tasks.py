@@ -1,0 +1,395 @@
+"""What each mode of the demo trains: its model, its batches, and its loss, by the reference and by ours.
+
+A task's loss starts from a few tensors that the model hands over (``outputs``): logits for mdlm, block and
+hybrid, hidden states and the head for dflash and mtp, where our losses never make the logits. The training
+loop cuts the graph there, so that the time the loss takes, forward and backward, can be told from the model's.
+"""
+# ruff: noqa: D102  (what a task's methods do is said once, on Task)
+
+from __future__ import annotations
+
+import argparse
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import reference
+from benchmarks import train_sampler
+from benchmarks.train_data import Corpus
+from benchmarks.train_model import Draft, LanguageModel, MultiTokenModel, Size
+
+Outputs = Sequence[torch.Tensor]
+
+
+class Loss(NamedTuple):
+    """A loss to minimise, and counts for accuracy: argmax matches and rows at each offset of a block."""
+
+    total: torch.Tensor
+    hits: torch.Tensor | None = None
+    rows: torch.Tensor | None = None
+
+
+class Batch(NamedTuple):
+    """Clean ids ``[B, L]`` with what the task drew for them; the rest is what that task needs."""
+
+    ids: torch.Tensor
+    noisy: torch.Tensor
+    noise_mask: torch.Tensor
+    p_mask: torch.Tensor
+    starts: torch.Tensor
+
+    @property
+    def supervised(self) -> torch.Tensor:
+        """All positions."""
+        return torch.ones_like(self.ids, dtype=torch.bool)
+
+
+class Sample(NamedTuple):
+    """Text to show: what was given, what was made of it on the way and in the end, and what the file says."""
+
+    prompt: str
+    steps: list[str]
+    text: str
+    truth: str
+    note: str = ""
+
+
+class Task(ABC):
+    """One mode. ``options`` are the command line's, ``corpus`` the tokens."""
+
+    #: What the demo's table calls the loss.
+    title = ""
+
+    def __init__(self, options: argparse.Namespace, corpus: Corpus) -> None:
+        self.options = options
+        self.corpus = corpus
+        self.device = torch.device(options.device)
+        self.size = Size(options.width, options.layers, options.heads, corpus.vocab_size)
+
+    def prepare(self, target: nn.Module) -> None:
+        """Take a trained target model, where the mode has one."""
+        raise NotImplementedError(f"{type(self).__name__} has no target model")
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh model."""
+
+    @abstractmethod
+    def batch(self, ids: torch.Tensor, seed: int) -> Batch:
+        """What one step trains on, a function of the ids and the seed."""
+
+    @abstractmethod
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """The tensors that the loss starts from."""
+
+    @abstractmethod
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        """The plain loss."""
+
+    @abstractmethod
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        """The package's loss."""
+
+    @abstractmethod
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        """The loss of someone who copies what is visible and knows only the tokens' frequencies."""
+
+    @abstractmethod
+    def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
+        """Continue ``text`` ``[L]`` from its first part."""
+
+    def implementation(self, name: str) -> Callable[[Outputs, Batch], Loss]:
+        """The loss by name: "reference" or "ours"."""
+        return {"reference": self.reference, "ours": self.ours}[name]
+
+    def _split(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prompt and what follows it, in whole blocks, within the length the model was trained at."""
+        new = max(self.options.length // 2 // self.options.block_size, 1) * self.options.block_size
+        return text[: self.options.length - new], text[self.options.length - new : self.options.length]
+
+    def _plain(self, ids: torch.Tensor) -> Batch:
+        none = torch.zeros_like(ids, dtype=torch.bool)
+        return Batch(ids, ids, none, torch.ones_like(ids, dtype=torch.float32), ids[:, :0])
+
+
+def _nll_by_frequency(targets: torch.Tensor, log_unigram: torch.Tensor) -> torch.Tensor:
+    return -log_unigram.to(targets.device)[targets]
+
+
+class Diffusion(Task):
+    """Masked diffusion with the 1/p weight (LLaDA): ``--mode mdlm``."""
+
+    title = "MDLMCrossEntropyLoss"
+
+    def model(self) -> nn.Module:
+        return LanguageModel(self.size)
+
+    def batch(self, ids: torch.Tensor, seed: int) -> Batch:
+        found = self._corrupt("corrupt_uniform", ids, seed)
+        return Batch(ids, *found, starts=ids[:, :0])
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        return (model(batch.noisy),)
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        return Loss(reference.mdlm_loss(outputs[0], *self._masks(batch)))
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.losses import MDLMCrossEntropyLoss
+
+        targets, noise, p, supervised, count = self._masks(batch)
+        loss = MDLMCrossEntropyLoss(backend=self.options.backend)
+        return Loss(loss(outputs[0], targets, noise, p, supervised, num_diffusion_tokens=count).total_loss)
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        nll = _nll_by_frequency(batch.ids, log_unigram)
+        return float((nll * batch.noise_mask / batch.p_mask).sum() / batch.ids.numel())
+
+    def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
+        prompt, truth = self._split(text)
+        trace = train_sampler.denoise(
+            lambda ids: self._logits(model, ids),
+            prompt,
+            len(truth),
+            self.corpus.mask_id,
+            block_size=self.options.block_size,
+            steps=self.options.block_size,
+            temperature=self.options.temperature,
+            generator=torch.Generator(self.device).manual_seed(self.options.seed),
+        )
+        middle = [trace[len(trace) * part // 4] for part in (1, 2, 3)]
+        texts = [self.corpus.decode(ids[len(prompt) :]) for ids in (*middle, trace[-1])]
+        return Sample(self.corpus.decode(prompt.tolist()), texts[:-1], texts[-1], self.corpus.decode(truth.tolist()))
+
+    def _logits(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = model(ids)
+        return logits
+
+    def _masks(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
+        return batch.ids, batch.noise_mask, batch.p_mask, batch.supervised, batch.ids.numel()
+
+    def _corrupt(
+        self, routine: str, ids: torch.Tensor, seed: int, **more: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """By the routine of that name: ours draws row by row from seeds, the reference from a generator."""
+        supervised = torch.ones_like(ids, dtype=torch.bool)
+        if self.options.corruption == "ours":
+            from dllm_kernels import corruption
+
+            seeds = seed * 1_000_003 + torch.arange(len(ids), device=self.device)
+            found = getattr(corruption, routine)(ids, supervised, self.corpus.mask_id, seeds=seeds, **more)
+        else:
+            generator = torch.Generator(self.device).manual_seed(seed)
+            plain = getattr(reference, routine)
+            found = plain(ids, supervised, self.corpus.mask_id, generator=generator, **more)
+        return found[0], found[1], found[2]
+
+
+class Block(Diffusion):
+    """Flat cross-entropy over the whole canvas, corrupted block by block: ``--mode block``."""
+
+    title = "BlockDiffusionCrossEntropyLoss"
+
+    def batch(self, ids: torch.Tensor, seed: int) -> Batch:
+        found = self._corrupt("corrupt_blockwise", ids, seed, block_size=self.options.block_size)
+        return Batch(ids, *found, starts=ids[:, :0])
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        return Loss(reference.block_diffusion_loss(outputs[0], batch.ids, batch.supervised))
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss
+
+        loss = BlockDiffusionCrossEntropyLoss(backend=self.options.backend)
+        masks = batch.noise_mask, batch.p_mask, batch.supervised
+        return Loss(loss(outputs[0], batch.ids, *masks).total_loss)
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        nll = _nll_by_frequency(batch.ids, log_unigram)
+        return float((nll * batch.noise_mask).sum() / batch.ids.numel())
+
+
+class Hybrid(Diffusion):
+    """Masked diffusion and next-token prediction by one model: ``--mode hybrid``."""
+
+    title = "HybridDiffusionLLMLoss"
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        return model(batch.noisy), model(batch.ids, causal=True)
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        targets, noise, p, supervised, count = self._masks(batch)
+        both = reference.hybrid_loss(
+            outputs[0],
+            targets,
+            noise,
+            p,
+            supervised,
+            supervised,
+            count,
+            count,
+            outputs[1],
+            self.options.alpha,
+        )
+        return Loss(both[0])
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.losses import HybridDiffusionLLMLoss
+
+        targets, noise, p, supervised, count = self._masks(batch)
+        loss = HybridDiffusionLLMLoss(self.options.alpha, backend=self.options.backend)
+        out = loss(outputs[0], targets, noise, p, supervised, supervised, count, count, outputs[1])
+        return Loss(out.total_loss)
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        causal = _nll_by_frequency(batch.ids[:, 1:], log_unigram).sum() / batch.ids.numel()
+        return float(self.options.alpha * super().guess(batch, log_unigram) + causal)
+
+
+class DFlash(Task):
+    """A draft model that fills blocks from a frozen target's hidden states: ``--mode dflash``."""
+
+    title = "DFlashDecayLoss.forward_fused"
+    GAMMA = 4.0  # the paper's for blocks of 8
+
+    def prepare(self, target: nn.Module) -> None:
+        assert isinstance(target, LanguageModel)
+        self.target = target.requires_grad_(False).eval()
+
+    def model(self) -> nn.Module:
+        layers = max(self.size.layers // 2, 1)
+        return Draft(Size(self.size.width, layers, self.size.heads, self.size.vocab), self.options.draft_block)
+
+    def batch(self, ids: torch.Tensor, seed: int) -> Batch:
+        generator = torch.Generator().manual_seed(seed)
+        last = ids.shape[1] - self.options.draft_block
+        starts = torch.randint(1, last + 1, (len(ids), self.options.blocks), generator=generator)
+        return self._plain(ids)._replace(starts=starts.to(ids.device))
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        with torch.no_grad():
+            features = self._features(batch.ids)
+            anchors = self.target.embed(batch.ids.gather(1, batch.starts))
+        return model(anchors, batch.starts, features), self.target.lm_head.weight
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        hidden, head = outputs
+        targets, mask, count = self._targets(batch)
+        logits = F.linear(hidden, head)
+        block = self.options.draft_block
+        correct = reference.argmax_match(logits, targets)
+        counts = reference.draft_accuracy_per_position(correct, mask, block)
+        return Loss(reference.dflash_loss(logits, targets, mask, count, block, self.GAMMA), *counts)
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.losses import DFlashDecayLoss
+
+        hidden, head = outputs
+        targets, mask, count = self._targets(batch)
+        loss = DFlashDecayLoss(self.GAMMA, use_fused_linear_ce=True, backend=self.options.backend)
+        out = loss.forward_fused(hidden, head, targets, mask, count, self.options.draft_block)
+        return Loss(out.total_loss, out.draft_correct_per_pos, out.draft_count_per_pos)
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        targets, _, count = self._targets(batch)
+        nll = _nll_by_frequency(targets, log_unigram)
+        decay = reference.decay_weights(targets.shape[1], self.options.draft_block, self.GAMMA)
+        return float((nll * decay.to(nll.device)).sum() / count)
+
+    def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
+        prompt, truth = self._split(text)
+        room = self.options.draft_block
+
+        def draft(ids: torch.Tensor) -> torch.Tensor:
+            anchor = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
+            hidden = model(self.target.embed(ids[:, -1:]), anchor, self._features(ids))
+            found: torch.Tensor = self.target.lm_head(hidden)[0].argmax(dim=-1)
+            return found
+
+        ids, gained = train_sampler.speculate(
+            lambda ids: self.target(ids, causal=True), draft, prompt, len(truth) - room
+        )
+        made = self.corpus.decode(ids[len(prompt) :])
+        note = f"{sum(gained) / len(gained):.2f} tokens for each check by the target (1.00 without a draft)"
+        return Sample(self.corpus.decode(prompt.tolist()), [], made, self.corpus.decode(truth.tolist()), note)
+
+    def _features(self, ids: torch.Tensor) -> torch.Tensor:
+        """Hidden states of the target's middle and last layer, ``[B, L, 2 D]``."""
+        found = self.target.features(ids, causal=True)
+        return torch.cat([found[(len(found) - 1) // 2], found[-1]], dim=-1)
+
+    def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
+        offsets = torch.arange(1, self.options.draft_block, device=batch.ids.device)
+        at = (batch.starts[..., None] + offsets).flatten(1)
+        return batch.ids.gather(1, at), torch.ones_like(at, dtype=torch.float32), at.numel()
+
+
+class MultiToken(Task):
+    """A causal model that predicts two further tokens beside the next one: ``--mode mtp``."""
+
+    title = "FusedLinearCrossEntropy + calculate_mtp_loss"
+    DEPTHS, SCALE = 2, 0.3
+
+    def model(self) -> nn.Module:
+        return MultiTokenModel(self.size, self.DEPTHS)
+
+    def batch(self, ids: torch.Tensor, seed: int) -> Batch:
+        return self._plain(ids)
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        assert isinstance(model, MultiTokenModel)
+        return (*model.all_hidden(batch.ids), model.lm_head.weight)
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        *hidden, head = outputs
+        labels, count = self._labels(batch)
+        logits = [F.linear(h, head) for h in hidden]
+        main = reference.masked_cross_entropy(logits[0], labels, num_label_tokens=count)
+        return Loss(main + reference.mtp_loss(logits[1:], labels, self.SCALE, count).loss)
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.mtp import FusedLinearCrossEntropy, calculate_loss, calculate_mtp_loss
+
+        hidden, further, head = outputs[0], list(outputs[1:-1]), outputs[-1]
+        labels, count = self._labels(batch)
+        loss = FusedLinearCrossEntropy(backend=self.options.backend)
+        shared = {"labels": labels, "model": nn.Module(), "lm_weight": head, "num_label_tokens": count}
+        main = calculate_loss(loss, hidden_states=hidden, **shared)
+        return Loss(main + calculate_mtp_loss(loss, mtp_per_depth_h=further, scaling_factor=self.SCALE, **shared))
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        labels, count = self._labels(batch)
+        nll = [_nll_by_frequency(labels[:, depth:-1], log_unigram).sum() / count for depth in range(self.DEPTHS + 1)]
+        return float(nll[0] + self.SCALE / self.DEPTHS * sum(nll[1:]))
+
+    def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
+        prompt, truth = self._split(text)
+        generator = torch.Generator(self.device).manual_seed(self.options.seed)
+        ids = train_sampler.next_token(
+            lambda ids: model(ids, causal=True),
+            prompt,
+            len(truth),
+            temperature=self.options.temperature,
+            generator=generator,
+        )
+        made = self.corpus.decode(ids[len(prompt) :])
+        note = "a causal model: written token by token"
+        return Sample(self.corpus.decode(prompt.tolist()), [], made, self.corpus.decode(truth.tolist()), note)
+
+    def _labels(self, batch: Batch) -> tuple[torch.Tensor, int]:
+        """The next token at each position, none at the last one; and how many there are."""
+        labels = F.pad(batch.ids[:, 1:], (0, 1), value=-100)
+        return labels, batch.ids[:, 1:].numel()
+
+
+TASKS: dict[str, type[Task]] = {
+    "mdlm": Diffusion,
+    "block": Block,
+    "hybrid": Hybrid,
+    "dflash": DFlash,
+    "mtp": MultiToken,
+}

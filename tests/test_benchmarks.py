@@ -1,0 +1,138 @@
+"""The harness measures what it says it measures."""
+
+import importlib
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import __main__ as command
+from benchmarks import measure, record
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def options(tmp_path):
+    parser = measure.arguments("test")
+    argv = ["--device", "cpu", "--samples", "4", "--warmup", "1", "--out", str(tmp_path / "sub" / "x.json")]
+    return measure.parse(parser, argv)
+
+
+def test_quantiles_interpolate_between_order_statistics():
+    timing = measure.Timing((5.0, 1.0, 4.0, 2.0, 3.0))
+    assert timing.median == 3.0
+    assert timing.quantile(0.2) == pytest.approx(1.8)
+    assert timing.quantile(0.8) == pytest.approx(4.2)
+    assert measure.Timing((7.0,)).quantile(0.8) == 7.0
+
+
+def test_peers_interleave_and_inputs_rotate():
+    calls = []
+    names = {"a": lambda i: calls.append(("a", i)), "b": lambda i: calls.append(("b", i))}
+    timings = measure.measure(names, device=CPU, input_sets=2, samples=2, warmup=1)
+    assert calls == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 0), ("b", 0)]
+    assert [len(timing.samples) for timing in timings.values()] == [2, 2]
+
+
+def test_hot_runs_the_same_call_untimed_just_before():
+    calls = []
+    measure.measure({"a": calls.append}, device=CPU, input_sets=2, samples=1, warmup=1, cache="hot")
+    assert calls == [0, 0, 1, 1]
+
+
+def test_preparation_is_not_timed():
+    def slow(index):
+        for _ in range(20):
+            torch.randn(200_000)
+        return index
+
+    timing = measure.measure({"a": measure.Candidate(lambda _: None, slow)}, device=CPU, samples=3)["a"]
+    assert timing.quantile(1.0) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("run", "tensors"),
+    [(lambda x: x + 1, 1), (lambda x: (x + 1) * 2, 2), (lambda x: x.mul_(1.0), 0), (lambda x: x[:5], 0)],
+    ids=["one output", "a temporary", "in place", "a view"],
+)
+def test_peak_memory_is_exact_to_the_byte(run, tensors):
+    x = torch.zeros(1000, 100)
+    # the Python scalar of an elementwise op becomes a 0-d tensor for a moment: up to 16 bytes
+    assert 0 <= measure.peak_memory(lambda _: run(x), CPU) - tensors * x.nbytes <= 16
+
+
+def test_peak_memory_sees_inside_composite_ops_and_autograd():
+    logits, targets = torch.randn(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.long)
+    forward = measure.peak_memory(lambda _: F.cross_entropy(logits, targets), CPU)
+    assert 0 <= forward - logits.nbytes <= 64  # log-softmax, and three scalars
+    both = measure.peak_memory(lambda _: F.cross_entropy(logits, targets).backward(), CPU)
+    assert 0 <= both - 3 * logits.nbytes <= 64  # log-softmax, its gradient, the logits' gradient
+
+
+def test_peak_memory_of_a_backward_pass_does_not_count_its_forward_pass():
+    logits, targets = torch.randn(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.long)
+    backward = measure.Candidate(lambda loss: loss.backward(), lambda _: F.cross_entropy(logits, targets))
+    assert 0 <= measure.peak_memory(backward, CPU) - 2 * logits.nbytes <= 64
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu():
+    x = torch.zeros(1 << 20, device="cuda")
+    assert measure.peak_memory(lambda _: (x + 1) * 2, "cuda") == 2 * x.nbytes
+
+
+def test_relative_error():
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert measure.relative_error(exact + torch.tensor([0.0, 1.0]), exact) == pytest.approx(0.2)
+    assert measure.relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+
+
+def test_table_and_json(options, capsys):
+    x = torch.randn(100, 100)
+    peers = {"plain": lambda _: (x + 1) * 2, "ours": lambda _: x * 2}
+    results = measure.compare(
+        "test",
+        {"N": 100},
+        "forward",
+        peers,
+        options,
+        errors={"ours": 1e-7},
+        floor_s=1e-9,
+        floor_bytes=x.nbytes,
+    )
+    ceilings = measure.ceilings(CPU, torch.float32, "toy")
+    record.report(results, options, baseline="plain", measured_ceilings=ceilings)
+    printed = capsys.readouterr().out
+    for column in ("median", "20-80 %", "speed / plain", "of floor", "peak / plain", "peak floor", "error"):
+        assert column in printed
+    assert "0.50" in printed  # ours needs half the memory
+    written = json.loads(options.out.read_text())
+    assert {"date", "commit", "torch", "python", "packages", "cpu", "gpu"} <= written["environment"].keys()
+    assert set(written["ceilings"]) == {"copy_bytes_per_s", "gemm_flop_per_s"}
+    assert written["ceilings"]["copy_bytes_per_s"] > 0
+    (plain, ours) = written["results"]
+    assert (plain["name"], ours["name"]) == ("plain", "ours")
+    assert len(ours["samples_s"]) == 4
+    assert set(ours["timing"]) == {"q20_s", "q50_s", "q80_s"}
+    assert ours["floor_bytes"] == x.nbytes
+
+
+def test_every_subject_has_its_module_and_a_main():
+    for subject in command.SUBJECTS.values():
+        assert callable(importlib.import_module(subject.module).main)
+
+
+def test_command_line_names_its_subjects(capsys):
+    assert command.main([]) == 2
+    assert command.main(["no-such-subject"]) == 2
+    assert "no-such-subject" in capsys.readouterr().err
+    assert command.main(["--help"]) == 0
+    assert all(name in capsys.readouterr().out for name in command.SUBJECTS)
+
+
+def test_smoke_fails_when_a_subject_fails(monkeypatch, capsys):
+    monkeypatch.setattr(command, "SUBJECTS", {"gone": command.Subject("benchmarks.no_such_module", "")})
+    assert command.smoke([]) == 1
+    assert "FAILED: gone" in capsys.readouterr().out
