@@ -45,13 +45,15 @@ def load_target_logit(row_ptr, y, V, ACC: tl.constexpr):
 
 
 @triton.jit
-def column_stats(row_ptr, start, end, y, target_logit, BLOCK_V: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr):
+def column_stats(
+    row_ptr, start, end, y, target_logit, BLOCK_V: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr
+):
     """Maximum M, sum of exp(x - M), and whether a column of [start, end) beats the target, reading each column once.
 
     A column beats the target when it is larger, or equal with a lower index: the target is the argmax when none does.
     """
     lanes = tl.arange(0, BLOCK_V)
-    lane_max = tl.full([BLOCK_V], LOWEST_F64 if ACC == tl.float64 else LOWEST_F32, ACC)
+    lane_max = tl.full([BLOCK_V], LOWEST_F64 if tl.float64 == ACC else LOWEST_F32, ACC)
     lane_sum = tl.zeros([BLOCK_V], ACC)
     tied = tl.zeros([BLOCK_V], tl.int1)
     for block in range(start, end, BLOCK_V):

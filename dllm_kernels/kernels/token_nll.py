@@ -14,7 +14,14 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _tiles
-from dllm_kernels.kernels._math import LOG2E, column_stats, grad_columns, is_active, load_target_logit, row_offset
+from dllm_kernels.kernels._math import (
+    LOG2E,
+    column_stats,
+    grad_columns,
+    is_active,
+    load_target_logit,
+    row_offset,
+)
 from dllm_kernels.kernels._specimen import Specimen
 
 
@@ -211,7 +218,9 @@ def specimens() -> list[Specimen]:
         acc = "fp64" if dtype == "fp64" else "fp32"
         ACC = tl.float64 if dtype == "fp64" else tl.float32
         head = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64", "active_ptr": f"*{acc}"}
-        stats = {f"{name}_ptr": f"*{acc}" for name in ("nll", "max", "log_sum", "target_logit")} | {"correct_ptr": "*i1"}
+        stats = {f"{name}_ptr": f"*{acc}" for name in ("nll", "max", "log_sum", "target_logit")} | {
+            "correct_ptr": "*i1"
+        }
         parts = {"part_max_ptr": f"*{acc}", "part_sum_ptr": f"*{acc}", "part_beaten_ptr": "*i1"}
         flags = {"HAS_ACTIVE": True, "WITH_CORRECT": True, "ACC": ACC}
         fwd = _tiles.token_nll_fwd(4096, 126464, itemsize)

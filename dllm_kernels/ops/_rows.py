@@ -15,6 +15,9 @@ a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for flo
 
 ``row_nll_grad_(logits [C, V], targets, active, scale, *, ignore_index, with_correct)``
     ``row_stats`` and ``row_grad`` at once, the gradient over the logits.
+
+``scale_(t, factor)``
+    ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ class RowPrimitives(NamedTuple):
     row_stats: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
     row_grad: Callable[..., None]
     row_nll_grad_: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
+    scale_: Callable[[torch.Tensor, torch.Tensor], None]
 
 
 def row_primitives(triton: bool) -> RowPrimitives:
@@ -38,10 +42,10 @@ def row_primitives(triton: bool) -> RowPrimitives:
     if triton:
         from dllm_kernels.kernels import linear_nll, token_nll
 
-        return RowPrimitives(token_nll.row_stats, token_nll.row_grad, linear_nll.row_nll_grad_)
+        return RowPrimitives(token_nll.row_stats, token_nll.row_grad, linear_nll.row_nll_grad_, linear_nll.scale_)
     from dllm_kernels.ops import _torch_rows
 
-    return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_)
+    return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_)
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

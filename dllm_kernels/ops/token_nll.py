@@ -259,7 +259,7 @@ class _TokenNLLFunction(torch.autograd.Function):
         return nll, row_max, log_sum, correct
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad_nll is None:
             return (None,) * 7
@@ -362,9 +362,7 @@ def _op_setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Ten
 
 def _op_backward(ctx: Any, grad_nll: torch.Tensor, *_: Any) -> tuple[Any, ...]:
     logits, targets, active, row_max, log_sum = ctx.saved_tensors
-    grad = _token_nll_backward_op(
-        logits, targets, active, grad_nll, row_max, log_sum, ctx.ignore_index, ctx.triton
-    )
+    grad = _token_nll_backward_op(logits, targets, active, grad_nll, row_max, log_sum, ctx.ignore_index, ctx.triton)
     return grad, None, None, None, None, None
 
 

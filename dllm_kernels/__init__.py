@@ -1,0 +1,30 @@
+"""Fused losses and corruption for training diffusion language models: change the import, keep the code."""
+
+from dllm_kernels.losses import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    DLLMLossOutput,
+    HybridDiffusionLLMLoss,
+    MDLMCrossEntropyLoss,
+    compute_per_token_nll,
+    draft_accuracy,
+    encoder_ar_loss,
+    encoder_ar_loss_fused,
+)
+
+__version__ = "0.1.0"
+
+_compute_per_token_nll = compute_per_token_nll
+
+__all__ = [
+    "BlockDiffusionCrossEntropyLoss",
+    "DFlashDecayLoss",
+    "DLLMLossOutput",
+    "HybridDiffusionLLMLoss",
+    "MDLMCrossEntropyLoss",
+    "__version__",
+    "compute_per_token_nll",
+    "draft_accuracy",
+    "encoder_ar_loss",
+    "encoder_ar_loss_fused",
+]

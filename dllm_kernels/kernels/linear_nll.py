@@ -1,0 +1,123 @@
+r"""NLL of a chunk of logits and, in the same launch, the gradient written over them.
+
+The chunk is the only place the logits ever exist: a GEMM made it and two GEMMs will read the gradient from it. One
+program takes one row: the first loop reads it once and leaves (M, log S) (``_math.column_stats``), the second reads it
+again, while it is near, and stores
+
+    logits[c, v] <- scale[c] * (exp(logits[c, v] - M - log S) - [v = y]).
+
+Rows that are not active get zeros, so that the GEMMs need no mask. A chunk with too few rows to fill the GPU goes
+through the split kernels of ``kernels/token_nll.py`` instead.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dllm_kernels.kernels import _tiles, token_nll
+from dllm_kernels.kernels._math import column_stats, grad_columns, is_active, load_target_logit
+from dllm_kernels.kernels._specimen import Specimen
+from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
+
+
+@triton.jit
+def _linear_nll_rows(
+    logits_ptr, target_ptr, active_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
+    stride_n, V, ignore_index,
+    HAS_ACTIVE: tl.constexpr, WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    y = tl.load(target_ptr + n)
+    scale = tl.load(scale_ptr + n).to(ACC)
+    row_ptr = logits_ptr + n.to(tl.int64) * stride_n
+    lanes = tl.arange(0, BLOCK_V)
+    if is_active(active_ptr, n, y, ignore_index, HAS_ACTIVE):
+        target_logit = load_target_logit(row_ptr, y, V, ACC)
+        row_max, row_sum, beaten = column_stats(row_ptr, 0, V, y, target_logit, BLOCK_V, ACC, WITH_CORRECT)
+        _finish_row(
+            n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
+        )  # fmt: skip
+        log_sum = tl.log(row_sum)
+        scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
+        tl.debug_barrier()  # every lane has its target's logit before the first store replaces it
+        for block in range(0, V, BLOCK_V):
+            grad_columns(row_ptr, row_ptr, block + lanes, V, y, scale, row_max, log_sum, ACC)
+    else:
+        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
+        for block in range(0, V, BLOCK_V):
+            v = block + lanes
+            tl.store(row_ptr + v, tl.zeros([BLOCK_V], logits_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
+def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.constexpr):
+    factor = tl.load(factor_ptr).to(ACC)
+    if factor != 1:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        t = tl.load(t_ptr + i, mask=i < numel).to(ACC)
+        tl.store(t_ptr + i, (t * factor).to(t_ptr.dtype.element_ty), mask=i < numel)
+
+
+def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
+    """Launch ``t *= factor``; every program reads the factor and leaves at once when it is 1."""
+    if t.numel() == 0:
+        return
+    block = 4096
+    acc = _acc(torch.promote_types(t.dtype, torch.float32))
+    _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4)
+
+
+def row_nll_grad_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    active: torch.Tensor | None,
+    scale: torch.Tensor,
+    *,
+    ignore_index: int,
+    with_correct: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``ops._rows`` for the contract."""
+    C, V = logits.shape
+    if C < _tiles.TARGET_PROGRAMS // 2:
+        stats = token_nll.row_stats(logits[None], targets, active, ignore_index=ignore_index, with_correct=with_correct)
+        nll, row_max, log_sum, target_logit, correct = stats
+        token_nll.row_grad(
+            logits[None], targets, active, scale, row_max, log_sum, logits[None], ignore_index=ignore_index
+        )
+        return nll, row_max, log_sum, target_logit, correct
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    nll, row_max, log_sum, target_logit = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(4))
+    correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
+    tile = _tiles.linear_nll_rows(V, logits.element_size())
+    _linear_nll_rows[(C,)](
+        logits, targets, active, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V, ignore_index,
+        HAS_ACTIVE=active is not None, WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, ACC=_acc(acc), num_warps=tile.num_warps,
+    )  # fmt: skip
+    return nll, row_max, log_sum, target_logit, correct
+
+
+def specimens() -> list[Specimen]:
+    """The kernel of this file at the tiles of real models."""
+    out = []
+    for dtype, itemsize in (("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp64", 8)):
+        acc = "fp64" if dtype == "fp64" else "fp32"
+        tile = _tiles.linear_nll_rows(151936, itemsize)
+        stats = {f"{name}_ptr": f"*{acc}" for name in ("scale", "nll", "max", "log_sum", "target_logit")}
+        out.append(
+            Specimen(
+                f"linear_nll_rows[{dtype}]",
+                _linear_nll_rows,
+                {"logits_ptr": f"*{dtype}", "target_ptr": "*i64", "active_ptr": f"*{acc}"}
+                | stats
+                | {"correct_ptr": "*i1", "stride_n": "i32", "V": "i32", "ignore_index": "i32"},
+                {"HAS_ACTIVE": True, "WITH_CORRECT": True, "BLOCK_V": tile.block_v,
+                 "ACC": tl.float64 if dtype == "fp64" else tl.float32},
+                tile.num_warps,
+                ("stride_n", "V"),
+            )
+        )  # fmt: skip
+        out.append(
+            Specimen(f"scale_inplace[{dtype}]", _scale_inplace, {"t_ptr": f"*{dtype}", "factor_ptr": f"*{acc}", "numel": "i64"},
+                     {"BLOCK": 4096, "ACC": tl.float64 if dtype == "fp64" else tl.float32}, 4, ("numel",))
+        )  # fmt: skip
+    return out

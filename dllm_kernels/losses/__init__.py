@@ -1,0 +1,22 @@
+"""Losses of diffusion language models. Each builds targets, weights and a denominator and calls one primitive."""
+
+from dllm_kernels.losses._common import DLLMLossOutput
+from dllm_kernels.losses.block_diffusion import BlockDiffusionCrossEntropyLoss
+from dllm_kernels.losses.dflash import DFlashDecayLoss, draft_accuracy
+from dllm_kernels.losses.encoder_ar import compute_per_token_nll, encoder_ar_loss, encoder_ar_loss_fused
+from dllm_kernels.losses.hybrid import HybridDiffusionLLMLoss
+from dllm_kernels.losses.mdlm import MDLMCrossEntropyLoss
+
+_compute_per_token_nll = compute_per_token_nll
+
+__all__ = [
+    "BlockDiffusionCrossEntropyLoss",
+    "DFlashDecayLoss",
+    "DLLMLossOutput",
+    "HybridDiffusionLLMLoss",
+    "MDLMCrossEntropyLoss",
+    "compute_per_token_nll",
+    "draft_accuracy",
+    "encoder_ar_loss",
+    "encoder_ar_loss_fused",
+]

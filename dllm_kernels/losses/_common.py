@@ -1,0 +1,93 @@
+"""What the losses share: the return type, masks, denominators."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from dllm_kernels.ops import _checks
+
+P_MASK_MIN = 1e-8
+
+
+class DLLMLossOutput(NamedTuple):
+    """What every loss returns.
+
+    Attributes:
+        total_loss: 0-d, the loss to call ``backward`` on.
+        dllm_loss: 0-d, detached: the diffusion part alone, for logging.
+        draft_correct_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were the argmax
+            on this rank (DFlash only, else None). Sum over ranks before dividing by ``draft_count_per_pos``.
+        draft_count_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were valid on this
+            rank (DFlash only, else None).
+    """
+
+    total_loss: torch.Tensor
+    dllm_loss: torch.Tensor
+    draft_correct_per_pos: torch.Tensor | None = None
+    draft_count_per_pos: torch.Tensor | None = None
+
+
+def single_loss(loss: torch.Tensor) -> DLLMLossOutput:
+    """The output of a loss with one part; the logged value is a copy of its own."""
+    return DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone())
+
+
+def divide(loss: torch.Tensor, count: int | float | torch.Tensor | None) -> torch.Tensor:
+    """Loss / max(count, 1), or the loss itself when there is no count; a tensor count is never read by the host."""
+    if count is None:
+        return loss
+    if isinstance(count, torch.Tensor):
+        return loss / count.detach().reshape(()).clamp(min=1)
+    return loss / max(count, 1)
+
+
+def normalized(weights: torch.Tensor, count: int | float | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    """Row weights / max(count, 1), in the dtype that sums over ``like`` are made in.
+
+    On the linear path the denominator goes into the weights: the gradients are made in the forward pass, and backward
+    has nothing left to scale when the upstream gradient is 1.
+    """
+    return divide(weights.to(torch.promote_types(like.dtype, torch.float32)), count)
+
+
+def check_bl(x: torch.Tensor, name: str, target_ids: torch.Tensor, width: int | None = None) -> tuple[int, int]:
+    """Check ``x [B, L or more, V or D]`` against ``target_ids [B, L]``; returns (B, L)."""
+    _checks.check_float(name, x)
+    _checks.check_ids("target_ids", target_ids)
+    _checks.check_ndim(name, x, 3, "[B, L, V]" if name.endswith("logits") else "[B, L, D]")
+    _checks.check_ndim("target_ids", target_ids, 2, "[B, L]")
+    B, L = target_ids.shape
+    expected = (B, L if width is None else width)
+    if tuple(x.shape[:2]) != expected:
+        raise ValueError(
+            f"{name} must have shape {(*expected, x.shape[2])} to go with target_ids of shape {(B, L)}, "
+            f"got {tuple(x.shape)}"
+        )
+    return B, L
+
+
+def check_masks(target_ids: torch.Tensor, **masks: torch.Tensor) -> None:
+    """Check that every mask has the shape of ``target_ids`` and lies on its device."""
+    for name, mask in masks.items():
+        _checks.check_mask(name, mask, target_ids.shape, "that of target_ids")
+    _checks.check_same_device("target_ids", target_ids, **masks)
+
+
+def mdlm_weights(
+    target_ids: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor, loss_mask: torch.Tensor
+) -> torch.Tensor:
+    """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever ``p_mask`` holds there."""
+    check_masks(target_ids, noise_mask=noise_mask, p_mask=p_mask, loss_mask=loss_mask)
+    p = p_mask.detach()
+    p = p.to(torch.promote_types(p.dtype, torch.float32))
+    return torch.where(noise_mask.bool() & loss_mask.bool(), p.clamp(min=P_MASK_MIN).reciprocal(), 0.0)
+
+
+def shift_left(target_ids: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+    """Next-token targets ``[B, L]``: position i gets ``target_ids[:, i + 1]``, the last one none.
+
+    The targets are shifted and not the logits: slicing ``[B, L, V]`` would copy it forward and pad it backward.
+    """
+    return torch.nn.functional.pad(target_ids[:, 1:], (0, 1), value=ignore_index)

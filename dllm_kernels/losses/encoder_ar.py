@@ -1,0 +1,118 @@
+"""Next-token cross-entropy on an encoder's causal logits, and the plain per-token NLL."""
+
+from __future__ import annotations
+
+import torch
+
+from dllm_kernels.losses._common import check_bl, divide, normalized, shift_left
+from dllm_kernels.ops import _checks, token_nll, weighted_linear_nll, weighted_nll
+
+
+def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    r"""Negative log-likelihood of every token, :math:`\log\sum_v e^{z_{iv}} - z_{i,y_i}`.
+
+    Args:
+        logits: ``[B, L, V]``, any float dtype.
+        target_ids: ``[B, L]`` integers; -100 gives 0.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        ``[B, L]`` in nats, float32 (float64 for float64 logits), differentiable with any gradient per token.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    return token_nll(logits, target_ids, backend=backend).nll
+
+
+def encoder_ar_loss(
+    encoder_logits: torch.Tensor,
+    input_ids: torch.Tensor,
+    valid_mask: torch.Tensor | None = None,
+    num_tokens: int | torch.Tensor | None = None,
+    *,
+    backend: str = "auto",
+) -> torch.Tensor:
+    r"""Next-token cross-entropy where both the current and the next position are valid.
+
+    .. math:: \text{loss} = \frac{1}{N} \sum_{i < S} m_i m_{i+1} \, \text{nll}(z_i, x_{i+1})
+
+    The targets are shifted, not the logits, so no slice of ``[B, S, V]`` is copied or padded.
+
+    Args:
+        encoder_logits: ``[B, S, V]``, any float dtype.
+        input_ids: ``[B, S]`` integers, the clean sequence.
+        valid_mask: ``[B, S]``, nonzero where a position is not padding; None: all are valid.
+        num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions here.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        0-d loss, float32 (float64 for float64 logits).
+
+    Raises:
+        TypeError: an argument that should be a tensor is not.
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_bl(encoder_logits, "encoder_logits", input_ids)
+    targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
+    return divide(weighted_nll(encoder_logits, targets, weights, backend=backend).loss, count)
+
+
+def encoder_ar_loss_fused(
+    hidden: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    input_ids: torch.Tensor,
+    valid_mask: torch.Tensor | None = None,
+    num_tokens: int | torch.Tensor | None = None,
+    *,
+    lm_head_bias: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """:func:`encoder_ar_loss` from hidden states and the LM head; the logits exist one chunk at a time.
+
+    Args:
+        hidden: ``[B, S, D]``.
+        lm_head_weight: ``[V, D]``.
+        input_ids: as in :func:`encoder_ar_loss`, and so the rest.
+        valid_mask: as in :func:`encoder_ar_loss`.
+        num_tokens: as in :func:`encoder_ar_loss`.
+        lm_head_bias: ``[V]`` or None.
+        chunk_size: rows of logits that exist at a time; None chooses.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        0-d loss, float32 (float64 for float64 hidden states).
+
+    Raises:
+        TypeError: an argument that should be a tensor is not.
+        ValueError: shapes, dtypes or devices that do not fit.
+    """
+    check_bl(hidden, "hidden", input_ids)
+    targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
+    rows = weighted_linear_nll(
+        hidden,
+        lm_head_weight,
+        targets,
+        normalized(weights, count, hidden),
+        bias=lm_head_bias,
+        chunk_size=chunk_size,
+        backend=backend,
+    )
+    return rows.loss
+
+
+def _shifted(
+    input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: int | torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
+    """Next-token targets, the mask of scored positions (False in the last column), the denominator."""
+    _checks.check_count("num_tokens", num_tokens)
+    if valid_mask is None:
+        valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)
+    else:
+        _checks.check_mask("valid_mask", valid_mask, input_ids.shape, "that of input_ids")
+        _checks.check_same_device("input_ids", input_ids, valid_mask=valid_mask)
+        valid = valid_mask.bool()
+    scored = torch.nn.functional.pad(valid[:, :-1] & valid[:, 1:], (0, 1), value=False)
+    return shift_left(input_ids), scored, scored.sum() if num_tokens is None else num_tokens
