@@ -76,12 +76,18 @@ def check_masks(target_ids: torch.Tensor, **masks: torch.Tensor) -> None:
 
 
 def mdlm_weights(
-    target_ids: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor, loss_mask: torch.Tensor
+    like: torch.Tensor,
+    target_ids: torch.Tensor,
+    noise_mask: torch.Tensor,
+    p_mask: torch.Tensor,
+    loss_mask: torch.Tensor,
 ) -> torch.Tensor:
-    """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever ``p_mask`` holds there."""
+    """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever ``p_mask`` holds there.
+
+    In the dtype that sums over ``like`` are made in.
+    """
     check_masks(target_ids, noise_mask=noise_mask, p_mask=p_mask, loss_mask=loss_mask)
-    p = p_mask.detach()
-    p = p.to(torch.promote_types(p.dtype, torch.float32))
+    p = p_mask.detach().to(torch.promote_types(like.dtype, torch.float32))
     return torch.where(noise_mask.bool() & loss_mask.bool(), p.clamp(min=P_MASK_MIN).reciprocal(), 0.0)
 
 

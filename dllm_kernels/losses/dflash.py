@@ -85,7 +85,7 @@ class DFlashDecayLoss(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
         check_bl(logits, "logits", target_ids)
-        weights = self._row_weights(target_ids, block_mask, num_tokens, block_size)
+        weights = self._row_weights(logits, target_ids, block_mask, num_tokens, block_size)
         rows = weighted_nll(logits, target_ids, weights, active=block_mask, with_correct=True, backend=self.backend)
         loss = self._normalized(rows.loss, weights, num_tokens)
         return self._output(loss, rows.correct, block_mask, block_size)
@@ -122,10 +122,10 @@ class DFlashDecayLoss(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
         check_bl(hidden, "hidden", target_ids)
-        weights = self._row_weights(target_ids, block_mask, num_tokens, block_size)
-        acc = torch.promote_types(hidden.dtype, torch.float32)
+        weights = self._row_weights(hidden, target_ids, block_mask, num_tokens, block_size)
+        scale = self._normalized(weights, weights, num_tokens)
         rows = weighted_linear_nll(
-            hidden, lm_head_weight, target_ids, self._normalized(weights.to(acc), weights, num_tokens), bias=lm_head_bias, active=block_mask, with_correct=True,
+            hidden, lm_head_weight, target_ids, scale, bias=lm_head_bias, active=block_mask, with_correct=True,
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         return self._output(rows.loss, rows.correct, block_mask, block_size)
@@ -186,6 +186,7 @@ class DFlashDecayLoss(nn.Module):
 
     def _row_weights(
         self,
+        like: torch.Tensor,
         target_ids: torch.Tensor,
         block_mask: torch.Tensor,
         num_tokens: int | torch.Tensor | None,
@@ -195,9 +196,9 @@ class DFlashDecayLoss(nn.Module):
         _checks.check_count("num_tokens", num_tokens)
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
-        dtype = torch.promote_types(block_mask.dtype, torch.float32)
+        dtype = torch.promote_types(like.dtype, torch.float32)
         decay = self._decay_weights(target_ids.shape[1], block_size, target_ids.device, dtype)
-        return decay * block_mask.detach()
+        return decay * block_mask.detach().to(dtype)
 
     def _normalized(
         self, x: torch.Tensor, weights: torch.Tensor, num_tokens: int | torch.Tensor | None

@@ -13,6 +13,7 @@ from dllm_kernels.losses._common import (
     check_masks,
     divide,
     mdlm_weights,
+    normalized,
     shift_left,
 )
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
@@ -82,7 +83,7 @@ class HybridDiffusionLLMLoss(nn.Module):
         self._check_counts(num_diffusion_tokens, num_ar_tokens)
         concatenated = causal_logits is None and _is_concatenated(logits, target_ids)
         _, L = check_bl(logits, "logits", target_ids, 2 * target_ids.shape[1] if concatenated else None)
-        weights = mdlm_weights(target_ids, noise_mask, p_mask, loss_mask)
+        weights = mdlm_weights(logits, target_ids, noise_mask, p_mask, loss_mask)
         summed = functools.partial(weighted_nll, round_nll=not self.fp32_upcast, backend=self.backend)
         if concatenated:
             targets, both = self._both(logits, target_ids, weights, loss_mask_ar, num_diffusion_tokens, num_ar_tokens)
@@ -139,7 +140,7 @@ class HybridDiffusionLLMLoss(nn.Module):
         self._check_counts(num_diffusion_tokens, num_ar_tokens)
         concatenated = causal_hidden is None and _is_concatenated(hidden, target_ids)
         _, L = check_bl(hidden, "hidden", target_ids, 2 * target_ids.shape[1] if concatenated else None)
-        weights = mdlm_weights(target_ids, noise_mask, p_mask, loss_mask)
+        weights = mdlm_weights(hidden, target_ids, noise_mask, p_mask, loss_mask)
         if causal_hidden is not None and loss_mask_ar is not None:
             check_bl(causal_hidden, "causal_hidden", target_ids)
             hidden, concatenated = torch.cat([hidden, causal_hidden], dim=1), True

@@ -69,7 +69,7 @@ class MDLMCrossEntropyLoss(nn.Module):
         """
         check_bl(logits, "logits", target_ids)
         check_count("num_diffusion_tokens", num_diffusion_tokens)
-        weights = mdlm_weights(target_ids, noise_mask, p_mask, loss_mask)
+        weights = mdlm_weights(logits, target_ids, noise_mask, p_mask, loss_mask)
         rows = weighted_nll(logits, target_ids, weights, round_nll=not self.fp32_upcast, backend=self.backend)
         return single_loss(divide(rows.loss, num_diffusion_tokens))
 
@@ -114,9 +114,9 @@ class MDLMCrossEntropyLoss(nn.Module):
         """
         check_bl(hidden, "hidden", target_ids)
         check_count("num_diffusion_tokens", num_diffusion_tokens)
-        weights = mdlm_weights(target_ids, noise_mask, p_mask, loss_mask)
+        weights = mdlm_weights(hidden, target_ids, noise_mask, p_mask, loss_mask)
         rows = weighted_linear_nll(
-            hidden, lm_head_weight, target_ids, normalized(weights, num_diffusion_tokens, hidden), bias=lm_head_bias, chunk_size=chunk_size,
-            round_nll=not self.fp32_upcast, backend=self.backend,
+            hidden, lm_head_weight, target_ids, normalized(weights, num_diffusion_tokens, hidden),
+            bias=lm_head_bias, chunk_size=chunk_size, round_nll=not self.fp32_upcast, backend=self.backend,
         )  # fmt: skip
         return single_loss(rows.loss)

@@ -118,7 +118,7 @@ def weighted_linear_nll(
             *inputs, active is not None, round_nll, *needs, *options
         )
     else:
-        loss, nll, row_max, log_sum, correct = _WeightedLinearNLL.apply(
+        loss, nll, row_max, log_sum, correct = _WeightedLinearNLL.apply(  # type: ignore[no-untyped-call]
             *inputs, active is not None, round_nll, needs, options
         )
     shape = targets.shape
@@ -202,7 +202,9 @@ def linear_token_nll(
     if torch.compiler.is_compiling():
         nll, row_max, log_sum, correct, _ = _token_op(*inputs, *needs, *options)
     else:
-        nll, row_max, log_sum, correct = _LinearTokenNLL.apply(*inputs, needs, options)
+        nll, row_max, log_sum, correct = _LinearTokenNLL.apply(  # type: ignore[no-untyped-call]
+            *inputs, needs, options
+        )
     shape = targets.shape
     return TokenNLL(
         nll.view(shape),
