@@ -11,6 +11,15 @@ from dllm_kernels.losses import (
     encoder_ar_loss,
     encoder_ar_loss_fused,
 )
+from dllm_kernels.mtp import (
+    FusedLinearCrossEntropy,
+    MaskedCrossEntropy,
+    MTPLossConfig,
+    MTPLossOutput,
+    PipelineCausalLMLoss,
+    calculate_loss,
+    calculate_mtp_loss,
+)
 
 __version__ = "0.1.0"
 
@@ -20,9 +29,16 @@ __all__ = [
     "BlockDiffusionCrossEntropyLoss",
     "DFlashDecayLoss",
     "DLLMLossOutput",
+    "FusedLinearCrossEntropy",
     "HybridDiffusionLLMLoss",
     "MDLMCrossEntropyLoss",
+    "MTPLossConfig",
+    "MTPLossOutput",
+    "MaskedCrossEntropy",
+    "PipelineCausalLMLoss",
     "__version__",
+    "calculate_loss",
+    "calculate_mtp_loss",
     "compute_per_token_nll",
     "draft_accuracy",
     "encoder_ar_loss",
