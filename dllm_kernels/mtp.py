@@ -86,8 +86,8 @@ class MaskedCrossEntropy(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _checks.check_tensor("labels", labels)
-        weights = _position_weights(labels, self.ignore_index, mask, loss_weights)
+        _checks.check_float("logits", logits)
+        weights = _position_weights(logits, labels, self.ignore_index, mask, loss_weights)
         if self.reduction == "none":
             nll = token_nll(logits, labels, active=weights, ignore_index=PADDING, backend=self.backend).nll.flatten()
             return nll if self.fp32_upcast else nll.to(logits.dtype).to(nll.dtype)
@@ -168,8 +168,8 @@ class FusedLinearCrossEntropy(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _checks.check_tensor("labels", labels)
-        weights = _position_weights(labels, self.ignore_index, None, loss_weights)
+        _checks.check_float("hidden_states", hidden_states)
+        weights = _position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
         options: dict[str, Any] = {"bias": lm_bias, "chunk_size": self.chunk_size, "backend": self.backend}
         if self.reduction == "none":
             return linear_token_nll(hidden_states, lm_weight, labels, active=weights, **options).nll.flatten()
@@ -191,19 +191,25 @@ def _check_sum_only(reduction: str, **options: object) -> None:
 
 
 def _position_weights(
-    labels: torch.Tensor, ignore_index: int, mask: torch.Tensor | None, loss_weights: torch.Tensor | None
+    like: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    mask: torch.Tensor | None,
+    loss_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Weight of every position, 0 where its label is ignored or its mask is 0; float32."""
+    """Weight of every position, 0 where its label is ignored or its mask is 0; in the dtype of sums over ``like``."""
+    _checks.check_tensor("labels", labels)
+    dtype = torch.promote_types(like.dtype, torch.float32)
     counts = (labels != ignore_index) & (labels != PADDING)
     if mask is not None:
         _checks.check_mask("mask", mask.reshape(-1), (labels.numel(),), "one entry per label")
         _checks.check_same_device("labels", labels, mask=mask)
         counts = counts & (mask.reshape(labels.shape) != 0)
     if loss_weights is None:
-        return counts.to(torch.float32)
+        return counts.to(dtype)
     _checks.check_mask("loss_weights", loss_weights, labels.shape, "that of labels")
     _checks.check_same_device("labels", labels, loss_weights=loss_weights)
-    return torch.where(counts, loss_weights.detach().to(torch.promote_types(loss_weights.dtype, torch.float32)), 0.0)
+    return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
 
 def _normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
@@ -575,7 +581,11 @@ def _fused_depths(
     """All depths stacked along a new first dimension and sent through one call."""
     _check_sum_only(loss_fn.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
     weights = [
-        _normalized(_position_weights(t, loss_fn.ignore_index, None, loss_weights), loss_fn.reduction, num_label_tokens)
+        _normalized(
+            _position_weights(outputs[0], t, loss_fn.ignore_index, None, loss_weights),
+            loss_fn.reduction,
+            num_label_tokens,
+        )
         for t in targets
     ]
     hidden, labels, row_weights = torch.stack(outputs), torch.stack(targets), torch.stack(weights)
