@@ -17,6 +17,7 @@ class Specimen(NamedTuple):
         num_warps: warps of a program.
         divisible: integer arguments that are multiples of 16.
         num_stages: software pipelining depth.
+        fp_fusion: whether a product and a sum may become one fused multiply-add, as at the kernel's launch.
     """
 
     name: str
@@ -26,3 +27,4 @@ class Specimen(NamedTuple):
     num_warps: int
     divisible: tuple[str, ...] = ()
     num_stages: int = 3
+    fp_fusion: bool = True

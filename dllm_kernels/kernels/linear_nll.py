@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _tiles, token_nll
-from dllm_kernels.kernels._math import column_stats, grad_columns, is_active, load_target_logit
+from dllm_kernels.kernels._math import FUSED, column_stats, grad_columns, is_active, load_target_logit
 from dllm_kernels.kernels._specimen import Specimen
 from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
 
@@ -64,7 +64,7 @@ def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
         return
     block = 4096
     acc = _acc(torch.promote_types(t.dtype, torch.float32))
-    _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4)
+    _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4, **FUSED)
 
 
 def row_nll_grad_(
@@ -91,7 +91,8 @@ def row_nll_grad_(
     tile = _tiles.linear_nll_rows(V, logits.element_size())
     _linear_nll_rows[(C,)](
         logits, targets, active, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V, ignore_index,
-        HAS_ACTIVE=active is not None, WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, ACC=_acc(acc), num_warps=tile.num_warps,
+        HAS_ACTIVE=active is not None, WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, ACC=_acc(acc),
+        num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
     return nll, row_max, log_sum, target_logit, correct
 

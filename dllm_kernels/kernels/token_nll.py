@@ -15,6 +15,7 @@ import triton.language as tl
 
 from dllm_kernels.kernels import _tiles
 from dllm_kernels.kernels._math import (
+    FUSED,
     LOG2E,
     column_stats,
     grad_columns,
@@ -165,7 +166,7 @@ def row_stats(
     flags = {"HAS_ACTIVE": active is not None, "WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     if tile.splits == 1:
         _token_nll_fwd[(N,)](
-            logits, targets, active, *outputs, *sizes, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps
+            logits, targets, active, *outputs, *sizes, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
         )
         return outputs
     columns = triton.cdiv(triton.cdiv(V, tile.splits), tile.block_v) * tile.block_v
@@ -176,10 +177,11 @@ def row_stats(
         torch.empty(N, splits, dtype=torch.bool, device=logits.device),
     )
     _token_nll_fwd_split[(N * splits,)](
-        logits, targets, active, *parts, *sizes, columns, splits, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps
+        logits, targets, active, *parts, *sizes, columns, splits, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
     )  # fmt: skip
     _token_nll_merge[(N,)](
-        logits, targets, active, *parts, *outputs, *sizes, splits, **flags, BLOCK_K=triton.next_power_of_2(splits), num_warps=1
+        logits, targets, active, *parts, *outputs, *sizes, splits, **flags,
+        BLOCK_K=triton.next_power_of_2(splits), num_warps=1, **FUSED
     )  # fmt: skip
     return outputs
 
@@ -205,7 +207,8 @@ def row_grad(
     _token_nll_bwd[(B * L * tiles,)](
         logits, targets, active, scale, row_max, log_sum, out,
         L, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), V, ignore_index, tiles,
-        HAS_ACTIVE=active is not None, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype), num_warps=tile.num_warps,
+        HAS_ACTIVE=active is not None, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
+        num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
 
 
