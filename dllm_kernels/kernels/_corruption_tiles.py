@@ -1,0 +1,37 @@
+"""Tile sizes of the corruption kernels. None has been measured on a GPU; compiled offline none spills."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SelectTile(NamedTuple):
+    """Rows and columns of a program, its warps, and whether the keys of a row stay in memory."""
+
+    rows: int
+    block: int
+    num_warps: int
+    in_memory: bool
+
+
+def _next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def select(D: int) -> SelectTile:
+    """Choosing k of D positions.
+
+    Up to 4,096 positions a row is in registers, many short rows a program: four int64 keys a thread, eight at 4,096.
+    At 8,192 with sixteen keys a thread the compiler spills, so longer rows keep their keys in memory, in L2 mostly.
+    """
+    block = max(4, _next_power_of_2(D))
+    if block > 4096:
+        return SelectTile(1, 4096, 16, True)
+    rows = max(1, 512 // block)
+    return SelectTile(rows, block, max(4, min(16, rows * block // 128)), False)
+
+
+def independent(size: int) -> tuple[int, int, int]:
+    """Blocks and positions of a program where positions do not depend on each other, and its warps."""
+    block = max(4, min(1024, _next_power_of_2(size)))
+    return 1024 // block, block, 4

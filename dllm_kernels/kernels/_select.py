@@ -1,0 +1,126 @@
+r"""Choosing the k largest scores of a row, exactly.
+
+A score is a float64; ``keys`` maps it to an int64 of the same order, so that selection is about integers only.
+``NEVER``, below every key, marks what cannot be chosen.
+
+The threshold t is the largest with at least k keys >= t, found by halving [lo, hi]; a row is done early where exactly
+k keys reach the middle, after some 20 steps rather than 64. Keys above t are chosen, and of those equal to t the first
+in order of index, as many as are missing. ``topk`` does it for rows in registers, ``threshold_in_memory`` and
+``chosen_of_tile`` for longer ones.
+
+``exact_log`` and ``score`` are, operation by operation, those of ``ops/gumbel_topk.py``, which says why. Kernels that
+use them must be launched with ``enable_fp_fusion=False``.
+"""
+
+import triton
+import triton.language as tl
+
+NEVER = tl.constexpr(-(2**63))
+
+_SQRT_HALF_BITS = tl.constexpr(0x3FE6A09E667F3BCD)
+_LN2_HIGH = tl.constexpr(float.fromhex("0x1.62e42feep-1"))
+_LN2_LOW = tl.constexpr(float.fromhex("0x1.a39ef35793c76p-33"))
+_L7 = tl.constexpr(float.fromhex("0x1.2f112df3e5244p-3"))
+_L6 = tl.constexpr(float.fromhex("0x1.39a09d078c69fp-3"))
+_L5 = tl.constexpr(float.fromhex("0x1.7466496cb03dep-3"))
+_L4 = tl.constexpr(float.fromhex("0x1.c71c51d8e78afp-3"))
+_L3 = tl.constexpr(float.fromhex("0x1.2492494229359p-2"))
+_L2 = tl.constexpr(float.fromhex("0x1.999999997fa04p-2"))
+_L1 = tl.constexpr(float.fromhex("0x1.5555555555593p-1"))
+
+
+@triton.jit
+def exact_log(x):
+    """The ln x of normal positive float64 numbers."""
+    bits = x.to(tl.int64, bitcast=True)
+    e = (bits - _SQRT_HALF_BITS) >> 52
+    f = (bits - (e << 52)).to(tl.float64, bitcast=True) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    poly = ((((((z * _L7 + _L6) * z + _L5) * z + _L4) * z + _L3) * z + _L2) * z + _L1) * z
+    exponent = e.to(tl.float64)
+    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + (f - s * (f - poly)))
+
+
+@triton.jit
+def score(log_w, u):
+    """log_w - ln(-ln u), float64."""
+    return log_w.to(tl.float64) - exact_log(-exact_log(u))
+
+
+@triton.jit
+def keys(scores, choosable):
+    """Monotone int64 keys: the bits of a negative number run backwards, so those below the sign are flipped."""
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int64, bitcast=True)  # -0 and 0 tie
+    ordered = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
+    return tl.where(choosable & (scores > -float("inf")), ordered, NEVER)
+
+
+@triton.jit
+def halve(lo, hi, k, middle, count):
+    """[lo, hi] after counting the keys >= middle."""
+    enough = count >= k
+    lo = tl.where(enough, middle, lo)
+    hi = tl.where(enough, tl.where(count == k, middle, hi), middle - 1)
+    return lo, hi
+
+
+@triton.jit
+def middle_of(lo, hi):
+    """The mean rounded up, which cannot overflow."""
+    return (lo | hi) - ((lo ^ hi) >> 1)
+
+
+@triton.jit
+def topk(key, k):
+    """The k[r] largest keys of row r of key [R, BLOCK]."""
+    choosable = key != NEVER
+    k = tl.minimum(k, tl.sum(choosable.to(tl.int32), 1))
+    hi = tl.max(key, 1)
+    lo = tl.min(tl.where(choosable, key, hi[:, None]), 1)
+    while tl.max((lo < hi).to(tl.int32), 0) > 0:
+        middle = middle_of(lo, hi)
+        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+        lo, hi = halve(lo, hi, k, middle, count)
+    above = key > lo[:, None]
+    tied = (key == lo[:, None]) & choosable
+    missing = k - tl.sum(above.to(tl.int32), 1)
+    return (k > 0)[:, None] & (above | (tied & (tl.cumsum(tied.to(tl.int32), 1) <= missing[:, None])))
+
+
+@triton.jit
+def count_in_memory(key_ptr, D, at_least, BLOCK: tl.constexpr):
+    """How many of D keys are >= at_least."""
+    lanes = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, D, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        key = tl.load(key_ptr + i, mask=i < D, other=NEVER)
+        lanes += (key >= at_least).to(tl.int32)
+    return tl.sum(lanes, 0)
+
+
+@triton.jit
+def threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK: tl.constexpr):
+    """The threshold among D keys within [lo, hi], and how many of those equal to it are chosen."""
+    k = tl.minimum(k, choosable)
+    while lo < hi:
+        middle = middle_of(lo, hi)
+        lo, hi = halve(lo, hi, k, middle, count_in_memory(key_ptr, D, middle, BLOCK))
+    missing = k - count_in_memory(key_ptr, D, lo + 1, BLOCK)
+    return tl.where(k > 0, lo, 0x7FFFFFFFFFFFFFFF), missing
+
+
+@triton.jit
+def chosen_of_tile(key, threshold, missing):
+    """The chosen keys of a tile [BLOCK], and how many equal to the threshold are still missing after it."""
+    tied = key == threshold
+    chosen = (key > threshold) | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= missing))
+    return chosen & (key != NEVER), missing - tl.sum(tied.to(tl.int32), 0)
+
+
+@triton.jit
+def widen(lo, hi, choosable, key):
+    """Smallest, largest and number of choosable keys, with those of one more tile."""
+    some = key != NEVER
+    lo = tl.minimum(lo, tl.min(tl.where(some, key, 0x7FFFFFFFFFFFFFFF), 0))
+    return lo, tl.maximum(hi, tl.max(key, 0)), choosable + tl.sum(some.to(tl.int32), 0)

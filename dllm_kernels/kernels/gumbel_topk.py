@@ -1,0 +1,170 @@
+"""k positions of each row without replacement: score_i = log_w_i - ln(-ln u_i), the k largest, in one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+from dllm_kernels.kernels import _corruption_tiles
+from dllm_kernels.kernels._philox import SELECT, fine_uniform, position_bits
+from dllm_kernels.kernels._select import (
+    NEVER,
+    chosen_of_tile,
+    keys,
+    score,
+    threshold_in_memory,
+    topk,
+    widen,
+)
+from dllm_kernels.kernels._specimen import Specimen
+
+# Where ops/gumbel_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
+# literal beside a float64 tensor may pass through float32.
+_MIN_UNIFORM = tl.constexpr(0x0010000000000000)
+_MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)
+
+
+@triton.jit
+def _inside(u):
+    low = tl.full(u.shape, _MIN_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
+    high = tl.full(u.shape, _MAX_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
+    return tl.where(u > low, tl.where(u < high, u, high), low)
+
+
+@triton.jit
+def _row_keys(
+    log_w_ptr, uniform_ptr, seed_ptr, n, first, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
+    HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Keys [R, BLOCK] of the rows n [R, 1] (int64), columns from ``first``."""
+    d = (first + tl.arange(0, BLOCK))[None, :].to(tl.int64)
+    inside = (n < N) & (d < D)
+    log_w = tl.load(log_w_ptr + n * stride_n + d * stride_d, mask=inside, other=-float("inf"))
+    if log_w.dtype.primitive_bitwidth == 16:
+        log_w = log_w.to(tl.float32)
+    if HAS_UNIFORM:
+        at = uniform_ptr + n * uniform_stride_n + d * uniform_stride_d
+        u = tl.load(at, mask=inside, other=0.5).to(tl.float64)
+        inside = inside & (u == u)
+        u = _inside(u)
+    else:
+        if SHARED_SEED:
+            seed = tl.load(seed_ptr + tl.zeros_like(n))
+            row = n
+        else:
+            seed = tl.load(seed_ptr + n, mask=n < N, other=0)
+            row = tl.zeros_like(n)
+        u = fine_uniform(position_bits(seed, row, tl.zeros_like(n), first, SELECT, R, BLOCK))
+    return keys(score(log_w, u), inside)
+
+
+@triton.jit
+def _count(k_ptr, k_const, n, N, HAS_K: tl.constexpr):
+    """How many of the rows n, at least 0."""
+    if HAS_K:
+        # Clamped as int64, for a count beyond int32 means all.
+        k = tl.load(k_ptr + n, mask=n < N, other=0).to(tl.int64)
+        return tl.minimum(tl.maximum(k, 0), 0x7FFFFFFF).to(tl.int32)
+    else:
+        return (n * 0).to(tl.int32) + k_const
+
+
+@triton.jit
+def _gumbel_topk(
+    log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr,
+    N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
+    HAS_K: tl.constexpr, HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    key = _row_keys(
+        log_w_ptr, uniform_ptr, seed_ptr, n[:, None], 0, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
+        HAS_UNIFORM, SHARED_SEED, R, BLOCK,
+    )  # fmt: skip
+    k = _count(k_ptr, k_const, n, N, HAS_K)
+    chosen = topk(key, k)
+    d = tl.arange(0, BLOCK)[None, :]
+    tl.store(out_ptr + n[:, None] * D + d, chosen, mask=(n[:, None] < N) & (d < D))
+
+
+@triton.jit
+def _gumbel_topk_long(
+    log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr, key_ptr,
+    N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
+    HAS_K: tl.constexpr, HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    key_ptr += n * D
+    lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
+    hi = tl.full([], NEVER, tl.int64)
+    choosable = tl.zeros([], tl.int32)
+    for start in range(0, D, BLOCK):
+        key = _row_keys(
+            log_w_ptr, uniform_ptr, seed_ptr, n + tl.zeros([1, 1], tl.int64), start, N, D,
+            stride_n, stride_d, uniform_stride_n, uniform_stride_d, HAS_UNIFORM, SHARED_SEED, 1, BLOCK,
+        )  # fmt: skip
+        key = tl.reshape(key, [BLOCK])
+        i = start + tl.arange(0, BLOCK)
+        tl.store(key_ptr + i, key, mask=i < D)
+        lo, hi, choosable = widen(lo, hi, choosable, key)
+    tl.debug_barrier()  # other threads read the keys back
+    k = _count(k_ptr, k_const, n, N, HAS_K)
+    threshold, missing = threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK)
+    for start in range(0, D, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        key = tl.load(key_ptr + i, mask=i < D, other=NEVER)
+        chosen, missing = chosen_of_tile(key, threshold, missing)
+        tl.store(out_ptr + n * D + i, chosen, mask=i < D)
+
+
+def gumbel_topk_mask(
+    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None
+) -> torch.Tensor:
+    """Launch; the arguments are those of ``ops.gumbel_topk_mask``, with the seed already drawn."""
+    N, D = log_w.shape
+    out = torch.empty((N, D), dtype=torch.bool, device=log_w.device)
+    if out.numel() == 0:
+        return out
+    tile = _corruption_tiles.select(D)
+    k_ptr, k_const = (None, min(k, D)) if isinstance(k, int) else (k.contiguous(), 0)
+    uniform_strides = (0, 0) if uniform is None else uniform.stride()
+    pointers = (log_w, k_ptr, uniform, seed, out)
+    sizes = (N, D, k_const, *log_w.stride(), *uniform_strides)
+    flags = {
+        "HAS_K": k_ptr is not None,
+        "HAS_UNIFORM": uniform is not None,
+        "SHARED_SEED": seed is not None and seed.dim() == 0,
+        "BLOCK": tile.block,
+    }
+    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    if tile.in_memory:
+        scratch = torch.empty((N, D), dtype=torch.int64, device=log_w.device)
+        _gumbel_topk_long[(N,)](*pointers, scratch, *sizes, **flags, **options)
+    else:
+        grid = (triton.cdiv(N, tile.rows),)
+        _gumbel_topk[grid](*pointers, *sizes, **flags, R=tile.rows, **options)
+    return out
+
+
+def specimens() -> list[Specimen]:
+    """The kernels of this file at short, long and very long rows."""
+    pointers = {"log_w_ptr": "*fp32", "k_ptr": "*i64", "uniform_ptr": "*fp32", "seed_ptr": "*i64", "out_ptr": "*i1"}
+    sizes = dict.fromkeys(("N", "D", "k_const", "stride_n", "uniform_stride_n"), "i32")
+    divisible = ("N", "D", "stride_n", "uniform_stride_n")
+    out = []
+    for given in (False, True):
+        flags = {"HAS_K": True, "HAS_UNIFORM": given, "SHARED_SEED": True, "stride_d": 1, "uniform_stride_d": 1}
+        name = "given" if given else "drawn"
+        for D in (4, 32, 128, 1024, 4096):
+            tile = _corruption_tiles.select(D)
+            constants = flags | {"R": tile.rows, "BLOCK": tile.block}
+            out.append(
+                Specimen(
+                    f"gumbel_topk[{D}, {name}]", _gumbel_topk, pointers | sizes, constants, tile.num_warps, divisible
+                )
+            )
+        tile = _corruption_tiles.select(131072)
+        out.append(
+            Specimen(f"gumbel_topk_long[{name}]", _gumbel_topk_long, pointers | {"key_ptr": "*i64"} | sizes,
+                     flags | {"BLOCK": tile.block}, tile.num_warps, divisible)
+        )  # fmt: skip
+    return out

@@ -1,0 +1,294 @@
+r"""Sampling k positions of a row without replacement, by Gumbel noise on log-weights.
+
+    score_i = log_w_i - ln(-ln u_i),      chosen = the k largest scores, the lower index first among equals.
+
+**One set, everywhere.** Two math libraries round a logarithm differently, and a last bit is enough to swap two
+positions. So the score is *defined*, operation by operation: ``log_w`` and ``u`` are widened to float64, and ``ln`` is
+``exact_log`` below, which is nothing but integer operations and float64 additions, subtractions, products and
+quotients, each rounded by itself as IEEE 754 says. The kernels compute the same sequence with contraction into fused
+multiply-adds turned off. The same u therefore gives the same set on every device, bit for bit.
+
+``exact_log`` errs by less than 2 ulp, so an oracle that uses another float64 logarithm picks the same set unless two
+scores at the k-th place lie within about 1e-15 of each other.
+
+On the CPU a sort of scores from torch's (vectorised) logarithm decides almost every row: where the k-th and the next
+score differ by more than ``_SAFE_GAP``, a million times what both logarithms can err, the set is the same. The few
+other rows are decided by the exact scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dllm_kernels.ops import _philox
+from dllm_kernels.ops._backend import use_triton
+from dllm_kernels.ops._checks import (
+    INT_DTYPES,
+    check_dtype,
+    check_float,
+    check_same_device,
+    check_shape,
+    check_tensor,
+)
+
+_SAFE_GAP = 2.0**-30
+_LOWEST = np.finfo(np.float64).min
+
+_Array = np.typing.NDArray[Any]
+
+_SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
+# ln 2 in two parts: the first has 32 significant bits, so that its product with an exponent is exact.
+_LN2_HIGH = float.fromhex("0x1.62e42feep-1")
+_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
+# The coefficients of fdlibm's e_log.c (Sun Microsystems, 1993), for x^2 <= 0.0295.
+LOG_COEFFICIENTS = tuple(
+    float.fromhex(c)
+    for c in (
+        "0x1.2f112df3e5244p-3",
+        "0x1.39a09d078c69fp-3",
+        "0x1.7466496cb03dep-3",
+        "0x1.c71c51d8e78afp-3",
+        "0x1.2492494229359p-2",
+        "0x1.999999997fa04p-2",
+        "0x1.5555555555593p-1",
+    )
+)
+
+
+def gumbel_topk_mask(
+    log_w: torch.Tensor,
+    k: torch.Tensor | int,
+    *,
+    uniform: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+    seeds: torch.Tensor | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Choose ``k`` positions of each row without replacement, with odds given by the row's weights.
+
+    ``score_i = log_w_i - ln(-ln u_i)``; the k largest scores are chosen, the lower index first among equals.
+
+    Args:
+        log_w: log-weights ``[N, D]``, floating, of any strides. A position of log-weight -inf or NaN is never chosen.
+        k: how many, an int or an integer tensor ``[N]``. More than the choosable positions means all of them, 0 none.
+        uniform: the draws u ``[N, D]``, float32 or float64, strictly inside (0, 1); a value at or beyond an end is
+            moved just inside it. By default they are drawn.
+        generator: what to draw from; None is the device's default generator. A CPU generator serves tensors on any
+            device, and its state then gives the same mask on all of them.
+        seeds: int64 ``[N]`` instead: row n then depends on ``seeds[n]`` alone.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        bool ``[N, D]``, exactly ``min(k, choosable)`` True in each row. It is not differentiable.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or device that does not fit, a negative k (in a tensor on a GPU, where looking would
+            be a host sync, a negative k counts as 0), ``uniform`` beside ``generator`` or ``seeds``.
+
+    Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.3.
+    """
+    _check(log_w, k, uniform)
+    if uniform is not None and not (generator is None and seeds is None):
+        raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
+    seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
+    mask: torch.Tensor = _GumbelTopK.apply(log_w, k, uniform, seed, use_triton(backend, log_w))  # type: ignore[no-untyped-call]
+    return mask
+
+
+class _GumbelTopK(torch.autograd.Function):
+    """The mask, marked as what no gradient flows through."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        log_w: torch.Tensor,
+        k: torch.Tensor | int,
+        uniform: torch.Tensor | None,
+        seed: torch.Tensor | None,
+        triton: bool,
+    ) -> torch.Tensor:
+        if triton:
+            from dllm_kernels.kernels.gumbel_topk import gumbel_topk_mask as kernel
+
+            mask: torch.Tensor = kernel(log_w, k, uniform, seed)
+        else:
+            mask = _gumbel_topk_torch(log_w, k, uniform, seed)
+        ctx.mark_non_differentiable(mask)
+        return mask
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor | None
+    ) -> tuple[None, None, None, None, None]:
+        return None, None, None, None, None
+
+
+# Where a given u at or beyond an end of (0, 1) is moved to; -ln u is then about 709 and 1.1e-16.
+MIN_UNIFORM = 2.0**-1022
+MAX_UNIFORM = 1.0 - 2.0**-53
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether numpy may do the torch path's work: on CPU tensors, outside torch.compile."""
+    return device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _gumbel_topk_torch(
+    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None
+) -> torch.Tensor:
+    N, D = log_w.shape
+    counts = torch.full((N,), k, device=log_w.device) if isinstance(k, int) else k
+    if on_host(log_w.device) and log_w.numel():
+        return _gumbel_topk_host(log_w, counts, uniform, seed)
+    if uniform is None:
+        assert seed is not None
+        (bits,) = _philox.random_bits(seed, N, _philox.Draw(_philox.STREAM_SELECT, 1, D))
+        u = _philox.fine_uniform_from_bits(bits[:, 0])
+    else:
+        u = uniform.to(torch.float64).clamp(MIN_UNIFORM, MAX_UNIFORM)
+    never = torch.isnan(log_w) | torch.isnan(u)
+    return select_exact(log_w.masked_fill(never, -torch.inf), u.masked_fill(never, 0.5), counts)
+
+
+def exact_log(x: torch.Tensor) -> torch.Tensor:
+    """``ln x`` of normal positive float64 numbers, the same to the last bit wherever it runs.
+
+    With ``x = 2^e (1 + f)``, ``1 + f`` in [sqrt(1/2), sqrt(2)), and ``s = f / (2 + f)``, it is
+    ``ln(1 + f) = f - s (f - R(s^2))``; R is the polynomial of fdlibm's e_log.c.
+    """
+    bits = x.view(torch.int64)
+    e = (bits - _SQRT_HALF_BITS) >> 52
+    f = (bits - (e << 52)).view(torch.float64) - 1.0
+    s = f / (f + 2.0)
+    z = s * s
+    poly = torch.full_like(z, LOG_COEFFICIENTS[0])
+    for c in LOG_COEFFICIENTS[1:]:
+        poly = poly * z + c
+    exponent = e.to(torch.float64)
+    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + (f - s * (f - z * poly)))
+
+
+def select_exact(log_w: torch.Tensor, uniform: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """The k largest scores of each row, as the module defines them.
+
+    Args:
+        log_w: ``[N, D]``, without NaN.
+        uniform: float64 ``[N, D]``, strictly inside (0, 1).
+        k: integer ``[N]``; less than 0 counts as 0.
+
+    Returns:
+        bool ``[N, D]``.
+    """
+    score = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
+    order = torch.sort(score, dim=1, descending=True, stable=True).indices
+    first = torch.arange(score.shape[1], device=score.device) < k[:, None]
+    return torch.zeros_like(first).scatter_(1, order, first) & (score > -torch.inf)
+
+
+def _gumbel_topk_host(
+    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
+) -> torch.Tensor:
+    N, D = log_w.shape
+    mask = torch.empty((N, D), dtype=torch.bool)
+    draw = _philox.Draw(_philox.STREAM_SELECT, 1, D)
+    for rows in host_slices(N, D):
+        part = slice(rows.start, rows.stop)
+        if uniform is None:
+            assert seed is not None
+            (bits,) = _philox.words_on_host(seed_on_host(seed, part), rows, (draw,))
+            u = fine_uniform(bits[:, 0, :D])
+        else:
+            u = uniform.detach()[part].to(torch.float64).numpy().clip(MIN_UNIFORM, MAX_UNIFORM)
+        weights = log_w.detach()[part].to(torch.float64).numpy()
+        never = np.isnan(weights) | np.isnan(u)
+        if never.any():
+            weights, u = np.where(never, -np.inf, weights), np.where(never, 0.5, u)
+        mask.numpy()[part] = select_on_host(weights, u, k[part].numpy())
+    return mask
+
+
+def host_slices(rows: int, columns: int) -> list[range]:
+    """Rows to work on at a time: 2^15 positions.
+
+    Their temporaries stay in a core's second-level cache, and come from the heap rather than from fresh pages, which
+    take longer to fault in than to fill.
+    """
+    step = max(1, 2**15 // columns)
+    return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
+
+
+def seed_on_host(seed: torch.Tensor, part: slice) -> np.typing.NDArray[np.uint64]:
+    """The seed of some rows, the shared one or theirs, as numpy wants it."""
+    return (seed if seed.dim() == 0 else seed[part]).numpy().view(np.uint64)
+
+
+def fine_uniform(bits: np.typing.NDArray[np.uint64]) -> _Array:
+    """``_philox.fine_uniform_from_bits`` in numpy."""
+    u = bits.view(np.int64) + 0.5  # numpy converts int64 several times as fast as uint64
+    u *= 2.0**-32
+    return u
+
+
+def select_on_host(log_w: _Array, uniform: _Array, k: _Array) -> _Array:
+    """``select_exact`` in numpy, by way of a logarithm that is faster but not the same on every machine."""
+    noise = torch.from_numpy(-_log(uniform)).log_().numpy()
+    score = log_w - noise
+    kth, below = _boundary(score, k)
+    chosen: np.typing.NDArray[np.bool_] = score >= np.maximum(kth, _LOWEST)[:, None]
+    with np.errstate(invalid="ignore"):
+        # Written so that a NaN, the gap between two infinite scores, counts as unsure.
+        scale = 1.0 + np.minimum(np.abs(kth), np.abs(below))
+        unsure = ~(kth - below > _SAFE_GAP * scale) & (kth > -np.inf)
+    if unsure.any():
+        rows = unsure.nonzero()[0]
+        parts = (torch.from_numpy(part[rows]) for part in (log_w, uniform, k))
+        chosen[rows] = select_exact(*parts).numpy()
+    return chosen
+
+
+def _log(x: _Array) -> _Array:
+    """Torch's logarithm, which is vectorised where numpy's is not."""
+    return torch.log(torch.from_numpy(x)).numpy()
+
+
+def _boundary(score: _Array, k: _Array) -> tuple[_Array, _Array]:
+    """The k-th largest score of each row and the next: inf before the first, -inf after the last."""
+    N, D = score.shape
+    ordered = np.empty((N, D + 2))
+    ordered[:, 0], ordered[:, -1] = -np.inf, np.inf
+    ordered[:, 1:-1] = score
+    # Many short rows take a tenth of the time of torch's sort, which also tracks indices.
+    ordered[:, 1:-1].sort(axis=1)
+    row, below = np.arange(N), D - np.clip(k.astype(np.int64), 0, D)
+    return ordered[row, below + 1], ordered[row, below]
+
+
+def _check(log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None) -> None:
+    check_float("log_w", log_w)
+    if log_w.dim() != 2:
+        raise ValueError(f"log_w must have shape [N, D], got {tuple(log_w.shape)}")
+    check_k(k, log_w)
+    if uniform is not None:
+        check_tensor("uniform", uniform)
+        check_dtype("uniform", uniform, (torch.float32, torch.float64))
+        check_shape("uniform", uniform, log_w.shape, "that of log_w")
+        check_same_device("log_w", log_w, uniform=uniform)
+
+
+def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
+    """Raise unless ``k`` is an int of at least 0, or an integer tensor ``[N]`` of such."""
+    if not isinstance(k, torch.Tensor):
+        if isinstance(k, bool) or not isinstance(k, int):
+            raise TypeError(f"k must be an int or a torch.Tensor, got {type(k).__name__}")
+        if k < 0:
+            raise ValueError(f"k must be at least 0, got {k}")
+        return
+    check_dtype("k", k, INT_DTYPES)
+    check_shape("k", k, log_w.shape[:1], "the rows of log_w")
+    check_same_device("log_w", log_w, k=k)
+    if k.device.type == "cpu" and not torch.compiler.is_compiling() and bool((k < 0).any()):
+        raise ValueError(f"k must be at least 0, got {int(k.min())} in row {int(k.argmin())}")
