@@ -1,0 +1,153 @@
+"""Fused linear cross-entropy from hidden states: ours beside the original's chunked path and its peers.
+
+Forward plus backward (a precomputed gradient has no backward of its own to time), and forward without gradients. The
+floor counts matrix products on the active rows only: two with a frozen head, three with a trainable one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+from benchmarks.measure import Candidate, Result, arguments, ceilings, compare, parse, relative_error
+from benchmarks.record import report
+from benchmarks.shapes import LINEAR, Shape
+from dllm_kernels import ops
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.device | str, weighted: bool) -> Inputs:
+    """(hidden, head, targets, weights at a ``share`` of the rows, a random upstream scalar)."""
+    size = (shape.batch, shape.length)
+    hidden = torch.randn(*size, shape.hidden, device=device, dtype=dtype).requires_grad_()
+    head = (torch.randn(shape.vocab, shape.hidden, device=device, dtype=dtype) * shape.hidden**-0.5).requires_grad_(
+        not shape.frozen
+    )
+    targets = torch.randint(0, shape.vocab, size, device=device)
+    weights = torch.rand(size, device=device) * 0.9 + 0.1 if weighted else torch.ones(size, device=device)
+    weights = torch.where(torch.rand(size, device=device) < share, weights, 0.0)
+    return hidden, head, targets, weights, torch.rand((), device=device) + 0.5
+
+
+def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
+    """Ours and every peer that runs here; those that hold all logits only where ``dense`` says that they fit."""
+
+    def ours(
+        hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        return ops.weighted_linear_nll(
+            hidden, head, targets, weights, chunk_size=chunk if options.recipe_chunk else None, backend=options.backend
+        ).loss
+
+    found = peers.linear_losses(options.device, compiled=options.compiled)
+    left_out = () if dense else ("plain", "gather", "compiled")
+    unweighted = peers.UNWEIGHTED if weighted else ()
+    return {"ours": ours, **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
+
+
+def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) -> Candidate:
+    """One loss in one phase. The last gradients are dropped before, untimed, so that new ones are allocated within."""
+
+    def dropped(index: int) -> int:
+        inputs[index][0].grad = inputs[index][1].grad = None
+        return index
+
+    def both(index: int) -> None:
+        hidden, head, targets, weights, upstream = inputs[index]
+        torch.autograd.backward(loss(hidden, head, targets, weights, shape.chunk), upstream)
+
+    def evaluate(index: int) -> torch.Tensor:
+        hidden, head, targets, weights, _ = inputs[index]
+        with torch.no_grad():
+            return loss(hidden, head, targets, weights, shape.chunk)
+
+    return Candidate(both if phase == "both" else evaluate, dropped)
+
+
+def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape, rows: int) -> dict[str, float]:
+    """Each candidate's gradient of the hidden states against float64, on the first rows."""
+    hidden, head, targets, weights, upstream = (t.detach() for t in inputs)
+    part = [t.flatten(0, 1)[:rows][None] for t in (hidden, targets, weights)]
+    exact = part[0].double().requires_grad_()
+    exact_loss = peers.plain_linear(exact, head.double(), part[1], part[2].double(), None)
+    torch.autograd.backward(exact_loss, upstream.double())
+    assert exact.grad is not None
+    found = {}
+    for name, loss in candidates.items():
+        copy = part[0].clone().requires_grad_()
+        trainable = head.clone().requires_grad_(not shape.frozen)
+        torch.autograd.backward(loss(copy, trainable, part[1], part[2], shape.chunk), upstream)
+        assert copy.grad is not None
+        found[name] = relative_error(copy.grad, exact.grad)
+    return found
+
+
+def floor_flops(shape: Shape, active: int, phase: str) -> int:
+    """Fewest floating-point operations: one product to evaluate, two or three to train."""
+    products = 1 if phase == "evaluate" else 2 if shape.frozen else 3
+    return products * 2 * active * shape.vocab * shape.hidden
+
+
+def floor_memory(shape: Shape, itemsize: int, chunk: int, phase: str) -> int:
+    """Least extra memory: one chunk of logits, the gradient of hidden, and that of the head if it trains."""
+    if phase == "evaluate":
+        return chunk * shape.vocab * itemsize
+    head = 0 if shape.frozen else shape.vocab * shape.hidden * itemsize
+    return chunk * shape.vocab * itemsize + shape.rows * shape.hidden * itemsize + head
+
+
+def run(
+    options: Any, shapes: tuple[Shape, ...], shares: tuple[float, ...]
+) -> tuple[list[Result], dict[str, float], str]:
+    """Measure all cases; returns the results, the ceilings and the name of the baseline."""
+    measured = ceilings(options.device, options.dtype, options.size)
+    results: list[Result] = []
+    base = "plain"
+    for shape in shapes:
+        dense = 3 * shape.rows * shape.vocab * 4 < options.dense_limit
+        candidates = losses(options, options.weighted, dense)
+        base = peers.baseline(candidates)
+        for share in shares:
+            inputs = [make_inputs(shape, share, options.dtype, options.device, options.weighted)]
+            active = int((inputs[0][3] != 0).sum())
+            off = errors(candidates, inputs[0], shape, min(shape.rows, 64))
+            case = {
+                "shape": shape.name, "rows": shape.rows, "V": shape.vocab, "D": shape.hidden,
+                "head": "frozen" if shape.frozen else "trainable", "active": f"{share:.0%}",
+            }  # fmt: skip
+            for phase in ("both", "evaluate"):
+                results += compare(
+                    "linear_nll",
+                    case,
+                    phase,
+                    {name: candidate(loss, inputs, shape, phase) for name, loss in candidates.items()},
+                    options,
+                    errors=off,
+                    floor_s=floor_flops(shape, active, phase) / measured["gemm_flop_per_s"],
+                    floor_bytes=floor_memory(shape, options.dtype.itemsize, shape.chunk or 1024, phase),
+                )
+    return results, measured, base
+
+
+def main(argv: list[str]) -> int:
+    """Print the table and write the JSON."""
+    parser = arguments("linear_nll", __doc__)
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
+    parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
+    parser.add_argument(
+        "--weighted", action="store_true", help="a random weight per row: leaves out peers without weights"
+    )
+    parser.add_argument(
+        "--recipe-chunk", action="store_true", help="run ours at the recipe's chunk size, not its own choice"
+    )
+    parser.add_argument(
+        "--dense-limit", type=float, default=24e9, help="bytes up to which candidates that hold all logits take part"
+    )
+    options = parse(parser, argv)
+    shares = tuple(options.share or {"full": (1.0, 0.5, 0.15), "small": (0.5,), "toy": (0.5,)}[options.size])
+    results, measured, base = run(options, LINEAR[options.size], shares)
+    report(results, options, baseline=base, measured_ceilings=measured)
+    return 0

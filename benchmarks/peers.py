@@ -1,0 +1,176 @@
+"""Other implementations of the same losses, where they are installed, each called at its best settings.
+
+Every peer is a function of the same arguments as ours and returns a scalar loss. ``original`` is nemo-automodel, whose
+losses this package replaces; ``compiled`` is ``torch.compile`` of the plain code; ``gather`` takes the active rows and
+then runs plain PyTorch, so that leaving rows out is not mistaken for the speed of a kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+Loss = Callable[..., torch.Tensor]
+
+
+@functools.cache
+def module(name: str) -> Any:
+    """The module, or None where it or something it needs is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+def plain_mdlm(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """What anybody would write: NLL of every token, times the weights."""
+    nll = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
+    return (nll * weights.flatten()).sum()
+
+
+def _gather_mdlm(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Active rows first, then plain PyTorch."""
+    rows = weights.flatten().nonzero().squeeze(1)
+    active = logits.flatten(0, -2).index_select(0, rows)
+    nll = F.cross_entropy(active.float(), targets.flatten()[rows], reduction="none")
+    return (nll * weights.flatten()[rows]).sum()
+
+
+def _original_mdlm(peer: Any) -> Loss:
+    loss = peer.MDLMCrossEntropyLoss()
+
+    def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        active = weights != 0
+        p_mask = torch.where(active, weights, 1.0).reciprocal()
+        total: torch.Tensor = loss(logits, targets, active, p_mask, active).total_loss
+        return total
+
+    return run
+
+
+def _liger_mdlm(peer: Any) -> Loss:
+    loss = peer.LigerCrossEntropyLoss(reduction="none")
+
+    def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        # ignore_index spares liger the rows of weight 0; its kernel overwrites the logits, hence no copy of them.
+        labels = torch.where(weights != 0, targets, -100).flatten()
+        nll = loss(logits.flatten(0, -2), labels)
+        return (nll * weights.flatten()).sum()
+
+    return run
+
+
+def logits_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
+    """Name -> loss(logits [B, L, V], targets [B, L], weights [B, L]) for what can run here."""
+    losses: dict[str, Loss] = {"plain": plain_mdlm, "gather": _gather_mdlm}
+    if (peer := module("nemo_automodel.components.loss.dllm_loss")) is not None:
+        losses["original"] = _original_mdlm(peer)
+    if compiled:
+        losses["compiled"] = torch.compile(plain_mdlm)
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and (peer := module("liger_kernel.transformers")) is not None:
+        losses["liger"] = _liger_mdlm(peer)
+    if on_gpu and (peer := module("quack.cross_entropy")) is not None:
+        losses["quack"] = _quack_mdlm(peer)
+    return losses
+
+
+def _quack_mdlm(peer: Any) -> Loss:
+    def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        nll = peer.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        return (nll * weights.flatten()).sum()
+
+    return run
+
+
+def plain_linear(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+) -> torch.Tensor:
+    """All logits at once."""
+    nll = F.cross_entropy(F.linear(hidden, weight).flatten(0, -2).float(), targets.flatten(), reduction="none")
+    return (nll * weights.flatten()).sum()
+
+
+def _gather_linear(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+) -> torch.Tensor:
+    rows = weights.flatten().nonzero().squeeze(1)
+    h, y, w = (t[rows] for t in (hidden.flatten(0, -2), targets.flatten(), weights.flatten()))
+    return (F.cross_entropy(F.linear(h, weight).float(), y, reduction="none") * w).sum()
+
+
+def _original_linear(peer: Any) -> Loss:
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        loss = peer.DFlashDecayLoss(loss_gamma=None, chunk_size=chunk or 1024)
+        total: torch.Tensor = loss.forward_fused(hidden, weight, targets, weights).total_loss
+        return total
+
+    return run
+
+
+def _torch_chunked(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+) -> torch.Tensor:
+    """PyTorch's own chunked op: it has no weight per row, so only rows of equal weight can be compared with it."""
+    labels = torch.where(weights != 0, targets, -100).flatten()
+    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
+    loss: torch.Tensor = F.linear_cross_entropy(  # type: ignore[attr-defined]
+        hidden.flatten(0, -2), weight, labels, reduction="sum", ignore_index=-100, options=options
+    )
+    return loss
+
+
+def _liger_linear(peer: Any) -> Loss:
+    loss = peer.LigerFusedLinearCrossEntropyLoss(reduction="sum")
+
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        total: torch.Tensor = loss(weight, hidden.flatten(0, -2), torch.where(weights != 0, targets, -100).flatten())
+        return total
+
+    return run
+
+
+def _cce_linear(peer: Any) -> Loss:
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        labels = torch.where(weights != 0, targets, -100)
+        nll = peer.linear_cross_entropy(hidden, weight, labels, reduction="none", filter_eps=None)
+        return (nll * weights).sum()
+
+    return run
+
+
+#: Peers whose loss has no weight per row: they are compared where all active rows weigh 1.
+UNWEIGHTED = ("torch chunked", "liger")
+
+
+def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
+    """Name -> loss(hidden, weight, targets, weights, chunk) for what can run here."""
+    losses: dict[str, Loss] = {"plain": plain_linear, "gather": _gather_linear}
+    if (peer := module("nemo_automodel.components.loss.dllm_loss")) is not None:
+        losses["original"] = _original_linear(peer)
+    if compiled:
+        losses["compiled"] = torch.compile(plain_linear)
+    if hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        losses["torch chunked"] = _torch_chunked
+    on_gpu = torch.device(device).type == "cuda"
+    if on_gpu and (peer := module("liger_kernel.transformers")) is not None:
+        losses["liger"] = _liger_linear(peer)
+    if on_gpu and (peer := module("cut_cross_entropy")) is not None:
+        losses["cut-cross-entropy"] = _cce_linear(peer)
+    return losses
+
+
+def baseline(losses: Mapping[str, Any]) -> str:
+    """What ratios refer to: the original where it is installed, else the plain code."""
+    return "original" if "original" in losses else "plain"

@@ -1,0 +1,125 @@
+"""Per-token NLL from logits, weighted and summed as the MDLM loss does: ours beside the original and its peers.
+
+Forward, backward and both, with a random upstream gradient, at several shares of active rows. The floor counts the
+fewest bytes that can move: forward reads the active rows; backward reads them once more and writes every row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks import peers
+from benchmarks.measure import Candidate, Result, arguments, ceilings, compare, parse, relative_error
+from benchmarks.record import report
+from benchmarks.shapes import LOGITS, MDLM_SHARES, Shape
+from dllm_kernels import ops
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.device | str) -> Inputs:
+    """(logits with gradient, targets, MDLM weights 1/p at a ``share`` of the rows, a random upstream scalar)."""
+    size = (shape.batch, shape.length)
+    logits = torch.randn(*size, shape.vocab, device=device, dtype=dtype).requires_grad_()
+    targets = torch.randint(0, shape.vocab, size, device=device)
+    p_mask = torch.rand(size, device=device) * 0.9 + 0.1
+    weights = torch.where(torch.rand(size, device=device) < share, p_mask.reciprocal(), 0.0)
+    return logits, targets, weights, torch.rand((), device=device) + 0.5
+
+
+def losses(options: Any) -> dict[str, peers.Loss]:
+    """Ours and every peer that runs here, by name."""
+
+    def ours(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return ops.weighted_nll(logits, targets, weights, backend=options.backend).loss
+
+    return {"ours": ours, **peers.logits_losses(options.device, compiled=options.compiled)}
+
+
+def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> Candidate:
+    """One loss in one phase. The last gradient is dropped before, untimed, so that a new one is allocated within."""
+
+    def dropped(index: int) -> int:
+        inputs[index][0].grad = None
+        return index
+
+    def forward(index: int) -> torch.Tensor:
+        logits, targets, weights, _ = inputs[index]
+        return loss(logits, targets, weights)
+
+    def backward(state: tuple[torch.Tensor, int]) -> None:
+        torch.autograd.backward(state[0], inputs[state[1]][3])
+
+    def both(index: int) -> None:
+        torch.autograd.backward(forward(index), inputs[index][3])
+
+    if phase == "backward":
+        return Candidate(backward, lambda index: (forward(dropped(index)), index))
+    return Candidate(both if phase == "both" else forward, dropped)
+
+
+def errors(candidates: dict[str, peers.Loss], inputs: Inputs, share_of_rows: int) -> dict[str, float]:
+    """Each candidate's gradient against float64, on the first rows: a float64 copy of all would not fit."""
+    logits, targets, weights, upstream = inputs
+    part = [t.detach().flatten(0, 1)[:share_of_rows][None] for t in (logits, targets, weights)]
+    exact_logits = part[0].double().requires_grad_()
+    torch.autograd.backward(candidates["plain"](exact_logits, part[1], part[2].double()), upstream.double())
+    assert exact_logits.grad is not None
+    found = {}
+    for name, loss in candidates.items():
+        copy = part[0].clone().requires_grad_()
+        torch.autograd.backward(loss(copy, part[1], part[2]), upstream)
+        assert copy.grad is not None
+        found[name] = relative_error(copy.grad, exact_logits.grad)
+    return found
+
+
+def floor_bytes_moved(shape: Shape, active: int, itemsize: int, phase: str) -> int:
+    """Fewest bytes that a phase can move."""
+    forward = active * shape.vocab * itemsize
+    backward = forward + shape.rows * shape.vocab * itemsize
+    return {"forward": forward, "backward": backward, "both": forward + backward}[phase]
+
+
+def run(
+    options: Any, shapes: tuple[Shape, ...], shares: tuple[float, ...]
+) -> tuple[list[Result], dict[str, float], str]:
+    """Measure all cases; returns the results, the ceilings and the name of the baseline."""
+    measured = ceilings(options.device, options.dtype, options.size)
+    candidates = losses(options)
+    results: list[Result] = []
+    for shape in shapes:
+        for share in shares:
+            inputs = [make_inputs(shape, share, options.dtype, options.device) for _ in range(options.input_sets)]
+            active = int((inputs[0][2] != 0).sum())
+            off = errors(candidates, inputs[0], min(shape.rows, 64))
+            case = {"shape": shape.name, "rows": shape.rows, "V": shape.vocab, "active": f"{share:.0%}"}
+            for phase in ("forward", "backward", "both"):
+                moved = floor_bytes_moved(shape, active, options.dtype.itemsize, phase)
+                results += compare(
+                    "token_nll",
+                    case,
+                    phase,
+                    {name: candidate(loss, inputs, phase) for name, loss in candidates.items()},
+                    options,
+                    input_sets=len(inputs),
+                    errors=off,
+                    floor_s=moved / measured["copy_bytes_per_s"],
+                    floor_bytes=0 if phase == "forward" else shape.rows * shape.vocab * options.dtype.itemsize,
+                )
+    return results, measured, peers.baseline(candidates)
+
+
+def main(argv: list[str]) -> int:
+    """Print the table and write the JSON."""
+    parser = arguments("token_nll", __doc__)
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
+    parser.add_argument("--input-sets", type=int, default=1, help="sets of inputs to rotate through")
+    parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
+    options = parse(parser, argv)
+    shares = tuple(options.share or {"full": MDLM_SHARES, "small": (0.5,), "toy": (0.5,)}[options.size])
+    results, measured, base = run(options, LOGITS[options.size], shares)
+    report(results, options, baseline=base, measured_ceilings=measured)
+    return 0
