@@ -60,7 +60,8 @@ def _liger_mdlm(peer: Any) -> Loss:
         # ignore_index spares liger the rows of weight 0; its kernel overwrites the logits, hence no copy of them.
         labels = torch.where(weights != 0, targets, -100).flatten()
         nll = loss(logits.flatten(0, -2), labels)
-        return (nll * weights.flatten()).sum()
+        total: torch.Tensor = (nll * weights.flatten()).sum()
+        return total
 
     return run
 
@@ -83,7 +84,8 @@ def logits_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
 def _quack_mdlm(peer: Any) -> Loss:
     def run(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         nll = peer.cross_entropy(logits.flatten(0, -2), targets.flatten())
-        return (nll * weights.flatten()).sum()
+        total: torch.Tensor = (nll * weights.flatten()).sum()
+        return total
 
     return run
 
@@ -120,8 +122,8 @@ def _torch_chunked(
 ) -> torch.Tensor:
     """PyTorch's own chunked op: it has no weight per row, so only rows of equal weight can be compared with it."""
     labels = torch.where(weights != 0, targets, -100).flatten()
-    options = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
-    loss: torch.Tensor = F.linear_cross_entropy(  # type: ignore[attr-defined]
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss: torch.Tensor = F.linear_cross_entropy(
         hidden.flatten(0, -2), weight, labels, reduction="sum", ignore_index=-100, options=options
     )
     return loss
@@ -145,7 +147,8 @@ def _cce_linear(peer: Any) -> Loss:
     ) -> torch.Tensor:
         labels = torch.where(weights != 0, targets, -100)
         nll = peer.linear_cross_entropy(hidden, weight, labels, reduction="none", filter_eps=None)
-        return (nll * weights).sum()
+        total: torch.Tensor = (nll * weights).sum()
+        return total
 
     return run
 

@@ -106,7 +106,7 @@ def token_nll(
             logits, flat_targets, flat_active, ignore_index, with_correct, triton
         )
     else:
-        nll, row_max, log_sum, correct = _TokenNLLFunction.apply(
+        nll, row_max, log_sum, correct = _TokenNLLFunction.apply(  # type: ignore[no-untyped-call]
             logits, flat_targets, flat_active, ignore_index, with_correct, inplace_backward, triton
         )
     shape = targets.shape
