@@ -94,8 +94,9 @@ class Layer(nn.Module):
 def _initialise(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if parameter.dim() == 2:
+            std = parameter.shape[1] ** -0.5
             is_residual = name.endswith(("out.weight", "mlp.2.weight"))
-            nn.init.normal_(parameter, std=0.005 if is_residual else 0.02)
+            nn.init.normal_(parameter, std=std / 4 if is_residual else std)
 
 
 def positions_of(ids: torch.Tensor) -> torch.Tensor:
@@ -119,9 +120,14 @@ class LanguageModel(nn.Module):
         """The LM head."""
         return self.lm_head
 
+    def embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings, scaled to about 1 for the layers; unscaled they are the head."""
+        scaled: torch.Tensor = self.embed(ids) * self.embed.embedding_dim**0.5
+        return scaled
+
     def features(self, ids: torch.Tensor, causal: bool = False) -> list[torch.Tensor]:
         """Output of each layer, ``[B, L, D]``, before the final norm."""
-        x, found = self.embed(ids), []
+        x, found = self.embedded(ids), []
         for layer in self.layers:
             x = layer(x, positions_of(ids), causal)
             found.append(x)
@@ -156,7 +162,7 @@ class MultiTokenModel(LanguageModel):
         x = self.features(ids, causal=True)[-1]
         found = [self.norm(x)]
         for depth, (merge, layer) in enumerate(zip(self.mergers, self.depth_layers, strict=True), start=1):
-            ahead = self.embed(ids.roll(-depth, dims=1))  # what wraps round has no label, and looks at nothing later
+            ahead = self.embedded(ids.roll(-depth, dims=1))  # what wraps round has no label, and looks at nothing later
             x = layer(merge(torch.cat([_unit(x), _unit(ahead)], dim=-1)), positions_of(ids), True)
             found.append(self.norm(x))
         return found

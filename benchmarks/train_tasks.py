@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -273,7 +273,7 @@ class DFlash(Task):
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         with torch.no_grad():
             features = self._features(batch.ids)
-            anchors = self.target.embed(batch.ids.gather(1, batch.starts))
+            anchors = self.target.embedded(batch.ids.gather(1, batch.starts))
         return model(anchors, batch.starts, features), self.target.lm_head.weight
 
     def reference(self, outputs: Outputs, batch: Batch) -> Loss:
@@ -306,7 +306,7 @@ class DFlash(Task):
 
         def draft(ids: torch.Tensor) -> torch.Tensor:
             anchor = torch.tensor([[ids.shape[1] - 1]], device=ids.device)
-            hidden = model(self.target.embed(ids[:, -1:]), anchor, self._features(ids))
+            hidden = model(self.target.embedded(ids[:, -1:]), anchor, self._features(ids))
             found: torch.Tensor = self.target.lm_head(hidden)[0].argmax(dim=-1)
             return found
 
@@ -357,7 +357,7 @@ class MultiToken(Task):
         hidden, further, head = outputs[0], list(outputs[1:-1]), outputs[-1]
         labels, count = self._labels(batch)
         loss = FusedLinearCrossEntropy(backend=self.options.backend)
-        shared = {"labels": labels, "model": nn.Module(), "lm_weight": head, "num_label_tokens": count}
+        shared: dict[str, Any] = {"labels": labels, "model": nn.Module(), "lm_weight": head, "num_label_tokens": count}
         main = calculate_loss(loss, hidden_states=hidden, **shared)
         return Loss(main + calculate_mtp_loss(loss, mtp_per_depth_h=further, scaling_factor=self.SCALE, **shared))
 
