@@ -39,7 +39,7 @@ def divide(loss: torch.Tensor, count: int | float | torch.Tensor | None) -> torc
     if count is None:
         return loss
     if isinstance(count, torch.Tensor):
-        return loss / count.detach().reshape(()).clamp(min=1)
+        return loss / count.detach().reshape(()).clamp(min=1).to(loss.dtype)  # 0-d by 0-d would promote
     return loss / max(count, 1)
 
 
@@ -96,4 +96,5 @@ def shift_left(target_ids: torch.Tensor, ignore_index: int = -100) -> torch.Tens
 
     The targets are shifted and not the logits: slicing ``[B, L, V]`` would copy it forward and pad it backward.
     """
-    return torch.nn.functional.pad(target_ids[:, 1:], (0, 1), value=ignore_index)
+    shifted = torch.nn.functional.pad(target_ids[:, 1:].long(), (0, 1), value=ignore_index)
+    return shifted[:, : target_ids.shape[1]]  # of no position when there was none

@@ -114,5 +114,5 @@ def _shifted(
         _checks.check_mask("valid_mask", valid_mask, input_ids.shape, "that of input_ids")
         _checks.check_same_device("input_ids", input_ids, valid_mask=valid_mask)
         valid = valid_mask.bool()
-    scored = torch.nn.functional.pad(valid[:, :-1] & valid[:, 1:], (0, 1), value=False)
+    scored = torch.nn.functional.pad(valid[:, :-1] & valid[:, 1:], (0, 1), value=False)[:, : valid.shape[1]]
     return shift_left(input_ids), scored, scored.sum() if num_tokens is None else num_tokens

@@ -89,7 +89,7 @@ class HybridDiffusionLLMLoss(nn.Module):
             targets, both = self._both(logits, target_ids, weights, loss_mask_ar, num_diffusion_tokens, num_ar_tokens)
             rows = summed(logits, targets, both)
             return DLLMLossOutput(rows.loss, _diffusion_part(rows.nll, both, L))
-        diffusion = self.alpha * divide(summed(logits, target_ids, weights).loss, num_diffusion_tokens)
+        diffusion = divide(summed(logits, target_ids, self.alpha * weights).loss, num_diffusion_tokens)
         if causal_logits is None or loss_mask_ar is None:
             return DLLMLossOutput(diffusion, diffusion.detach().clone())
         check_bl(causal_logits, "causal_logits", target_ids)
@@ -186,7 +186,7 @@ def _ar_weights(target_ids: torch.Tensor, loss_mask_ar: torch.Tensor) -> torch.T
     """The AR mask of the token each position predicts; fractions are kept as weights."""
     check_masks(target_ids, loss_mask_ar=loss_mask_ar)
     dtype = torch.promote_types(loss_mask_ar.dtype, torch.float32)
-    return torch.nn.functional.pad(loss_mask_ar[:, 1:].to(dtype), (0, 1))
+    return torch.nn.functional.pad(loss_mask_ar[:, 1:].to(dtype), (0, 1))[:, : target_ids.shape[1]]
 
 
 def _diffusion_part(nll: torch.Tensor, weights: torch.Tensor, L: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import os
 from collections.abc import Sequence
 
@@ -79,7 +80,7 @@ def check_positive_int(name: str, value: object) -> None:
 
 def check_count(name: str, value: object) -> None:
     """Raise unless ``value`` is None, a number, or a tensor with one element."""
-    if value is None or (isinstance(value, (int, float)) and not isinstance(value, bool)):
+    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):  # NumPy's numbers too
         return
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
@@ -100,6 +101,7 @@ def check_target_range(targets: torch.Tensor, vocab_size: int, ignore_index: int
 
     Reads the targets back to the host (a sync), hence only on request.
     """
+    targets = targets.long()  # compared as int8 or uint8, a vocabulary size or -100 would wrap around
     bad = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
     if bool(bad.any()):
         where = bad.nonzero()[0].tolist()

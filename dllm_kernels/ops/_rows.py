@@ -22,6 +22,7 @@ a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for flo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -57,8 +58,8 @@ def as_blv(logits: torch.Tensor) -> torch.Tensor:
         return logits
     if logits.dim() < 3:
         return logits.reshape(1, -1, V) if logits.dim() == 1 else logits.unsqueeze(0)
-    L = logits.shape[-2]
+    B, L = math.prod(logits.shape[:-2]), logits.shape[-2]
     try:
-        return logits.view(-1, L, V)
+        return logits.view(B, L, V)
     except RuntimeError:
-        return logits.reshape(-1, L, V)
+        return logits.reshape(B, L, V)

@@ -1,0 +1,233 @@
+"""One row per op or loss: how to draw its small inputs, our two forms of it, and the oracle.
+
+Every test that holds for all losses (parity, laws, compilation, memory, inputs left alone) runs over ``CASES``.
+``B`` sequences of ``L`` tokens; the logits or hidden states have ``case.width * L`` positions a sequence.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+import dllm_kernels as ours
+import reference
+from dllm_kernels import ops
+
+Inputs = dict[str, torch.Tensor]
+BLOCK = 4  # positions of a DFlash block, its anchor included: 3 are predicted
+
+
+class Case(NamedTuple):
+    """What the tests need to know of one op or loss.
+
+    Attributes:
+        name: what pytest calls it.
+        draw: (B, L, V) -> targets, masks and weights by name, drawn from torch's default generator.
+        logits_form: (logits, inputs, **options) -> value; options are ``backend`` and, for a loss with that argument,
+            ``fp32_upcast``.
+        hidden_form: (hidden, weight, bias, inputs, **options) -> value; ``chunk_size`` too.
+        oracle: (logits, inputs) -> value.
+        width: positions of the logits for each token.
+        per_row: whether the value is one number a row.
+        linear_in: the input the value is linear in, if any.
+        rounds: whether it takes ``fp32_upcast``.
+    """
+
+    name: str
+    draw: Callable[[int, int, int], Inputs]
+    logits_form: Callable[..., torch.Tensor]
+    hidden_form: Callable[..., torch.Tensor]
+    oracle: Callable[..., torch.Tensor]
+    width: int = 1
+    per_row: bool = False
+    linear_in: str | None = None
+    rounds: bool = False
+
+
+def _targets(B: int, L: int, V: int) -> torch.Tensor:
+    """Targets, about one in six of them -100."""
+    targets = torch.randint(0, V, (B, L))
+    return torch.where(torch.rand(B, L) < 1 / 6, -100, targets)
+
+
+def _mask(B: int, L: int, share: float = 0.6) -> torch.Tensor:
+    return torch.rand(B, L) < share
+
+
+def _rows(B: int, L: int, V: int) -> Inputs:
+    weights = torch.randn(B, L) * _mask(B, L)
+    return {"targets": _targets(B, L, V), "weights": weights}
+
+
+def _diffusion(B: int, L: int, V: int) -> Inputs:
+    return {
+        "target_ids": _targets(B, L, V),
+        "noise_mask": _mask(B, L),
+        "p_mask": torch.rand(B, L).clamp(min=0.05),
+        "loss_mask": _mask(B, L, 0.8).long(),
+    }
+
+
+def _counted_diffusion(B: int, L: int, V: int) -> Inputs:
+    return _diffusion(B, L, V) | {"num_diffusion_tokens": torch.tensor(max(1, B * L - 2))}
+
+
+def _hybrid(B: int, L: int, V: int) -> Inputs:
+    ar = {"loss_mask_ar": torch.rand(B, L) * _mask(B, L), "num_ar_tokens": torch.tensor(max(1, B * L - 1))}
+    return _counted_diffusion(B, L, V) | ar
+
+
+def _dflash(B: int, L: int, V: int) -> Inputs:
+    return {
+        "target_ids": _targets(B, L, V),
+        "block_mask": torch.rand(B, L) * _mask(B, L, 0.8),
+        "num_tokens": torch.tensor(max(1, B * L - 3)),
+    }
+
+
+def _encoder(B: int, L: int, V: int) -> Inputs:
+    return {"input_ids": torch.randint(0, V, (B, L)), "valid_mask": _mask(B, L, 0.8)}
+
+
+def _token_nll(x, i, **options):
+    return ops.token_nll(x, i["targets"], active=i["weights"], **options).nll
+
+
+def _linear_token_nll(h, w, b, i, **options):
+    return ops.linear_token_nll(h, w, i["targets"], bias=b, active=i["weights"], **options).nll
+
+
+def _token_oracle(x, i):
+    return reference.token_nll(x, i["targets"], active=i["weights"] != 0)
+
+
+def _weighted_nll(x, i, **options):
+    return ops.weighted_nll(x, i["targets"], i["weights"], **options).loss
+
+
+def _weighted_linear_nll(h, w, b, i, **options):
+    return ops.weighted_linear_nll(h, w, i["targets"], i["weights"], bias=b, **options).loss
+
+
+def _weighted_oracle(x, i):
+    return reference.weighted_nll(x, i["targets"], i["weights"])
+
+
+def _mdlm(x, i, fp32_upcast=True, **options):
+    return ours.MDLMCrossEntropyLoss(fp32_upcast, **options)(x, **i).total_loss
+
+
+def _mdlm_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
+    loss = ours.MDLMCrossEntropyLoss(fp32_upcast, **options)
+    return loss.forward_fused(h, w, **i, lm_head_bias=b, chunk_size=chunk_size).total_loss
+
+
+def _block(x, i, fp32_upcast=True, **options):
+    return ours.BlockDiffusionCrossEntropyLoss(fp32_upcast, **options)(x, **i).total_loss
+
+
+def _block_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
+    loss = ours.BlockDiffusionCrossEntropyLoss(fp32_upcast, **options)
+    return loss.forward_fused(h, w, **i, lm_head_bias=b, chunk_size=chunk_size).total_loss
+
+
+def _block_oracle(x, i, **options):
+    used = {name: i[name] for name in ("target_ids", "loss_mask", "num_diffusion_tokens") if name in i}
+    return reference.block_diffusion_loss(x, **used, **options)
+
+
+ALPHA = 0.3
+
+
+def _halves(x: torch.Tensor, i: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    L = i["target_ids"].shape[1]
+    return x[:, :L], x[:, L:]
+
+
+def _hybrid_separate(x, i, fp32_upcast=True, **options):
+    logits, causal = _halves(x, i)
+    return ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)(logits, **i, causal_logits=causal).total_loss
+
+
+def _hybrid_separate_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
+    hidden, causal = _halves(h, i)
+    loss = ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)
+    out = loss.forward_fused(hidden, w, **i, causal_hidden=causal, lm_head_bias=b, chunk_size=chunk_size)
+    return out.total_loss
+
+
+def _hybrid_legacy(x, i, fp32_upcast=True, **options):
+    return ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)(x, **i).total_loss
+
+
+def _hybrid_legacy_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
+    loss = ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)
+    return loss.forward_fused(h, w, **i, lm_head_bias=b, chunk_size=chunk_size).total_loss
+
+
+def _hybrid_oracle(x, i, **options):
+    return reference.hybrid_loss(x, **i, alpha=ALPHA, **options).total_loss
+
+
+def _dflash_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
+    block_size = settings.pop("block_size", None)
+    gamma, normalize = settings.get("loss_gamma", 7.0), settings.get("normalize", "tokens")
+
+    def logits_form(x, i, **options):
+        return ours.DFlashDecayLoss(**settings, **options)(x, **i, block_size=block_size).total_loss
+
+    def hidden_form(h, w, b, i, chunk_size=1024, **options):
+        loss = ours.DFlashDecayLoss(**settings, chunk_size=chunk_size, **options)
+        return loss.forward_fused(h, w, **i, block_size=block_size, lm_head_bias=b).total_loss
+
+    def oracle(x, i):
+        return reference.dflash_loss(x, **i, block_size=block_size, gamma=gamma, normalize=normalize)
+
+    return logits_form, hidden_form, oracle
+
+
+def _encoder_ar(x, i, **options):
+    return ours.encoder_ar_loss(x, **i, **options)
+
+
+def _encoder_ar_hidden(h, w, b, i, **options):
+    return ours.encoder_ar_loss_fused(h, w, **i, lm_head_bias=b, **options)
+
+
+def _encoder_oracle(x, i):
+    return reference.encoder_ar_loss(x, **i)
+
+
+def _mdlm_oracle(x, i, **options):
+    return reference.mdlm_loss(x, **i, **options)
+
+
+CASES = (
+    Case("token_nll", _rows, _token_nll, _linear_token_nll, _token_oracle, per_row=True),
+    Case("weighted_nll", _rows, _weighted_nll, _weighted_linear_nll, _weighted_oracle, linear_in="weights"),
+    Case("mdlm", _diffusion, _mdlm, _mdlm_hidden, _mdlm_oracle, rounds=True),
+    Case("mdlm, counted", _counted_diffusion, _mdlm, _mdlm_hidden, _mdlm_oracle, rounds=True),
+    Case("block diffusion", _diffusion, _block, _block_hidden, _block_oracle, rounds=True),
+    Case("block diffusion, counted", _counted_diffusion, _block, _block_hidden, _block_oracle, rounds=True),
+    Case("hybrid", _hybrid, _hybrid_separate, _hybrid_separate_hidden, _hybrid_oracle, width=2, rounds=True),
+    Case("hybrid, one tensor", _hybrid, _hybrid_legacy, _hybrid_legacy_hidden, _hybrid_oracle, width=2, rounds=True),
+    Case("dflash", _dflash, *_dflash_forms(block_size=BLOCK), linear_in="block_mask"),
+    Case("dflash, mean", _dflash, *_dflash_forms(block_size=BLOCK, normalize="mean", loss_gamma=2.0)),
+    Case("dflash, one block", _dflash, *_dflash_forms(), linear_in="block_mask"),
+    Case("dflash, no decay", _dflash, *_dflash_forms(block_size=BLOCK, loss_gamma=None), linear_in="block_mask"),
+    Case("encoder AR", _encoder, _encoder_ar, _encoder_ar_hidden, _encoder_oracle),
+)
+LOSSES = tuple(case for case in CASES if not case.per_row)
+BY_NAME = {case.name: case for case in CASES}
+
+
+def to_device(inputs: Inputs, device: str) -> Inputs:
+    """The same inputs on another device."""
+    return {name: t.to(device) for name, t in inputs.items()}
+
+
+def upstream_for(case: Case, B: int, L: int) -> torch.Tensor:
+    """A random upstream gradient: one number a row, some of them zero, or one for the loss."""
+    if not case.per_row:
+        return torch.randn(())
+    return torch.randn(B, L) * (torch.rand(B, L) < 0.8)

@@ -1,0 +1,506 @@
+"""Every loss in both forms against the oracle, and what the contract says of each."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reference
+from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    DLLMLossOutput,
+    HybridDiffusionLLMLoss,
+    MDLMCrossEntropyLoss,
+    compute_per_token_nll,
+    draft_accuracy,
+    encoder_ar_loss,
+    encoder_ar_loss_fused,
+)
+from tests.cases import BLOCK, BY_NAME, CASES, LOSSES, to_device, upstream_for
+from tests.conftest import DEVICE
+from tests.parity import assert_parity, value_and_grads
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+NAN = math.nan
+V, D = 19, 8
+
+
+def cases(selection=CASES):
+    return pytest.mark.parametrize("case", selection, ids=lambda case: case.name)
+
+
+def draw(case, B=2, L=6, device=DEVICE, seed=0):
+    torch.manual_seed(seed)
+    return to_device(case.draw(B, L, V), device)
+
+
+def leaves_of_hidden_form(case, dtype, B=2, L=6, device=DEVICE):
+    shapes = (B, L * case.width, D), (V, D), (V,)
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def logits_of(case, B=2, L=6, dtype=torch.float32, device=DEVICE):
+    return (3 * torch.randn(B, L * case.width, V, device=device)).to(dtype)
+
+
+@cases()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_of_the_logits_form(case, dtype, backend):
+    inputs = draw(case)
+    draws = [([logits_of(case, dtype=dtype)], upstream_for(case, 2, 6).to(DEVICE)) for _ in range(2)]
+    assert_parity(lambda x: case.logits_form(x, inputs, backend=backend), lambda x: case.oracle(x, inputs), draws)
+
+
+@cases()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_of_the_hidden_form(case, dtype, backend):
+    if dtype == torch.bfloat16 and backend == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
+    inputs = draw(case)
+    draws = [(leaves_of_hidden_form(case, dtype), upstream_for(case, 2, 6).to(DEVICE)) for _ in range(2)]
+    assert_parity(
+        lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=5, backend=backend),
+        lambda h, w, b: case.oracle(F.linear(h, w, b), inputs),
+        draws,
+    )
+
+
+@cases([case for case in CASES if case.rounds])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_without_the_upcast_each_nll_is_rounded_to_the_input_dtype(case, form, dtype):
+    inputs = draw(case, 1, 4)
+    if form == "logits":
+        x = logits_of(case, 1, 4, dtype)
+        rounded, exact = (case.logits_form(x, inputs, fp32_upcast=upcast) for upcast in (False, True))
+    else:
+        h, w, b = leaves_of_hidden_form(case, dtype, 1, 4)
+        x = F.linear(h, w, b)
+        rounded, exact = (case.hidden_form(h, w, b, inputs, fp32_upcast=upcast) for upcast in (False, True))
+    assert rounded.dtype == torch.float32
+    assert rounded != exact
+    oracle = case.oracle(x, inputs, fp32_upcast=False)
+    # the sums differ by their order alone, far less than one of the rounded terms
+    torch.testing.assert_close(rounded, oracle, rtol=16 * torch.finfo(torch.float32).eps, atol=0.0)
+
+
+@cases(LOSSES)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_no_weight_at_all_gives_a_zero_that_carries_zero_gradients(case, form, backend):
+    inputs = {
+        name: torch.zeros_like(t) if name in ("weights", "loss_mask", "loss_mask_ar", "block_mask", "valid_mask") else t
+        for name, t in draw(case).items()
+    }
+    if form == "logits":
+        results = value_and_grads(
+            lambda x: case.logits_form(x, inputs, backend=backend),
+            [torch.full_like(logits_of(case), NAN)],
+            torch.ones(()),
+        )
+    else:
+        leaves = leaves_of_hidden_form(case, torch.float32)
+        leaves[0].fill_(NAN)
+        results = value_and_grads(
+            lambda h, w, b: case.hidden_form(h, w, b, inputs, backend=backend), leaves, torch.ones(())
+        )
+    assert all(t.eq(0).all() for t in results)
+
+
+def diffusion(B=2, L=6, seed=0):
+    torch.manual_seed(seed)
+    return to_device(BY_NAME["mdlm"].draw(B, L, V), DEVICE)
+
+
+def outputs():
+    """Each loss class in each form, as (name, a call that returns the output and the leaf)."""
+    i, d = diffusion(), draw(BY_NAME["dflash"])
+    ar = torch.rand(2, 6, device=DEVICE)
+    x, h, w = torch.randn(2, 6, V, device=DEVICE), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    two = torch.randn(2, 12, V, device=DEVICE)
+    hybrid = HybridDiffusionLLMLoss(alpha=0.7)
+    return {
+        "mdlm": lambda: MDLMCrossEntropyLoss()(x, **i),
+        "mdlm fused": lambda: MDLMCrossEntropyLoss().forward_fused(h, w, **i),
+        "block": lambda: BlockDiffusionCrossEntropyLoss()(x, **i),
+        "block fused": lambda: BlockDiffusionCrossEntropyLoss().forward_fused(h, w, **i),
+        "dflash": lambda: DFlashDecayLoss()(x, **d, block_size=BLOCK),
+        "dflash fused": lambda: DFlashDecayLoss().forward_fused(h, w, **d, block_size=BLOCK),
+        "hybrid": lambda: hybrid(x, **i, loss_mask_ar=ar, causal_logits=two[:, :6]),
+        "hybrid, one tensor": lambda: hybrid(two, **i, loss_mask_ar=ar),
+        "hybrid without AR": lambda: hybrid(x, **i),
+        "hybrid fused": lambda: hybrid.forward_fused(h, w, **i, loss_mask_ar=ar, causal_hidden=h),
+        "leaves": (x, h, two),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in outputs() if name != "leaves"])
+def test_the_logged_loss_is_detached_and_aliases_nothing(name):
+    calls = outputs()
+    for leaf in calls["leaves"]:
+        leaf.requires_grad_()
+    out = calls[name]()
+    assert isinstance(out, DLLMLossOutput)
+    assert out.total_loss.requires_grad
+    assert not out.dllm_loss.requires_grad
+    assert out.total_loss.dim() == out.dllm_loss.dim() == 0
+    before = out.dllm_loss.clone()
+    with torch.no_grad():
+        out.total_loss.fill_(7.0)
+    assert torch.equal(out.dllm_loss, before)
+
+
+@pytest.mark.parametrize("name", ["mdlm", "mdlm fused", "block", "block fused", "dflash", "dflash fused"])
+def test_a_loss_with_one_part_logs_its_total(name):
+    out = outputs()[name]()
+    assert torch.equal(out.total_loss, out.dllm_loss)
+
+
+COUNTS = {
+    "int": 5,
+    "float": 5.0,
+    "int64": torch.tensor(5),
+    "float32": torch.tensor(5.0),
+    "float64": torch.tensor(5.0, dtype=torch.float64),
+    "one element": torch.tensor([5]),
+    "numpy": np.int64(5),
+}
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+def test_counts_are_numbers_or_tensors(count, form):
+    i, d, e = diffusion(), draw(BY_NAME["dflash"]), draw(BY_NAME["encoder AR"])
+    d["num_tokens"] = None
+    x, h, w = torch.randn(2, 6, V, device=DEVICE), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    counts = {"num_diffusion_tokens": count, "num_ar_tokens": count}
+    ar = {"loss_mask_ar": torch.ones(2, 6, device=DEVICE)}
+    if form == "logits":
+        losses = [
+            (MDLMCrossEntropyLoss()(x, **i, **counts), MDLMCrossEntropyLoss()(x, **i)),
+            (HybridDiffusionLLMLoss()(x, **i, **ar, **counts, causal_logits=x),
+             HybridDiffusionLLMLoss()(x, **i, **ar, causal_logits=x)),
+            (DFlashDecayLoss()(x, **{**d, "num_tokens": count}), DFlashDecayLoss()(x, **d)),
+        ]  # fmt: skip
+        losses = [(a.total_loss, b.total_loss) for a, b in losses]
+        sums = encoder_ar_loss(x, **{**e, "num_tokens": 1})
+        losses.append((encoder_ar_loss(x, **{**e, "num_tokens": count}), sums))
+    else:
+        losses = [
+            (MDLMCrossEntropyLoss().forward_fused(h, w, **i, **counts), MDLMCrossEntropyLoss().forward_fused(h, w, **i)),
+            (HybridDiffusionLLMLoss().forward_fused(h, w, **i, **ar, **counts, causal_hidden=h),
+             HybridDiffusionLLMLoss().forward_fused(h, w, **i, **ar, causal_hidden=h)),
+            (DFlashDecayLoss().forward_fused(h, w, **{**d, "num_tokens": count}), DFlashDecayLoss().forward_fused(h, w, **d)),
+        ]  # fmt: skip
+        losses = [(a.total_loss, b.total_loss) for a, b in losses]
+        sums = encoder_ar_loss_fused(h, w, **{**e, "num_tokens": 1})
+        losses.append((encoder_ar_loss_fused(h, w, **{**e, "num_tokens": count}), sums))
+    for divided, undivided in losses:
+        assert divided.dtype == torch.float32
+        assert divided.dim() == 0
+        torch.testing.assert_close(divided, undivided / 5)
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0), -3], ids=str)
+def test_a_count_below_one_divides_by_one(count):
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    undivided = MDLMCrossEntropyLoss()(x, **i).total_loss
+    torch.testing.assert_close(MDLMCrossEntropyLoss()(x, **i, num_diffusion_tokens=count).total_loss, undivided)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16], ids=str)
+def test_masks_of_any_dtype_mean_the_same(kind, backend):
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    expected = MDLMCrossEntropyLoss(backend=backend)(x, **i).total_loss
+    masks = {name: i[name].to(kind) * (3 if kind != torch.bool else 1) for name in ("noise_mask", "loss_mask")}
+    for loss, oracle in (
+        (MDLMCrossEntropyLoss(backend=backend), expected),
+        (BlockDiffusionCrossEntropyLoss(backend=backend), BlockDiffusionCrossEntropyLoss()(x, **i).total_loss),
+        (HybridDiffusionLLMLoss(backend=backend), expected),
+    ):
+        torch.testing.assert_close(loss(x, **(i | masks)).total_loss, oracle)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16], ids=str)
+def test_dflash_masks_of_any_dtype_mean_the_same(kind, backend):
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 6, V, device=DEVICE), torch.tensor([[1, 0, 1, 1, 1, 0]] * 2, device=DEVICE)
+    y = torch.randint(0, V, (2, 6), device=DEVICE)
+    out = DFlashDecayLoss(backend=backend)(x, y, mask.to(kind), block_size=BLOCK)
+    expected = reference.dflash_loss(x, y, mask, block_size=BLOCK)
+    torch.testing.assert_close(out.total_loss, expected)
+    torch.testing.assert_close(out.draft_count_per_pos, torch.tensor([4.0, 2.0, 2.0], device=DEVICE))
+
+
+def test_rows_of_p_zero_are_clamped_and_p_outside_the_masks_is_not_looked_at():
+    x = torch.zeros(1, 3, 2, device=DEVICE)  # every NLL is ln 2
+    y, on = torch.zeros(1, 3, dtype=torch.long, device=DEVICE), torch.ones(1, 3, device=DEVICE)
+    p, noise = torch.tensor([[0.5, NAN, 0.25]], device=DEVICE), torch.tensor([[1, 0, 1]], device=DEVICE)
+    out = MDLMCrossEntropyLoss()(x, y, noise, p, on)
+    assert out.total_loss.item() == pytest.approx(6 * math.log(2))
+    out = MDLMCrossEntropyLoss()(x, y, on, torch.zeros(1, 3, device=DEVICE), on)
+    assert out.total_loss.item() == pytest.approx(3e8 * math.log(2))
+
+
+def test_block_diffusion_ignores_what_it_does_not_use():
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    expected = BlockDiffusionCrossEntropyLoss()(x, **i).total_loss
+    i["noise_mask"], i["p_mask"] = torch.zeros_like(i["noise_mask"]), torch.full_like(i["p_mask"], NAN)
+    rest = {
+        "loss_mask_ar": torch.ones(1),
+        "num_ar_tokens": 3,
+        "causal_logits": x[:1],
+        "noisy_input_ids": i["target_ids"],
+    }
+    assert torch.equal(BlockDiffusionCrossEntropyLoss()(x, **i, **rest).total_loss, expected)
+
+
+def test_block_diffusion_without_a_supervised_token_is_zero():
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    i["loss_mask"] = torch.zeros_like(i["loss_mask"])
+    assert BlockDiffusionCrossEntropyLoss()(x, **i).total_loss.item() == 0
+
+
+def test_hybrid_runs_ar_only_with_ar_logits_and_an_ar_mask():
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    causal, ar = torch.randn(2, 6, V, device=DEVICE), torch.rand(2, 6, device=DEVICE)
+    loss = HybridDiffusionLLMLoss(alpha=0.25)
+    mdlm = MDLMCrossEntropyLoss()(x, **i).total_loss
+    both = torch.cat([x, causal], 1)
+    for without in (loss(x, **i), loss(x, **i, causal_logits=causal), loss(x, **i, loss_mask_ar=ar), loss(both, **i)):
+        torch.testing.assert_close(without.total_loss, 0.25 * mdlm)
+        torch.testing.assert_close(without.dllm_loss, 0.25 * mdlm)
+    next_token = (reference.token_nll(causal[:, :-1], i["target_ids"][:, 1:]) * ar[:, 1:]).sum()
+    for out in (loss(x, **i, causal_logits=causal, loss_mask_ar=ar), loss(both, **i, loss_mask_ar=ar)):
+        torch.testing.assert_close(out.total_loss, 0.25 * mdlm + next_token)
+        torch.testing.assert_close(out.dllm_loss, 0.25 * mdlm)
+
+
+def test_hybrid_divides_each_part_by_its_own_count():
+    i, x, ar = diffusion(), torch.randn(2, 12, V, device=DEVICE), torch.rand(2, 6, device=DEVICE)
+    loss = HybridDiffusionLLMLoss(alpha=0.5)
+    diff = loss(x, **i).total_loss
+    next_token = loss(x, **i, loss_mask_ar=ar).total_loss - diff
+    out = loss(x, **i, loss_mask_ar=ar, num_diffusion_tokens=4, num_ar_tokens=torch.tensor(7))
+    torch.testing.assert_close(out.total_loss, diff / 4 + next_token / 7)
+    torch.testing.assert_close(out.dllm_loss, diff / 4)
+
+
+@pytest.mark.parametrize("form", ["separate", "one tensor", "hidden"])
+def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
+    i, x, ar = diffusion(), torch.randn(2, 6, V, device=DEVICE), torch.rand(2, 6, device=DEVICE)
+    bad = torch.full_like(x, NAN)
+    loss = HybridDiffusionLLMLoss(alpha=0.0)
+    if form == "separate":
+        out = loss(bad, **i, causal_logits=x, loss_mask_ar=ar)
+    elif form == "one tensor":
+        out = loss(torch.cat([bad, x], 1), **i, loss_mask_ar=ar)
+    else:
+        out = loss.forward_fused(bad, torch.eye(V, device=DEVICE), **i, causal_hidden=x, loss_mask_ar=ar)
+    expected = (reference.token_nll(x[:, :-1], i["target_ids"][:, 1:]) * ar[:, 1:]).sum()
+    torch.testing.assert_close(out.total_loss, expected)
+    assert out.dllm_loss == 0
+
+
+def test_hybrid_from_hidden_states_logs_the_rounded_diffusion_part():
+    i = diffusion()
+    h, w = torch.randn(2, 6, D, device=DEVICE).bfloat16(), torch.randn(V, D, device=DEVICE).bfloat16()
+    out = HybridDiffusionLLMLoss(fp32_upcast=False).forward_fused(h, w, **i)
+    torch.testing.assert_close(out.dllm_loss, out.total_loss)
+
+
+def test_next_token_losses_of_one_position_are_zero(backend):
+    x = torch.randn(2, 1, V, device=DEVICE, requires_grad=True)
+    ids = torch.zeros(2, 1, dtype=torch.long, device=DEVICE)
+    loss = encoder_ar_loss(x, ids, backend=backend)
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad.eq(0).all()
+
+
+def test_the_last_position_predicts_nothing(backend):
+    x = torch.randn(2, 4, V, device=DEVICE)
+    x[:, -1] = NAN
+    x.requires_grad_()
+    ids = torch.randint(0, V, (2, 4), device=DEVICE)
+    loss = encoder_ar_loss(x, ids, backend=backend)
+    loss.backward()
+    torch.testing.assert_close(loss, reference.encoder_ar_loss(x.detach(), ids))
+    assert x.grad[:, -1].eq(0).all()
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_token_ids_of_any_integer_dtype(ids_dtype):
+    i, d = draw(BY_NAME["encoder AR"]), diffusion()
+    d["target_ids"] = d["target_ids"].clamp(min=0)
+    x = torch.randn(2, 6, V, device=DEVICE)
+    ar = torch.ones(2, 6, device=DEVICE)
+    expected = encoder_ar_loss(x, **i), HybridDiffusionLLMLoss()(x, **d, causal_logits=x, loss_mask_ar=ar).total_loss
+    i["input_ids"], d["target_ids"] = i["input_ids"].to(ids_dtype), d["target_ids"].to(ids_dtype)
+    got = encoder_ar_loss(x, **i), HybridDiffusionLLMLoss()(x, **d, causal_logits=x, loss_mask_ar=ar).total_loss
+    assert got == expected
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_draft_accuracy_counts(form, backend):
+    torch.manual_seed(0)
+    h, w = torch.randn(3, 9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    x = F.linear(h, w)
+    y = torch.where(torch.rand(3, 9, device=DEVICE) < 0.5, x.argmax(-1), torch.randint(0, V, (3, 9), device=DEVICE))
+    y[0, 0] = -100
+    mask = torch.rand(3, 9, device=DEVICE) * (torch.rand(3, 9, device=DEVICE) < 0.7)
+    loss = DFlashDecayLoss(chunk_size=4, backend=backend)
+    out = (
+        loss(x, y, mask, block_size=BLOCK) if form == "logits" else loss.forward_fused(h, w, y, mask, block_size=BLOCK)
+    )
+    hits, count = reference.draft_accuracy_per_position(reference.argmax_match(x, y, active=mask), mask, BLOCK)
+    torch.testing.assert_close(out.draft_correct_per_pos, hits)
+    torch.testing.assert_close(out.draft_count_per_pos, count)
+    assert out.draft_correct_per_pos.dtype == out.draft_count_per_pos.dtype == torch.float32
+    metrics = draft_accuracy(out)
+    assert list(metrics) == ["draft_acc", "draft_acc_k1", "draft_acc_k2", "draft_acc_k3"]
+    torch.testing.assert_close(metrics["draft_acc"], hits.sum() / count.sum())
+    torch.testing.assert_close(metrics["draft_acc_k2"], hits[1] / count[1])
+
+
+def test_draft_accuracy_where_nothing_was_counted():
+    out = DFlashDecayLoss()(
+        torch.randn(1, 3, V), torch.zeros(1, 3, dtype=torch.long), torch.tensor([[1, 1, 0]]), block_size=BLOCK
+    )
+    assert draft_accuracy(out)["draft_acc_k3"] == 0
+    assert draft_accuracy(DFlashDecayLoss()(torch.randn(1, 3, V), torch.zeros(1, 3).long(), torch.ones(1, 3))) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_the_lowest_index_wins_a_tie(dtype, form, backend):
+    y, mask = torch.tensor([[1, 3, 4]], device=DEVICE), torch.ones(1, 3, device=DEVICE)
+    loss = DFlashDecayLoss(backend=backend)
+    if form == "logits":
+        x = torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0], device=DEVICE).expand(1, 3, 5)
+        out = loss(x.to(dtype), y, mask, block_size=BLOCK)
+        expected = [1.0, 0.0, 0.0]
+    else:
+        h = torch.ones(1, 3, 2, device=DEVICE)
+        w = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 0.0], [2.0, 2**-9], [2.0, 0.0]], device=DEVICE)
+        out = loss.forward_fused(h.to(dtype), w.to(dtype), y, mask, block_size=BLOCK)
+        # float32 sees 2 + 2**-9 in column 3; bfloat16 steps by 2**-6 there and sees three columns of 2
+        expected = [1.0, 0.0, 0.0] if dtype == torch.bfloat16 else [0.0, 1.0, 0.0]
+    assert out.draft_correct_per_pos.tolist() == expected
+
+
+def test_dflash_counts_are_none_without_whole_blocks():
+    x, y, mask = torch.randn(1, 7, V), torch.zeros(1, 7, dtype=torch.long), torch.ones(1, 7)
+    flat = DFlashDecayLoss(loss_gamma=None)
+    for out in (flat(x, y, mask), flat(x, y, mask, block_size=1), flat(x, y, mask, block_size=BLOCK)):
+        assert out.draft_correct_per_pos is None
+        assert out.draft_count_per_pos is None
+        torch.testing.assert_close(out.total_loss, reference.token_nll(x, y).sum())
+
+
+@pytest.mark.parametrize("block_size", [BLOCK, 1])
+def test_decay_needs_whole_blocks(block_size):
+    x, y, mask = torch.randn(1, 7, V), torch.zeros(1, 7, dtype=torch.long), torch.ones(1, 7)
+    with pytest.raises(ValueError, match=f"multiple of block_size - 1 .* got T=7 and block_size={block_size}"):
+        DFlashDecayLoss()(x, y, mask, block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("T", "block_size", "gamma"), [(6, 4, 7.0), (6, None, 2.0), (6, 4, None), (0, 4, 7.0), (5, 2, 1.0)]
+)
+def test_decay_weights(T, block_size, gamma):
+    weights = DFlashDecayLoss(loss_gamma=gamma)._decay_weights(T, block_size, "cpu", torch.float64)
+    expected = reference.decay_weights(T, block_size, gamma, torch.float64)
+    torch.testing.assert_close(weights, expected)
+
+
+def test_dflash_tokens_and_mean():
+    d, x = draw(BY_NAME["dflash"]), torch.randn(2, 6, V, device=DEVICE)
+    d["num_tokens"] = None
+    decay = reference.decay_weights(6, BLOCK, 7.0, device=DEVICE)
+    terms = reference.token_nll(x, d["target_ids"]) * decay * d["block_mask"]
+    torch.testing.assert_close(DFlashDecayLoss()(x, **d, block_size=BLOCK).total_loss, terms.sum())
+    mean = DFlashDecayLoss(normalize="mean")(x, **(d | {"num_tokens": 1000}), block_size=BLOCK).total_loss
+    torch.testing.assert_close(mean, terms.sum() / ((decay * d["block_mask"]).sum() + 1e-6))
+
+
+def test_dflash_methods_of_the_original():
+    d, x = draw(BY_NAME["dflash"]), torch.randn(2, 6, V, device=DEVICE, requires_grad=True)
+    h, w = torch.randn(6, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
+    loss = DFlashDecayLoss(loss_gamma=3.0)
+    nll = compute_per_token_nll(x, d["target_ids"])
+    counts = loss._draft_acc_per_pos(x.argmax(-1) == d["target_ids"], d["block_mask"], BLOCK)
+    reduced = loss._reduce(nll, d["block_mask"], d["num_tokens"], BLOCK, *counts)
+    whole = loss(x, **d, block_size=BLOCK)
+    for a, b in zip(reduced, whole, strict=True):
+        torch.testing.assert_close(a, b)
+    (a,), (b,) = torch.autograd.grad(reduced.total_loss, x), torch.autograd.grad(whole.total_loss, x)
+    torch.testing.assert_close(a, b)
+    nll, correct = DFlashDecayLoss._chunk_nll(h, w, None, d["target_ids"][0])
+    torch.testing.assert_close(nll, reference.token_nll(F.linear(h, w), d["target_ids"][0]))
+    assert torch.equal(correct, reference.argmax_match(F.linear(h, w), d["target_ids"][0]))
+    upstream = torch.randn(6, device=DEVICE)
+    (a,) = torch.autograd.grad(nll, h, upstream)
+    (b,) = torch.autograd.grad(reference.token_nll(F.linear(h, w), d["target_ids"][0]), h, upstream)
+    torch.testing.assert_close(a, b)
+
+
+def test_dflash_reduce_keeps_nan_of_masked_rows_out():
+    nll, mask = torch.tensor([[1.0, NAN]]), torch.tensor([[1.0, 0.0]])
+    assert DFlashDecayLoss()._reduce(nll, mask, None, None).total_loss.item() == 1.0
+
+
+def test_dflash_attributes():
+    loss = DFlashDecayLoss(loss_gamma=5, use_fused_linear_ce=1, chunk_size=64, normalize="mean")
+    assert (loss.loss_gamma, loss.use_fused_linear_ce, loss.chunk_size, loss.normalize) == (5.0, True, 64, "mean")
+    assert isinstance(loss.loss_gamma, float)
+    assert DFlashDecayLoss(None).loss_gamma is None
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@cases()
+def test_activation_checkpointing(case, form):
+    inputs = draw(case)
+    upstream = upstream_for(case, 2, 6).to(DEVICE)
+    if form == "logits":
+        leaves = [logits_of(case)]
+
+        def function(x):
+            return case.logits_form(x, inputs)
+    else:
+        leaves = leaves_of_hidden_form(case, torch.float32)
+
+        def function(h, w, b):
+            return case.hidden_form(h, w, b, inputs, chunk_size=5)
+
+    def checkpointed(*leaves):
+        return torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
+
+    for a, b in zip(
+        value_and_grads(function, leaves, upstream), value_and_grads(checkpointed, leaves, upstream), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@cases()
+def test_empty_batches(case, backend):
+    inputs = draw(case, 0, 6)
+    x = logits_of(case, 0).requires_grad_()
+    value = case.logits_form(x, inputs, backend=backend)
+    value.sum().backward()
+    assert value.sum().item() == 0
+    assert x.grad.shape == x.shape
+    leaves = [t.requires_grad_() for t in leaves_of_hidden_form(case, torch.float32, 0)]
+    value = case.hidden_form(*leaves, inputs, backend=backend)
+    value.sum().backward()
+    assert value.sum().item() == 0
+    assert all(leaf.grad.eq(0).all() for leaf in leaves)
+
+
+@cases()
+def test_sequences_of_no_position(case):
+    inputs = draw(case, 2, 0)
+    assert case.logits_form(logits_of(case, 2, 0), inputs).sum().item() == 0
+    assert case.hidden_form(*leaves_of_hidden_form(case, torch.float32, 2, 0), inputs).sum().item() == 0
