@@ -1,5 +1,14 @@
 """Fused losses and corruption for training diffusion language models: change the import, keep the code."""
 
+from dllm_kernels.collate import DLLMCollator
+from dllm_kernels.corruption import (
+    batched_gumbel_topk,
+    corrupt_all_masked,
+    corrupt_blockwise,
+    corrupt_uniform,
+    corrupt_uniform_random,
+    gumbel_topk,
+)
 from dllm_kernels.losses import (
     BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
@@ -23,11 +32,13 @@ from dllm_kernels.mtp import (
 
 __version__ = "0.1.0"
 
+_batched_gumbel_topk = batched_gumbel_topk
 _compute_per_token_nll = compute_per_token_nll
 
 __all__ = [
     "BlockDiffusionCrossEntropyLoss",
     "DFlashDecayLoss",
+    "DLLMCollator",
     "DLLMLossOutput",
     "FusedLinearCrossEntropy",
     "HybridDiffusionLLMLoss",
@@ -37,10 +48,16 @@ __all__ = [
     "MaskedCrossEntropy",
     "PipelineCausalLMLoss",
     "__version__",
+    "batched_gumbel_topk",
     "calculate_loss",
     "calculate_mtp_loss",
     "compute_per_token_nll",
+    "corrupt_all_masked",
+    "corrupt_blockwise",
+    "corrupt_uniform",
+    "corrupt_uniform_random",
     "draft_accuracy",
     "encoder_ar_loss",
     "encoder_ar_loss_fused",
+    "gumbel_topk",
 ]
