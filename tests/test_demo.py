@@ -1,0 +1,159 @@
+"""The demo trains, in every mode, and its two curves agree."""
+
+import json
+import math
+
+import pytest
+import torch
+
+from benchmarks import train, train_data, train_plot, train_sampler
+from benchmarks.train_tasks import TASKS
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("tokens")
+
+
+def run(mode, out, cache, *more):
+    argv = ["--mode", mode, "--tiny", "--steps", "30", "--device", "cpu", "--out", str(out), "--cache", str(cache)]
+    status = train.main([*argv, *more])
+    return status, json.loads((out / f"{mode}.json").read_text())
+
+
+@pytest.mark.parametrize("corruption", ["ours", "reference"])
+@pytest.mark.parametrize("mode", TASKS)
+def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, capsys):
+    if corruption == "reference" and mode in ("dflash", "mtp"):
+        pytest.skip("nothing is corrupted in this mode")
+    status, result = run(mode, tmp_path, cache, "--corruption", corruption)
+    assert status == 0
+    plain, ours = result["table"]
+    assert (plain["loss"], ours["loss"]) == ("reference", "ours")
+    for row in (plain, ours):
+        assert all(math.isfinite(value) for key, value in row.items() if key != "loss")
+        assert row["heldout_last"] < row["heldout_first"]
+        assert 0 < row["loss_share"] < 1
+        assert row["tokens_per_s"] > 0
+        assert row["peak_bytes"] > 0
+    assert ours["peak_bytes"] <= plain["peak_bytes"]
+    assert len(result["curves"]["ours"]["train"]) == 30
+    assert result["curves"]["eval_steps"] == [0, 15, 30]
+    assert (tmp_path / f"{mode}.png").read_bytes().startswith(PNG)
+    assert (tmp_path / f"{mode}.txt").read_text(encoding="utf-8").strip()
+    printed = capsys.readouterr().out
+    for word in ("held-out, after", "tokens/s", "peak of a step", "loss's share", "written by the model"):
+        assert word in printed
+
+
+@pytest.mark.parametrize("mode", TASKS)
+def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
+    """On one model; along a training the difference grows as rounding does in any training."""
+    options = train.options_from(["--mode", mode, "--tiny", "--device", "cpu", "--corruption", "reference"])
+    corpus = train_data.load(options.vocab, options.corpus_bytes, cache)
+    task = TASKS[mode](options, corpus)
+    if mode == "dflash":
+        options.steps = 3
+        task.prepare(train.train_target(task, corpus, options))
+    batch = task.batch(train_data.random_windows(corpus.train, options.batch, options.length, 5), 5)
+    found = {}
+    for name in train.NAMES:
+        model = train.new_run(task, name, 0).model.double()
+        if mode == "dflash":
+            task.target.double()
+        loss, _ = train.forward_backward(task, name, model, batch)
+        found[name] = [loss.total.detach(), *(p.grad for p in model.parameters())]
+    for plain, ours in zip(found["reference"], found["ours"], strict=True):
+        # float64 throughout: what is left is the rounding of sums of a few thousand terms
+        torch.testing.assert_close(ours, plain, rtol=1e-9, atol=1e-12)
+
+
+def test_curves_differ_by_rounding_at_the_first_step(tmp_path, cache):
+    _, result = run("mdlm", tmp_path, cache, "--steps", "3")
+    first = [result["curves"][name]["train"][0] for name in train.NAMES]
+    assert first[0] == pytest.approx(first[1], rel=4 * torch.finfo(torch.float32).eps)
+
+
+def test_cutting_the_graph_at_the_loss_changes_no_gradient(cache):
+    options = train.options_from(["--tiny", "--device", "cpu", "--corruption", "reference"])
+    corpus = train_data.load(options.vocab, options.corpus_bytes, cache)
+    task = TASKS["mdlm"](options, corpus)
+    batch = task.batch(train_data.random_windows(corpus.train, 2, options.length, 0), 0)
+    cut, whole = (train.new_run(task, "reference", 0).model for _ in range(2))
+    train.forward_backward(task, "reference", cut, batch)
+    task.reference(task.outputs(whole, batch), batch).total.backward()
+    for a, b in zip(cut.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+
+
+def test_corpus_holds_whole_files_out_and_comes_from_the_cache(cache):
+    first = train_data.load(512, 200_000, cache)
+    again = train_data.load(512, 200_000, cache)
+    assert torch.equal(first.train, again.train)
+    assert first.vocab_size == 512
+    train_files, held_files = train_data.split(train_data.source_files(), 200_000)
+    assert train_files
+    assert held_files
+    assert not set(train_files) & set(held_files)
+    text = held_files[0].read_text(encoding="utf-8", errors="replace")
+    assert first.decode(first.tokenizer.encode(text).ids) == text
+    assert first.mask_id not in first.train.tolist()
+    assert first.decode([first.mask_id, *first.tokenizer.encode("a").ids, first.mask_id], mask="?") == "?a?"
+
+
+def test_default_vocabulary_and_corpus_are_real():
+    options = train.options_from(["--device", "cpu"])
+    assert options.vocab >= 8192
+    assert options.corpus_bytes >= 1_000_000
+
+
+def test_denoising_keeps_the_most_confident_and_finishes_each_block_first():
+    V, mask = 5, 4
+
+    def logits_of(ids):  # position i says token i % 4, the more surely the later it is in its block
+        i = torch.arange(ids.shape[1])
+        sure = 1.0 + (i % 3).float()
+        return (torch.nn.functional.one_hot(i % 4, V) * sure[:, None])[None]
+
+    trace = train_sampler.denoise(logits_of, torch.tensor([0, 1, 2]), 6, mask, block_size=3, steps=3)
+    assert trace[0] == [0, 1, 2, 4, 4, 4, 4, 4, 4]
+    assert trace[1] == [0, 1, 2, 4, 4, 1, 4, 4, 4]
+    assert trace[2] == [0, 1, 2, 4, 0, 1, 4, 4, 4]
+    assert trace[3] == [0, 1, 2, 3, 0, 1, 4, 4, 4]
+    assert trace[-1] == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+
+
+def test_denoising_in_fewer_steps_fills_several_a_step_and_never_writes_the_mask():
+    def logits_of(ids):
+        logits = torch.zeros(1, ids.shape[1], 3)
+        logits[..., 2] = 9.0  # the mask is what the model likes best
+        return logits
+
+    trace = train_sampler.denoise(logits_of, torch.tensor([0]), 4, 2, block_size=4, steps=2)
+    assert [ids.count(2) for ids in trace] == [4, 2, 0]
+
+
+def test_speculation_writes_what_the_target_alone_would_write():
+    def target_of(ids):  # says (last + 1) % 7
+        return torch.nn.functional.one_hot((ids + 1) % 7, 7).float()
+
+    def draft_of(ids):  # right twice, then wrong
+        last = int(ids[0, -1])
+        return torch.tensor([(last + 1) % 7, (last + 2) % 7, (last + 5) % 7])
+
+    ids, gained = train_sampler.speculate(target_of, draft_of, torch.tensor([0, 1]), 6)
+    assert ids == [0, 1, 2, 3, 4, 5, 6, 0]
+    assert gained == [3, 3]
+
+
+def test_smoothing_is_a_running_mean():
+    assert train_plot.smoothed([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+
+
+def test_learning_rate_warms_up_and_decays():
+    rates = [train.rate(step, 100, 1.0) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2)
+    assert max(rates) == 1.0
+    assert rates[-1] == pytest.approx(0.1, abs=0.01)
