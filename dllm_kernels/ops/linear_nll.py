@@ -114,6 +114,8 @@ def weighted_linear_nll(
     )
     needs = _needs(hidden, weight, bias)
     if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_linear_nll import _weighted_op
+
         loss, nll, row_max, log_sum, correct, *_ = _weighted_op(
             *inputs, active is not None, round_nll, *needs, *options
         )
@@ -200,6 +202,8 @@ def linear_token_nll(
     inputs = (hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat_targets, flat_active)
     needs = _needs(hidden, weight, bias)
     if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_linear_nll import _token_op
+
         nll, row_max, log_sum, correct, _ = _token_op(*inputs, *needs, *options)
     else:
         nll, row_max, log_sum, correct = _LinearTokenNLL.apply(  # type: ignore[no-untyped-call]
@@ -280,7 +284,9 @@ def _check(
     _checks.check_ids("targets", targets)
     _checks.check_ndim("weight", weight, 2, "[V, D]")
     V, D = weight.shape
-    if hidden.dim() == 0 or hidden.shape[-1] != D or V == 0:
+    if 0 in (V, D):
+        raise ValueError(f"weight must have shape [V, D] with V >= 1 and D >= 1, got {(V, D)}")
+    if hidden.dim() == 0 or hidden.shape[-1] != D:
         raise ValueError(
             f"hidden must have shape [..., {D}] to go with weight [V, D] = {(V, D)}, got {tuple(hidden.shape)}"
         )
@@ -302,7 +308,8 @@ def _check(
 
 
 def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    if torch.is_autocast_enabled(hidden.device.type) and hidden.dtype != torch.float64:
+    dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:  # which autocast leaves alone
         return
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != hidden.dtype:
@@ -370,14 +377,20 @@ class _Chunks:
                 torch.addmm(self.bias, h, self.weight.t(), out=logits)
             yield chunk, h, y, logits
 
-    def add_gradients(self, chunk: slice, h: torch.Tensor, grad_logits: torch.Tensor) -> None:
+    def add_gradients(self, chunk: slice, h: torch.Tensor, grad_logits: torch.Tensor, scale: torch.Tensor) -> None:
         """The products with the gradient that now stands where the logits were."""
         if self.grad_hidden is not None:
             self.rows.put(self.grad_hidden, chunk, torch.mm(grad_logits, self.weight))
         if self.needs.weight:
-            self._add_grad_weight(h, grad_logits)
+            self._add_grad_weight(self._without_idle_rows(chunk, h, scale), grad_logits)
         if self.grad_bias is not None:
-            self.grad_bias += grad_logits.sum(0, dtype=self.acc)
+            _add_column_sums(self.grad_bias, grad_logits)
+
+    def _without_idle_rows(self, chunk: slice, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Rows without a gradient as zeros: a NaN there, times 0, would reach all of grad_weight."""
+        idle = scale == 0
+        mask = self.rows.take_mask(chunk)
+        return h.masked_fill((idle if mask is None else idle | ~mask).unsqueeze(1), 0)
 
     def _add_grad_weight(self, h: torch.Tensor, grad_logits: torch.Tensor) -> None:
         """grad_weight += grad_logits^T h, in float32 whatever the dtype; a single chunk is rounded by its product."""
@@ -401,7 +414,7 @@ class _Chunks:
         """The gradients in the dtypes of the inputs."""
         grad_weight = self.grad_weight
         if self.needs.weight and grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
+            grad_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         return (
             None if self.grad_hidden is None else self.rows.whole(self.grad_hidden),
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -414,6 +427,13 @@ def _add_product_by_slabs(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
     wide = b.to(out.dtype)
     for v in range(0, a.shape[0], SLAB):
         out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide)
+
+
+def _add_column_sums(out: torch.Tensor, a: torch.Tensor) -> None:
+    """Out += column sums of ``a`` in the dtype of out; on CPU a widening sum copies its operand, hence slabs."""
+    slab = a.shape[1] if a.is_cuda or a.dtype == out.dtype else SLAB
+    for v in range(0, a.shape[1], slab):
+        out[v : v + slab] += a[:, v : v + slab].sum(0, dtype=out.dtype)
 
 
 def _row_outputs(chunks: _Chunks) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -438,7 +458,7 @@ def _run(chunks: _Chunks, scale: torch.Tensor | None) -> tuple[torch.Tensor, tor
         else:
             s = rows.take(scale, chunk)
             stats = chunks.primitives.row_nll_grad_(logits, y, mask, s, **flags)
-            chunks.add_gradients(chunk, h, logits)
+            chunks.add_gradients(chunk, h, logits, s)
         nll, row_max, log_sum, _, correct = stats
         for out, part in zip(outputs, (nll, row_max, log_sum, correct), strict=True):
             if part is not None:
@@ -451,8 +471,10 @@ def _run(chunks: _Chunks, scale: torch.Tensor | None) -> tuple[torch.Tensor, tor
 
 def _fp16_headroom(scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     """For float16, row weights divided by the largest of them, and that: w / N times a probability would underflow."""
-    if dtype != torch.float16 or scale.numel() == 0:
+    if dtype != torch.float16:
         return scale, None
+    if scale.numel() == 0:
+        return scale, scale.new_ones(())
     largest = scale.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
     return scale / largest, largest
 
@@ -490,7 +512,7 @@ def _weighted_forward(
         nll, row_max, log_sum, correct = _run(chunks, row_scale)
         value = nll.to(options.compute_dtype).to(nll.dtype) if round_nll else nll
         loss = weighted_sum(value, scale, read_beyond)
-        return _WeightedResult(loss, nll, row_max, log_sum, correct, *chunks.gradients(weight, bias), headroom)
+        return _WeightedResult(loss, value, row_max, log_sum, correct, *chunks.gradients(weight, bias), headroom)
 
 
 class _WeightedLinearNLL(torch.autograd.Function):
@@ -625,219 +647,15 @@ def _token_backward(
         chunks = _Chunks(hidden, weight, bias, targets, active, needs, options)
         rows = chunks.rows
         for chunk, h, y, logits in chunks:
-            stats = (rows.take(t, chunk) for t in (scale, row_max, log_sum))
+            s, *stats = (rows.take(t, chunk) for t in (scale, row_max, log_sum))
             chunks.primitives.row_grad(
                 logits[None],
                 y,
                 rows.take_mask(chunk),
+                s,
                 *stats,
                 logits[None],
                 ignore_index=options.ignore_index,
             )
-            chunks.add_gradients(chunk, h, logits)
+            chunks.add_gradients(chunk, h, logits, s)
         return chunks.gradients(weight, bias)
-
-
-# Under torch.compile the whole chunk loop is one functional op each way: what it returns is all it writes.
-def _present(t: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """An op returns tensors only; an empty one stands for None."""
-    return like.new_empty(0) if t is None else t
-
-
-@torch.library.custom_op("dllm_kernels::weighted_linear_nll", mutates_args=())
-def _weighted_op(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    scale: torch.Tensor,
-    read_beyond: bool,
-    round_nll: bool,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    compute_dtype: torch.dtype,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    ignore_index: int,
-    with_correct: bool,
-    triton: bool,
-) -> tuple[
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor,
-]:  # fmt: skip
-    options = _Options(compute_dtype, chunk_size, memory_budget, num_active, ignore_index, with_correct, triton)
-    needs = _Needs(need_hidden, need_weight, need_bias)
-    out = _weighted_forward(hidden, weight, bias, targets, active, scale, read_beyond, round_nll, needs, options)
-    grads = (_present(g, hidden) for g in (out.grad_hidden, out.grad_weight, out.grad_bias))
-    rows = (t.clone() for t in (out.nll, out.row_max, out.log_sum, out.correct))
-    return (out.loss, *rows, *grads, _present(out.headroom, out.loss))  # type: ignore[return-value]
-
-
-@_weighted_op.register_fake
-def _(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    scale: torch.Tensor,
-    read_beyond: bool,
-    round_nll: bool,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    compute_dtype: torch.dtype,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    ignore_index: int,
-    with_correct: bool,
-    triton: bool,
-) -> tuple[torch.Tensor, ...]:
-    acc = torch.promote_types(compute_dtype, torch.float32)
-    N = targets.shape[0]
-    rows = [hidden.new_empty(N, dtype=d) for d in (acc, acc, acc, torch.bool)]
-    wanted = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
-    grads = [torch.empty_like(t) if need and t is not None else hidden.new_empty(0) for t, need in wanted]
-    makes_headroom = compute_dtype == torch.float16 and (need_hidden or need_weight or need_bias)
-    headroom = hidden.new_empty(() if makes_headroom else 0, dtype=acc)
-    return (hidden.new_empty((), dtype=acc), *rows, *grads, headroom)
-
-
-def _weighted_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.needs = inputs[8:11]
-    ctx.save_for_backward(*output[5:])
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _weighted_op_backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    *grads, headroom = ctx.saved_tensors
-    factor = grad_loss * headroom if headroom.dim() == 0 else grad_loss
-    scaled = [(grad * factor).to(grad.dtype) if need else None for grad, need in zip(grads, ctx.needs, strict=True)]
-    return (*scaled, *(None,) * 15)
-
-
-_weighted_op.register_autograd(_weighted_op_backward, setup_context=_weighted_op_setup)
-
-
-@torch.library.custom_op("dllm_kernels::linear_token_nll", mutates_args=())
-def _token_op(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    compute_dtype: torch.dtype,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    ignore_index: int,
-    with_correct: bool,
-    triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    options = _Options(compute_dtype, chunk_size, memory_budget, num_active, ignore_index, with_correct, triton)
-    needs = _Needs(need_hidden, need_weight, need_bias)
-    *rows, unit_grad = _token_forward(hidden, weight, bias, targets, active, needs, options)
-    nll, row_max, log_sum, correct = (t.clone() for t in rows if t is not None)
-    return nll, row_max, log_sum, correct, _present(unit_grad, hidden)
-
-
-@_token_op.register_fake
-def _(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    compute_dtype: torch.dtype,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    ignore_index: int,
-    with_correct: bool,
-    triton: bool,
-) -> tuple[torch.Tensor, ...]:
-    acc = torch.promote_types(compute_dtype, torch.float32)
-    rows = [hidden.new_empty(targets.shape[0], dtype=d) for d in (acc, acc, acc, torch.bool)]
-    frozen = _frozen(_Needs(need_hidden, need_weight, need_bias))
-    return (*rows, torch.empty_like(hidden) if frozen else hidden.new_empty(0))
-
-
-@torch.library.custom_op("dllm_kernels::linear_token_nll_backward", mutates_args=())
-def _token_backward_op(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    row_max: torch.Tensor,
-    log_sum: torch.Tensor,
-    grad_nll: torch.Tensor,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    compute_dtype: torch.dtype,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    ignore_index: int,
-    with_correct: bool,
-    triton: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    options = _Options(compute_dtype, chunk_size, memory_budget, num_active, ignore_index, with_correct, triton)
-    needs = _Needs(need_hidden, need_weight, need_bias)
-    grads = _token_backward(hidden, weight, bias, targets, active, row_max, log_sum, grad_nll, needs, options)
-    grad_hidden, grad_weight, grad_bias = (_present(g, hidden) for g in grads)
-    return grad_hidden, grad_weight, grad_bias
-
-
-@_token_backward_op.register_fake
-def _(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    row_max: torch.Tensor,
-    log_sum: torch.Tensor,
-    grad_nll: torch.Tensor,
-    need_hidden: bool,
-    need_weight: bool,
-    need_bias: bool,
-    compute_dtype: torch.dtype,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    ignore_index: int,
-    with_correct: bool,
-    triton: bool,
-) -> tuple[torch.Tensor, ...]:
-    wanted = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
-    return tuple(torch.empty_like(t) if need and t is not None else hidden.new_empty(0) for t, need in wanted)
-
-
-def _token_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.needs, ctx.options = _Needs(*inputs[5:8]), inputs[8:]
-    _, row_max, log_sum, _, unit_grad = output
-    ctx.save_for_backward(*((unit_grad,) if _frozen(ctx.needs) else (*inputs[:5], row_max, log_sum)))
-    ctx.mark_non_differentiable(*output[1:])
-
-
-def _token_op_backward(ctx: Any, grad_nll: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-    if _frozen(ctx.needs):
-        return (_scale_rows(ctx.saved_tensors[0], grad_nll), *(None,) * 14)
-    grads = _token_backward_op(*ctx.saved_tensors, grad_nll, *ctx.needs, *ctx.options)
-    wanted = (grad if need else None for grad, need in zip(grads, ctx.needs, strict=True))
-    return (*wanted, *(None,) * 12)
-
-
-_token_op.register_autograd(_token_op_backward, setup_context=_token_op_setup)
