@@ -106,7 +106,7 @@ def _corrupt_independent(
 
 
 @triton.jit
-def _number_to_mask(level, length, at_least):
+def number_to_mask(level, length, at_least):
     """round(level * length), half to even, within [at_least, length]."""
     product = level * length.to(tl.float32)
     down = tl.floor(product)
@@ -138,7 +138,7 @@ def _corrupt_topk(
     seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(seed, row, block, eps, one_minus_eps)
     key = _position_keys(seed, row, block, 0, level, rate, length, R, BLOCK)
-    k = tl.reshape(_number_to_mask(level, length, at_least), [R])
+    k = tl.reshape(number_to_mask(level, length, at_least), [R])
     chosen = topk(key, k)
     i = tl.arange(0, BLOCK)[None, :]
     at = block * size + i
@@ -171,7 +171,7 @@ def _corrupt_topk_long(
         tl.store(key_ptr + i, key, mask=i < size)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
-    k = tl.max(tl.reshape(_number_to_mask(level, length, at_least), [1]), 0)
+    k = tl.max(tl.reshape(number_to_mask(level, length, at_least), [1]), 0)
     threshold, missing = threshold_in_memory(key_ptr, size, k, lo, hi, choosable, BLOCK)
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -291,7 +291,7 @@ def specimens() -> list[Specimen]:
             constants = {"WHAT": what.value, "SHARED_SEED": True, "R": R, "BLOCK": block} | unit
             out.append(
                 Specimen(f"corrupt_independent[{name}, {size}]", _corrupt_independent, pointers | sizes, constants,
-                         num_warps, divisible)
+                         num_warps, divisible, fp_fusion=False)
             )  # fmt: skip
     sizes |= {"rate": "fp32", "at_least": "i32"}
     flags = {"HAS_MASK": True, "SHARED_SEED": True} | unit
@@ -299,11 +299,12 @@ def specimens() -> list[Specimen]:
         tile = _corruption_tiles.select(size)
         constants = flags | {"R": tile.rows, "BLOCK": tile.block}
         out.append(
-            Specimen(f"corrupt_topk[{size}]", _corrupt_topk, pointers | sizes, constants, tile.num_warps, divisible)
-        )
+            Specimen(f"corrupt_topk[{size}]", _corrupt_topk, pointers | sizes, constants,
+                     tile.num_warps, divisible, fp_fusion=False)
+        )  # fmt: skip
     tile = _corruption_tiles.select(131072)
     out.append(
         Specimen("corrupt_topk_long", _corrupt_topk_long, pointers | {"key_ptr": "*i64"} | sizes,
-                 flags | {"BLOCK": tile.block}, tile.num_warps, divisible)
+                 flags | {"BLOCK": tile.block}, tile.num_warps, divisible, fp_fusion=False)
     )  # fmt: skip
     return out

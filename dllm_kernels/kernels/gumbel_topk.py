@@ -158,13 +158,12 @@ def specimens() -> list[Specimen]:
             tile = _corruption_tiles.select(D)
             constants = flags | {"R": tile.rows, "BLOCK": tile.block}
             out.append(
-                Specimen(
-                    f"gumbel_topk[{D}, {name}]", _gumbel_topk, pointers | sizes, constants, tile.num_warps, divisible
-                )
-            )
+                Specimen(f"gumbel_topk[{D}, {name}]", _gumbel_topk, pointers | sizes, constants,
+                         tile.num_warps, divisible, fp_fusion=False)
+            )  # fmt: skip
         tile = _corruption_tiles.select(131072)
         out.append(
             Specimen(f"gumbel_topk_long[{name}]", _gumbel_topk_long, pointers | {"key_ptr": "*i64"} | sizes,
-                     flags | {"BLOCK": tile.block}, tile.num_warps, divisible)
+                     flags | {"BLOCK": tile.block}, tile.num_warps, divisible, fp_fusion=False)
         )  # fmt: skip
     return out

@@ -69,7 +69,7 @@ def mask_topk(
 
     def body(level_bits: _Array, bits: _Array) -> tuple[_Array, int, _Array]:
         level = _levels(level_bits, eps)
-        k = np.rint(level * length.astype(np.float32)).astype(np.int64).clip(at_least, length)
+        k = number_to_mask(level, length, at_least)
         log_w = (np.float32(1.0) - level) * np.float32(rate) * place
         log_w[:, -1, last:] = -np.inf
         chosen = select_on_host(log_w.reshape(-1, grid.size), fine_uniform(bits).reshape(-1, grid.size), k.reshape(-1))
@@ -115,6 +115,13 @@ def _levels(bits: _Array, eps: float) -> _Array:
     u = ((bits >> np.uint64(8)) | np.uint64(1)).astype(np.float32) * np.float32(2.0**-24)
     level: _Array = u * np.float32(1.0 - eps) + np.float32(eps)
     return level
+
+
+def number_to_mask(level: _Array, length: _Array, at_least: int) -> _Array:
+    """``corruption.number_to_mask``."""
+    k = np.rint(level * length.astype(np.float32)).astype(np.int64)
+    clamped: _Array = np.minimum(np.maximum(k, at_least), length)
+    return clamped
 
 
 def _coins(level: _Array, bits: _Array) -> _Array:

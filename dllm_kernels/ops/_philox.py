@@ -138,7 +138,8 @@ def resolve_seed(
         return _checked_seeds(seeds, rows, device)
     source = device if generator is None else generator.device
     if source.type != "cpu" and not _same_device(source, device):
-        raise ValueError(f"generator must be on cpu or on {device} like the tensors, got one on {source}")
+        allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"
+        raise ValueError(f"generator must be on {allowed} like the tensors, got one on {source}")
     # The whole int64 range but its last value, which randint's open upper end cannot name.
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=source, generator=generator)
     return seed.to(device, non_blocking=True)

@@ -148,12 +148,12 @@ def mask_topk(
 
 def position_rate(half_life_ratio: float, size: int) -> float:
     """``ln 2 / (half_life_ratio size)``, the log-weight a position gains on the one before it at m = 0."""
-    # Never inf in float32: inf times a position 0 would be NaN.
-    return min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max)
+    # The largest log-weight, rate * size, stays finite in float32: infinite ones would be told apart by index only.
+    return min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
 
 
 def _levels(bits: torch.Tensor, eps: float) -> torch.Tensor:
-    """M of each block, float32 ``[rows, blocks]``."""
+    """The m of each block, float32 ``[rows, blocks]``."""
     return _philox.uniform_from_bits(bits[:, 0]) * (1.0 - eps) + eps
 
 
@@ -166,13 +166,18 @@ def _coins(grid: Grid, level: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     return grid.flat(bits < bound[..., None])
 
 
+def number_to_mask(level: torch.Tensor, length: torch.Tensor, at_least: int) -> torch.Tensor:
+    """``round(m length)``, half to even, within [at_least, length]; int64."""
+    k = torch.round(level * length.to(torch.float32)).to(torch.int64)
+    return torch.minimum(k.clamp(min=at_least), length)
+
+
 def _chosen(grid: Grid, level: torch.Tensor, rate: float, at_least: int, bits: torch.Tensor) -> torch.Tensor:
     """The k positions of each block, bool ``[rows, L]``."""
     last = grid.L - (grid.blocks - 1) * grid.size
     length = torch.full((grid.blocks,), grid.size, device=level.device)
     length[-1:] = last
-    k = torch.round(level * length.to(torch.float32)).to(torch.int64)
-    k = torch.minimum(k.clamp(min=at_least), length)
+    k = number_to_mask(level, length, at_least)
     place = torch.arange(grid.size, device=level.device, dtype=torch.float32)
     log_w = ((1.0 - level) * rate)[..., None] * place
     log_w[:, -1, last:] = -torch.inf

@@ -1,0 +1,408 @@
+"""The corruption routines: parity with the reference from the same draws, the same bits from every path, edges."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dllm_kernels import corruption
+from dllm_kernels.kernels import corruption as kernels
+from dllm_kernels.ops import _corruption_host, _philox
+from dllm_kernels.ops import corruption as ops
+from dllm_kernels.ops._philox import STREAM_LEVEL, STREAM_SELECT, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW, Draw
+from reference import corruption as reference
+
+MASK, V = 126_336, 126_464
+
+
+def batch(B, L, device="cpu", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (B, L), generator=g)
+    loss_mask = torch.rand(B, L, generator=g) < 0.7
+    return ids.to(device), loss_mask.to(device), torch.randint(-(2**62), 2**62, (B,), generator=g).to(device)
+
+
+ROUTINES = {
+    "uniform": lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, **kw),
+    "sequence": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, **kw),
+    "block 1": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 1, **kw),
+    "block 5": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 5, **kw),
+    "block 32": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 32, **kw),
+    "steep": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 8, 0.0, 1e-3, **kw),
+    "tokens": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, **kw),
+    "tokens, block 1": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, 1, **kw),
+    "tokens, block 6": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, 6, 0.2, **kw),
+}
+# Enough of them where what is tested does not depend on the block size.
+FEW = [ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")]
+some_routines = pytest.mark.parametrize("routine", FEW, ids=["uniform", "block 5", "tokens, block 6"])
+every_routine = pytest.mark.parametrize("routine", ROUTINES.values(), ids=ROUTINES.keys())
+
+
+def same(a, b):
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+def draws(seeds, L, block_size):
+    """The uniform numbers and tokens that the routines draw, for the reference to take."""
+    B, size = len(seeds), block_size or L
+    blocks = -(-L // size)
+    streams = (STREAM_SELECT, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW)
+    level, *bits = _philox.random_bits(
+        seeds, B, Draw(STREAM_LEVEL, 1, blocks), *(Draw(s, blocks, size) for s in streams)
+    )
+    select, high, low = (b.reshape(B, -1)[:, :L] for b in bits)
+    return _philox.uniform_from_bits(level[:, 0]), select, _philox.token_from_bits(high, low, V)
+
+
+@pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (4, 129)])
+def test_uniform_is_the_reference(B, L, backend, device):
+    ids, loss_mask, seeds = batch(B, L, device)
+    level, bits, _ = draws(seeds, L, None)
+    uniform = _philox.uniform_from_bits(bits)
+    expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, t_uniform=level[:, 0], uniform=uniform)
+    assert same(corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, seeds=seeds, backend=backend), expected)
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 4, 7, 32, 64])
+@pytest.mark.parametrize(("eps", "half_life_ratio"), [(1e-3, 0.25), (0.0, 1.0), (0.5, 0.05)])
+def test_blockwise_is_the_reference(block_size, eps, half_life_ratio, backend, device):
+    ids, loss_mask, seeds = batch(3, 50, device)
+    level, bits, _ = draws(seeds, 50, block_size)
+    options = (MASK, block_size, eps, half_life_ratio)
+    uniform = _philox.fine_uniform_from_bits(bits)
+    expected = reference.corrupt_blockwise(ids, loss_mask, *options, m_uniform=level, uniform=uniform)
+    assert same(corruption.corrupt_blockwise(ids, loss_mask, *options, seeds=seeds, backend=backend), expected)
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 6, 32])
+def test_uniform_random_is_the_reference(block_size, backend, device):
+    ids, loss_mask, seeds = batch(3, 50, device)
+    level, bits, tokens = draws(seeds, 50, block_size)
+    expected = reference.corrupt_uniform_random(
+        ids, loss_mask, V, block_size, t_uniform=level, uniform=_philox.uniform_from_bits(bits), tokens=tokens
+    )
+    got = corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds, backend=backend)
+    assert same(got, expected)
+
+
+def test_all_masked_is_the_reference(backend, device):
+    ids, loss_mask, _ = batch(3, 50, device)
+    expected = reference.corrupt_all_masked(ids, loss_mask, MASK)
+    assert same(corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend), expected)
+
+
+@every_routine
+@pytest.mark.parametrize("L", [1, 33, 150])
+def test_kernel_and_torch_draw_the_same(routine, L, device):
+    ids, loss_mask, seeds = batch(3, L, device)
+    for source in (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)}):
+        by_kernel, by_torch = (routine(ids, loss_mask, backend=b, **source()) for b in ("triton", "torch"))
+        assert same(by_kernel, by_torch)
+
+
+def test_kernel_and_torch_draw_the_same_on_long_rows(device):
+    ids, loss_mask, seeds = batch(2, 4100, device)  # past what a program holds in registers
+    by_kernel, by_torch = (
+        corruption.corrupt_blockwise(ids, loss_mask, MASK, seeds=seeds, backend=b) for b in ("triton", "torch")
+    )
+    assert same(by_kernel, by_torch)
+
+
+@every_routine
+@pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 150), (34, 1000)])
+def test_torch_and_its_host_shortcut_draw_the_same(routine, B, L, monkeypatch):
+    ids, loss_mask, seeds = batch(B, L)  # the last shape is two slices on the host
+    sources = (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)})
+    by_host = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
+    monkeypatch.setattr(ops, "on_host", lambda device: False)
+    by_torch = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
+    assert all(same(a, b) for a, b in zip(by_host, by_torch, strict=True))
+
+
+@pytest.mark.gpu
+@every_routine
+def test_the_same_on_cpu_and_gpu(routine):
+    ids, loss_mask, seeds = batch(8, 500)
+    on_cpu = [routine(ids, loss_mask, seeds=seeds), routine(ids, loss_mask, generator=torch.Generator().manual_seed(3))]
+    ids, loss_mask, seeds = ids.cuda(), loss_mask.cuda(), seeds.cuda()
+    on_gpu = [routine(ids, loss_mask, seeds=seeds), routine(ids, loss_mask, generator=torch.Generator().manual_seed(3))]
+    assert all(same(a, [x.cpu() for x in b]) for a, b in zip(on_cpu, on_gpu, strict=True))
+
+
+@some_routines
+def test_only_supervised_positions_change(routine, backend, device):
+    ids, loss_mask, seeds = batch(4, 60, device)
+    copies = ids.clone(), loss_mask.clone(), seeds.clone()
+    noisy, noise, p = routine(ids, loss_mask, seeds=seeds, backend=backend)
+    assert (noisy.dtype, noise.dtype, p.dtype) == (ids.dtype, torch.bool, torch.float32)
+    assert noisy.shape == noise.shape == p.shape == ids.shape
+    assert all(t.is_contiguous() for t in (noisy, noise, p))
+    assert not (noise & ~loss_mask).any()
+    assert torch.equal(noisy[~noise], ids[~noise])
+    assert same((ids, loss_mask, seeds), copies)
+    everywhere = routine(ids, torch.ones_like(loss_mask), seeds=seeds, backend=backend)
+    assert torch.equal(noise, everywhere[1] & loss_mask)  # supervision takes no part in the choice
+
+
+@some_routines
+def test_outputs_are_their_own_memory(routine, backend, device):
+    ids, loss_mask, seeds = batch(2, 20, device)
+    nothing = torch.zeros_like(loss_mask)
+    storages = {
+        t.untyped_storage().data_ptr() for t in (ids, nothing, *routine(ids, nothing, seeds=seeds, backend=backend))
+    }
+    assert len(storages) == 5
+
+
+@every_routine
+def test_a_row_with_a_seed_does_not_know_its_batch(routine, backend, device):
+    ids, loss_mask, seeds = batch(6, 70, device)
+    whole = routine(ids, loss_mask, seeds=seeds, backend=backend)
+    for rows in ([4], [5, 0, 3]):
+        part = routine(ids[rows], loss_mask[rows], seeds=seeds[rows], backend=backend)
+        assert same(part, [t[rows] for t in whole])
+
+
+@some_routines
+def test_a_resumed_generator_goes_on_as_if_never_stopped(routine, backend, device):
+    ids, loss_mask, _ = batch(3, 40, device)
+    generator = torch.Generator().manual_seed(7)
+    routine(ids, loss_mask, generator=generator, backend=backend)
+    state = generator.get_state()
+    expected = [routine(ids, loss_mask, generator=generator, backend=backend) for _ in range(2)]
+    resumed = torch.Generator()
+    resumed.set_state(state)
+    assert all(same(routine(ids, loss_mask, generator=resumed, backend=backend), e) for e in expected)
+    assert not torch.equal(expected[0][1], expected[1][1])
+
+
+@every_routine
+def test_a_stored_seed_keeps_its_mask(routine):
+    # Frozen: a change here breaks every run that stored a seed. The mask as bits, the first position highest.
+    _, noise, _ = routine(torch.zeros(1, 32, dtype=torch.int64), torch.ones(1, 32), seeds=torch.tensor([12345]))
+    value = int("".join(str(int(n)) for n in noise[0]), 2)
+    name = next(name for name, r in ROUTINES.items() if r is routine)
+    assert f"{value:08x}" == STORED[name]
+
+
+STORED = {
+    "uniform": "4c006282",
+    "sequence": "12001019",
+    "block 1": "36162932",
+    "block 5": "12aed136",
+    "block 32": "12001019",
+    "steep": "03073f1f",
+    "tokens": "4c006282",
+    "tokens, block 1": "740f0da3",
+    "tokens, block 6": "4eaffe0a",
+}
+
+
+def test_fewer_positions_are_a_prefix_only_where_length_does_not_matter():
+    ids, loss_mask, seeds = batch(2, 64)
+    short = corruption.corrupt_blockwise(ids[:, :32], loss_mask[:, :32], MASK, 16, seeds=seeds)
+    long = corruption.corrupt_blockwise(ids, loss_mask, MASK, 16, seeds=seeds)
+    assert same(short, [t[:, :32].contiguous() for t in long])
+
+
+@pytest.mark.parametrize("L", [1, 7, 40])
+@pytest.mark.parametrize("block_size", [None, 1, 3, 8, 64])
+def test_the_count_in_every_block(L, block_size, backend, device):
+    ids, _, seeds = batch(5, L, device)
+    _, noise, p = corruption.corrupt_blockwise(ids, None, MASK, block_size, seeds=seeds, backend=backend)
+    for b in range(5):
+        for block in reference.blocks_of(L, block_size):
+            m = p[b, block.start].cpu()
+            assert (p[b, block.start : block.stop].cpu() == m).all()
+            expected = reference.number_to_mask(m, len(block), at_least=int(block_size is None))
+            assert int(noise[b, block.start : block.stop].sum()) == expected
+
+
+# Levels and lengths: both clamps, halves to even (2.5, 3.5, 0.5, 1.5), and products that round to a half in float32.
+COUNTS = [
+    (0.5, 5), (0.5, 7), (0.5, 1), (0.5, 3), (0.25, 2), (0.75, 2), (0.001, 4), (0.001, 1), (1.0, 9), (0.9999, 8),
+    (0.3, 5), (0.7, 5), (0.1, 5), (0.49999997, 5), (0.50000006, 5), (0.83333331, 3), (0.5, 4095), (0.99999994, 131071),
+]  # fmt: skip
+
+
+@triton.jit
+def _count_kernel(level_ptr, length_ptr, out_ptr, n, at_least, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    level = tl.load(level_ptr + i, mask=i < n)
+    length = tl.load(length_ptr + i, mask=i < n)
+    tl.store(out_ptr + i, kernels.number_to_mask(level, length, at_least).to(tl.int64), mask=i < n)
+
+
+@pytest.mark.parametrize("at_least", [0, 1])
+def test_counts_round_half_to_even_and_clamp(at_least, device):
+    level = torch.tensor([m for m, _ in COUNTS])
+    length = torch.tensor([n for _, n in COUNTS])
+    expected = [reference.number_to_mask(m, int(n), at_least) for m, n in zip(level, length, strict=True)]
+    assert expected[:6] == [2, 4, at_least, 2, at_least, 2]
+    assert ops.number_to_mask(level, length, at_least).tolist() == expected
+    assert _corruption_host.number_to_mask(level.numpy(), length.numpy(), at_least).tolist() == expected
+    out = torch.empty_like(length, device=device)
+    _count_kernel[(1,)](
+        level.to(device), length.to(device), out, len(COUNTS), at_least, BLOCK=32, enable_fp_fusion=False
+    )
+    assert out.tolist() == expected
+
+
+@pytest.mark.parametrize("half_life_ratio", [1e-300, 1e-30, 1e30])
+def test_extreme_biases_still_choose_exactly_k(half_life_ratio, backend, device):
+    ids, _, seeds = batch(4, 24, device)
+    _, noise, p = corruption.corrupt_blockwise(
+        ids, None, MASK, 8, half_life_ratio=half_life_ratio, seeds=seeds, backend=backend
+    )
+    expected = ops.number_to_mask(p[:, ::8], torch.tensor(8, device=device), 0)
+    assert torch.equal(noise.view(4, 3, 8).sum(2), expected)
+    if half_life_ratio < 1:  # so steep that the last positions of a block win
+        assert (noise.view(4, 3, 8).int().diff(dim=2) >= 0).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16, torch.float64])
+@some_routines
+def test_masks_of_any_dtype(routine, dtype, backend, device):
+    ids, loss_mask, seeds = batch(2, 40, device)
+    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
+    assert same(routine(ids, loss_mask.to(dtype), seeds=seeds, backend=backend), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_ids_of_any_dtype(dtype, backend, device):
+    ids, loss_mask, seeds = batch(2, 40, device)
+    ids = (ids % 1000).to(dtype)
+    noisy, noise, _ = corruption.corrupt_blockwise(ids, loss_mask, 999, 8, seeds=seeds, backend=backend)
+    assert noisy.dtype == dtype
+    assert torch.equal(noisy, torch.where(noise, 999, ids))
+    noisy, noise, _ = corruption.corrupt_uniform_random(ids, loss_mask, 1000, seeds=seeds, backend=backend)
+    assert noisy.dtype == dtype
+    assert int(noisy.min()) >= 0
+    assert int(noisy.max()) < 1000
+
+
+@some_routines
+def test_views(routine, backend, device):
+    ids, loss_mask, seeds = batch(3, 40, device)
+    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
+    turned = ids.t().contiguous().t(), loss_mask.repeat(1, 2)[:, 40:]
+    assert same(routine(*turned, seeds=seeds, backend=backend), expected)
+
+
+def test_levels_lie_in_their_range(backend, device):
+    ids, loss_mask, _ = batch(64, 8, device)
+    seeds = torch.arange(64, device=device)
+    for eps in (0.0, 0.001, 0.9, 0.999999):
+        for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
+            p = routine(ids, loss_mask, MASK, eps=eps, seeds=seeds, backend=backend)[2]
+            assert float(p.min()) >= np.float32(eps)
+            assert float(p.max()) <= 1
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
+def test_empty_batches(shape, backend, device):
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    loss_mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    for routine in ROUTINES.values():
+        outputs = routine(ids, loss_mask, backend=backend)
+        assert [t.shape for t in outputs] == [ids.shape] * 3
+        assert [t.dtype for t in outputs] == [torch.int64, torch.bool, torch.float32]
+    assert corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend)[1].shape == shape
+
+
+@pytest.mark.parametrize("name", ["block 5", "tokens, block 6"])
+def test_compiles_without_a_graph_break(name):
+    ids, loss_mask, seeds = batch(3, 40)
+    expected = ROUTINES[name](ids, loss_mask, seeds=seeds)
+    run = torch.compile(lambda i, m, s: ROUTINES[name](i, m, seeds=s), fullgraph=True, backend="aot_eager")
+    assert same(run(ids, loss_mask, seeds), expected)
+
+
+@pytest.mark.gpu
+@every_routine
+def test_one_launch_and_no_wait(routine):
+    ids, loss_mask, seeds = batch(8, 512, "cuda")
+    routine(ids, loss_mask, seeds=seeds)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            routine(ids, loss_mask, seeds=seeds)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    launches = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launches) == 1
+
+
+SIGNATURES = {
+    "gumbel_topk": ["log_w", "k"],
+    "batched_gumbel_topk": ["log_w", "k", "generator"],
+    "corrupt_uniform": ["input_ids", "loss_mask", "mask_token_id", "eps", "generator"],
+    "corrupt_blockwise": [
+        "input_ids", "loss_mask", "mask_token_id", "block_size", "eps", "half_life_ratio", "generator",
+    ],
+    "corrupt_uniform_random": ["input_ids", "loss_mask", "vocab_size", "block_size", "eps", "generator"],
+    "corrupt_all_masked": ["input_ids", "loss_mask", "mask_token_id"],
+}  # fmt: skip
+DEFAULTS = {"eps": 1e-3, "half_life_ratio": 0.25, "block_size": None, "generator": None}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_documented(name):
+    parameters = inspect.signature(getattr(corruption, name)).parameters
+    positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == SIGNATURES[name]
+    assert all(p.default == DEFAULTS[p.name] for p in positional if p.default is not p.empty)
+    assert all(p.default is not p.empty for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
+IDS, LOSS, SEEDS = batch(2, 6)
+# Arguments on top of good ones; the routines that have such an argument; what is said.
+BAD = [
+    ({"input_ids": [[1]]}, "mask", TypeError, "input_ids must be a torch.Tensor, got list"),
+    ({"input_ids": IDS.float()}, "mask", ValueError, "input_ids must have dtype int64, .* got float32"),
+    ({"input_ids": IDS[0]}, "mask", ValueError, r"input_ids must have shape \[B, L\], got \(6,\)"),
+    ({"loss_mask": [1]}, "mask", TypeError, "loss_mask must be a torch.Tensor, got list"),
+    ({"loss_mask": LOSS[:, :3]}, "mask", ValueError, r"loss_mask must have shape \(2, 6\) .* got \(2, 3\)"),
+    ({"loss_mask": LOSS.to("meta")}, "mask", ValueError, "loss_mask must be on cpu like input_ids, got meta"),
+    ({"loss_mask": LOSS.to(torch.complex64)}, "mask", ValueError, "loss_mask must have dtype bool, .* got complex64"),
+    ({"loss_mask": None}, "uniform", TypeError, "loss_mask must be a torch.Tensor, got NoneType"),
+    ({"mask_token_id": 1.5}, "mask", TypeError, "mask_token_id must be an int, got float"),
+    ({"mask_token_id": 2**63}, "mask", ValueError, "mask_token_id must fit the int64 of input_ids, .* got 9223"),
+    ({"eps": 1.0}, "uniform", ValueError, r"eps must lie in \[0, 1\), got 1.0"),
+    ({"eps": -1e-3}, "blockwise", ValueError, r"eps must lie in \[0, 1\), got -0.001"),
+    ({"eps": float("nan")}, "random", ValueError, r"eps must lie in \[0, 1\), got nan"),
+    ({"eps": "small"}, "uniform", TypeError, "eps must be a float, got str"),
+    ({"half_life_ratio": 0}, "blockwise", ValueError, "half_life_ratio must be above 0, got 0"),
+    ({"half_life_ratio": float("nan")}, "blockwise", ValueError, "half_life_ratio must be above 0, got nan"),
+    ({"half_life_ratio": None}, "blockwise", TypeError, "half_life_ratio must be a float, got NoneType"),
+    ({"block_size": 0}, "blockwise", ValueError, "block_size must be at least 1, got 0"),
+    ({"block_size": 2.0}, "random", TypeError, "block_size must be an int, got float"),
+    ({"vocab_size": 0}, "random", ValueError, "vocab_size must be at least 1, got 0"),
+    ({"vocab_size": 2**31 + 1}, "random", ValueError, r"vocab_size must be at most 2\*\*31, got 2147483649"),
+    ({"input_ids": IDS.to(torch.int16)}, "random", ValueError, "vocab_size - 1 must fit the int16 of input_ids"),
+    ({"seeds": SEEDS[:1]}, "uniform", ValueError, r"seeds must have shape \(2,\), one a row, got \(1,\)"),
+    ({"seeds": SEEDS.int()}, "blockwise", ValueError, "seeds must have dtype int64, got int32"),
+    ({"seeds": SEEDS, "generator": torch.Generator()}, "random", ValueError, "generator and seeds exclude each other"),
+    ({"generator": 7}, "blockwise", TypeError, "generator must be a torch.Generator or None, got int"),
+    ({"backend": "gpu"}, "mask", ValueError, "backend must be one of auto, triton, torch, got 'gpu'"),
+]
+CALLS = {
+    "uniform": (corruption.corrupt_uniform, {"mask_token_id": MASK}),
+    "blockwise": (corruption.corrupt_blockwise, {"mask_token_id": MASK}),
+    "all": (corruption.corrupt_all_masked, {"mask_token_id": MASK}),
+    "random": (corruption.corrupt_uniform_random, {"vocab_size": V}),
+}
+GROUPS = {"mask": ("uniform", "blockwise", "all")}
+
+
+@pytest.mark.parametrize(("arguments", "group", "error", "message"), BAD)
+def test_errors(arguments, group, error, message):
+    for name in GROUPS.get(group, (group,)):
+        call, good = CALLS[name]
+        with pytest.raises(error, match=message):
+            call(**({"input_ids": IDS, "loss_mask": LOSS} | good | arguments))
