@@ -1,0 +1,440 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import reference
+from dllm_kernels import mtp
+from dllm_kernels.mtp import (
+    FusedLinearCrossEntropy,
+    MaskedCrossEntropy,
+    MTPLossConfig,
+    PipelineCausalLMLoss,
+    calculate_loss,
+    calculate_mtp_loss,
+)
+from tests.parity import assert_parity
+
+B, S, H, V, D = 2, 11, 8, 37, 3
+BASES = [MaskedCrossEntropy, FusedLinearCrossEntropy]
+
+
+class Model(nn.Module):
+    """A head, and nothing else that the loss looks at."""
+
+    def __init__(self, weight=None, bias=None):
+        super().__init__()
+        weight = torch.randn(V, H, dtype=torch.float64) if weight is None else weight
+        self.lm_head = nn.Linear(H, V, bias=bias is not None, dtype=weight.dtype, device=weight.device)
+        self.lm_head.weight = nn.Parameter(weight)
+        if bias is not None:
+            self.lm_head.bias = nn.Parameter(bias)
+
+
+class Given(nn.Module):
+    """A head whose weight is a leaf of the test, not a parameter."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.head = nn.Linear(1, 1, bias=False)
+        del self.head.weight
+        self.head.weight = weight
+        self.head.forward = lambda h: nn.functional.linear(h, weight)
+
+    def get_output_embeddings(self):
+        return self.head
+
+
+def labels_with_padding():
+    labels = torch.randint(0, V, (B, S))
+    labels[0, 3] = labels[1, 0] = -100
+    return labels
+
+
+def hiddens(dtype=torch.float64, grad=True):
+    return [torch.randn(B, S, H, dtype=dtype).requires_grad_(grad) for _ in range(D)]
+
+
+def packings():
+    return {
+        "none": {},
+        "cu_seqlens": {"cu_seqlens": torch.tensor([0, 4, 9], dtype=torch.int32)},
+        "cu_seqlens on the chunk edge": {"cu_seqlens": torch.tensor([[0, 5, 10, S]])},
+        "seq_idx": {"seq_idx": torch.tensor([[0] * 5 + [1] * 6, [3] * 2 + [7] * 8 + [3]])},
+        "flat seq_idx": {"seq_idx": torch.tensor([0] * 5 + [1] * 6)},
+        "seq_idx wins": {"seq_idx": torch.zeros(B, S, dtype=torch.int64), "cu_seqlens": torch.tensor([0, 4, S])},
+    }
+
+
+@pytest.mark.parametrize("packing", packings())
+@pytest.mark.parametrize("base", BASES)
+def test_value_and_gradients_equal_the_reference(base, packing, backend):
+    torch.manual_seed(0)
+    labels, options = labels_with_padding(), packings()[packing]
+    draws = [([*hiddens(grad=False), torch.randn(V, H, dtype=torch.float64)], torch.randn(())) for _ in range(2)]
+
+    def ours(*leaves):
+        chunked = {"chunk_size": 5} if base is FusedLinearCrossEntropy else {}
+        return calculate_mtp_loss(
+            base(backend=backend, **chunked),
+            mtp_per_depth_h=list(leaves[:-1]),
+            labels=labels,
+            model=Given(leaves[-1]),
+            num_label_tokens=17,
+            **options,
+        )
+
+    def plain(*leaves):
+        logits = [h @ leaves[-1].t() for h in leaves[:-1]]
+        return reference.mtp_loss(logits, labels, 0.1, 17, **options).loss
+
+    assert_parity(ours, plain, draws)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("base", BASES)
+def test_low_precision_is_as_good_as_plain(base, dtype):
+    torch.manual_seed(1)
+    labels = labels_with_padding()
+    draws = [([*hiddens(dtype, grad=False), torch.randn(V, H).to(dtype)], torch.rand(()) + 0.5) for _ in range(4)]
+
+    def ours(*leaves):
+        model = Given(leaves[-1])
+        return calculate_mtp_loss(
+            base(), mtp_per_depth_h=list(leaves[:-1]), labels=labels, model=model, scaling_factor=0.3
+        )
+
+    def plain(*leaves):
+        return reference.mtp_loss([h @ leaves[-1].t() for h in leaves[:-1]], labels, 0.3).loss
+
+    assert_parity(ours, plain, draws)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_depths_come_unscaled_and_with_their_graphs(base):
+    torch.manual_seed(2)
+    hidden, labels, model = hiddens(), labels_with_padding(), Model(bias=torch.randn(V, dtype=torch.float64))
+    expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.2, 9)
+    out = calculate_mtp_loss(
+        base(),
+        mtp_per_depth_h=hidden,
+        labels=labels,
+        model=model,
+        scaling_factor=0.2,
+        num_label_tokens=9,
+        return_per_depth=True,
+    )
+    assert isinstance(out, mtp.MTPLossOutput)
+    assert len(out.per_depth_losses) == D
+    torch.testing.assert_close(out.loss, expected.loss)
+    torch.testing.assert_close(out.loss, 0.2 / D * sum(out.per_depth_losses))
+    for k in range(D):
+        torch.testing.assert_close(out.per_depth_losses[k], expected.per_depth_losses[k])
+        ours = torch.autograd.grad(out.per_depth_losses[k], [hidden[k], *model.parameters()], retain_graph=True)
+        plain = torch.autograd.grad(expected.per_depth_losses[k], [hidden[k], *model.parameters()], retain_graph=True)
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("return_per_depth", [False, True])
+def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
+    calls = []
+    for name in ("weighted_linear_nll", "linear_token_nll"):
+        original = getattr(mtp, name)
+        monkeypatch.setattr(
+            mtp, name, lambda *a, f=original, n=name, **k: (calls.append((n, a[0].shape)), f(*a, **k))[1]
+        )
+    calculate_mtp_loss(
+        FusedLinearCrossEntropy(),
+        mtp_per_depth_h=hiddens(),
+        labels=labels_with_padding(),
+        model=Model(),
+        return_per_depth=return_per_depth,
+    )
+    assert calls == [("linear_token_nll" if return_per_depth else "weighted_linear_nll", (D, B, S, H))]
+
+
+def test_logits_and_given_targets():
+    torch.manual_seed(3)
+    labels = labels_with_padding()
+    logits = [torch.randn(B, S, V, dtype=torch.float64) for _ in range(D)]
+    targets = [reference.mtp_labels(labels, k, -100) for k in range(D)]
+    expected = reference.mtp_loss(logits, labels, 0.1).loss
+    for given in ({}, {"mtp_per_depth_targets": targets}):
+        got = calculate_mtp_loss(
+            MaskedCrossEntropy(), mtp_per_depth_logits=logits, labels=labels, model=Model(), **given
+        )
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_flat_labels_with_a_batch_of_one(base):
+    torch.manual_seed(4)
+    labels, hidden, model = labels_with_padding()[0], [h[:1] for h in hiddens()], Model()
+    got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels[None], 0.1).loss
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_loss_with_its_own_ignore_index(base):
+    torch.manual_seed(5)
+    labels, hidden, model = labels_with_padding(), hiddens(), Model()
+    labels[0, 5] = 7
+    elsewhere = torch.where(labels == 7, -100, labels)
+    expected = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=elsewhere, model=model)
+    for index in (-100, None, 7):
+        got = calculate_mtp_loss(
+            base(ignore_index=7), mtp_per_depth_h=hidden, labels=labels, model=model, ignore_index=index
+        )
+        torch.testing.assert_close(got, expected)
+    with pytest.raises(ValueError, match="ignore_index must be -100 or that of loss_fn, 7, got 3"):
+        calculate_mtp_loss(base(ignore_index=7), mtp_per_depth_h=hidden, labels=labels, model=model, ignore_index=3)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_loss_weights_and_counts(base):
+    torch.manual_seed(6)
+    labels, hidden, model = labels_with_padding(), hiddens(), Model()
+    weights = torch.rand(B, S, dtype=torch.float64)
+    expected = 0
+    for k, h in enumerate(hidden):
+        targets = reference.mtp_labels(labels, k, -100)
+        expected = expected + (reference.token_nll(model.lm_head(h), targets) * weights).sum() / 13
+    for count in (13, torch.tensor(13)):
+        got = calculate_mtp_loss(
+            base(), mtp_per_depth_h=hidden, labels=labels, model=model, loss_weights=weights, num_label_tokens=count
+        )
+        torch.testing.assert_close(got, expected * 0.1 / D)
+    for count in (0, torch.tensor(0)):
+        got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model, num_label_tokens=count)
+        assert got.item() == 0
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_more_depths_than_positions(base):
+    model = Model()
+    hidden = [torch.randn(B, 2, H, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    labels = torch.randint(0, V, (B, 2))
+    got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    expected = reference.token_nll(model.lm_head(hidden[0][:, :1]), labels[:, 1:]).sum() * 0.1 / 4
+    torch.testing.assert_close(got, expected)
+    got.backward()
+    assert all(h.grad.abs().sum() == 0 for h in hidden[1:])
+
+
+def test_bad_input():
+    hidden, labels, model = hiddens(), labels_with_padding(), Model()
+    logits = [model.lm_head(h) for h in hidden]
+    call = {"labels": labels, "model": model}
+    fused, masked = FusedLinearCrossEntropy(), MaskedCrossEntropy()
+    with pytest.raises(
+        ValueError, match="exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got neither"
+    ):
+        calculate_mtp_loss(masked, **call)
+    with pytest.raises(ValueError, match=r"exactly one .* got both"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_logits=logits, **call)
+    with pytest.raises(ValueError, match="must hold at least one depth"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=[], **call)
+    with pytest.raises(ValueError, match="mtp_per_depth_h must be given to FusedLinearCrossEntropy"):
+        calculate_mtp_loss(fused, mtp_per_depth_logits=logits, **call)
+    with pytest.raises(ValueError, match=r"the output of MTP depth 1 must have shape \(2, 11, 8\)"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=[hidden[0], hidden[1][:, :5]], **call)
+    with pytest.raises(ValueError, match=r"seq_idx must have shape \(2, 11\) like labels"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, seq_idx=torch.zeros(3, S), **call)
+    with pytest.raises(ValueError, match=r"cu_seqlens must have shape \[num_seqs \+ 1\]"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, cu_seqlens=torch.zeros(2, 3), **call)
+    with pytest.raises(ValueError, match="mtp_per_depth_targets must not be combined"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels] * D, seq_idx=labels, **call)
+    with pytest.raises(ValueError, match="mtp_per_depth_targets must hold 3 tensors, one per depth, got 2"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels] * 2, **call)
+    with pytest.raises(ValueError, match=r"mtp_per_depth_targets\[0\] must have shape"):
+        calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels[:1]] * D, **call)
+    with pytest.raises(ValueError, match="model has no LM head"):
+        calculate_mtp_loss(fused, mtp_per_depth_h=hidden, labels=labels, model=nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="reduction must be one of sum, mean, none, got 'avg'"):
+        MaskedCrossEntropy(reduction="avg")
+    with pytest.raises(
+        ValueError, match="num_label_tokens is only supported when reduction is 'sum', got reduction='mean'"
+    ):
+        MaskedCrossEntropy(reduction="mean")(logits[0], labels, num_label_tokens=3)
+    with pytest.raises(ValueError, match="loss_weights is only supported when reduction is 'sum'"):
+        FusedLinearCrossEntropy(reduction="none")(
+            hidden[0], labels, model.lm_head.weight, loss_weights=torch.ones(B, S)
+        )
+    with pytest.raises(ValueError, match="logit_softcapping must be 0, got 30"):
+        FusedLinearCrossEntropy(logit_softcapping=30)
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        FusedLinearCrossEntropy(chunk_size=0)
+    with pytest.raises(ValueError, match=r"mask must have shape \(22,\)"):
+        masked(logits[0], labels, mask=torch.ones(3))
+    with pytest.raises(ValueError, match="logits is needed by MaskedCrossEntropy, got None"):
+        calculate_loss(masked, labels=labels, model=model)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_base_losses_agree_with_the_reference(reduction):
+    torch.manual_seed(7)
+    model, hidden, labels = Model(), hiddens()[0], labels_with_padding()
+    logits = model.lm_head(hidden)
+    before = labels.clone()
+    mask = torch.rand(B, S) < 0.7
+    expected = reference.masked_cross_entropy(logits, labels, reduction=reduction)
+    torch.testing.assert_close(MaskedCrossEntropy(reduction=reduction)(logits, labels), expected)
+    fused = FusedLinearCrossEntropy(reduction=reduction)(hidden, labels, model.lm_head.weight)
+    torch.testing.assert_close(fused, expected)
+    masked = MaskedCrossEntropy(reduction=reduction)(logits, labels, mask=mask)
+    kept = torch.where(mask, labels, -100)
+    torch.testing.assert_close(masked, reference.masked_cross_entropy(logits, kept, reduction=reduction))
+    assert torch.equal(labels, before)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_a_mean_over_nothing_is_zero(base):
+    model, hidden = Model(), hiddens()[0]
+    labels = torch.full((B, S), -100)
+    first = (model.lm_head(hidden),) if base is MaskedCrossEntropy else (hidden,)
+    rest = () if base is MaskedCrossEntropy else (model.lm_head.weight,)
+    loss = base(reduction="mean")(*first, labels, *rest)
+    assert loss.item() == 0
+    loss.backward()
+    assert hidden.grad.abs().sum() == 0
+
+
+def test_fp32_upcast_false_rounds_each_token():
+    torch.manual_seed(8)
+    logits, labels = torch.randn(B, S, V).bfloat16(), torch.randint(0, V, (B, S))
+    exact = MaskedCrossEntropy(reduction="none")(logits, labels)
+    rounded = MaskedCrossEntropy(fp32_upcast=False, reduction="none")(logits, labels)
+    assert not torch.equal(exact, rounded)
+    assert torch.equal(exact.bfloat16().float(), rounded)
+    assert torch.equal(MaskedCrossEntropy(fp32_upcast=False)(logits, labels), rounded.sum())
+
+
+class ByParameter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.my_lm_head_matrix = nn.Parameter(torch.randn(V, H, dtype=torch.float64))
+
+
+class ByGetter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(1, 1)
+        self.out = nn.Linear(H, V, bias=False, dtype=torch.float64)
+
+    def get_output_embeddings(self):
+        return self.out
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("model", [ByParameter(), ByGetter(), nn.ModuleDict({"inner": Model()})])
+def test_the_head_is_found(base, model):
+    weight = max((p for p in model.parameters()), key=torch.Tensor.numel)
+    hidden, labels = hiddens(grad=False), labels_with_padding()
+    got = calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    torch.testing.assert_close(got, reference.mtp_loss([h @ weight.t() for h in hidden], labels, 0.1).loss)
+
+
+class Stage(Model):
+    def __init__(self, factor=None, logits=False):
+        super().__init__()
+        if factor is not None:
+            self.mtp_config = SimpleNamespace(loss_scaling_factor=factor)
+        self.mtp_outputs_are_logits = logits
+
+
+def main_and_mtp(model, logits, hidden, labels, factor, **packing):
+    main = reference.masked_cross_entropy(logits, labels)
+    return main + reference.mtp_loss([model.lm_head(h) for h in hidden], labels, factor, **packing).loss
+
+
+def test_pipeline_loss_takes_every_form_of_output():
+    torch.manual_seed(9)
+    model, hidden, labels = Stage(), hiddens(), labels_with_padding()
+    logits = torch.randn(B, S, V, dtype=torch.float64, requires_grad=True)
+    loss_fn = MTPLossConfig().build(MaskedCrossEntropy(), model)
+    main = reference.masked_cross_entropy(logits, labels)
+    seq_idx = torch.randint(0, 2, (B, S), dtype=torch.int32)
+    expected = main_and_mtp(model, logits, hidden, labels, 0.1)
+    torch.testing.assert_close(loss_fn(logits, labels), main)
+    torch.testing.assert_close(loss_fn(SimpleNamespace(logits=logits), labels), main)
+    torch.testing.assert_close(loss_fn(SimpleNamespace(logits=logits, mtp_per_depth_h=hidden), labels), expected)
+    torch.testing.assert_close(loss_fn((logits, *hidden), labels), expected)
+    torch.testing.assert_close(loss_fn((logits,), labels), main)
+    packed = main_and_mtp(model, logits, hidden, labels, 0.1, seq_idx=seq_idx)
+    torch.testing.assert_close(loss_fn((logits, *hidden, seq_idx), labels), packed)
+    loss_fn.cu_seqlens = torch.tensor([0, 4, S])
+    by_length = main_and_mtp(model, logits, hidden, labels, 0.1, cu_seqlens=loss_fn.cu_seqlens)
+    torch.testing.assert_close(loss_fn((logits, *hidden), labels), by_length)
+    torch.testing.assert_close(loss_fn((logits, *hidden, seq_idx), labels), packed)
+
+
+def test_pipeline_loss_adds_mtp_only_in_training():
+    model, hidden, labels = Stage().eval(), hiddens(), labels_with_padding()
+    logits = torch.randn(B, S, V, dtype=torch.float64)
+    got = PipelineCausalLMLoss(MaskedCrossEntropy(), model)((logits, *hidden), labels)
+    torch.testing.assert_close(got, reference.masked_cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize(
+    ("own", "output", "config", "expected"),
+    [(0.7, 0.5, 0.3, 0.7), (None, 0.5, 0.3, 0.5), (None, None, 0.3, 0.3), (None, None, None, 0.1)],
+)
+def test_pipeline_scaling(own, output, config, expected):
+    model, hidden, labels = Stage(config), hiddens(), labels_with_padding()
+    logits = torch.randn(B, S, V, dtype=torch.float64)
+    stage_output = SimpleNamespace(logits=logits, mtp_per_depth_h=hidden)
+    if output is not None:
+        stage_output.mtp_loss_scaling_factor = output
+    got = PipelineCausalLMLoss(MaskedCrossEntropy(), model, own)(stage_output, labels)
+    torch.testing.assert_close(got, main_and_mtp(model, logits, hidden, labels, expected))
+
+
+def test_pipeline_with_depth_logits():
+    model, labels = Stage(logits=True), labels_with_padding()
+    logits = [torch.randn(B, S, V, dtype=torch.float64) for _ in range(D + 1)]
+    expected = reference.masked_cross_entropy(logits[0], labels) + reference.mtp_loss(logits[1:], labels, 0.1).loss
+    torch.testing.assert_close(PipelineCausalLMLoss(MaskedCrossEntropy(), model)(tuple(logits), labels), expected)
+
+
+def test_pipeline_with_the_fused_loss():
+    torch.manual_seed(10)
+    model, hidden, labels = Stage(), hiddens(), labels_with_padding()
+    loss_fn = PipelineCausalLMLoss(FusedLinearCrossEntropy(), model)
+    main = reference.masked_cross_entropy(model.lm_head(hidden[0]), labels)
+    torch.testing.assert_close(loss_fn(hidden[0], labels), main)
+    output = SimpleNamespace(logits=None, hidden_states=[None, hidden[0]], mtp_per_depth_h=hidden[1:])
+    expected = main_and_mtp(model, model.lm_head(hidden[0]), hidden[1:], labels, 0.1)
+    torch.testing.assert_close(loss_fn(output, labels), expected)
+    with pytest.raises(ValueError, match="output must not be a tuple for FusedLinearCrossEntropy"):
+        loss_fn((hidden[0], *hidden[1:]), labels)
+
+
+def test_seq_idx_tail():
+    tail = torch.zeros(B, S, dtype=torch.int32)
+    x = torch.zeros(B, S, V)
+    extract = PipelineCausalLMLoss._extract_seq_idx_tail
+    assert extract((x, tail))[0] is tail
+    assert extract((x, tail))[1] == (x,)
+    for output in ((x, tail.long()), (x, tail[0]), (), x, [x, tail]):
+        assert extract(output) == (None, output)
+
+
+def test_pipeline_checks_its_ignore_index():
+    with pytest.raises(ValueError, match="ignore_index must be -100 or that of loss_fn, -100, got 5"):
+        PipelineCausalLMLoss(MaskedCrossEntropy(), Model(), ignore_index=5)
+    assert PipelineCausalLMLoss(MaskedCrossEntropy(ignore_index=5), Model()).ignore_index == 5
+
+
+def test_a_linear_loss_of_somebody_else_gets_the_head():
+    class Theirs(nn.Module):
+        ignore_index = -100
+
+        def forward(self, hidden_states, labels, lm_weight, num_label_tokens=None):
+            return reference.masked_cross_entropy(hidden_states @ lm_weight.t(), labels)
+
+    torch.manual_seed(11)
+    model, hidden, labels = Model(), hiddens(), labels_with_padding()
+    got = calculate_mtp_loss(Theirs(), mtp_per_depth_h=hidden, labels=labels, model=model, grad_reduce_group=object())
+    torch.testing.assert_close(got, reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss)
