@@ -117,9 +117,7 @@ class Result:
         """The record as plain JSON values, with the quantiles beside the samples."""
         record = asdict(self)
         timing = self.timing
-        record["timing"] = (
-            None if timing is None else {f"q{int(100 * q)}_s": timing.quantile(q) for q in QUANTILES}
-        )
+        record["timing"] = None if timing is None else {f"q{int(100 * q)}_s": timing.quantile(q) for q in QUANTILES}
         record["samples_s"] = None if timing is None else list(timing.samples)
         return record
 
@@ -299,9 +297,7 @@ def copy_bandwidth(device: torch.device | str, nbytes: int, samples: int = 20) -
     """Bytes read plus bytes written per second by a device copy of ``nbytes``."""
     source = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    timing = measure(
-        {"copy": lambda _: target.copy_(source)}, device=device, samples=samples, label="copy ceiling"
-    )
+    timing = measure({"copy": lambda _: target.copy_(source)}, device=device, samples=samples, label="copy ceiling")
     return 2 * nbytes / timing["copy"].median
 
 
@@ -336,7 +332,7 @@ def compare(
     floor_bytes: int | None = None,
     memory: bool = True,
 ) -> list[Result]:
-    """Time every candidate on one case and take its peak memory.
+    """Take every candidate's peak memory on one case, and time those that fit.
 
     Args:
         subject: the benchmark's name.
@@ -348,14 +344,28 @@ def compare(
         errors: name -> distance from float64.
         floor_s: the least time possible at this run's ceilings.
         floor_bytes: the least extra memory possible.
-        memory: whether to take peak memory.
+        memory: whether to report peak memory.
 
     Returns:
         One ``Result`` per candidate, in the order given.
     """
     label = " ".join([subject, phase, *(f"{key}={value}" for key, value in case.items())])
+    results = {name: Result(subject, dict(case), phase, name, options.cache) for name in candidates}
+    fitting = {}
+    for name, candidate in candidates.items():
+        result = results[name]
+        result.error = None if errors is None else errors.get(name)
+        result.floor_s, result.floor_bytes = floor_s, floor_bytes
+        try:  # memory first: who does not fit is not timed
+            peak = peak_memory(candidate, options.device)
+        except torch.OutOfMemoryError:
+            result.extra["failed"] = "out of memory"
+            torch.cuda.empty_cache()
+            continue
+        result.peak_bytes = peak if memory else None
+        fitting[name] = candidate
     timings = measure(
-        candidates,
+        fitting,
         device=options.device,
         input_sets=input_sets,
         samples=options.samples,
@@ -363,22 +373,6 @@ def compare(
         cache=options.cache,
         label=label,
     )
-    results = []
-    for name, candidate in candidates.items():
-        peak = peak_memory(candidate, options.device) if memory else None
-        error = None if errors is None else errors.get(name)
-        results.append(
-            Result(
-                subject,
-                dict(case),
-                phase,
-                name,
-                options.cache,
-                timings[name],
-                peak,
-                error,
-                floor_s,
-                floor_bytes,
-            )
-        )
-    return results
+    for name, timing in timings.items():
+        results[name].timing = timing
+    return list(results.values())

@@ -48,9 +48,7 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _gpu(device: torch.device) -> dict[str, Any] | None:
@@ -104,8 +102,7 @@ def write_json(
     record = {
         "environment": environment(options.device),
         "options": {
-            key: str(value) if isinstance(value, Path | torch.dtype) else value
-            for key, value in vars(options).items()
+            key: str(value) if isinstance(value, Path | torch.dtype) else value for key, value in vars(options).items()
         },
         "ceilings": dict(measured_ceilings or {}),
         "results": [result.to_json() for result in results],
@@ -121,9 +118,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     cells = [[str(row.get(column, "")) for column in columns] for row in rows]
     widths = [max(len(column), *(len(line[i]) for line in cells)) for i, column in enumerate(columns)]
     lines = [columns, ["-" * width for width in widths], *cells]
-    return "\n".join(
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines
-    )
+    return "\n".join("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in lines)
 
 
 def duration(seconds: float) -> str:
@@ -145,6 +140,8 @@ def size(nbytes: float) -> str:
 def _row(result: Result, baseline: Result | None) -> dict[str, str]:
     row = {key: str(value) for key, value in result.case.items()}
     row |= {"phase": result.phase, "name": result.name}
+    if "failed" in result.extra:
+        row["median"] = result.extra["failed"]
     if result.timing is not None:
         low, middle, high = (duration(result.timing.quantile(q)) for q in QUANTILES)
         row |= {"median": middle, "20-80 %": f"{low} - {high}"}

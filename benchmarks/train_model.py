@@ -30,11 +30,19 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention, queries and keys normalised and rotated; may see a context beside its input."""
+    """Multi-head attention, queries and keys normalised and rotated; may see a context beside its input.
+
+    Each head begins by looking at one neighbour: a learned vector is added to its queries, at first the keys' vector
+    turned by -1, +1, -2, +2, ... positions. Where to look would else take most of a short training to find out.
+    """
 
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
+        same = torch.ones(1, size.heads, 1, size.width // size.heads)
+        neighbours = torch.tensor([(head // 2 + 1) * (-1) ** (head + 1) for head in range(size.heads)])
+        self.look_from = nn.Parameter(rotated(same.transpose(1, 2), neighbours[None]).transpose(1, 2)[0])
+        self.look_at = nn.Parameter(same[0])
         self.query = nn.Linear(size.width, size.width, bias=False)
         self.key_value = nn.Linear(size.width, 2 * size.width, bias=False)
         self.out = nn.Linear(size.width, size.width, bias=False)
@@ -55,7 +63,7 @@ class Attention(nn.Module):
             source_positions = torch.cat([context_positions.expand(len(positions), -1), positions], dim=1)
         q = self._split(self.query(x))
         k, v = (self._split(part) for part in self.key_value(source).chunk(2, dim=-1))
-        q, k = rotated(_unit(q), positions), rotated(_unit(k), source_positions)
+        q, k = rotated(_unit(q) + self.look_from, positions), rotated(_unit(k) + self.look_at, source_positions)
         mixed = F.scaled_dot_product_attention(q, k, v.to(q.dtype), attn_mask=allowed, is_causal=causal)
         merged: torch.Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return merged
