@@ -113,10 +113,7 @@ def collate(
     dtypes = {"input_ids": torch.int64, "loss_mask": torch.float32, "attention_mask": torch.int64}
     out = {}
     for key, dtype in dtypes.items():
-        rows = [
-            filled_row(sample[key], end, L, fills[key], pads[key])
-            for sample, end in zip(batch, ends, strict=True)
-        ]
+        rows = [filled_row(sample[key], end, L, fills[key], pads[key]) for sample, end in zip(batch, ends, strict=True)]
         out[key] = torch.tensor(rows, dtype=dtype).reshape(len(batch), L)
     out["input_lengths"] = torch.tensor([len(sample["input_ids"]) for sample in batch], dtype=torch.int64)
     return out

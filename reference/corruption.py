@@ -182,9 +182,7 @@ def corrupt_uniform_random(
     return Corrupted(noisy, noise_mask, torch.ones(B, L, dtype=torch.float32, device=input_ids.device))
 
 
-def corrupt_all_masked(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor | None, mask_token_id: int
-) -> Corrupted:
+def corrupt_all_masked(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, mask_token_id: int) -> Corrupted:
     """Mask every supervised position.
 
     ``noise = supervised``, ``p = 1``

@@ -5,9 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def draw_uniform(
-    shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None
-) -> torch.Tensor:
+def draw_uniform(shape: tuple[int, ...], device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
     """Uniform float32 numbers strictly inside (0, 1)."""
     # torch.rand steps by 2**-24 and can return 0: half a step is the smallest number we let through.
     return torch.rand(shape, device=device, generator=generator).clamp(min=2.0**-25)

@@ -25,9 +25,7 @@ def next_token_loss(
     fp32_upcast: bool = True,
 ) -> torch.Tensor:
     """``sum_i m_{i+1} * nll(causal_logits_i, target_{i+1}) / max(num_ar_tokens, 1)``, m the AR loss mask."""
-    loss = weighted_nll(
-        causal_logits[:, :-1], target_ids[:, 1:], loss_mask_ar[:, 1:], fp32_upcast=fp32_upcast
-    )
+    loss = weighted_nll(causal_logits[:, :-1], target_ids[:, 1:], loss_mask_ar[:, 1:], fp32_upcast=fp32_upcast)
     return loss if num_ar_tokens is None else divided_by_count(loss, num_ar_tokens)
 
 
@@ -74,9 +72,7 @@ def hybrid_loss(
     L = target_ids.shape[1]
     if causal_logits is None and logits.shape[1] > L:
         logits, causal_logits = logits[:, :L], logits[:, L:]
-    total = alpha * mdlm_loss(
-        logits, target_ids, noise_mask, p_mask, loss_mask, num_diffusion_tokens, fp32_upcast
-    )
+    total = alpha * mdlm_loss(logits, target_ids, noise_mask, p_mask, loss_mask, num_diffusion_tokens, fp32_upcast)
     diffusion = total.detach().clone()
     if causal_logits is not None and loss_mask_ar is not None:
         total = total + next_token_loss(causal_logits, target_ids, loss_mask_ar, num_ar_tokens, fp32_upcast)

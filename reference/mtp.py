@@ -146,7 +146,5 @@ def mtp_loss(
     for depth, logits in enumerate(per_depth_logits):
         rows = logits.reshape(*labels.shape, logits.shape[-1])
         targets = mtp_labels(labels, depth, ignore_index, seq_idx)
-        losses.append(
-            masked_cross_entropy(rows, targets, num_label_tokens=num_label_tokens, ignore_index=ignore_index)
-        )
+        losses.append(masked_cross_entropy(rows, targets, num_label_tokens=num_label_tokens, ignore_index=ignore_index))
     return MTPLoss(torch.stack(losses).sum() * (scaling_factor / len(losses)), losses)

@@ -1,0 +1,38 @@
+"""Sums over the ranks of a process group."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+
+def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum of a tensor over a group's ranks, detached; the tensor itself is not written to.
+
+    Args:
+        t: any shape; the same on every rank.
+        group: the ranks to sum over; None: all.
+
+    Returns:
+        A new tensor of the shape and dtype of ``t``, the same on every rank.
+    """
+    total = t.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """How many entries of a mask are nonzero over all ranks: the denominator of a loss split over them.
+
+    Args:
+        mask: this rank's mask, any shape and dtype.
+        group: the ranks that hold the other parts of the batch; None: all. Without an initialised process group the
+            count is this process's own.
+
+    Returns:
+        0-d int64 on the mask's device, not read by the host: pass it to a loss as its ``num_..._tokens``.
+    """
+    count = (mask != 0).sum()
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return count
+    return summed_over(count, group)
