@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from dllm_kernels.ops._checks import check_positive_int
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -39,10 +42,11 @@ class DLLMCollator:
         supervise_padding: whether the global pad is supervised.
         response_window: align blocks on the response instead of on position 0 and attend to the fill. Each sample must
             then have at most one supervised run.
-        pin_memory: make the tensors in page-locked memory, for a non-blocking copy to a GPU.
+        pin_memory: make the tensors in page-locked memory, for a non-blocking copy to a GPU. For a collator that runs in
+            the training process; worker processes of a DataLoader leave it to ``DataLoader(pin_memory=True)``.
 
     Raises:
-        TypeError: a size is not an int.
+        TypeError: a token or a size is not an int.
         ValueError: a size < 1.
     """
 
@@ -58,9 +62,13 @@ class DLLMCollator:
         *,
         pin_memory: bool = False,
     ) -> None:
+        _check_token("pad_token_id", pad_token_id)
+        if eos_token_id is not None:
+            _check_token("eos_token_id", eos_token_id)
         sizes = {"block_size": block_size, "pad_seq_len_divisible": pad_seq_len_divisible, "max_seq_len": max_seq_len}
         for name, value in sizes.items():
-            _check_size(name, value)
+            if value is not None:
+                check_positive_int(name, value)
         self.pad_token_id = pad_token_id
         self.eos_token_id = eos_token_id
         self.block_size = block_size
@@ -76,24 +84,28 @@ class DLLMCollator:
 
         Args:
             batch: samples with ``input_ids``, ``loss_mask`` and ``attention_mask``, lists (or 1-d tensors or arrays) of
-                one length. Other keys, such as ``___PAD_TOKEN_IDS___``, are ignored; samples are not modified.
+                one length; fractions in a ``loss_mask`` are kept. Other keys, such as ``___PAD_TOKEN_IDS___``, are
+                ignored; samples are not modified. An empty batch gives tensors of shape ``[0, 1]``.
 
         Returns:
             ``input_ids`` int64, ``loss_mask`` float32 and ``attention_mask`` int64, each ``[B, L]``; ``input_lengths``
             int64 ``[B]``, the lengths before any cut.
 
         Raises:
-            TypeError: a field is not a sequence of numbers.
-            ValueError: a field is missing or as long as no other, or, in ``response_window``, a sample has more than one
-                supervised run; the sample and the field are named.
+            TypeError: a sample is not a dict, or a field not a sequence of numbers.
+            ValueError: a field is missing, is not as long as ``input_ids``, is not 1-d or holds what is not a whole
+                number of 64 bits; or, in ``response_window``, a sample has more than one supervised run (where the
+                original raised an AssertionError). Every message names the sample and the field.
         """
-        rows = [_rows_of(i, sample) for i, sample in enumerate(batch)]
-        lengths = torch.tensor([len(row["input_ids"]) for row in rows], dtype=torch.int64)
+        samples = list(batch)
+        lengths = torch.tensor([_length(i, sample) for i, sample in enumerate(samples)], dtype=torch.int64)
+        rows = {field: self._rows(samples, field) for field in FIELDS}
         starts = torch.zeros_like(lengths)
         if self.response_window:
-            starts = torch.tensor(
-                [_response_start(i, row["loss_mask"]) for i, row in enumerate(rows)], dtype=torch.int64
-            )
+            for i, row in enumerate(rows["loss_mask"]):
+                _check_one_run(i, row)
+            firsts = [self._first_supervised_index(row, len(row)) for row in rows["loss_mask"]]
+            starts = torch.tensor(firsts, dtype=torch.int64)
         ends = self._block_fill_ends(lengths, starts)
         L = self._compute_target_length(ends)
         values = {
@@ -101,16 +113,22 @@ class DLLMCollator:
             "loss_mask": (int(self.supervise_padding), 1, torch.float32),
             "attention_mask": (0, int(self.response_window), torch.int64),
         }
-        out = {
-            field: self._pad_and_fill([row[field] for row in rows], lengths, ends, L, *values[field])
-            for field in FIELDS
-        }
+        out = {field: self._pad_and_fill(rows[field], lengths, ends, L, *values[field]) for field in FIELDS}
         return {**out, "input_lengths": lengths.pin_memory() if self.pin_memory else lengths}
 
+    def _rows(self, samples: Sequence[Mapping[str, Any]], field: str) -> list[Row]:
+        """One field of every sample as an array, cut to ``max_seq_len``: what lies beyond is not worth converting."""
+        whole = self.response_window and field == "loss_mask"  # a run beyond the cut is still a second run
+        limit = None if whole else self.max_seq_len
+        fractions = field == "loss_mask"
+        return [
+            _as_row(f"sample {i}, field {field!r}", sample[field], limit, fractions) for i, sample in enumerate(samples)
+        ]
+
     @staticmethod
-    def _first_supervised_index(loss_mask: Sequence[Any], default: int) -> int:
+    def _first_supervised_index(loss_mask: Sequence[Any] | Row, default: int) -> int:
         """The first position whose mask is nonzero, else ``default``."""
-        supervised = np.flatnonzero(np.asarray(loss_mask))
+        supervised = np.flatnonzero(_as_row("loss_mask", loss_mask))
         return int(supervised[0]) if supervised.size else default
 
     def _block_fill_ends(self, content_lengths: torch.Tensor, prefix_lengths: torch.Tensor) -> torch.Tensor:
@@ -147,68 +165,91 @@ class DLLMCollator:
         view = out.numpy()
         ends, lengths = fill_ends.tolist(), content_lengths.tolist()
         for row, sample, length, end in zip(view, samples, lengths, ends, strict=True):
-            content = _as_row("samples", sample)[:length]
-            row[: len(content)] = content[:target_len]
+            content = _as_row("samples", sample, min(length, target_len))
+            row[: len(content)] = content
             row[length:end] = block_pad_value
         return out
 
 
-def _check_size(name: str, value: object) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int or None, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+def _check_token(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
-def _rows_of(i: int, sample: Mapping[str, Any]) -> dict[str, Row]:
-    """The fields of sample i as arrays of one length."""
+def _length(i: int, sample: Mapping[str, Any]) -> int:
+    """The length that all fields of sample i share."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"sample {i} must be a dict, got {type(sample).__name__}")
-    rows = {}
     for field in FIELDS:
         if field not in sample:
             raise ValueError(f"sample {i} has no field {field!r}; it has {', '.join(map(repr, sample)) or 'none'}")
-        rows[field] = _as_row(f"sample {i}, field {field!r}", sample[field], fractions=field == "loss_mask")
-        if len(rows[field]) != len(rows["input_ids"]):
-            raise ValueError(
-                f"sample {i}, field {field!r} must be as long as its 'input_ids', {len(rows['input_ids'])}, "
-                f"got {len(rows[field])}"
-            )
-    return rows
-
-
-def _as_row(name: str, values: Any, fractions: bool = True) -> Row:
-    """A 1-d array of what a field holds: int64 from whole numbers, else, where ``fractions`` may be, floating."""
-    if isinstance(values, (list, tuple)):
         try:
-            # Packing a list into bytes is several times as fast as torch.tensor or numpy.array, which look at each
-            # element's type first; it takes whole numbers only.
-            return np.frombuffer(struct.pack(f"{len(values)}q", *values), dtype=np.int64)
-        except struct.error:
-            pass
+            length = len(sample[field])
+        except TypeError as error:
+            raise _not_numbers(f"sample {i}, field {field!r}", sample[field]) from error
+        if length != len(sample["input_ids"]):
+            raise ValueError(
+                f"sample {i}, field {field!r} must be as long as its 'input_ids', {len(sample['input_ids'])}, got {length}"
+            )
+    return length
+
+
+def _not_numbers(name: str, values: object) -> TypeError:
+    what = type(values).__name__
+    if isinstance(values, (list, tuple)):
+        what += " of " + ", ".join(sorted({type(value).__name__ for value in values}))
+    return TypeError(f"{name} must be a sequence of numbers, got {what}")
+
+
+def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = True) -> Row:
+    """A 1-d array of the first ``limit`` values; whole numbers in any dtype, else, where ``fractions`` may be, floats."""
+    if isinstance(values, (list, tuple)):
+        values = _packed(values if limit is None or len(values) <= limit else values[:limit])
+    if isinstance(values, torch.Tensor):
+        # NumPy has no bfloat16.
+        values = values.detach().cpu().to(torch.float64 if values.is_floating_point() else values.dtype)
     try:
-        row = values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
+        row = np.asarray(values)
     except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} must be a sequence of numbers, got {type(values).__name__}") from error
-    kinds = "biuf" if fractions else "biu"
-    if row.ndim != 1 or (row.dtype.kind not in kinds and row.size):
-        wanted = "numbers" if fractions else "whole numbers"
-        raise TypeError(
-            f"{name} must be a sequence of {wanted}, got {type(values).__name__} of shape {row.shape} and {row.dtype}"
-        )
+        raise _not_numbers(name, values) from error
+    if row.dtype.kind not in "biuf":
+        raise _not_numbers(name, values)
+    if row.ndim != 1:
+        raise ValueError(f"{name} must be 1-d, got shape {row.shape}")
+    row = row[:limit]
+    if not fractions and (row.dtype.kind == "f" or row.dtype == np.uint64):
+        _check_whole(name, row)
     return row
 
 
-def _response_start(i: int, loss_mask: Row) -> int:
-    """The first supervised position of sample i, or its length; more than one supervised run is an error."""
+def _packed(values: Sequence[Any]) -> Any:
+    """A list of numbers as an int64 array, or a float64 one; anything else as it came.
+
+    Packing a list into bytes is several times as fast as ``numpy.array`` and ``torch.tensor``, which look at the type of
+    each element first.
+    """
+    for code, dtype in (("q", np.int64), ("d", np.float64)):
+        try:
+            return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), dtype=dtype)
+        except (struct.error, OverflowError):
+            continue
+    return values
+
+
+def _check_whole(name: str, row: Row) -> None:
+    """Raise unless every value is a whole number that int64 holds."""
+    wide = row.astype(np.float64)  # 2**63 is not a float16
+    bad = np.flatnonzero(~((wide == np.trunc(wide)) & (np.abs(wide) < 2.0**63)))
+    if bad.size:
+        raise ValueError(f"{name} must hold whole numbers of 64 bits, got {row[bad[0]]} at position {bad[0]}")
+
+
+def _check_one_run(i: int, loss_mask: Row) -> None:
+    """Raise if sample i has more than one stretch of supervised positions."""
     supervised = loss_mask != 0
-    edges = np.flatnonzero(np.diff(supervised, prepend=False))
-    runs = (len(edges) + 1) // 2
+    runs = int(np.count_nonzero(supervised[1:] & ~supervised[:-1])) + int(supervised[:1].any())
     if runs > 1:
         raise ValueError(
             f"sample {i}, field 'loss_mask' must have at most one supervised run in response_window, got {runs}: "
             "supervise the last turn only"
         )
-    return int(edges[0]) if runs else len(loss_mask)

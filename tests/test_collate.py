@@ -1,3 +1,4 @@
+import collections
 import copy
 
 import numpy as np
@@ -15,6 +16,13 @@ def sample(n, loss_mask=None, start=1):
     return {"input_ids": list(range(start, start + n)), "loss_mask": loss_mask, "attention_mask": [1] * n}
 
 
+def as_kind(values, kind):
+    """The same values in another container."""
+    if kind == "tensor":
+        return torch.tensor(values)
+    return {"list": list, "tuple": tuple, "array": np.array}[kind](values)
+
+
 def run_mask(draw, n):
     a, b = sorted((draw(st.integers(0, n)), draw(st.integers(0, n))))
     return [int(a <= i < b) for i in range(n)]
@@ -24,7 +32,7 @@ def run_mask(draw, n):
 def batches(draw):
     response_window = draw(st.booleans())
     batch = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(0, 4))):
         n = draw(st.integers(0, 13))
         if response_window:
             loss_mask = run_mask(draw, n)
@@ -43,7 +51,7 @@ def batches(draw):
         "eos_token_id": draw(st.none() | st.just(0)),
         "block_size": draw(size),
         "pad_seq_len_divisible": draw(size),
-        "max_seq_len": draw(size | st.just(50)),
+        "max_seq_len": draw(st.none() | st.integers(1, 20)),
         "supervise_padding": draw(st.booleans()),
         "response_window": response_window,
     }
@@ -61,6 +69,31 @@ def test_equals_the_reference(case):
         assert ours[name].dtype == tensor.dtype
         assert torch.equal(ours[name], tensor), name
     assert batch == before
+
+
+@settings(max_examples=100, deadline=None)
+@given(batches(), st.sampled_from(["tuple", "tensor", "array"]))
+def test_containers_make_no_difference(case, kind):
+    batch, options = case
+    fields = ("input_ids", "loss_mask", "attention_mask")
+    others = [{field: as_kind(s[field], kind) for field in fields} for s in batch]
+    ours, expected = DLLMCollator(**options)(others), collate(batch, **options)
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.peer
+@settings(max_examples=200, deadline=None)
+@given(batches())
+def test_equals_the_original(case):
+    original = pytest.importorskip("nemo_automodel.components.datasets.dllm.collate").DLLMCollator
+    batch, options = case
+    for s in batch:
+        s["loss_mask"] = [int(v > 0) for v in s["loss_mask"]]  # it cuts fractions off
+    ours, expected = DLLMCollator(**options)(batch), original(**options)(batch)
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert ours[name].dtype == tensor.dtype
+        assert torch.equal(ours[name], tensor), name
 
 
 def test_plain_padding():
@@ -93,6 +126,25 @@ def test_response_window_counts_blocks_from_the_response_and_attends_to_the_fill
     assert out["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0, 0]]
 
 
+def test_response_window_without_fill():
+    out = DLLMCollator(0, eos_token_id=8, response_window=True)([sample(3, [0, 1, 1]), sample(1)])
+    assert out["input_ids"].tolist() == [[1, 2, 3], [1, 0, 0]]
+    assert out["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+
+
+def test_response_that_begins_past_the_cut_gets_no_fill():
+    collator = DLLMCollator(0, eos_token_id=8, block_size=4, max_seq_len=6, response_window=True)
+    out = collator([sample(9, [0] * 8 + [1]), sample(3, [0, 1, 1])])
+    assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 6], [1, 2, 3, 8, 8, 0]]
+    assert out["loss_mask"].tolist() == [[0, 0, 0, 0, 0, 0], [0, 1, 1, 1, 1, 0]]
+    assert out["input_lengths"].tolist() == [9, 3]
+
+
+def test_a_fill_is_cut_where_the_row_ends():
+    out = DLLMCollator(0, eos_token_id=8, block_size=4, max_seq_len=7)([sample(5), sample(1)])
+    assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 8, 8], [1, 8, 8, 8, 0, 0, 0]]
+
+
 def test_supervised_padding():
     out = DLLMCollator(0, block_size=2, supervise_padding=True)([sample(4), sample(1, [0])])
     assert out["loss_mask"].tolist() == [[1, 1, 1, 1], [0, 1, 1, 1]]
@@ -115,6 +167,42 @@ def test_content_is_cut_and_its_length_is_not():
 
 def test_length_is_at_least_one():
     assert DLLMCollator(pad_token_id=4)([sample(0)])["input_ids"].tolist() == [[4]]
+
+
+def test_an_empty_batch_gives_empty_tensors():
+    out = DLLMCollator(block_size=4, response_window=True)([])
+    assert [tuple(t.shape) for t in out.values()] == [(0, 1), (0, 1), (0, 1), (0,)]
+    assert [t.dtype for t in out.values()] == [torch.int64, torch.float32, torch.int64, torch.int64]
+
+
+def test_a_generator_is_a_batch():
+    assert DLLMCollator()(sample(n) for n in (1, 2))["input_ids"].tolist() == [[1, 0], [1, 2]]
+
+
+@pytest.mark.parametrize(
+    "ones",
+    [
+        [1.0, 1.0],
+        [True, 1.0],
+        np.ones(2, dtype=np.float16),
+        np.ones(2, dtype=np.uint64),
+        torch.ones(2, dtype=torch.bfloat16, requires_grad=True),
+        torch.ones(2, dtype=torch.bool),
+        [torch.tensor(1), np.int32(1)],
+        collections.deque([1, 1]),
+        range(1, 2 + 1),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
+def test_whole_numbers_are_taken_in_any_form(ones, field):
+    expected = [1, 2] if isinstance(ones, range) else [1, 1]
+    assert DLLMCollator()([sample(2) | {field: ones}])[field].tolist() == [expected]
+    assert DLLMCollator(max_seq_len=1)([sample(2) | {field: ones}])[field].tolist() == [expected[:1]]
+
+
+def test_fractions_of_a_loss_mask_are_kept():
+    assert DLLMCollator()([sample(3, [0.5, 1, True])])["loss_mask"].tolist() == [[0.5, 1, 1]]
 
 
 def test_takes_tensors_and_arrays_and_ignores_other_keys():
@@ -141,6 +229,20 @@ def test_documented_helpers():
     rows = collator._pad_and_fill([[1, 2], [3]], torch.tensor([2, 1]), torch.tensor([3, 1]), 4, 9, 5)
     assert rows.tolist() == [[1, 2, 5, 9], [3, 9, 9, 9]]
     assert rows.dtype == torch.int64
+    rows = collator._pad_and_fill([[0.5, 2, 3]], torch.tensor([2]), torch.tensor([9]), 3, 9, 5, dtype=torch.float32)
+    assert rows.tolist() == [[0.5, 2, 5]]
+    assert rows.dtype == torch.float32
+    assert collator._pad_and_fill([[1, 2]], torch.tensor([2]), torch.tensor([2]), 1, 9, 5).tolist() == [[1]]
+
+
+def test_helpers_of_a_subclass_are_used():
+    class Second(DLLMCollator):
+        @staticmethod
+        def _first_supervised_index(loss_mask, default):
+            return 2
+
+    out = Second(0, 8, block_size=4, response_window=True)([sample(5)])
+    assert out["input_ids"].tolist() == [[1, 2, 3, 4, 5, 8]]
 
 
 def test_more_than_one_run_is_an_error_on_every_batch():
@@ -151,6 +253,11 @@ def test_more_than_one_run_is_an_error_on_every_batch():
         ):
             collator([sample(3), sample(4, [1, 0, 0, 1])])
     DLLMCollator(block_size=4)([sample(4, [1, 0, 0, 1])])
+
+
+def test_a_run_past_the_cut_is_still_a_second_run():
+    with pytest.raises(ValueError, match=r"sample 0, field 'loss_mask' .* got 3"):
+        DLLMCollator(block_size=4, max_seq_len=2, response_window=True)([sample(6, [0.5, 0, 1, 0, True, True])])
 
 
 @pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
@@ -168,19 +275,47 @@ def test_unequal_lengths_are_named(field):
         DLLMCollator()([bad])
 
 
+@pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
 @pytest.mark.parametrize(
-    ("field", "value"),
+    ("value", "got"),
     [
-        ("input_ids", [1, 2.5]),
-        ("attention_mask", ["a", "b"]),
-        ("input_ids", 7),
-        ("loss_mask", [[1], [2]]),
-        ("loss_mask", [None, 1]),
+        (7, "int"),
+        ("12", "str"),
+        ({3, 4}, "set"),
+        (torch.tensor(1), "Tensor"),
+        (["a", 2], "list of int, str"),
+        ([None, 1], "list of NoneType, int"),
+        ([[1], [2, 3]], "list of list"),
+        ((1j, 1), "tuple of complex, int"),
     ],
 )
-def test_what_is_not_a_row_of_numbers_is_named(field, value):
-    with pytest.raises(TypeError, match=f"sample 0, field '{field}' must be a sequence of"):
-        DLLMCollator()([sample(2) | {field: value}])
+def test_what_is_no_sequence_of_numbers_is_named(field, value, got):
+    with pytest.raises(TypeError, match=f"sample 1, field '{field}' must be a sequence of numbers, got {got}$"):
+        DLLMCollator()([sample(3), sample(2) | {field: value}])
+
+
+@pytest.mark.parametrize("field", ["input_ids", "attention_mask"])
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        ([1, 2.5], "2.5"),
+        ([1, float("nan")], "nan"),
+        ([1, float("-inf")], "-inf"),
+        ([1, 2**63], "9.2"),
+        (np.array([1, 2**63], dtype=np.uint64), "9223372036854775808"),
+        (torch.tensor([1, 0.5]), "0.5"),
+    ],
+)
+def test_what_is_not_whole_is_named(field, value, got):
+    message = f"sample 1, field '{field}' must hold whole numbers of 64 bits, got {got}.* at position 1"
+    with pytest.raises(ValueError, match=message):
+        DLLMCollator()([sample(3), sample(2) | {field: value}])
+
+
+@pytest.mark.parametrize("value", [[[1], [2]], torch.ones(2, 3)])
+def test_what_has_more_dimensions_is_named(value):
+    with pytest.raises(ValueError, match=r"sample 0, field 'loss_mask' must be 1-d, got shape \(2, "):
+        DLLMCollator()([sample(2) | {"loss_mask": value}])
 
 
 def test_a_sample_that_is_no_dict_is_named():
@@ -192,8 +327,20 @@ def test_a_sample_that_is_no_dict_is_named():
 def test_sizes_are_checked(name):
     with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
         DLLMCollator(**{name: 0})
-    with pytest.raises(TypeError, match=f"{name} must be an int or None, got float"):
+    with pytest.raises(TypeError, match=f"{name} must be an int, got float"):
         DLLMCollator(**{name: 2.0})
+
+
+@pytest.mark.parametrize(("name", "value"), [("pad_token_id", None), ("pad_token_id", True), ("eos_token_id", 2.0)])
+def test_tokens_are_checked(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be an int, got {type(value).__name__}"):
+        DLLMCollator(**{name: value})
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
+def test_pinned_memory_needs_an_accelerator():
+    with pytest.raises(RuntimeError, match="pin_memory"):
+        DLLMCollator(pin_memory=True)([sample(3)])
 
 
 @pytest.mark.gpu
