@@ -10,7 +10,8 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-TOY = (("--size", "toy", "--samples", "2", "--warmup", "1"),)
+# One thread: at this size more of them only wait for each other.
+TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1"),)
 MODES = ("mdlm", "block", "hybrid", "dflash", "mtp")
 
 
@@ -27,7 +28,7 @@ SUBJECTS = {
     "train": Subject(
         "benchmarks.train",
         "train a small diffusion LM on real text, reference loss beside ours",
-        tuple(("--mode", mode, "--tiny", "--steps", "2") for mode in MODES),
+        tuple(("--mode", mode, "--tiny", "--steps", "2", "--threads", "1") for mode in MODES),
     ),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits"),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),

@@ -50,7 +50,7 @@ class Draw:
 
     def head(self, frozen: bool) -> torch.Tensor:
         """``[V, D]``, scaled to logits of variance 1, with gradient unless frozen."""
-        weight = self._normal(self.shape.vocab, self.shape.hidden) * self.shape.hidden**-0.5
+        weight: torch.Tensor = self._normal(self.shape.vocab, self.shape.hidden) * float(self.shape.hidden) ** -0.5
         return weight.requires_grad_(not frozen)
 
     def ids(self) -> torch.Tensor:

@@ -39,7 +39,7 @@ class Attention(nn.Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.heads = size.heads
-        same = torch.ones(1, size.heads, 1, size.width // size.heads)
+        same = 1.5 * torch.ones(1, size.heads, 1, size.width // size.heads)
         neighbours = torch.tensor([(head // 2 + 1) * (-1) ** (head + 1) for head in range(size.heads)])
         self.look_from = nn.Parameter(rotated(same.transpose(1, 2), neighbours[None]).transpose(1, 2)[0])
         self.look_at = nn.Parameter(same[0])

@@ -1,0 +1,211 @@
+"""``python -m benchmarks all``: every subject, sweeps over rows, vocabulary and active share, tables and pictures.
+
+Each subject runs in a process of its own, so that one that fails or runs out of memory costs only itself, and leaves
+its raw results as JSON and its table as markdown in the folder. The pictures are drawn from the JSON of the sweeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import linear_nll, measure, record, shapes, token_nll
+from benchmarks.shapes import Shape
+
+Record = dict[str, Any]
+STEMS = ("token_nll", "linear_nll", "losses", "corruption", "collate")
+SHARES = (1.0, 0.5, 0.15)
+#: The case that the sweeps vary, by size: large enough to fill the device, small enough for the plain code.
+CENTRES = {
+    "toy": Shape("sweep", 1, 64, 257, 32, block_size=16, chunk=16),
+    "small": Shape("sweep", 1, 1024, 32_000, 256, block_size=16, chunk=256),
+    "full": Shape("sweep", 1, 16_384, 128_256, 4096, block_size=16, chunk=None),
+}
+
+
+def subject_commands(options: argparse.Namespace) -> dict[str, list[str]]:
+    """The command line of each subject: the shared options, and what it has of its own."""
+    shared = ["--size", options.size, "--device", options.device, "--backend", options.backend]
+    shared += ["--dtype", str(options.dtype).removeprefix("torch."), "--samples", str(options.samples)]
+    shared += ["--warmup", str(options.warmup), "--cache", options.cache, "--seed", str(options.seed)]
+    if options.threads:
+        shared += ["--threads", str(options.threads)]
+    own = {stem: ["--compiled"] for stem in ("token_nll", "linear_nll", "losses")} if options.compiled else {}
+    return {stem: [stem, *shared, *own.get(stem, [])] for stem in STEMS}
+
+
+def run_subject(command: Sequence[str], folder: Path) -> bool:
+    """Run one subject; its table goes to ``folder/NAME.md`` and its raw results to ``folder/NAME.json``."""
+    name = command[0]
+    words = [sys.executable, "-m", "benchmarks", *command, "--out", str(folder / f"{name}.json")]
+    start = time.perf_counter()
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    (folder / f"{name}.md").write_text(f"# {name}\n{done.stdout}", encoding="utf-8")
+    state = "done" if done.returncode == 0 else f"FAILED with status {done.returncode}"
+    print(f"{name}: {state} in {time.perf_counter() - start:.0f} s", flush=True)
+    return done.returncode == 0
+
+
+def _rows(centre: Shape, rows: int) -> Shape:
+    return replace(centre, name=f"{rows} rows", length=rows)
+
+
+def _vocab(centre: Shape, vocab: int) -> Shape:
+    return replace(centre, name=f"V {vocab}", vocab=vocab)
+
+
+def sweep_cases(size: str) -> dict[str, list[tuple[Shape, tuple[float, ...]]]]:
+    """Name of the sweep -> its shapes, each with the active shares to run it at."""
+    centre = CENTRES[size]
+    return {
+        "rows": [(_rows(centre, rows), (0.5,)) for rows in shapes.ROWS[size]],
+        "vocabulary": [(_vocab(centre, vocab), (0.5,)) for vocab in shapes.VOCABULARIES[size]],
+        "active share": [(centre, SHARES)],
+    }
+
+
+def _kernel_sweep(
+    module: Any, options: argparse.Namespace
+) -> Callable[[Shape, tuple[float, ...]], list[measure.Result]]:
+    def run(shape: Shape, shares: tuple[float, ...]) -> list[measure.Result]:
+        results: list[measure.Result] = module.run(options, (shape,), shares)[0]
+        return results
+
+    return run
+
+
+def sweep(options: argparse.Namespace, folder: Path) -> list[Record]:
+    """Run the sweeps of the two primitives, the linear one with a frozen and with a trainable head."""
+    options.compiled, options.input_sets = False, 1
+    options.weighted, options.recipe_chunk, options.dense_limit = False, False, 24e9
+    logits, linear = (_kernel_sweep(module, options) for module in (token_nll, linear_nll))
+    found: list[Record] = []
+    for name, cases in sweep_cases(options.size).items():
+        for shape, shares in cases:
+            runs = {"token_nll": logits(shape, shares)}
+            runs["linear_nll frozen"] = linear(replace(shape, frozen=True), shares)
+            runs["linear_nll trainable"] = linear(shape, shares)
+            for subject, results in runs.items():
+                found += [{**result.to_json(), "sweep": name, "subject": subject} for result in results]
+    record.write_json(folder / "sweeps.json", [], options, sweeps=found)
+    return found
+
+
+def _x(entry: Record) -> float:
+    """Where the entry stands on its sweep's axis."""
+    key = {"rows": "rows", "vocabulary": "V", "active share": "active"}[entry["sweep"]]
+    value = str(entry["case"][key])
+    return float(value.rstrip("%"))
+
+
+def lines(entries: Iterable[Record], value: Callable[[Record], float | None]) -> dict[str, list[tuple[float, float]]]:
+    """Candidate -> its points, sorted along the axis; entries without the value are left out."""
+    found: dict[str, list[tuple[float, float]]] = {}
+    for entry in entries:
+        y = value(entry)
+        if y:
+            found.setdefault(entry["name"], []).append((_x(entry), y))
+    return {name: sorted(points) for name, points in found.items()}
+
+
+def _milliseconds(entry: Record) -> float | None:
+    return None if entry["timing"] is None else 1e3 * float(entry["timing"]["q50_s"])
+
+
+def _mebibytes(entry: Record) -> float | None:
+    return None if entry["peak_bytes"] is None else float(entry["peak_bytes"]) / (1 << 20)
+
+
+def _panel(axes: Any, entries: Sequence[Record], value: Callable[[Record], float | None], label: str) -> None:
+    for name, points in lines(entries, value).items():
+        ours = name == "ours"
+        axes.plot(
+            *zip(*points, strict=True), marker="o", linewidth=2.4 if ours else 1.2, label=name, zorder=3 if ours else 2
+        )
+    name = entries[0]["sweep"]
+    axes.set(xlabel={"active share": "active rows (%)"}.get(name, name), ylabel=label, yscale="log")
+    if name != "active share":
+        axes.set_xscale("log", base=2)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def draw(entries: Sequence[Record], title: str, path: Path) -> None:
+    """Time and peak memory of forward plus backward along every sweep, one picture for one subject."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    sweeps = list(dict.fromkeys(entry["sweep"] for entry in entries))
+    figure, axes = pyplot.subplots(2, len(sweeps), figsize=(4.6 * len(sweeps), 7), layout="constrained", squeeze=False)
+    for column, name in enumerate(sweeps):
+        chosen = [entry for entry in entries if entry["sweep"] == name]
+        _panel(axes[0][column], chosen, _milliseconds, "time (ms)")
+        _panel(axes[1][column], chosen, _mebibytes, "peak memory (MiB)")
+    axes[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+
+
+def draw_all(entries: Sequence[Record], device: str, folder: Path) -> list[Path]:
+    """One picture for each subject of the sweeps."""
+    pictures = []
+    for subject in dict.fromkeys(entry["subject"] for entry in entries):
+        chosen = [entry for entry in entries if entry["subject"] == subject and entry["phase"] == "both"]
+        path = folder / f"{subject.replace(' ', '_')}.png"
+        draw(chosen, f"{subject}, forward + backward, {device}", path)
+        pictures.append(path)
+    return pictures
+
+
+def lost_cases(records: Mapping[str, Record]) -> list[str]:
+    """Every case in which another candidate's median was below ours: what was lost, beside what was won."""
+    found = []
+    for subject, written in records.items():
+        groups: dict[str, list[Record]] = {}
+        for entry in written["results"]:
+            if entry["timing"] is not None:
+                groups.setdefault(json.dumps([entry["case"], entry["phase"], entry["cache"]]), []).append(entry)
+        for key, entries in groups.items():
+            medians = {entry["name"]: entry["timing"]["q50_s"] for entry in entries}
+            faster = {name: s for name, s in medians.items() if s < medians.get("ours", 0.0)}
+            if faster:
+                name = min(faster, key=lambda who: faster[who])
+                found.append(f"{subject} {key}: {name} takes {faster[name] / medians['ours']:.2f} of our time")
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Run everything into one folder; 1 if a subject failed."""
+    parser = measure.arguments("all", __doc__)
+    parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
+    parser.add_argument("--no-sweeps", action="store_true", help="leave the sweeps and pictures out")
+    options = measure.parse(parser, argv)
+    device = record.device_name(options.device)
+    options.out = options.out or Path("benchmarks/results") / device.lower().replace(" ", "-")
+    options.out.mkdir(parents=True, exist_ok=True)
+    commands = subject_commands(options)
+    failed = [name for name, command in commands.items() if not run_subject(command, options.out)]
+    written = {
+        name: json.loads(path.read_text()) for name in commands if (path := options.out / f"{name}.json").exists()
+    }
+    lost = lost_cases(written)
+    (options.out / "lost.md").write_text("\n".join(f"- {line}" for line in lost) + "\n", encoding="utf-8")
+    print(f"{len(lost)} cases in which another candidate was faster: {options.out / 'lost.md'}")
+    if not options.no_sweeps:
+        torch.manual_seed(options.seed)
+        for path in draw_all(sweep(options, options.out), device, options.out):
+            print(f"picture: {path}")
+    print(f"results: {options.out}" + (f"   FAILED: {', '.join(failed)}" if failed else ""))
+    return int(bool(failed))
