@@ -21,6 +21,13 @@ from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
 
 
 @triton.jit
+def _zero_row(row_ptr, V, BLOCK_V: tl.constexpr):
+    for block in range(0, V, BLOCK_V):
+        v = block + tl.arange(0, BLOCK_V)
+        tl.store(row_ptr + v, tl.zeros([BLOCK_V], row_ptr.dtype.element_ty), mask=v < V)
+
+
+@triton.jit
 def _linear_nll_rows(
     logits_ptr, target_ptr, active_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
     stride_n, V, ignore_index,
@@ -38,15 +45,17 @@ def _linear_nll_rows(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
         log_sum = tl.log(row_sum)
+        weightless = scale == 0  # its gradient is 0 even where it holds NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
         tl.debug_barrier()  # every lane has its target's logit before the first store replaces it
-        for block in range(0, V, BLOCK_V):
-            grad_columns(row_ptr, row_ptr, block + lanes, V, y, scale, row_max, log_sum, ACC)
+        if weightless:
+            _zero_row(row_ptr, V, BLOCK_V)
+        else:
+            for block in range(0, V, BLOCK_V):
+                grad_columns(row_ptr, row_ptr, block + lanes, V, y, scale, row_max, log_sum, ACC)
     else:
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
-        for block in range(0, V, BLOCK_V):
-            v = block + lanes
-            tl.store(row_ptr + v, tl.zeros([BLOCK_V], logits_ptr.dtype.element_ty), mask=v < V)
+        _zero_row(row_ptr, V, BLOCK_V)
 
 
 @triton.jit

@@ -65,7 +65,7 @@ class ActiveRows:
 
     def whole(self, out: torch.Tensor) -> torch.Tensor:
         """The result without the spare row."""
-        return out[: self.total]
+        return out[: self.total] if self._padded else out
 
 
 def choose_chunk(rows: int, V: int, itemsize: int, trains_head: bool, on_gpu: bool, memory_budget: int | None) -> int:

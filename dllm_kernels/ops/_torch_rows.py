@@ -88,7 +88,8 @@ def _block_grad_(exp_x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, log_
 
 
 def _empty_stats(N: int, acc: torch.dtype, device: torch.device, with_correct: bool) -> Stats:
-    nll, row_max, log_sum, target_logit = torch.zeros(4, N, dtype=acc, device=device).unbind()
+    # four tensors, not views of one: autograd lets nobody write into a view that a Function returned
+    nll, row_max, log_sum, target_logit = (torch.zeros(N, dtype=acc, device=device) for _ in range(4))
     correct = torch.zeros(N, dtype=torch.bool, device=device) if with_correct else None
     return nll, row_max, log_sum, target_logit, correct
 
@@ -115,6 +116,7 @@ def row_stats(
     for rows in _blocks(active_rows, V, acc.itemsize):
         x = _gather(logits, rows, acc)
         _store(stats, rows, _block_stats(x, targets[rows], with_correct))
+        del x  # before the next block is gathered
     return stats
 
 
@@ -143,6 +145,7 @@ def row_grad(
         x.sub_(row_max[rows].unsqueeze(1)).exp_()
         _block_grad_(x, y, block_scale, log_sum[rows])
         _scatter(out, rows, x.to(out.dtype))
+        del x
 
 
 def row_nll_grad_(
@@ -159,6 +162,7 @@ def row_nll_grad_(
     acc = acc_dtype(logits.dtype)
     stats = _empty_stats(C, acc, logits.device, with_correct)
     mask = _active_mask(targets, active, ignore_index)
+    inert = ~mask | (scale == 0)
     scale = torch.where((targets >= 0) & (targets < V), scale, math.nan)
     size = max(1, BLOCK_BYTES // max(V * acc.itemsize, 1))
     for start in range(0, C, size):
@@ -170,15 +174,21 @@ def row_nll_grad_(
         _block_grad_(x, y, scale[block], log_sum)
         if x is not view:
             view.copy_(x)
-        idle = ~mask[block]
-        view.masked_fill_(idle.unsqueeze(1), 0)
+        view.masked_fill_(inert[block].unsqueeze(1), 0)
         for whole, part in zip(stats, (nll, row_max, log_sum, target_logit, correct), strict=True):
             if whole is not None and part is not None:
-                whole[block] = part.masked_fill_(idle, 0)
+                whole[block] = part.masked_fill_(~mask[block], 0)
     return stats
 
 
 def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
-    """See ``ops._rows``; on a GPU the multiplication runs whatever the factor is, since looking would sync."""
-    if factor.is_cuda or factor != 1:
-        t.mul_(factor)
+    """See ``ops._rows``; on a GPU the multiplication runs whatever the factor is, since looking would sync.
+
+    A CPU multiplies by a 0-d factor at the factor's precision; a GPU would round it to the dtype of t first.
+    """
+    if not factor.is_cuda:
+        if factor != 1:
+            t.mul_(factor)
+        return
+    for block in torch.split(t, max(1, BLOCK_BYTES // max(t[0].nbytes, 1))) if t.numel() else ():
+        block.copy_(block.to(factor.dtype).mul_(factor))

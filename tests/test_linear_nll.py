@@ -1,0 +1,661 @@
+"""Linear NLL: parity, who gets a gradient and at what cost, chunks, compaction, memory, autocast."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from benchmarks.measure import peak_memory
+from dllm_kernels.ops import _active_rows, _torch_rows, linear_token_nll, weighted_linear_nll
+from tests.conftest import DEVICE
+from tests.parity import (
+    assert_as_good_as_plain,
+    assert_parity,
+    poison_empty,
+    small_tiles,
+    value_and_grads,
+)
+
+NAN = math.nan
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_unwritten(monkeypatch):
+    poison_empty(monkeypatch)
+
+
+@pytest.fixture(params=["torch", "triton, many rows", "triton, few rows"])
+def path(request, monkeypatch):
+    """The backend, and in small tiles whichever of Triton's two ways over a chunk."""
+    if request.param != "torch":
+        small_tiles(monkeypatch, splits=2, fused_rows="many" in request.param)
+    return request.param.split(",")[0]
+
+
+def inputs(N=9, V=37, D=5, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    hidden, weight, bias = torch.randn(N, D), torch.randn(V, D), torch.randn(V)
+    targets = torch.where(torch.rand(N) < 0.15, -100, torch.randint(0, V, (N,)))
+    weights = torch.randn(N) * (torch.rand(N) < 0.7)
+    return [t.to(DEVICE, dtype) for t in (hidden, weight, bias)], targets.to(DEVICE), weights.to(DEVICE)
+
+
+def oracle(targets, weights):
+    return lambda h, w, b: reference.weighted_linear_nll(h, w, targets, weights, b)
+
+
+def token_oracle(targets, active=None):
+    return lambda h, w, b: reference.linear_token_nll(h, w, targets, b, active=active)
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("N", "V", "D", "chunk"), [(1, 1, 1, 1), (2, 2, 3, 1), (9, 37, 5, 4), (13, 101, 8, None), (3, 3, 2, 50)]
+)
+def test_parity(N, V, D, chunk, dtype, path):
+    if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
+    _, targets, weights = inputs(N, V, D)
+    assert_parity(
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=chunk, backend=path).loss,
+        oracle(targets, weights),
+        lambda seed: (inputs(N, V, D, dtype, seed)[0], torch.tensor(-1.7)),
+    )
+    active = weights != 0
+    assert_parity(
+        lambda h, w, b: linear_token_nll(h, w, targets, bias=b, active=active, chunk_size=chunk, backend=path).nll,
+        token_oracle(targets, active),
+        lambda seed: (inputs(N, V, D, dtype, seed)[0], torch.randn(N, device=DEVICE)),
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3)])
+def test_any_leading_shape_and_strides(shape, path):
+    torch.manual_seed(0)
+    weight = torch.randn(5, 11, device=DEVICE).t()  # columns of an embedding: not contiguous
+    hidden = torch.randn(*shape, 10, device=DEVICE)[..., ::2]
+    targets = torch.randint(0, 11, shape, device=DEVICE)
+    weights = torch.rand(shape, device=DEVICE)
+    ours = value_and_grads(
+        lambda h, w: weighted_linear_nll(h, w, targets, weights, backend=path).loss, [hidden, weight], torch.tensor(2.0)
+    )
+    plain = value_and_grads(
+        lambda h, w: reference.weighted_linear_nll(h, w, targets, weights), [hidden, weight], torch.tensor(2.0)
+    )
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    rows = weighted_linear_nll(hidden, weight, targets, weights, with_lse=True, with_correct=True, backend=path)
+    logits = F.linear(hidden, weight)
+    torch.testing.assert_close(rows.nll, reference.token_nll(logits, targets))
+    torch.testing.assert_close(rows.lse, reference.token_lse(logits))
+    assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
+
+
+@pytest.mark.parametrize("trains", [(h, w, b) for h in (0, 1) for w in (0, 1) for b in (0, 1)], ids=str)
+def test_frozen_and_trainable_in_every_combination(trains, path):
+    leaves, targets, weights = inputs()
+    upstream = torch.randn(9, device=DEVICE)
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    expected_rows = value_and_grads(token_oracle(targets), leaves, upstream)
+    for leaf, train in zip(leaves, trains, strict=True):
+        leaf.requires_grad_(bool(train))
+    loss = weighted_linear_nll(*leaves[:2], targets, weights, bias=leaves[2], chunk_size=4, backend=path).loss
+    rows = linear_token_nll(*leaves[:2], targets, bias=leaves[2], chunk_size=4, backend=path).nll
+    assert loss.requires_grad == rows.requires_grad == any(trains)
+    for value, seed, wanted in ((loss, torch.ones_like(loss), expected), (rows, upstream, expected_rows)):
+        torch.testing.assert_close(value.detach(), wanted[0])
+        for leaf in leaves:
+            leaf.grad = None
+        if any(trains):
+            value.backward(seed)
+        for leaf, grad, train in zip(leaves, wanted[1:], trains, strict=True):
+            assert (leaf.grad is not None) == bool(train)
+            if train:
+                torch.testing.assert_close(leaf.grad, grad)
+
+
+def in_place_product(_, a, b, **__):
+    """Operations of ``addmm_``, which torch's counter does not know by itself."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+def products(function):
+    """How many times the product of all active rows with the whole head was made."""
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place_product}) as counter:
+        function()
+    return counter.get_total_flops() / (2 * ACTIVE * 37 * 5)
+
+
+ACTIVE = 6
+
+
+@pytest.mark.parametrize(
+    ("trains_hidden", "trains_head", "weighted_products", "token_products"),
+    [(False, False, 1, 1), (True, False, 2, 2), (True, True, 3, 4), (False, True, 2, 3)],
+)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_matrix_products_run_on_the_active_rows_and_no_oftener_than_needed(
+    trains_hidden, trains_head, weighted_products, token_products, chunk, backend
+):
+    (hidden, weight, _), _, _ = inputs()
+    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
+    hidden.requires_grad_(trains_hidden)
+    weight.requires_grad_(trains_head)
+
+    def weighted():
+        loss = weighted_linear_nll(hidden, weight, targets, weights, chunk_size=chunk, backend=backend).loss
+        if loss.requires_grad:
+            loss.backward()
+
+    def rows():
+        nll = linear_token_nll(hidden, weight, targets, active=weights, chunk_size=chunk, backend=backend).nll
+        if nll.requires_grad:
+            nll.sum().backward()
+
+    assert products(weighted) == weighted_products
+    assert products(rows) == token_products
+
+
+def test_without_grad_mode_only_the_first_product_runs(backend):
+    (hidden, weight, bias), _, _ = inputs()
+    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
+    for leaf in (hidden, weight, bias):
+        leaf.requires_grad_()
+    with torch.no_grad():
+        assert products(lambda: weighted_linear_nll(hidden, weight, targets, weights, backend=backend)) == 1
+        assert products(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend=backend)) == 1
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 9, 1000, None])
+def test_chunks_change_nothing(chunk, path):
+    leaves, targets, weights = inputs(dtype=torch.float64)
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    got = value_and_grads(
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=chunk, backend=path).loss,
+        leaves,
+        torch.tensor(1.0),
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_memory_budget_bounds_the_chunk():
+    V, itemsize = 1000, 4
+    for budget in (1, V * itemsize, 10 * V * itemsize, 300 * V * itemsize):
+        rows = _active_rows.choose_chunk(10_000, V, itemsize, True, False, budget)
+        assert rows == 1 or rows * V * itemsize <= budget
+        assert rows >= 1
+    free = _active_rows.choose_chunk(10_000, V, itemsize, True, True, None)
+    assert free % 128 == 0
+    assert _active_rows.choose_chunk(0, V, itemsize, True, False, None) >= 1
+
+
+def test_a_memory_budget_changes_no_result(path):
+    leaves, targets, weights = inputs(dtype=torch.float64)
+    upstream = torch.tensor(1.0)
+    functions = (
+        lambda h, w, b: (
+            weighted_linear_nll(h, w, targets, weights, bias=b, memory_budget=2 * 37 * 8, backend=path).loss
+        ),
+        oracle(targets, weights),
+    )
+    for a, b in zip(*(value_and_grads(f, leaves, upstream) for f in functions), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("extra", [0, 1, None], ids=["exact", "one more", "all rows"])
+def test_num_active_as_an_upper_bound(extra, path):
+    leaves, targets, weights = inputs()
+    weights[-1] = 0
+    leaves[0][weights == 0] = NAN
+    count = int(((weights != 0) & (targets != -100)).sum())
+    bound = targets.numel() if extra is None else count + extra
+    leaves[0][targets == -100] = NAN
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    got = value_and_grads(
+        lambda h, w, b: (
+            weighted_linear_nll(h, w, targets, weights, bias=b, num_active=bound, chunk_size=4, backend=path).loss
+        ),
+        leaves,
+        torch.tensor(1.0),
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    upstream = torch.randn(9, device=DEVICE)
+    got = value_and_grads(
+        lambda h, w, b: (
+            linear_token_nll(h, w, targets, bias=b, active=weights, num_active=bound, chunk_size=4, backend=path).nll
+        ),
+        leaves,
+        upstream,
+    )
+    for a, b in zip(got, value_and_grads(token_oracle(targets, weights), leaves, upstream), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_num_active_too_small_gives_nan(bound, path):
+    (hidden, weight, _), targets, weights = inputs()
+    out = weighted_linear_nll(hidden, weight, targets, weights, num_active=bound, backend=path)
+    assert out.loss.isnan()
+    assert linear_token_nll(hidden, weight, targets, num_active=bound, backend=path).nll.isnan().all()
+
+
+def test_num_active_of_zero_without_an_active_row(path):
+    (hidden, weight, _), targets, weights = inputs()
+    got = value_and_grads(
+        lambda h, w: weighted_linear_nll(h, w, targets, 0 * weights, num_active=0, backend=path).loss,
+        [hidden, weight],
+        torch.tensor(1.0),
+    )
+    assert all(t.eq(0).all() for t in got)
+
+
+def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
+    """Compaction needs the number of rows on the host; inside a capture every row is projected, and idle ones masked."""
+    leaves, targets, weights = inputs()
+    leaves[0][weights == 0] = NAN
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    init = _active_rows.ActiveRows.__init__
+
+    def capturing(self, mask, num_active):
+        init(self, torch.ones_like(mask), None)
+        self.mask = mask
+
+    monkeypatch.setattr(_active_rows.ActiveRows, "__init__", capturing)
+    got = value_and_grads(
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss,
+        leaves,
+        torch.tensor(1.0),
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(leaves[0].isnan().any(1), weights == 0)  # the caller's rows are not written to
+
+
+def test_rows_read_beyond_the_weights_are_inert_in_every_gradient(path):
+    """``active`` asks for NLL and argmax-match of rows of weight 0; their NaN stays in their own NLL."""
+    leaves, targets, weights = inputs()
+    weights[0], weights[1], weights[2] = 0, 0, 1.5
+    targets[:3] = torch.tensor([1, 99, 2])
+    leaves[0][0] = NAN
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    seen = []
+
+    def ours(h, w, b):
+        out = weighted_linear_nll(
+            h, w, targets, weights, bias=b, active=torch.ones_like(weights), chunk_size=4, backend=path
+        )
+        seen.append(out.nll)
+        return out.loss
+
+    for a, b in zip(value_and_grads(ours, leaves, torch.tensor(1.0)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert seen[0][:2].isnan().all()
+    assert seen[0][2:].isfinite().all()
+
+
+def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
+    leaves, targets, _ = inputs()
+    targets[0], targets[1] = 1, 99
+    leaves[0][0] = NAN
+    good = torch.arange(9, device=DEVICE) > 1
+    got = value_and_grads(
+        lambda h, w, b: torch.where(good, linear_token_nll(h, w, targets, bias=b, chunk_size=4, backend=path).nll, 0.0),
+        leaves,
+        torch.ones(9, device=DEVICE),
+    )
+    expected = value_and_grads(token_oracle(targets, good), leaves, torch.ones(9, device=DEVICE))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("kind", ["random", "expanded", "strided", "zero"])
+def test_any_upstream_gradient_per_row(kind, trains_head, path):
+    (hidden, weight, bias), targets, _ = inputs()
+    upstream = {
+        "random": torch.randn(9),
+        "expanded": torch.tensor(0.37).expand(9),
+        "strided": torch.randn(18)[::2],
+        "zero": torch.zeros(9),
+    }[kind].to(DEVICE)
+    leaves = [hidden, weight, bias] if trains_head else [hidden]
+    rest = [] if trains_head else [weight, bias]
+
+    def ours(*leaves):
+        h, w, b = *leaves, *rest
+        return linear_token_nll(h, w, targets, bias=b, chunk_size=4, backend=path).nll
+
+    def plain(*leaves):
+        return token_oracle(targets)(*leaves, *rest)
+
+    for a, b in zip(*(value_and_grads(f, leaves, upstream) for f in (ours, plain)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("upstream", [1.0, -0.3, 0.0, 1e-3])
+def test_upstream_scalars(upstream, path):
+    leaves, targets, weights = inputs()
+    functions = (
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, backend=path).loss,
+        oracle(targets, weights),
+    )
+    for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(upstream)) for f in functions), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_backward(backend):
+    (hidden, weight, _), targets, weights = inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = weighted_linear_nll(hidden, weight, targets, weights, backend=backend).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="call the loss again for a second one, or use linear_token_nll"):
+        loss.backward()
+    for head in (weight, weight.detach()):
+        nll = linear_token_nll(hidden, head, targets, backend=backend).nll
+        upstream = torch.randn_like(nll)
+        (first,) = torch.autograd.grad(nll, hidden, upstream, retain_graph=True)
+        (other,) = torch.autograd.grad(nll, hidden, 2 * upstream, retain_graph=True)
+        (again,) = torch.autograd.grad(nll, hidden, upstream)
+        assert torch.equal(first, again)
+        torch.testing.assert_close(other, 2 * first)
+
+
+def test_one_head_used_twice_in_a_graph(path):
+    leaves, targets, weights = inputs()
+
+    def twice(loss):
+        def function(h, w, b):
+            return loss(h, w, b) + 0.5 * loss(2 * h, w, b)
+
+        return function
+
+    functions = (
+        twice(lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, backend=path).loss),
+        twice(oracle(targets, weights)),
+    )
+    for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(1.3)) for f in functions), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_weights_are_constants(backend):
+    (hidden, weight, _), targets, weights = inputs()
+    weights.requires_grad_()
+    hidden.requires_grad_()
+    weighted_linear_nll(hidden, weight, targets, weights, backend=backend).loss.backward()
+    assert weights.grad is None
+    rows = weighted_linear_nll(hidden, weight, targets, weights, with_lse=True, backend=backend)
+    assert not rows.nll.requires_grad
+    assert not rows.lse.requires_grad
+
+
+def test_nll_can_be_written_to(backend):
+    (hidden, weight, _), targets, _ = inputs()
+    for hidden_trains, weight_trains in ((True, False), (True, True)):
+        h, w = hidden.clone().requires_grad_(hidden_trains), weight.clone().requires_grad_(weight_trains)
+        nll = linear_token_nll(h, w, targets, backend=backend).nll
+        nll[0] = 0.0
+        nll.mul_(2.0)
+        nll.sum().backward()
+        upstream = torch.full((9,), 2.0, device=DEVICE)
+        upstream[0] = 0
+        expected = value_and_grads(lambda h: reference.linear_token_nll(h, weight, targets), [hidden], upstream)
+        torch.testing.assert_close(h.grad, expected[1])
+
+
+def test_gradcheck(path):
+    leaves, targets, _ = inputs(3, 5, 2, torch.float64)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    rows = {"chunk_size": 2, "backend": path}
+    assert torch.autograd.gradcheck(lambda h, w, b: linear_token_nll(h, w, targets, bias=b, **rows).nll, leaves)
+    frozen = leaves[1].detach()
+    assert torch.autograd.gradcheck(lambda h: linear_token_nll(h, frozen, targets, **rows).nll, leaves[:1])
+
+
+def test_gradients_of_the_weighted_form_are_its_slopes(path):
+    """What gradcheck does, which runs backward more than once and so cannot be asked here."""
+    leaves, targets, weights = inputs(4, 7, 3, torch.float64)
+
+    def loss(*leaves):
+        h, w, b = leaves
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=3, backend=path).loss
+
+    grads = value_and_grads(loss, leaves, torch.tensor(1.0))[1:]
+    directions = [torch.randn_like(leaf) for leaf in leaves]
+    step = 1e-6
+    for place, (direction, grad) in enumerate(zip(directions, grads, strict=True)):
+        ahead, behind = (
+            loss(*(leaf + sign * step * direction if i == place else leaf for i, leaf in enumerate(leaves)))
+            for sign in (1, -1)
+        )
+        torch.testing.assert_close((ahead - behind) / (2 * step), (direction * grad).sum(), rtol=1e-3, atol=1e-5)
+
+
+def test_bitwise_the_same_twice(path):
+    leaves, targets, weights = inputs()
+    function = lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss  # noqa: E731
+    runs = [value_and_grads(function, leaves, torch.tensor(0.7)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_float16_gradients_neither_underflow_nor_overflow(path):
+    """w / N times a probability is below float16's smallest number, and 1 / p above its largest."""
+    (hidden, weight, bias), targets, weights = inputs(dtype=torch.float16)
+    expected = value_and_grads(oracle(targets, weights), [hidden, weight, bias], torch.tensor(1.0))
+    for factor in (1e-7, 1e7):
+        got = value_and_grads(
+            lambda h, w, b, f=factor: weighted_linear_nll(h, w, targets, weights * f, bias=b, backend=path).loss / f,
+            [hidden, weight, bias],
+            torch.tensor(1.0),
+        )
+        eps = torch.finfo(torch.float16).eps
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a.double(), b.double(), rtol=4 * eps, atol=4 * eps * b.abs().max().item())
+
+
+def test_the_gradient_of_a_low_precision_head_is_summed_in_float32_over_chunks():
+    N, V, D = 512, 64, 16
+    torch.manual_seed(0)
+    hidden = (1 + torch.rand(N, D)).bfloat16()
+    weight = torch.randn(V, D).bfloat16()
+    targets, weights = torch.zeros(N, dtype=torch.long), torch.rand(N)
+    exact = value_and_grads(
+        lambda h, w: reference.weighted_linear_nll(h, w, targets, weights),
+        [hidden.double(), weight.double()],
+        torch.tensor(1.0),
+    )[2]
+    plain, ours, chunk_by_chunk = (
+        value_and_grads(f, [hidden, weight], torch.tensor(1.0))[2]
+        for f in (
+            lambda h, w: reference.weighted_linear_nll(h, w, targets, weights),
+            lambda h, w: weighted_linear_nll(h, w, targets, weights, chunk_size=4).loss,
+            lambda h, w: sum(
+                reference.weighted_linear_nll(h[i : i + 4], w, targets[i : i + 4], weights[i : i + 4])
+                for i in range(0, N, 4)
+            ),
+        )
+    )
+    allowed = (plain.double() - exact).abs().max().item()
+    assert_as_good_as_plain([ours], [exact], allowed)
+    with pytest.raises(AssertionError, match="plain PyTorch allows"):
+        assert_as_good_as_plain([chunk_by_chunk], [exact], allowed)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("hidden_dtype", "weight_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_autocast_is_honoured_as_linear_honours_it(hidden_dtype, weight_dtype, bias_dtype):
+    (hidden, weight, bias), targets, weights = inputs(N=16)
+    leaves = [hidden.to(hidden_dtype), weight.to(weight_dtype), bias.to(bias_dtype)]
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert_parity_under_autocast(leaves, targets, weights)
+
+
+def assert_parity_under_autocast(leaves, targets, weights):
+    def ours(h, w, b):
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5, backend="torch").loss
+
+    def plain(h, w, b):
+        return reference.weighted_nll(F.linear(h, w, b), targets, weights)
+
+    upstream = torch.tensor(1.0)
+    got, expected = (value_and_grads(f, leaves, upstream) for f in (ours, plain))
+    with torch.autocast(DEVICE, enabled=False):
+        exact = value_and_grads(plain, [leaf.bfloat16().double() for leaf in leaves], upstream)
+    for a, p, e in zip(got, expected, exact, strict=True):
+        assert a.dtype == p.dtype
+        assert_as_good_as_plain([a], [e], (p.double() - e).abs().max().item())
+
+
+def test_float64_is_left_alone_by_autocast(backend):
+    leaves, targets, weights = inputs(dtype=torch.float64)
+    function = lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, backend=backend).loss  # noqa: E731
+    expected = value_and_grads(function, leaves, torch.tensor(1.0))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = value_and_grads(function, leaves, torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"weight must have the dtype of hidden, torch.float32"):
+            weighted_linear_nll(leaves[0].float(), leaves[1], targets, weights)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_backward_after_autocast_has_ended(backend):
+    (hidden, weight, _), targets, _ = inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    with torch.autocast(DEVICE, torch.float16):
+        nll = linear_token_nll(hidden, weight, targets, backend=backend).nll
+    nll.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    expected = value_and_grads(
+        lambda h, w: reference.linear_token_nll(h, w, targets), [hidden, weight], torch.ones(9, device=DEVICE)
+    )
+    torch.testing.assert_close(weight.grad, expected[2], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
+@pytest.mark.parametrize("form", ["weighted", "rows"])
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
+    """Neither ``[N, V]`` nor a float32 copy of a chunk exists at any time, forward or backward."""
+    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    N, V, D, chunk = 2048, 16384, 8, 512
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(N, D).to(dtype).requires_grad_(),
+        torch.randn(V, D).to(dtype).requires_grad_(trains_head),
+    )
+    bias = torch.zeros(V, dtype=dtype, requires_grad=trains_head)
+    targets, weights = torch.randint(0, V, (N,)), (torch.arange(N) % 3 == 0).float()
+
+    def run(_):
+        if form == "weighted":
+            weighted_linear_nll(hidden, weight, targets, weights, bias=bias, chunk_size=chunk).loss.backward()
+        else:
+            linear_token_nll(hidden, weight, targets, bias=bias, active=weights, chunk_size=chunk).nll.sum().backward()
+        hidden.grad = weight.grad = bias.grad = None
+
+    run(0)
+    logits = chunk * V * dtype.itemsize
+    grads = 2 * N * D * 4 + (V * D + V) * (4 + 2 * dtype.itemsize) * trains_head
+    blocks = 2 * _torch_rows.BLOCK_BYTES  # two blocks of rows in float32 at a time
+    assert logits <= peak_memory(run, "cpu") <= logits + grads + blocks + 32 * N
+    assert grads + blocks + 32 * N < chunk * V * 4  # so a float32 copy of the chunk would have shown
+
+
+def test_no_reference_cycle_keeps_anything_alive(backend):
+    (hidden, weight, _), targets, weights = inputs()
+    gc.collect()
+    gc.disable()
+    try:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        refs = [weakref.ref(h), weakref.ref(w)]
+        weighted_linear_nll(h, w, targets, weights, backend=backend).loss.backward()
+        loss = linear_token_nll(h, w, targets, backend=backend).nll.sum()
+        loss.backward()
+        unused = weighted_linear_nll(h, w, targets, weights, backend=backend)
+        del h, w, loss, unused
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_targets_out_of_range_give_nan_in_their_own_row(path):
+    leaves, targets, _ = inputs()
+    targets[:4] = torch.tensor([37, -1, -101, 10**12])
+    out = linear_token_nll(*leaves[:2], targets, with_correct=True, chunk_size=4, backend=path)
+    assert out.nll[:4].isnan().all()
+    assert out.nll[4:].isfinite().all()
+    assert not out.correct[:4].any()
+    hidden = leaves[0].requires_grad_()
+    linear_token_nll(hidden, leaves[1], targets, chunk_size=4, backend=path).nll.sum().backward()
+    assert hidden.grad[:4].isnan().all()
+    assert hidden.grad[4:].isfinite().all()
+
+
+def test_an_infinite_bias_bans_a_token(path):
+    leaves, targets, weights = inputs()
+    leaves[2][5] = -math.inf
+    targets[targets == 5] = 6
+    functions = (
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss,
+        oracle(targets, weights),
+    )
+    for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(1.0)) for f in functions), strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture_of_the_weighted_form():
+    (hidden, weight, bias), targets, weights = inputs(N=256, V=1000, D=64, dtype=torch.bfloat16)
+    for leaf in (hidden, weight, bias):
+        leaf.requires_grad_()
+
+    def step():
+        loss = weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="triton").loss
+        return loss, *torch.autograd.grad(loss, (hidden, weight, bias))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        hidden.copy_(torch.randn_like(hidden))
+        weights.copy_(weights.roll(1))
+    graph.replay()
+    draws = [hidden, weight, bias]
+    plain = value_and_grads(oracle(targets, weights), draws, torch.tensor(1.0, device="cuda"))
+    exact = value_and_grads(oracle(targets, weights), [t.double() for t in draws], torch.tensor(1.0, device="cuda"))
+    for a, p, e in zip(captured, plain, exact, strict=True):
+        assert_as_good_as_plain([a], [e], (p.double() - e).abs().max().item())
+
+
+@pytest.mark.gpu
+def test_no_host_sync_when_the_number_of_active_rows_is_given():
+    (hidden, weight, bias), targets, weights = inputs(N=256, V=1000, D=64, dtype=torch.bfloat16)
+    hidden.requires_grad_()
+    weighted_linear_nll(hidden, weight, targets, weights, bias=bias, num_active=256).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weighted_linear_nll(hidden, weight, targets, weights, bias=bias, num_active=256).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
