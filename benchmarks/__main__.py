@@ -37,7 +37,9 @@ SUBJECTS = {
     "losses": Subject("benchmarks.losses", "every loss class against the plain one"),
     "inspect": Subject("benchmarks.inspect_kernels", "registers, spills, occupancy of every kernel", ((),)),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
-    "all": Subject("benchmarks.suite", "every measurement with JSON, tables and plots", ()),
+    "all": Subject(
+        "benchmarks.suite", "every measurement with JSON, tables and plots", ((*TOY[0], "--subject", "collate"),)
+    ),
 }
 
 
@@ -73,7 +75,7 @@ def smoke(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in argv or SUBJECTS:
             for number, args in enumerate(SUBJECTS[name].smoke):
-                out = Path(scratch) / (f"{name}-{number}" if name == "train" else f"{name}-{number}.json")
+                out = Path(scratch) / (f"{name}-{number}" if name in ("train", "all") else f"{name}-{number}.json")
                 takes_out = name != "inspect"
                 if not _smoke_one(name, (*args, *(("--out", str(out)) if takes_out else ()))):
                     failed.append(" ".join((name, *args)))

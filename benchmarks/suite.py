@@ -135,6 +135,8 @@ def _panel(axes: Any, entries: Sequence[Record], value: Callable[[Record], float
     axes.set(xlabel={"active share": "active rows (%)"}.get(name, name), ylabel=label, yscale="log")
     if name != "active share":
         axes.set_xscale("log", base=2)
+    ticks = sorted({_x(entry) for entry in entries})
+    axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
 
@@ -152,7 +154,8 @@ def draw(entries: Sequence[Record], title: str, path: Path) -> None:
         chosen = [entry for entry in entries if entry["sweep"] == name]
         _panel(axes[0][column], chosen, _milliseconds, "time (ms)")
         _panel(axes[1][column], chosen, _mebibytes, "peak memory (MiB)")
-    axes[0][0].legend(frameon=False, fontsize=8)
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
     figure.suptitle(title)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)
@@ -190,12 +193,13 @@ def main(argv: list[str]) -> int:
     """Run everything into one folder; 1 if a subject failed."""
     parser = measure.arguments("all", __doc__)
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
+    parser.add_argument("--subject", action="append", choices=STEMS, help="default: all")
     parser.add_argument("--no-sweeps", action="store_true", help="leave the sweeps and pictures out")
     options = measure.parse(parser, argv)
     device = record.device_name(options.device)
     options.out = options.out or Path("benchmarks/results") / device.lower().replace(" ", "-")
     options.out.mkdir(parents=True, exist_ok=True)
-    commands = subject_commands(options)
+    commands = {name: words for name, words in subject_commands(options).items() if name in (options.subject or STEMS)}
     failed = [name for name, command in commands.items() if not run_subject(command, options.out)]
     written = {
         name: json.loads(path.read_text()) for name in commands if (path := options.out / f"{name}.json").exists()

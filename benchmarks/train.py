@@ -37,7 +37,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "steps": 320, "batch": 8, "length": 128, "width": 128, "layers": 2, "heads": 4, "vocab": 8192,
         "corpus_bytes": 3_000_000, "evals": 8, "heldout": 64, "block_size": 16, "draft_block": 8,
-        "blocks": 8, "lr": 8e-3,
+        "blocks": 8, "lr": 5e-3,
     },
     "gpu": {
         "steps": 1000, "batch": 32, "length": 512, "width": 512, "layers": 6, "heads": 8, "vocab": 16384,

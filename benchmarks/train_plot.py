@@ -52,9 +52,13 @@ def _difference(axes: Any, curves: Mapping[str, Any]) -> None:
     pairs = zip(curves["ours"]["train"], curves["reference"]["train"], strict=True)
     relative = [abs(a - b) / max(abs(b), 1e-12) for a, b in pairs]
     floor = 1e-9
-    axes.semilogy(range(1, len(relative) + 1), [max(r, floor) for r in relative], color=OURS, linewidth=0.9)
+    steps = range(1, len(relative) + 1)
+    axes.semilogy(steps, [max(r, floor) for r in relative], ".", color=OURS, markersize=3)
     axes.axhline(2**-23, color=GREY, linestyle="--", linewidth=1, label="one float32 rounding step")
     axes.set(xlabel="step", ylabel="|ours - reference| / reference", ylim=(floor / 2, max(*relative, 1e-6) * 3))
+    ticks = [10.0**power for power in range(-8, 1) if 10.0**power <= axes.get_ylim()[1]]
+    axes.set_yticks([floor, *ticks], ["equal", *(f"{tick:.0e}" for tick in ticks)], minor=False)
+    axes.minorticks_off()
     axes.legend(frameon=False, fontsize=8)
 
 
