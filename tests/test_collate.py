@@ -225,6 +225,7 @@ def test_documented_helpers():
     assert DLLMCollator._first_supervised_index([0, 0], 9) == 9
     ends = collator._block_fill_ends(torch.tensor([5, 30]), torch.tensor([2, 3]))
     assert ends.tolist() == [6, 23]
+    assert collator._block_fill_ends(torch.tensor([5]), torch.tensor([9])).tolist() == [5]
     assert collator._compute_target_length(torch.tensor([13])) == 20
     rows = collator._pad_and_fill([[1, 2], [3]], torch.tensor([2, 1]), torch.tensor([3, 1]), 4, 9, 5)
     assert rows.tolist() == [[1, 2, 5, 9], [3, 9, 9, 9]]
@@ -232,6 +233,8 @@ def test_documented_helpers():
     rows = collator._pad_and_fill([[0.5, 2, 3]], torch.tensor([2]), torch.tensor([9]), 3, 9, 5, dtype=torch.float32)
     assert rows.tolist() == [[0.5, 2, 5]]
     assert rows.dtype == torch.float32
+    rows = collator._pad_and_fill([[1, 2, 3], [1]], torch.tensor([2, 1]), torch.tensor([2, 1]), 4, 9, 5)
+    assert rows.tolist() == [[1, 2, 9, 9], [1, 9, 9, 9]]
     assert collator._pad_and_fill([[1, 2]], torch.tensor([2]), torch.tensor([2]), 1, 9, 5).tolist() == [[1]]
 
 
@@ -287,6 +290,7 @@ def test_unequal_lengths_are_named(field):
         ([None, 1], "list of NoneType, int"),
         ([[1], [2, 3]], "list of list"),
         ((1j, 1), "tuple of complex, int"),
+        ([1, 10**400], "list of int"),
     ],
 )
 def test_what_is_no_sequence_of_numbers_is_named(field, value, got):
