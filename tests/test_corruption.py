@@ -12,6 +12,7 @@ from dllm_kernels import corruption
 from dllm_kernels.kernels import corruption as kernels
 from dllm_kernels.ops import _corruption_host, _philox
 from dllm_kernels.ops import corruption as ops
+from dllm_kernels.ops import gumbel_topk as op
 from dllm_kernels.ops._philox import STREAM_LEVEL, STREAM_SELECT, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW, Draw
 from reference import corruption as reference
 
@@ -96,7 +97,7 @@ def test_all_masked_is_the_reference(backend, device):
 
 
 @every_routine
-@pytest.mark.parametrize("L", [1, 33, 150])
+@pytest.mark.parametrize("L", [1, 70])
 def test_kernel_and_torch_draw_the_same(routine, L, device):
     ids, loss_mask, seeds = batch(3, L, device)
     for source in (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)}):
@@ -113,9 +114,10 @@ def test_kernel_and_torch_draw_the_same_on_long_rows(device):
 
 
 @every_routine
-@pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 150), (34, 1000)])
+@pytest.mark.parametrize(("B", "L"), [(1, 1), (9, 150)])
 def test_torch_and_its_host_shortcut_draw_the_same(routine, B, L, monkeypatch):
-    ids, loss_mask, seeds = batch(B, L)  # the last shape is two slices on the host
+    ids, loss_mask, seeds = batch(B, L)
+    monkeypatch.setattr(op, "_SLICE", 600)  # slices of four rows
     sources = (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)})
     by_host = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
     monkeypatch.setattr(ops, "on_host", lambda device: False)
@@ -158,7 +160,7 @@ def test_outputs_are_their_own_memory(routine, backend, device):
     assert len(storages) == 5
 
 
-@every_routine
+@some_routines
 def test_a_row_with_a_seed_does_not_know_its_batch(routine, backend, device):
     ids, loss_mask, seeds = batch(6, 70, device)
     whole = routine(ids, loss_mask, seeds=seeds, backend=backend)

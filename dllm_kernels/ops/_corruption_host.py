@@ -72,7 +72,8 @@ def mask_topk(
         k = number_to_mask(level, length, at_least)
         log_w = (np.float32(1.0) - level) * np.float32(rate) * place
         log_w[:, -1, last:] = -np.inf
-        chosen = select_on_host(log_w.reshape(-1, grid.size), fine_uniform(bits).reshape(-1, grid.size), k.reshape(-1))
+        u = fine_uniform(bits).reshape(-1, grid.size)
+        chosen = select_on_host(log_w.reshape(-1, grid.size), u, k.reshape(-1), rate * grid.size)
         return chosen.reshape(bits.shape), mask_token_id, level
 
     return _corrupt(input_ids, loss_mask, seed, grid, (_philox.STREAM_SELECT,), body)
@@ -87,23 +88,28 @@ def _corrupt(
     body: _Body,
 ) -> Corrupted:
     """Run ``body`` on a slice of rows at a time and write the outputs."""
-    shape = (grid.B, grid.L)
-    noisy, noise, p_mask = input_ids.clone(), torch.empty(shape, dtype=torch.bool), torch.empty(shape)
-    out_ids, out_noise, out_p = noisy.numpy(), noise.numpy(), p_mask.numpy()
-    supervised = None if loss_mask is None else (loss_mask != 0).numpy()
+    noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype)
+    noise, p_mask = torch.empty(input_ids.shape, dtype=torch.bool), torch.empty(input_ids.shape)
+    out_noise, out_p = noise.numpy(), p_mask.numpy()
+    supervised = None if loss_mask is None else _as_bool(loss_mask).numpy()
     draws = (grid.draw_levels(), *(grid.draw(stream) for stream in streams))
     for rows in host_slices(grid.B, grid.L):
         part = slice(rows.start, rows.stop)
         level_bits, *bits = _philox.words_on_host(seed_on_host(seed, part), rows, draws)
         at_place = [b[..., : grid.size] for b in bits]
         chosen, token, p = body(level_bits[:, 0, : grid.blocks, None], *at_place)
-        out_p[part] = _flat(grid, np.broadcast_to(np.asarray(p, np.float32), chosen.shape))
-        out_noise[part] = _flat(grid, chosen)
-        if supervised is not None:
-            out_noise[part] &= supervised[part]
-        token = token if isinstance(token, int) else _flat(grid, token)
-        np.copyto(out_ids[part], token, casting="unsafe", where=out_noise[part])
+        out_p[part] = p if isinstance(p, float) else _flat(grid, np.broadcast_to(p, chosen.shape))
+        if supervised is None:
+            out_noise[part] = _flat(grid, chosen)
+        else:
+            np.logical_and(_flat(grid, chosen), supervised[part], out=out_noise[part])
+        new = torch.tensor(token) if isinstance(token, int) else torch.from_numpy(_flat(grid, token).view(np.int64))
+        torch.where(noise[part], new.to(input_ids.dtype), input_ids[part], out=noisy[part])
     return noisy, noise, p_mask
+
+
+def _as_bool(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask != 0
 
 
 def _flat(grid: Grid, at_place: _Array) -> _Array:

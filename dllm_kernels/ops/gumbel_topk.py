@@ -11,9 +11,9 @@ multiply-adds turned off. The same u therefore gives the same set on every devic
 ``exact_log`` errs by less than 2 ulp, so an oracle that uses another float64 logarithm picks the same set unless two
 scores at the k-th place lie within about 1e-15 of each other.
 
-On the CPU a sort of scores from torch's (vectorised) logarithm decides almost every row: where the k-th and the next
-score differ by more than ``_SAFE_GAP``, a million times what both logarithms can err, the set is the same. The few
-other rows are decided by the exact scores.
+On the CPU a sort of float32 scores decides almost every row: where the k-th and the next differ by more than those
+scores can err, the set is the same. The few other rows, one in some thousands of 32 positions, are decided by the exact
+scores.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ from dllm_kernels.ops._checks import (
     check_tensor,
 )
 
-_SAFE_GAP = 2.0**-30
-_LOWEST = np.finfo(np.float64).min
+# Measured best of 2^14 to 2^18 on an EPYC 7003 at [64, 4096]: less pays numpy's cost a call too often, more leaves the
+# second-level cache.
+_SLICE = 1 << 16
+
+_LOWEST = np.finfo(np.float32).min
 
 _Array = np.typing.NDArray[Any]
 
@@ -207,17 +210,14 @@ def _gumbel_topk_host(
         never = np.isnan(weights) | np.isnan(u)
         if never.any():
             weights, u = np.where(never, -np.inf, weights), np.where(never, 0.5, u)
-        mask.numpy()[part] = select_on_host(weights, u, k[part].numpy())
+        largest = float(np.abs(weights[np.isfinite(weights)]).max(initial=0.0))
+        mask.numpy()[part] = select_on_host(weights, u, k[part].numpy(), largest)
     return mask
 
 
 def host_slices(rows: int, columns: int) -> list[range]:
-    """Rows to work on at a time: 2^15 positions.
-
-    Their temporaries stay in a core's second-level cache, and come from the heap rather than from fresh pages, which
-    take longer to fault in than to fill.
-    """
-    step = max(1, 2**15 // columns)
+    """Rows to work on at a time, ``_SLICE`` positions or one row."""
+    step = max(1, _SLICE // columns)
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
@@ -233,16 +233,17 @@ def fine_uniform(bits: np.typing.NDArray[np.uint64]) -> _Array:
     return u
 
 
-def select_on_host(log_w: _Array, uniform: _Array, k: _Array) -> _Array:
-    """``select_exact`` in numpy, by way of a logarithm that is faster but not the same on every machine."""
-    noise = torch.from_numpy(-_log(uniform)).log_().numpy()
-    score = log_w - noise
+def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) -> _Array:
+    """``select_exact`` in numpy, by way of float32 scores that are fast but not the same on every machine.
+
+    ``largest`` bounds the finite log-weights' absolute values.
+    """
+    # ln u in float64, for near u = 1 float32 would leave nothing of it; torch's log is vectorised, numpy's is not.
+    exponential = torch.log(torch.from_numpy(uniform)).neg_()
+    score = log_w.astype(np.float32) - exponential.to(torch.float32).log_().numpy()
     kth, below = _boundary(score, k)
-    chosen: np.typing.NDArray[np.bool_] = score >= np.maximum(kth, _LOWEST)[:, None]
-    with np.errstate(invalid="ignore"):
-        # Written so that a NaN, the gap between two infinite scores, counts as unsure.
-        scale = 1.0 + np.minimum(np.abs(kth), np.abs(below))
-        unsure = ~(kth - below > _SAFE_GAP * scale) & (kth > -np.inf)
+    chosen: _Array = score >= np.maximum(kth, _LOWEST)[:, None]
+    unsure = _unsure(kth, below, largest)
     if unsure.any():
         rows = unsure.nonzero()[0]
         parts = (torch.from_numpy(part[rows]) for part in (log_w, uniform, k))
@@ -250,20 +251,29 @@ def select_on_host(log_w: _Array, uniform: _Array, k: _Array) -> _Array:
     return chosen
 
 
-def _log(x: _Array) -> _Array:
-    """Torch's logarithm, which is vectorised where numpy's is not."""
-    return torch.log(torch.from_numpy(x)).numpy()
+def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
+    """Where rounding may have swapped the k-th and the next score.
+
+    A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Four roundings,
+    of the log-weight, of -ln u (2^-24 after the logarithm), of the logarithm (2 ulp) and of the difference, err by less
+    than 2^-22 (1 + |t| + largest). Twice that for two scores, and twice again to be safe.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
+        safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))
+    unsure: _Array = ~safe
+    return unsure
 
 
 def _boundary(score: _Array, k: _Array) -> tuple[_Array, _Array]:
     """The k-th largest score of each row and the next: inf before the first, -inf after the last."""
     N, D = score.shape
-    ordered = np.empty((N, D + 2))
+    ordered = np.empty((N, D + 2), np.float32)
     ordered[:, 0], ordered[:, -1] = -np.inf, np.inf
     ordered[:, 1:-1] = score
     # Many short rows take a tenth of the time of torch's sort, which also tracks indices.
     ordered[:, 1:-1].sort(axis=1)
-    row, below = np.arange(N), D - np.clip(k.astype(np.int64), 0, D)
+    row, below = np.arange(N), D - np.minimum(np.maximum(k.astype(np.int64), 0), D)
     return ordered[row, below + 1], ordered[row, below]
 
 
