@@ -1,6 +1,7 @@
 """Imports point one way: losses, mtp, corruption -> ops ~> kernels -> triton, and the oracle stands alone."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -100,8 +101,10 @@ def test_the_oracle_stands_alone():
             assert module.split(".")[0] in allowed, (path, module)
 
 
-def run(code):
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+def run(code, **environment):
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, **environment}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -138,7 +141,8 @@ print("torch.distributed.tensor" in set(sys.modules) - before)
     assert loaded[1] == "False"
 
 
-def test_importing_takes_under_50_ms_on_top_of_torch():
-    """Processor time, and the best of a few: what other processes do meanwhile is not counted."""
+def test_importing_takes_under_50_ms_on_top_of_torch(tmp_path):
+    """From the second time on, as Python caches bytecode. Processor time: what others do meanwhile is not counted."""
     code = "import torch, time; start = time.process_time(); import dllm_kernels; print(time.process_time() - start)"
-    assert min(float(run(code)) for _ in range(5)) < 0.05
+    cached = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
+    assert min(float(run(code, **cached)) for _ in range(5)) < 0.05
