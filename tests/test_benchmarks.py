@@ -129,7 +129,8 @@ def test_command_line_names_its_subjects(capsys):
     assert command.main(["no-such-subject"]) == 2
     assert "no-such-subject" in capsys.readouterr().err
     assert command.main(["--help"]) == 0
-    assert all(name in capsys.readouterr().out for name in command.SUBJECTS)
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in command.SUBJECTS)
 
 
 def test_smoke_fails_when_a_subject_fails(monkeypatch, capsys):
