@@ -13,7 +13,9 @@ from dllm_kernels.collate import DLLMCollator
 from reference import collate
 
 Batch = list[dict[str, list[int]]]
-SIZES = {"toy": ((2, 32),), "small": ((32, 4096), (8, 1024)), "full": ((32, 4096), (8, 1024))}
+# (samples, tokens of the longest, max_seq_len): a batch to train on, a small one, and documents far longer than the cut
+USUAL = ((32, 4096, 4096), (8, 1024, 1024), (8, 32768, 4096))
+SIZES = {"toy": ((2, 32, 32), (2, 32, 16)), "small": USUAL, "full": USUAL}
 
 
 def make_batch(samples: int, longest: int, seed: int) -> Batch:
@@ -43,16 +45,16 @@ def main(argv: list[str]) -> int:
     options = parse(arguments("collate", __doc__), argv)
     results: list[Result] = []
     base = "plain"
-    for samples, longest in SIZES[options.size]:
+    for samples, longest, max_seq_len in SIZES[options.size]:
         batch = make_batch(samples, longest, options.seed)
         for response_window in (False, True):
             settings = {
-                "eos_token_id": 1, "block_size": 32, "pad_seq_len_divisible": 128, "max_seq_len": longest,
+                "eos_token_id": 1, "block_size": 32, "pad_seq_len_divisible": 128, "max_seq_len": max_seq_len,
                 "response_window": response_window,
             }  # fmt: skip
             found = collators(settings)
             base = peers.baseline(found)
-            case = {"samples": samples, "up to": longest, "response window": response_window}
+            case = {"samples": samples, "up to": longest, "cut to": max_seq_len, "response window": response_window}
             timed = {name: (lambda _, f=f, batch=batch: f(batch)) for name, f in found.items()}
             results += compare("collate", case, "collate", timed, options)
     report(results, options, baseline=base)
