@@ -1,6 +1,10 @@
 """The corruption routines: parity with the reference from the same draws, the same bits from every path, edges."""
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -322,6 +326,24 @@ def test_compiles_without_a_graph_break(name):
     expected = ROUTINES[name](ids, loss_mask, seeds=seeds)
     run = torch.compile(lambda i, m, s: ROUTINES[name](i, m, seeds=s), fullgraph=True, backend="aot_eager")
     assert same(run(ids, loss_mask, seeds), expected)
+
+
+NO_FMA = """
+from benchmarks.inspect_kernels import TARGETS, compile_specimen
+from dllm_kernels.kernels import corruption, gumbel_topk
+found = [s for m in (corruption, gumbel_topk) for s in m.specimens() if s.name in ("corrupt_topk[32]", "gumbel_topk[32, given]")]
+assert len(found) == 2
+for specimen in found:
+    limits = next(t for t in TARGETS.values() if t.backend == "cuda" and t.arch == 90)
+    ptx = compile_specimen(specimen, limits).asm["ptx"]
+    assert "fma.rn.f" not in ptx and "mul.rn.f64" in ptx and "div.rn.f64" in ptx, specimen.name
+"""
+
+
+def test_no_product_and_sum_become_one_rounding():
+    # The masks agree between devices only if the compiler rounds every step; kernels here may be interpreted.
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=Path(__file__).parents[1])
 
 
 @pytest.mark.gpu
