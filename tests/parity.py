@@ -4,8 +4,9 @@
 
 where plain is the oracle of ``reference/`` run in the dtype that ours is run in, and exact is the oracle run on the same
 (already rounded) inputs in float64. The maxima are taken over the tensor and over several draws of the inputs, because on
-a few numbers plain PyTorch may be exact by luck. For float64 inputs plain and exact are one computation; its error is taken to be that of
-plain float32, scaled by the ratio of the two rounding steps, and allowed once more for being in ``exact`` too.
+a few numbers plain PyTorch may be exact by luck. For float64 inputs plain and exact are one computation; its error is
+taken to be that of plain float32, scaled by the ratio of the two rounding steps, and allowed once more for being in
+``exact`` too.
 """
 
 from collections.abc import Callable, Sequence

@@ -58,7 +58,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("N", "V", "D", "chunk"), [(1, 1, 1, 1), (2, 2, 3, 1), (9, 37, 5, 4), (13, 101, 8, None), (3, 3, 2, 50)]
+    ("N", "V", "D", "chunk"), [(1, 1, 1, 1), (2, 2, 3, 1), (9, 37, 5, 4), (7, 53, 8, None), (3, 3, 2, 50)]
 )
 def test_parity(N, V, D, chunk, dtype, path):
     if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
@@ -553,14 +553,14 @@ def test_backward_after_autocast_has_ended(backend):
 def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
     """Neither ``[N, V]`` nor a float32 copy of a chunk exists at any time, forward or backward."""
     monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
-    N, V, D, chunk = 2048, 16384, 8, 512
+    N, V, D, chunk = 1024, 16384, 8, 512
     torch.manual_seed(0)
     hidden, weight = (
         torch.randn(N, D).to(dtype).requires_grad_(),
         torch.randn(V, D).to(dtype).requires_grad_(trains_head),
     )
     bias = torch.zeros(V, dtype=dtype, requires_grad=trains_head)
-    targets, weights = torch.randint(0, V, (N,)), (torch.arange(N) % 3 == 0).float()
+    targets, weights = torch.randint(0, V, (N,)), (torch.arange(N) % 3 != 0).float()
 
     def run(_):
         if form == "weighted":
