@@ -10,13 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dllm_kernels.ops import _philox
 from dllm_kernels.ops.corruption import Corrupted, Grid
 from dllm_kernels.ops.gumbel_topk import fine_uniform, host_slices, seed_on_host, select_on_host
 
-_Array = np.typing.NDArray[Any]
+_Array = npt.NDArray[Any]
 # (bits of levels, bits of each stream, first and end row) -> chosen, token, p_mask, each of [rows, blocks, size]
 _Body = Callable[..., tuple[_Array, "_Array | int", "_Array | float"]]
 

@@ -42,6 +42,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 STREAM_SELECT, STREAM_LEVEL, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW = range(4)
@@ -180,7 +181,7 @@ _HALF, _LOW, _M0, _M1, _W0, _W1 = (
     np.array(value, np.uint64) for value in (32, _MASK32, *_MULTIPLIERS, *(weyl << 32 for weyl in _WEYL))
 )
 
-_Array = np.typing.NDArray[np.uint64]
+_Array = npt.NDArray[np.uint64]
 
 
 def words_on_host(seed: _Array, rows: range, draws: Sequence[Draw]) -> list[_Array]:

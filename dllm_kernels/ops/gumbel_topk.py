@@ -21,6 +21,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dllm_kernels.ops import _philox
@@ -40,7 +41,7 @@ _SLICE = 1 << 16
 
 _LOWEST = np.finfo(np.float32).min
 
-_Array = np.typing.NDArray[Any]
+_Array = npt.NDArray[Any]
 
 _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 # ln 2 in two parts: the first has 32 significant bits, so that its product with an exponent is exact.
@@ -221,12 +222,12 @@ def host_slices(rows: int, columns: int) -> list[range]:
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def seed_on_host(seed: torch.Tensor, part: slice) -> np.typing.NDArray[np.uint64]:
+def seed_on_host(seed: torch.Tensor, part: slice) -> npt.NDArray[np.uint64]:
     """The seed of some rows, the shared one or theirs, as numpy wants it."""
     return (seed if seed.dim() == 0 else seed[part]).numpy().view(np.uint64)
 
 
-def fine_uniform(bits: np.typing.NDArray[np.uint64]) -> _Array:
+def fine_uniform(bits: npt.NDArray[np.uint64]) -> _Array:
     """``_philox.fine_uniform_from_bits`` in numpy."""
     u = bits.view(np.int64) + 0.5  # numpy converts int64 several times as fast as uint64
     u *= 2.0**-32
