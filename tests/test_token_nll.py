@@ -1,0 +1,686 @@
+"""Token NLL: parity over dtypes, shapes and strides; extreme and bad rows; the backward pass; memory; in place."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reference
+from benchmarks.measure import peak_memory
+from dllm_kernels import ops
+from dllm_kernels.ops import _torch_rows, token_nll, weighted_nll
+from tests.conftest import DEVICE
+from tests.parity import assert_parity, assert_same_specials, poison_empty, small_tiles, value_and_grads
+
+NAN, INF = math.nan, math.inf
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+LOWEST = torch.finfo(torch.float32).min
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_unwritten(monkeypatch):
+    poison_empty(monkeypatch)
+
+
+@pytest.fixture(params=["torch", "torch, one row at a time", "triton", "triton, split rows"])
+def path(request, monkeypatch):
+    """The backend, and in small tiles whichever of Triton's two forward kernels."""
+    if "one row" in request.param:
+        monkeypatch.setattr(_torch_rows, "BLOCK_BYTES", 1)
+    if request.param.startswith("triton"):
+        small_tiles(monkeypatch, splits=3 if "split" in request.param else 1)
+    return request.param.split(",")[0]
+
+
+def inputs(shape=(9,), V=37, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    logits = (4 * torch.randn(*shape, V)).to(dtype)
+    targets = torch.where(torch.rand(shape) < 0.15, -100, torch.randint(0, V, shape))
+    return logits.to(DEVICE), targets.to(DEVICE)
+
+
+def upstream_like(targets):
+    """A gradient per row, some of them zero."""
+    return torch.randn(targets.shape, device=DEVICE) * (torch.rand(targets.shape, device=DEVICE) < 0.8)
+
+
+SHAPES = [((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1, 2), 17)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "V"), SHAPES)
+def test_parity(shape, V, dtype, path):
+    _, targets = inputs(shape, V)
+    assert_parity(
+        lambda x: token_nll(x, targets, backend=path).nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([inputs(shape, V, dtype, seed)[0]], upstream_like(targets)),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_at_the_real_tiles_on_a_row_split_over_programs(dtype, backend):
+    shape, V = (2,), 3 * 4 * 8192 // dtype.itemsize + 5
+    _, targets = inputs(shape, V)
+    assert_parity(
+        lambda x: token_nll(x, targets, backend=backend).nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([inputs(shape, V, dtype, seed)[0]], upstream_like(targets)),
+    )
+
+
+def strided(kind):
+    """Logits whose memory is laid out in another way, and how many rows they have."""
+    x = torch.randn(2, 5, 37)
+    return {
+        "batch slice": lambda: torch.randn(6, 5, 37)[1:5:3],
+        "position slice": lambda: torch.randn(2, 6, 37)[:, :-1],
+        "every second position": lambda: torch.randn(2, 10, 37)[:, ::2],
+        "transposed batch": lambda: x.transpose(0, 1).contiguous().transpose(0, 1),
+        "transposed columns": lambda: x.transpose(1, 2).contiguous().transpose(1, 2),
+        "every second column": lambda: torch.randn(2, 5, 74)[..., ::2],
+        "expanded batch": lambda: torch.randn(1, 5, 37).expand(2, 5, 37),
+        "expanded positions": lambda: torch.randn(2, 1, 37).expand(2, 5, 37),
+        "expanded columns": lambda: torch.randn(2, 5, 1).expand(2, 5, 37),
+        "four dimensions": lambda: torch.randn(2, 5, 1, 37),
+        "four, sliced": lambda: torch.randn(2, 3, 4, 37)[:, 1:, ::2],
+        "two dimensions": lambda: x[0],
+        "two, sliced": lambda: torch.randn(5, 40)[:, 2:39],
+        "one dimension": lambda: x[0, 0],
+        "one column": lambda: torch.randn(2, 5, 3)[..., 1:2],
+        "no batch": lambda: x[:0],
+        "no position": lambda: x[:, :0],
+        "no row of four dimensions": lambda: torch.randn(2, 3, 0, 37),
+    }[kind]()
+
+
+KINDS = (
+    "batch slice", "position slice", "every second position", "transposed batch", "transposed columns",
+    "every second column", "expanded batch", "expanded positions", "expanded columns", "four dimensions", "four, sliced",
+    "two dimensions", "two, sliced", "one dimension", "one column", "no batch", "no position", "no row of four dimensions",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_strides(kind, backend, monkeypatch):
+    small_tiles(monkeypatch)
+    torch.manual_seed(0)
+    logits = strided(kind).to(DEVICE).detach().requires_grad_()
+    targets = torch.randint(0, logits.shape[-1], logits.shape[:-1], device=DEVICE)
+    upstream = upstream_like(targets)
+    out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=backend)
+    (grad,) = torch.autograd.grad(out.nll, logits, upstream)
+    expected = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], upstream)
+    torch.testing.assert_close(out.nll.detach(), expected[0])
+    torch.testing.assert_close(grad, expected[1])
+    torch.testing.assert_close(out.lse, reference.token_lse(logits.detach()))
+    assert torch.equal(out.correct, reference.argmax_match(logits.detach(), targets))
+
+
+def test_a_slice_of_a_batch_is_not_copied(backend):
+    """Rows are addressed by batch and position strides."""
+    from dllm_kernels.ops._rows import as_blv
+
+    x = torch.randn(6, 8, 37, device=DEVICE)
+    for view in (x[1:5], x[:, 1:], x[::2, :-1], x[:, :, 3:], x[2], x.view(2, 3, 8, 37)):
+        assert as_blv(view).data_ptr() == view.data_ptr()
+
+
+EXTREME = {
+    "shifted up": [1e4, 1e4 + 1, 1e4 - 2, 1e4],
+    "shifted down": [-1e4, -1e4 - 1, -1e4 + 2, -1e4],
+    "huge": [1e38, -1e38, 9e37, 0.0],
+    "largest": [-LOWEST, LOWEST, 0.0, 1.0],
+    "filled with the lowest": [LOWEST, LOWEST, 1.0, LOWEST],
+    "all the lowest": [LOWEST] * 4,
+    "some -inf": [0.0, -INF, 1.0, -INF],
+    "first -inf": [-INF, -INF, -INF, 2.0],
+    "target -inf": [0.0, 1.0, -INF, 2.0],
+    "all -inf": [-INF] * 4,
+    "one inf": [0.0, INF, 1.0, 2.0],
+    "target inf": [0.0, 1.0, INF, 2.0],
+    "nan": [0.0, NAN, 1.0, 2.0],
+    "target nan": [0.0, 1.0, NAN, 2.0],
+    "nan and -inf": [NAN, -INF, -INF, -INF],
+    "inf and -inf": [INF, -INF, INF, 0.0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", EXTREME)
+def test_extreme_rows(kind, dtype, path):
+    """Beside a tame row, which must not notice; the row is repeated so that it spans tiles and splits."""
+    row = torch.tensor(EXTREME[kind], dtype=dtype, device=DEVICE).repeat(10)
+    tame = torch.linspace(-1, 1, 40, dtype=dtype, device=DEVICE)
+    logits, targets = torch.stack([tame, row, tame]), torch.tensor([3, 22, 39], device=DEVICE)
+    out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
+    exact = reference.token_nll(logits.double(), targets)
+    assert_same_specials(out.nll, exact)
+    torch.testing.assert_close(out.nll, exact.to(dtype), equal_nan=True)
+    assert torch.equal(out.correct, reference.argmax_match(logits, targets))
+    lse = reference.token_lse(logits)
+    torch.testing.assert_close(out.lse[[0, 2]], lse[[0, 2]])
+    if lse[1].isfinite():
+        torch.testing.assert_close(out.lse, lse)
+    upstream = torch.tensor([1.0, -0.5, 2.0], device=DEVICE)
+    ours, plain = (
+        value_and_grads(f, [logits], upstream)[1]
+        for f in (lambda x: token_nll(x, targets, backend=path).nll, lambda x: reference.token_nll(x, targets))
+    )
+    torch.testing.assert_close(ours[[0, 2]], plain[[0, 2]])
+    if exact[1].isnan():
+        assert ours[1].isnan().any()  # and in no other row
+    else:
+        torch.testing.assert_close(ours[1], plain[1])
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_gradients_stay_exact_under_a_large_shift(shift, path):
+    """A float32 log-sum-exp at 1e4 is off by 5e-4, and so would be every probability made from it."""
+    logits, targets = inputs()
+    logits = (logits * 8).round() / 8 + shift  # exact in float32 at either shift
+    exact = value_and_grads(lambda x: reference.token_nll(x, targets), [(logits - shift).double()], torch.ones(9))
+    ours = value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], torch.ones(9, device=DEVICE))
+    eps = torch.finfo(torch.float32).eps
+    for a, b in zip(ours, exact, strict=True):
+        torch.testing.assert_close(a.double(), b.to(DEVICE), rtol=16 * eps, atol=16 * eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision_with_infinities(dtype, backend):
+    info = torch.finfo(dtype)
+    logits = torch.tensor([[info.max, info.min, 0.0], [-INF, 1.0, 2.0], [info.min] * 3], dtype=dtype, device=DEVICE)
+    targets = torch.tensor([0, 1, 2], device=DEVICE)
+    ours = value_and_grads(lambda x: token_nll(x, targets, backend=backend).nll, [logits], torch.ones(3, device=DEVICE))
+    plain = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], torch.ones(3, device=DEVICE))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mask", ["bool", "int64", "uint8", "float16", "bfloat16", "float32", "float64"])
+def test_inactive_rows_are_not_read_and_get_zeros(mask, path):
+    logits, targets = inputs((2, 5))
+    active = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], device=DEVICE)
+    targets[0, 1] = 10**9
+    logits[active == 0] = NAN
+    active = active.bool() if mask == "bool" else active.to(getattr(torch, mask))
+    if active.is_floating_point():
+        active = active / 4
+    logits.requires_grad_()
+    out = token_nll(logits, targets, active=active, with_lse=True, with_correct=True, backend=path)
+    out.nll.sum().backward()
+    idle = active == 0
+    assert out.nll[idle].eq(0).all()
+    assert out.lse[idle].eq(0).all()
+    assert not out.correct[idle].any()
+    assert logits.grad[idle].eq(0).all()
+    torch.testing.assert_close(out.nll, reference.token_nll(logits, targets, active=active))
+    torch.testing.assert_close(out.lse, reference.token_lse(logits, (active != 0) & (targets != -100)))
+    assert logits.grad[~idle].isfinite().all()
+
+
+def test_no_active_row(path):
+    logits, targets = torch.full((2, 3, 17), NAN, device=DEVICE), torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
+    for active, y in ((torch.zeros(2, 3, device=DEVICE), targets), (None, targets - 100)):
+        x = logits.clone().requires_grad_()
+        out = token_nll(x, y, active=active, with_lse=True, with_correct=True, backend=path)
+        out.nll.sum().backward()
+        assert out.nll.eq(0).all()
+        assert out.lse.eq(0).all()
+        assert not out.correct.any()
+        assert x.grad.eq(0).all()
+
+
+def test_nan_stays_in_its_own_row(path):
+    logits, targets = inputs((4,))
+    targets.clamp_(min=0)
+    logits[1, 5] = NAN
+    out = token_nll(logits.requires_grad_(), targets, with_correct=True, backend=path)
+    out.nll.sum().backward()
+    assert out.nll.isnan().tolist() == [False, True, False, False]
+    assert logits.grad.isnan().any(1).tolist() == [False, True, False, False]
+    assert not out.correct[1]
+
+
+def test_targets_out_of_range_give_nan_and_read_nothing_out_of_bounds(path):
+    V = 37
+    bad = [-1, -99, -101, V, V + 1, 2**31, -(2**31), 2**62]
+    memory = torch.full((3 * len(bad), V), NAN, device=DEVICE)
+    logits = memory[len(bad) : 2 * len(bad)]
+    logits.copy_(torch.randn(len(bad), V))
+    targets = torch.tensor(bad, device=DEVICE)
+    x = logits.requires_grad_()
+    out = token_nll(x, targets, with_lse=True, with_correct=True, backend=path)
+    (grad,) = torch.autograd.grad(out.nll.sum(), x)
+    assert out.nll.isnan().all()
+    assert grad.isnan().all()
+    assert not out.correct.any()
+    torch.testing.assert_close(out.lse, logits.detach().logsumexp(-1))
+
+
+@pytest.mark.parametrize("ignore_index", [0, 7, -1, 255])
+def test_another_ignore_index(ignore_index, path):
+    logits, targets = inputs((6,))
+    targets = torch.tensor([0, 7, -1, 255, 3, 7], device=DEVICE)
+    ours = token_nll(logits, targets, ignore_index=ignore_index, backend=path).nll
+    torch.testing.assert_close(ours, reference.token_nll(logits, targets, ignore_index), equal_nan=True)
+    assert ours[targets == ignore_index].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_targets_of_any_integer_dtype(dtype, backend):
+    logits, targets = inputs(V=200)
+    targets = targets.remainder(100)
+    expected = reference.token_nll(logits, targets)
+    torch.testing.assert_close(token_nll(logits, targets.to(dtype), check_targets=True, backend=backend).nll, expected)
+    if dtype != torch.uint8:
+        assert token_nll(logits, (0 * targets - 100).to(dtype), backend=backend).nll.eq(0).all()
+
+
+def test_a_uint8_target_of_156_is_not_minus_100(backend):
+    out = token_nll(torch.zeros(1, 200), torch.tensor([156], dtype=torch.uint8), backend="torch")
+    assert out.nll.item() == pytest.approx(math.log(200))
+
+
+def test_targets_at_an_odd_offset_of_their_memory(path):
+    logits, targets = inputs()
+    memory = torch.zeros(9 + 1, dtype=torch.int64, device=DEVICE)
+    memory[1:] = targets
+    assert memory[1:].data_ptr() % 16 == 8 or memory.data_ptr() % 16 == 8
+    torch.testing.assert_close(token_nll(logits, memory[1:], backend=path).nll, reference.token_nll(logits, targets))
+    strided_targets = torch.stack([targets, targets * 0 + 999], 1)[:, 0]
+    torch.testing.assert_close(
+        token_nll(logits, strided_targets, backend=path).nll, reference.token_nll(logits, targets)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_lowest_index_wins_a_tie(dtype, path):
+    x = torch.zeros(6, 40, dtype=dtype, device=DEVICE)
+    x[:, [3, 20, 39]] = 2.0  # in three tiles of 16
+    x[4] = 5.0  # all columns tie
+    x[5, 39] = 2.0 + (2**-9 if dtype == torch.bfloat16 else 2**-4)  # bfloat16 rounds it to the same 2.0
+    targets = torch.tensor([3, 20, 39, 4, 0, 39], device=DEVICE)
+    out = token_nll(x, targets, with_correct=True, backend=path)
+    assert out.correct.tolist() == [True, False, False, False, True, dtype != torch.bfloat16]
+    assert torch.equal(out.correct, reference.argmax_match(x, targets))
+
+
+def test_what_is_not_asked_for_is_none(backend):
+    logits, targets = inputs()
+    out = token_nll(logits, targets, backend=backend)
+    assert out.lse is None
+    assert out.correct is None
+    rows = weighted_nll(
+        logits, targets, torch.ones(9, device=DEVICE), with_lse=True, with_correct=True, backend=backend
+    )
+    assert not rows.nll.requires_grad
+    assert not rows.lse.requires_grad
+    assert rows.correct.dtype == torch.bool
+    assert rows.loss.dim() == 0
+
+
+@pytest.mark.parametrize("kind", ["random", "expanded", "strided", "zero", "transposed"])
+def test_any_upstream_gradient_per_row(kind, path):
+    logits, targets = inputs((3, 4))
+    upstream = {
+        "random": torch.randn(3, 4),
+        "expanded": torch.tensor(-0.37).expand(3, 4),
+        "strided": torch.randn(3, 8)[:, ::2],
+        "zero": torch.zeros(3, 4),
+        "transposed": torch.randn(4, 3).t(),
+    }[kind].to(DEVICE)
+    ours, plain = (
+        value_and_grads(f, [logits], upstream)
+        for f in (lambda x: token_nll(x, targets, backend=path).nll, lambda x: reference.token_nll(x, targets))
+    )
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
+    logits, targets = inputs((4,))
+    targets.clamp_(min=0)
+    logits[1], targets[2] = NAN, 99
+    good = torch.tensor([True, False, False, True], device=DEVICE)
+    logits.requires_grad_()
+    torch.where(good, token_nll(logits, targets, backend=path).nll, 0.0).sum().backward()
+    assert logits.grad[1:3].eq(0).all()
+    assert logits.grad[[0, 3]].isfinite().all()
+
+
+def test_the_one_hot_is_subtracted_before_rounding(path):
+    """At p = 1 - 2**-12 a bfloat16 probability is 1, and 1 - 1 would leave a gradient of 0."""
+    logits = torch.tensor([[12 * math.log(2), 0.0]], device=DEVICE).bfloat16()
+    target = torch.tensor([0], device=DEVICE)
+    ours = value_and_grads(lambda x: token_nll(x, target, backend=path).nll, [logits], torch.ones(1, device=DEVICE))[1]
+    exact = value_and_grads(lambda x: reference.token_nll(x, target), [logits.double()], torch.ones(1, device=DEVICE))[
+        1
+    ]
+    torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(torch.bfloat16).eps, atol=0.0)
+
+
+def test_gradcheck(path):
+    logits, targets = inputs((3,), 17, torch.float64)
+    active = torch.tensor([1, 1, 0], device=DEVICE)
+    weights = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64, device=DEVICE)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: token_nll(x, targets, active=active, backend=path).nll, logits)
+    assert torch.autograd.gradcheck(lambda x: weighted_nll(x, targets, weights, backend=path).loss, logits, fast_mode=True)
+
+
+def test_bitwise_the_same_twice(path):
+    logits, targets = inputs()
+    upstream = upstream_like(targets)
+    runs = [value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], upstream) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("weights", [torch.bool, torch.int64, torch.bfloat16, torch.float64], ids=str)
+def test_weights_of_any_dtype(weights, path):
+    logits, targets = inputs((4,))
+    w = torch.tensor([0, 1, 2, 1] if weights != torch.float64 else [0, 0.5, -2.25, 1.0]).to(DEVICE, weights)
+    logits[0] = NAN
+    ours, plain = (
+        value_and_grads(f, [logits], torch.tensor(-0.7))
+        for f in (
+            lambda x: weighted_nll(x, targets, w, backend=path).loss,
+            lambda x: reference.weighted_nll(x, targets, w),
+        )
+    )
+    assert ours[0].dtype == torch.float32
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_rows_read_beyond_the_weights_stay_out_of_the_sum(path):
+    logits, targets = inputs((4,))
+    targets = torch.tensor([1, 2, 99, 3], device=DEVICE)
+    logits[0] = NAN
+    weights = torch.tensor([0.0, 2.0, 0.0, 0.5], device=DEVICE)
+    logits.requires_grad_()
+    out = weighted_nll(logits, targets, weights, active=torch.ones(4, device=DEVICE), with_correct=True, backend=path)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, reference.weighted_nll(logits.detach(), targets, weights))
+    assert out.nll.isnan().tolist() == [True, False, True, False]
+    assert logits.grad[[0, 2]].eq(0).all()
+
+
+def test_the_weights_get_no_gradient(backend):
+    logits, targets = inputs()
+    weights = torch.rand(9, device=DEVICE, requires_grad=True)
+    weighted_nll(logits.requires_grad_(), targets, weights, backend=backend).loss.backward()
+    assert weights.grad is None
+
+
+def test_nll_can_be_written_to(backend):
+    logits, targets = inputs((3, 3))
+    x = logits.clone().requires_grad_()
+    nll = token_nll(x, targets, backend=backend).nll
+    nll[0] = 0.0
+    nll.mul_(2.0)
+    nll.sum().backward()
+    upstream = torch.full((3, 3), 2.0, device=DEVICE)
+    upstream[0] = 0
+    expected = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], upstream)
+    torch.testing.assert_close(x.grad, expected[1])
+
+
+def test_without_grad_nothing_is_kept(backend):
+    logits, targets = inputs()
+    logits.requires_grad_()
+    with torch.no_grad():
+        assert token_nll(logits, targets, backend=backend).nll.grad_fn is None
+    assert token_nll(logits.detach(), targets, backend=backend).nll.grad_fn is None
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            token_nll(logits, targets, backend=backend).nll, reference.token_nll(logits, targets)
+        )
+
+
+def test_two_readers_of_the_same_logits(path):
+    logits, targets = inputs()
+    other = targets.roll(1)
+    ours, plain = (
+        value_and_grads(f, [logits], torch.tensor(1.0))
+        for f in (
+            lambda x: token_nll(x, targets, backend=path).nll.sum() + 2 * token_nll(x, other, backend=path).nll.sum(),
+            lambda x: reference.token_nll(x, targets).sum() + 2 * reference.token_nll(x, other).sum(),
+        )
+    )
+    torch.testing.assert_close(ours[1], plain[1])
+
+
+def test_backward_twice(backend):
+    logits, targets = inputs()
+    logits.requires_grad_()
+    nll = token_nll(logits, targets, backend=backend).nll
+    (first,) = torch.autograd.grad(nll.sum(), logits, retain_graph=True)
+    (second,) = torch.autograd.grad(nll.sum(), logits)
+    assert torch.equal(first, second)
+
+
+def test_a_second_derivative_is_an_error(backend):
+    logits, targets = inputs()
+    nll = token_nll(logits.requires_grad_(), targets, backend=backend).nll
+    (grad,) = torch.autograd.grad(nll.sum(), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 1, 3)])
+def test_inplace_backward_leaves_the_gradient_in_the_logits(shape, path):
+    logits, targets = inputs(shape)
+    upstream = upstream_like(targets)
+    expected = value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], upstream)
+    leaf = logits.clone().requires_grad_()
+    z = leaf * 1.0
+    out = token_nll(z, targets, inplace_backward=True, backend=path).nll
+    (grad,) = torch.autograd.grad(out, z, upstream)
+    assert torch.equal(grad, expected[1])
+    assert grad.data_ptr() == z.data_ptr()
+    assert torch.equal(z.detach(), grad)
+
+
+def test_inplace_backward_reaches_the_layers_before(backend):
+    logits, targets = inputs((2, 4))
+    expected = value_and_grads(lambda x: reference.token_nll(2 * x, targets).sum(), [logits], torch.tensor(1.0))
+    ours = value_and_grads(
+        lambda x: token_nll(2 * x, targets, inplace_backward=True, backend=backend).nll.sum(),
+        [logits],
+        torch.tensor(1.0),
+    )
+    torch.testing.assert_close(ours[1], expected[1])
+
+
+def test_inplace_backward_on_a_slice_writes_its_rows_alone(backend):
+    leaf, _ = inputs((2, 5))
+    z = leaf.clone().requires_grad_() * 1.0
+    targets = torch.randint(0, 37, (2, 4), device=DEVICE)
+    part = z[:, :-1]
+    out = token_nll(part, targets, inplace_backward=True, backend=backend).nll
+    torch.autograd.grad(out.sum(), part)
+    assert torch.equal(z[:, -1], leaf[:, -1])
+    assert not torch.equal(z[:, 0], leaf[:, 0])
+
+
+def test_a_second_reader_after_inplace_backward_is_an_error(backend):
+    logits, targets = inputs()
+    z = logits.requires_grad_() * 1.0
+    first = token_nll(z, targets, inplace_backward=True, backend=backend).nll.sum()
+    second = token_nll(z, targets, backend=backend).nll.sum()
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+@pytest.mark.parametrize("kind", ["expanded batch", "expanded positions", "transposed columns"])
+def test_inplace_backward_needs_rows_of_their_own(kind, backend):
+    torch.manual_seed(0)
+    logits = strided(kind).to(DEVICE).requires_grad_()
+    before = logits.detach().clone()
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=DEVICE)
+    out = token_nll(logits, targets, inplace_backward=True, backend=backend).nll
+    with pytest.raises(
+        ValueError, match=r"inplace_backward=True needs logits whose rows can be written in place, got shape"
+    ):
+        out.sum().backward()
+    assert torch.equal(logits, before)
+
+
+def test_without_inplace_backward_the_logits_stay(path):
+    logits, targets = inputs()
+    before = logits.clone()
+    token_nll(logits.requires_grad_(), targets, backend=path).nll.sum().backward()
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_no_reference_cycle_keeps_the_logits_alive(with_grad, backend):
+    logits, targets = inputs()
+    gc.collect()
+    gc.disable()
+    try:
+        x = logits.clone().requires_grad_()
+        ref = weakref.ref(x)
+        out = token_nll(x, targets, with_lse=True, with_correct=True, backend=backend)
+        if with_grad:
+            out.nll.sum().backward()
+        del x, out
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
+    """No float32 copy, no saved softmax; nothing of that size with the gradient in place."""
+    monkeypatch.undo()
+    N, V = 1024, 16384
+    leaf = torch.randn(N, V).to(dtype).requires_grad_()
+    targets, active = torch.randint(0, V, (N,)), torch.arange(N) % 2
+
+    def run(_):
+        token_nll(leaf, targets, active=active, inplace_backward=inplace).nll.sum().backward()
+        leaf.grad = None
+
+    run(0)
+    blocks = _torch_rows.BLOCK_BYTES * (1 if dtype == torch.float32 else 2)  # one of float32, two of bfloat16
+    peak = peak_memory(run, "cpu")
+    assert peak <= leaf.nbytes * (not inplace) + blocks + 256 * N
+    assert blocks + 256 * N < leaf.nbytes / 2
+
+
+def test_the_forward_pass_reads_only_active_rows(monkeypatch):
+    """On the torch path; Triton's kernels are shown not to by the NaN of inactive rows alone."""
+    logits, targets = inputs((2, 4))
+    seen = []
+    gather = _torch_rows._gather
+    monkeypatch.setattr(_torch_rows, "_gather", lambda x, rows, acc: seen.extend(rows.tolist()) or gather(x, rows, acc))
+    active = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]], device=DEVICE)
+    targets[0, 2] = -100
+    token_nll(logits, targets.clamp(max=36), active=active, backend="torch")
+    assert set(seen) <= {1, 7}
+
+
+def test_autocast_changes_nothing(backend):
+    logits, targets = inputs()
+    expected = token_nll(logits, targets, backend=backend).nll
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(token_nll(logits, targets, backend=backend).nll, expected)
+
+
+def test_the_environment_chooses_the_backend(monkeypatch):
+    logits, targets = inputs()
+    used = []
+    rows = ops.token_nll.__globals__["row_primitives"]
+    monkeypatch.setitem(ops.token_nll.__globals__, "row_primitives", lambda triton: used.append(triton) or rows(triton))
+    monkeypatch.delenv("DLLM_KERNELS_BACKEND", raising=False)
+    token_nll(logits, targets)
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")
+    token_nll(logits, targets)
+    token_nll(logits, targets, backend="torch")
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "torch")
+    token_nll(logits, targets, backend="triton")
+    assert used == [DEVICE == "cuda", True, False, True]
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_logits():
+    """Offsets in elements pass int32 in the last rows, forward and backward."""
+    V = 131_072
+    N = 2**31 // V + 3
+    logits = torch.zeros(1, N, V, dtype=torch.bfloat16, device="cuda")
+    logits[0, -1, 5] = 3.0
+    logits.requires_grad_()
+    targets = torch.full((1, N), -100, device="cuda")
+    targets[0, [0, -2, -1]] = torch.tensor([7, 9, 5], device="cuda")
+    nll = token_nll(logits, targets, backend="triton").nll
+    expected = reference.token_nll(logits.detach()[0, [0, -2, -1]], targets[0, [0, -2, -1]])
+    torch.testing.assert_close(nll[0, [0, -2, -1]].detach(), expected)
+    nll.sum().backward()
+    rows = logits.detach()[0, [0, -2, -1]]
+    plain = value_and_grads(
+        lambda x: reference.token_nll(x, targets[0, [0, -2, -1]]), [rows], torch.ones(3, device="cuda")
+    )
+    torch.testing.assert_close(logits.grad[0, [0, -2, -1]], plain[1])
+    assert logits.grad[0, 1:-2].count_nonzero() == 0
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture():
+    logits, targets = inputs((256,), 1000, torch.bfloat16)
+    weights = torch.rand(256, device="cuda")
+    logits.requires_grad_()
+
+    def step():
+        loss = weighted_nll(logits, targets, weights, backend="triton").loss
+        return loss, *torch.autograd.grad(loss, logits)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    again = step()
+    assert all(torch.equal(a, b) for a, b in zip(captured, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_no_host_sync():
+    logits, targets = inputs((256,), 1000, torch.bfloat16)
+    weights = torch.rand(256, device="cuda")
+    weighted_nll(logits.requires_grad_(), targets, weights, backend="triton").loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weighted_nll(logits, targets, weights, backend="triton").loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [50_257, 126_464, 262_144])
+def test_parity_at_the_sizes_of_models(V):
+    _, targets = inputs((33,), V)
+    assert_parity(
+        lambda x: token_nll(x, targets, backend="triton").nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([inputs((33,), V, torch.bfloat16, seed)[0]], upstream_like(targets)),
+    )
+
+
+def test_equals_cross_entropy_of_torch(path):
+    logits, targets = inputs((2, 5))
+    ours = token_nll(logits, targets, backend=path).nll
+    torch.testing.assert_close(ours, F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))
