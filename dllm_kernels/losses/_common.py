@@ -52,17 +52,19 @@ def normalized(weights: torch.Tensor, count: int | float | torch.Tensor | None, 
     return divide(weights.to(torch.promote_types(like.dtype, torch.float32)), count)
 
 
-def check_bl(x: torch.Tensor, name: str, target_ids: torch.Tensor, width: int | None = None) -> tuple[int, int]:
+def check_bl(
+    x: torch.Tensor, name: str, target_ids: torch.Tensor, width: int | None = None, *, ids_name: str = "target_ids"
+) -> tuple[int, int]:
     """Check ``x [B, L or more, V or D]`` against ``target_ids [B, L]``; returns (B, L)."""
     _checks.check_float(name, x)
-    _checks.check_ids("target_ids", target_ids)
+    _checks.check_ids(ids_name, target_ids)
     _checks.check_ndim(name, x, 3, "[B, L, V]" if name.endswith("logits") else "[B, L, D]")
-    _checks.check_ndim("target_ids", target_ids, 2, "[B, L]")
+    _checks.check_ndim(ids_name, target_ids, 2, "[B, L]")
     B, L = target_ids.shape
     expected = (B, L if width is None else width)
     if tuple(x.shape[:2]) != expected:
         raise ValueError(
-            f"{name} must have shape {(*expected, x.shape[2])} to go with target_ids of shape {(B, L)}, "
+            f"{name} must have shape {(*expected, x.shape[2])} to go with {ids_name} of shape {(B, L)}, "
             f"got {tuple(x.shape)}"
         )
     return B, L

@@ -54,7 +54,7 @@ def encoder_ar_loss(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    check_bl(encoder_logits, "encoder_logits", input_ids)
+    check_bl(encoder_logits, "encoder_logits", input_ids, ids_name="input_ids")
     targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
     return divide(weighted_nll(encoder_logits, targets, weights, backend=backend).loss, count)
 
@@ -89,7 +89,7 @@ def encoder_ar_loss_fused(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    check_bl(hidden, "hidden", input_ids)
+    check_bl(hidden, "hidden", input_ids, ids_name="input_ids")
     targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
     rows = weighted_linear_nll(
         hidden,
