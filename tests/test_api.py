@@ -1,0 +1,164 @@
+"""Drop-in: names, homes, positional order, keyword names and defaults are those of the original's documentation."""
+
+import importlib
+import inspect
+import typing
+
+import pytest
+import torch
+
+import dllm_kernels
+from dllm_kernels import DFlashDecayLoss, DLLMLossOutput, losses
+
+HOMES = {
+    "losses": "DLLMLossOutput MDLMCrossEntropyLoss BlockDiffusionCrossEntropyLoss HybridDiffusionLLMLoss DFlashDecayLoss "
+    "encoder_ar_loss compute_per_token_nll _compute_per_token_nll",
+    "mtp": "calculate_mtp_loss calculate_loss PipelineCausalLMLoss MTPLossConfig MTPLossOutput MaskedCrossEntropy "
+    "FusedLinearCrossEntropy",
+    "corruption": "gumbel_topk batched_gumbel_topk _batched_gumbel_topk corrupt_uniform corrupt_blockwise "
+    "corrupt_uniform_random corrupt_all_masked",
+    "collate": "DLLMCollator",
+}
+OPS = "token_nll weighted_nll linear_token_nll weighted_linear_nll gumbel_topk_mask"
+
+
+@pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in HOMES.items() for name in names.split()])
+def test_every_name_lives_in_its_module_and_in_the_package(home, name):
+    module = importlib.import_module(f"dllm_kernels.{home}")
+    assert getattr(module, name) is getattr(dllm_kernels, name)
+
+
+@pytest.mark.parametrize("name", OPS.split())
+def test_ops(name):
+    ops = importlib.import_module("dllm_kernels.ops")
+    assert callable(getattr(ops, name))
+    assert name in ops.__all__
+
+
+@pytest.mark.parametrize("module", ["", ".losses", ".ops"])
+def test_all_resolves_without_repeats(module):
+    module = importlib.import_module("dllm_kernels" + module)
+    assert len(set(module.__all__)) == len(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_aliases():
+    assert losses._compute_per_token_nll is losses.compute_per_token_nll
+    assert dllm_kernels._batched_gumbel_topk is dllm_kernels.batched_gumbel_topk
+
+
+def test_the_version_is_one_of_a_release():
+    assert dllm_kernels.__version__.split(".")[0].isdigit()
+
+
+# What the documentation says, as Python. Newer versions of the original pass the parameters in ADDED as well.
+MASKS = "logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=None, num_diffusion_tokens=None, num_ar_tokens=None, "
+DOCUMENTED = {
+    "MDLMCrossEntropyLoss": "fp32_upcast=True",
+    "MDLMCrossEntropyLoss.forward": "self, " + MASKS + "causal_logits=None",
+    "BlockDiffusionCrossEntropyLoss": "fp32_upcast=True",
+    "BlockDiffusionCrossEntropyLoss.forward": "self, " + MASKS + "causal_logits=None",
+    "HybridDiffusionLLMLoss": "alpha=1.0, fp32_upcast=True",
+    "HybridDiffusionLLMLoss.forward": "self, " + MASKS + "causal_logits=None",
+    "DFlashDecayLoss": "loss_gamma=7.0, use_fused_linear_ce=False, chunk_size=1024, normalize='tokens'",
+    "DFlashDecayLoss.forward": "self, logits, target_ids, block_mask, num_tokens=None, block_size=None",
+    "DFlashDecayLoss.forward_fused": "self, hidden, lm_head_weight, target_ids, block_mask, num_tokens=None, "
+    "block_size=None, lm_head_bias=None",
+    "DFlashDecayLoss._decay_weights": "self, T, block_size, device, dtype",
+    "DFlashDecayLoss._draft_acc_per_pos": "correct, block_mask, block_size",
+    "DFlashDecayLoss._chunk_nll": "hidden_chunk, lm_head_weight, lm_head_bias, target_chunk",
+    "DFlashDecayLoss._reduce": "self, token_nll, block_mask, num_tokens, block_size, draft_correct_per_pos=None, "
+    "draft_count_per_pos=None",
+    "encoder_ar_loss": "encoder_logits, input_ids, valid_mask=None, num_tokens=None",
+    "_compute_per_token_nll": "logits, target_ids",
+    "gumbel_topk": "log_w, k",
+    "_batched_gumbel_topk": "log_w, k",
+    "corrupt_uniform": "input_ids, loss_mask, mask_token_id, eps=0.001",
+    "corrupt_blockwise": "input_ids, loss_mask, mask_token_id, block_size=None, eps=0.001, half_life_ratio=0.25",
+    "corrupt_uniform_random": "input_ids, loss_mask, vocab_size, block_size=None, eps=0.001",
+    "corrupt_all_masked": "input_ids, loss_mask, mask_token_id",
+    "DLLMCollator": "pad_token_id=0, eos_token_id=None, block_size=None, pad_seq_len_divisible=None, max_seq_len=None, "
+    "supervise_padding=False, response_window=False",
+    "PipelineCausalLMLoss": "loss_fn, model, scaling_factor=None, ignore_index=-100",
+    "MTPLossConfig": "scaling_factor=None, ignore_index=-100",
+}
+ADDED = {"noisy_input_ids", "generator", "grad_reduce_group"}
+
+
+def resolve(path):
+    thing = dllm_kernels
+    for name in path.split("."):
+        thing = getattr(thing, name)
+    return thing
+
+
+@pytest.mark.parametrize("path", DOCUMENTED)
+def test_signatures(path):
+    parameters = list(inspect.signature(resolve(path)).parameters.values())
+    namespace: dict[str, typing.Any] = {}
+    exec(f"def documented({DOCUMENTED[path]}): ...", namespace)
+    documented = list(inspect.signature(namespace["documented"]).parameters.values())
+    ours = [p.replace(annotation=inspect.Parameter.empty) for p in parameters]
+    assert ours[: len(documented)] == documented
+    for added in ours[len(documented) :]:
+        assert added.kind == inspect.Parameter.KEYWORD_ONLY or added.name in ADDED, added
+        assert added.default is not inspect.Parameter.empty, added
+
+
+def test_calculate_mtp_loss_takes_keywords():
+    parameters = inspect.signature(dllm_kernels.calculate_mtp_loss).parameters
+    names = """mtp_per_depth_h mtp_per_depth_logits labels model scaling_factor num_label_tokens ignore_index cu_seqlens
+    seq_idx lm_weight return_per_depth"""
+    documented = names.split()
+    assert next(iter(parameters)) == "loss_fn"
+    assert all(parameters[name].kind == inspect.Parameter.KEYWORD_ONLY for name in documented)
+    defaults = {name: parameters[name].default for name in documented}
+    assert defaults["labels"] is defaults["model"] is inspect.Parameter.empty
+    assert (defaults["scaling_factor"], defaults["ignore_index"], defaults["return_per_depth"]) == (0.1, -100, False)
+    none = ("mtp_per_depth_h", "mtp_per_depth_logits", "num_label_tokens", "cu_seqlens", "seq_idx", "lm_weight")
+    assert all(defaults[name] is None for name in none)
+
+
+def test_loss_classes_are_modules_without_parameters():
+    for name in ("MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss", "DFlashDecayLoss"):
+        loss = getattr(dllm_kernels, name)()
+        assert isinstance(loss, torch.nn.Module)
+        assert not loss.state_dict()
+        assert loss.backend == "auto"
+
+
+def test_static_methods_are_static():
+    for name in ("_draft_acc_per_pos", "_chunk_nll"):
+        assert isinstance(inspect.getattr_static(DFlashDecayLoss, name), staticmethod)
+
+
+def test_the_output_is_a_named_tuple_of_the_documented_fields():
+    assert DLLMLossOutput._fields == ("total_loss", "dllm_loss", "draft_correct_per_pos", "draft_count_per_pos")
+    out = DLLMLossOutput(torch.tensor(1.0), torch.tensor(2.0))
+    assert out.draft_correct_per_pos is None
+    assert out.draft_count_per_pos is None
+    assert isinstance(out, tuple)
+
+
+def test_every_loss_can_be_called_by_position():
+    torch.manual_seed(0)
+    x, ids = torch.randn(2, 6, 7), torch.randint(0, 7, (2, 6))
+    on, p = torch.ones(2, 6), torch.rand(2, 6)
+    for name in ("MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss"):
+        loss = getattr(dllm_kernels, name)()
+        assert loss(x, ids, on, p, on, on, 3, 4, x, ids).total_loss.isfinite()
+    assert dllm_kernels.HybridDiffusionLLMLoss(0.5, False).alpha == 0.5
+    dflash = DFlashDecayLoss(5.0, True, 64, "mean")
+    assert dflash(x, ids, on, 12, 4).draft_count_per_pos.tolist() == [4.0, 4.0, 4.0]
+    assert dflash.forward_fused(x, torch.eye(7), ids, on, 12, 4, torch.zeros(7)).total_loss.isfinite()
+    assert dllm_kernels.encoder_ar_loss(x, ids, on, 5).isfinite()
+
+
+PUBLIC = [
+    ("dllm_kernels", name) for name in dllm_kernels.__all__ if name != "__version__"
+] + [("dllm_kernels.ops", name) for name in OPS.split()]  # fmt: skip
+
+
+@pytest.mark.parametrize(("module", "name"), PUBLIC)
+def test_every_public_name_says_what_it_is(module, name):
+    assert inspect.getdoc(getattr(importlib.import_module(module), name))

@@ -1,0 +1,227 @@
+"""torch.compile with no graph break, and what torch asks of a custom op."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dllm_kernels.ops import _compiled_linear_nll as compiled_linear
+from dllm_kernels.ops import _compiled_token_nll as compiled_token
+from dllm_kernels.ops import linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from tests.cases import BY_NAME, CASES
+from tests.conftest import DEVICE
+
+V, D = 19, 8
+# Dynamo's own copies of a function's guards pile up over the cases otherwise.
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def step_of(case, form, inputs):
+    """A small training step around the loss: a layer, the loss, its sum over rows weighted by something."""
+
+    def logits_step(h, w, b):
+        return case.logits_form(F.linear(h.tanh(), w, b), inputs).square().sum()
+
+    def hidden_step(h, w, b):
+        return case.hidden_form(h.tanh(), w, b, inputs, chunk_size=5).square().sum()
+
+    return logits_step if form == "logits" else hidden_step
+
+
+def draw(case, dtype=torch.float32):
+    torch.manual_seed(0)
+    inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
+    leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((2, 6 * case.width, D), (V, D), (V,))]
+    return inputs, leaves
+
+
+def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
+    results = []
+    for function in (step, torch.compile(step, backend=backend, fullgraph=True, **options)):
+        fresh = [leaf.detach().clone().requires_grad_(i not in frozen) for i, leaf in enumerate(leaves)]
+        value = function(*fresh)
+        value.backward()
+        results.append([value.detach(), *(leaf.grad for leaf in fresh)])
+    for eager, compiled in zip(*results, strict=True):
+        if eager is None:
+            assert compiled is None
+        else:
+            assert compiled.dtype == eager.dtype
+            torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_loss_is_one_graph_forward_and_backward(case, form):
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
+
+
+@pytest.mark.parametrize(
+    ("name", "form"), [("token_nll", "logits"), ("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "hidden")]
+)
+def test_through_inductor(name, form):
+    case = BY_NAME[name]
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "inductor")
+
+
+@pytest.mark.parametrize("frozen", [(1, 2), (0,), (0, 1, 2)])
+@pytest.mark.parametrize("name", ["token_nll", "weighted_nll"])
+def test_frozen_inputs(name, frozen):
+    case = BY_NAME[name]
+    inputs, leaves = draw(case)
+    if len(frozen) < 3:
+        assert_compiled_equals_eager(step_of(case, "hidden", inputs), leaves, "aot_eager", frozen)
+    else:
+        step = step_of(case, "hidden", inputs)
+        torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), step(*leaves))
+
+
+def test_inputs_that_are_not_contiguous():
+    """The gradient that the op promises while tracing has the strides of the one it returns."""
+    case = BY_NAME["weighted_nll"]
+    inputs, (h, w, b) = draw(case)
+    targets, weights = inputs["targets"].flatten(), inputs["weights"].flatten()
+
+    def step(h, w, b):
+        return weighted_linear_nll(h.t(), w.t(), targets, weights, bias=b, chunk_size=5).loss
+
+    def rows(h, w, b):
+        return linear_token_nll(h.t(), w.t(), targets, bias=b, chunk_size=5).nll.square().sum()
+
+    leaves = [h.flatten(0, 1).t().contiguous(), w.t().contiguous(), b]
+    for function in (step, rows):
+        assert_compiled_equals_eager(function, leaves, "inductor" if function is step else "aot_eager")
+        assert_compiled_equals_eager(function, leaves, "aot_eager", frozen=(1, 2))
+
+
+@pytest.mark.parametrize("shapes", [(6, 9, 13)])
+def test_shapes_that_change(shapes):
+    def step(x, targets, weights):
+        return weighted_nll(x, targets, weights, with_lse=True, with_correct=True)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for N in shapes:
+        x, targets = torch.randn(2, N, V, device=DEVICE), torch.randint(0, V, (2, N), device=DEVICE)
+        weights = torch.rand(2, N, device=DEVICE)
+        for a, b in zip(compiled(x, targets, weights), step(x, targets, weights), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_float16_weights_under_compile():
+    """The factor that keeps w / N out of float16's subnormals is applied in float32."""
+    case = BY_NAME["weighted_nll"]
+    inputs, leaves = draw(case, torch.float16)
+    targets, weights = inputs["targets"], inputs["weights"] * 1e-7
+
+    def step(h, w, b):
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5).loss * 1e7
+
+    assert_compiled_equals_eager(step, leaves, "aot_eager")
+
+
+def test_no_grad_and_grad_share_a_compiled_function():
+    targets = torch.tensor([1, 2], device=DEVICE)
+    compiled = torch.compile(lambda x: token_nll(x, targets).nll.sum(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, V, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        without = compiled(x)
+    assert not without.requires_grad
+    value = compiled(x)
+    value.backward()
+    assert value == without
+    assert x.grad is not None
+
+
+def rows(dtype, N=5):
+    torch.manual_seed(0)
+    logits = torch.randn(N, V, device=DEVICE).to(dtype)
+    targets = torch.tensor([0, 3, -100, 5, 18], device=DEVICE)
+    active = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0], device=DEVICE)
+    return logits, targets, active
+
+
+TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_correct", [False, True])
+def test_opcheck_token_nll(dtype, with_correct, backend):
+    logits, targets, active = rows(dtype)
+    triton = backend == "triton"
+    checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
+    for x in (logits, logits.clone().requires_grad_()):
+        for mask in (None, active):
+            torch.library.opcheck(
+                compiled_token._token_nll_op, (x, targets, mask, -100, with_correct, triton), **checked
+            )
+    stats = compiled_token._token_nll_op(logits, targets, active, -100, False, triton)
+    grad = torch.randn_like(stats[0])
+    arguments = (logits, targets, active, grad, stats[1], stats[2], -100, triton)
+    torch.library.opcheck(compiled_token._token_nll_backward_op, arguments)
+
+
+def linear_inputs(dtype, needs):
+    _, targets, active = rows(dtype)
+    leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((5, D), (V, D), (V,))]
+    for leaf, need in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(need)
+    return leaves, targets, active
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck_linear(dtype, needs):
+    leaves, targets, active = linear_inputs(dtype, needs)
+    options = (dtype, 2, None, None, -100, True, False)
+    # float16 differs between two ways of rounding the same gradient; its autograd is compared above
+    checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
+    weighted = (*leaves, targets, active, active, False, False, *needs, *options)
+    torch.library.opcheck(compiled_linear._weighted_op, weighted, **checked)
+    torch.library.opcheck(compiled_linear._token_op, (*leaves, targets, active, *needs, *options), **checked)
+    detached = [leaf.detach() for leaf in leaves]
+    nll, row_max, log_sum, *_ = compiled_linear._token_op(*detached, targets, active, *needs, *options)
+    if any(needs):
+        grad = torch.randn_like(nll)
+        backward = (*detached, targets, active, row_max, log_sum, grad, *needs, *options)
+        torch.library.opcheck(compiled_linear._token_backward_op, backward)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=str)
+@pytest.mark.parametrize("N", [0, 5])
+def test_opcheck_of_float16_without_a_row(needs, N):
+    leaves, targets, active = linear_inputs(torch.float16, needs)
+    leaves[0] = leaves[0].detach()[:N].requires_grad_(needs[0])
+    options = (torch.float16, None, None, None, -100, True, False)
+    arguments = (*leaves, targets[:N], active[:N], active[:N], False, False, *needs, *options)
+    torch.library.opcheck(compiled_linear._weighted_op, arguments, test_utils=TESTS[:3])
+
+
+def test_opcheck_with_a_given_number_of_active_rows():
+    leaves, targets, active = linear_inputs(torch.float32, (True, True, True))
+    options = (torch.float32, 2, None, 4, -100, True, False)
+    weighted = (*leaves, targets, active, active, False, False, True, True, True, *options)
+    torch.library.opcheck(compiled_linear._weighted_op, weighted, test_utils=TESTS[:3])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["token_nll", "mdlm", "hybrid", "dflash"])
+def test_on_a_gpu(name, form):
+    case = BY_NAME[name]
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "inductor")
+
+
+@pytest.mark.gpu
+def test_with_cuda_graphs_of_inductor():
+    case = BY_NAME["mdlm"]
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, "logits", inputs), leaves, "inductor", mode="reduce-overhead")
