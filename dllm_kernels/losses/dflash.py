@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -228,7 +230,7 @@ def _check_blocks(T: int, block_size: int) -> None:
         )
 
 
-def draft_accuracy(output: DLLMLossOutput, group: object | None = None) -> dict[str, torch.Tensor]:
+def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
     r"""Draft accuracy overall and at each block offset, from the raw sums of one loss call.
 
     .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k

@@ -80,7 +80,7 @@ def check_positive_int(name: str, value: object) -> None:
 
 def check_count(name: str, value: object) -> None:
     """Raise unless ``value`` is None, a number, or a tensor with one element."""
-    if value is None or (isinstance(value, numbers.Real) and not isinstance(value, bool)):  # NumPy's numbers too
+    if value is None or (not isinstance(value, bool) and isinstance(value, numbers.Real)):  # NumPy's numbers too
         return
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:

@@ -38,8 +38,13 @@ class RowPrimitives(NamedTuple):
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
 
 
-def row_primitives(triton: bool) -> RowPrimitives:
-    """The row primitives of a backend; Triton is imported only when asked for."""
+def row_primitives(triton: bool | RowPrimitives) -> RowPrimitives:
+    """The row primitives of a backend; Triton is imported only when asked for.
+
+    Primitives themselves are returned as they are: those of a sharded vocabulary stand where a backend would.
+    """
+    if isinstance(triton, RowPrimitives):
+        return triton
     if triton:
         from dllm_kernels.kernels import linear_nll, token_nll
 
@@ -57,7 +62,7 @@ def as_blv(logits: torch.Tensor) -> torch.Tensor:
     if logits.dim() == 3:
         return logits
     if logits.dim() < 3:
-        return logits.reshape(1, -1, V) if logits.dim() == 1 else logits.unsqueeze(0)
+        return logits.view(1, 1, V) if logits.dim() == 1 else logits.unsqueeze(0)
     B, L = math.prod(logits.shape[:-2]), logits.shape[-2]
     try:
         return logits.view(B, L, V)

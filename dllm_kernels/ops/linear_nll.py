@@ -22,7 +22,7 @@ import torch
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._active_rows import ActiveRows, choose_chunk
 from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._rows import row_primitives
+from dllm_kernels.ops._rows import RowPrimitives, row_primitives
 from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL, check_weights, flat_rows, weighted_sum
 
 # Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
@@ -103,6 +103,24 @@ def weighted_linear_nll(
             num_active=num_active, backend=backend,
         )  # fmt: skip
     options = _options(hidden, weight, chunk_size, memory_budget, num_active, ignore_index, with_correct, backend)
+    return weighted_with_options(
+        hidden, weight, targets, weights, bias, active, with_lse=with_lse, round_nll=round_nll, options=options
+    )
+
+
+def weighted_with_options(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    bias: torch.Tensor | None,
+    active: torch.Tensor | None,
+    *,
+    with_lse: bool,
+    round_nll: bool,
+    options: _Options,
+) -> WeightedNLL:
+    """:func:`weighted_linear_nll` after its checks, with the row primitives chosen."""
     flat_targets, flat_active = flat_rows(targets, weights if active is None else active)
     inputs = (
         hidden.reshape(-1, hidden.shape[-1]),
@@ -128,7 +146,7 @@ def weighted_linear_nll(
         loss,
         nll.view(shape),
         (row_max + log_sum).view(shape) if with_lse else None,
-        correct.view(shape) if with_correct else None,
+        correct.view(shape) if options.with_correct else None,
     )
 
 
@@ -198,6 +216,20 @@ def linear_token_nll(
             backend=backend,
         )  # fmt: skip
     options = _options(hidden, weight, chunk_size, memory_budget, num_active, ignore_index, with_correct, backend)
+    return token_with_options(hidden, weight, targets, bias, active, with_lse=with_lse, options=options)
+
+
+def token_with_options(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    bias: torch.Tensor | None,
+    active: torch.Tensor | None,
+    *,
+    with_lse: bool,
+    options: _Options,
+) -> TokenNLL:
+    """:func:`linear_token_nll` after its checks, with the row primitives chosen."""
     flat_targets, flat_active = flat_rows(targets, active)
     inputs = (hidden.reshape(-1, hidden.shape[-1]), weight, bias, flat_targets, flat_active)
     needs = _needs(hidden, weight, bias)
@@ -213,7 +245,7 @@ def linear_token_nll(
     return TokenNLL(
         nll.view(shape),
         (row_max + log_sum).detach().view(shape) if with_lse else None,
-        correct.view(shape) if with_correct else None,
+        correct.view(shape) if options.with_correct else None,
     )
 
 
@@ -226,7 +258,7 @@ class _Options(NamedTuple):
     num_active: int | None
     ignore_index: int
     with_correct: bool
-    triton: bool
+    triton: bool | RowPrimitives
 
 
 class _Needs(NamedTuple):

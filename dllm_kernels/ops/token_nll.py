@@ -14,7 +14,8 @@ import torch
 
 from dllm_kernels.ops import _checks, _pages
 from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._rows import as_blv, row_primitives
+from dllm_kernels.ops._plain import all_plain, is_dtensor
+from dllm_kernels.ops._rows import RowPrimitives, as_blv, row_primitives
 
 
 class TokenNLL(NamedTuple):
@@ -90,6 +91,7 @@ def token_nll(
         ValueError: shapes, dtypes or devices that do not fit, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
+    targets, active = all_plain(targets, active)
     _check(logits, targets, active, check_targets, ignore_index)
     sharded = _vocab_parallel(logits)
     if sharded is not None:
@@ -97,7 +99,24 @@ def token_nll(
             logits, targets, active=active, ignore_index=ignore_index, with_lse=with_lse, with_correct=with_correct,
             inplace_backward=inplace_backward, backend=backend,
         )  # fmt: skip
-    triton = use_triton(backend, logits)
+    return rows_with_primitives(
+        logits, targets, active, ignore_index=ignore_index, with_lse=with_lse, with_correct=with_correct,
+        inplace_backward=inplace_backward, triton=use_triton(backend, logits),
+    )  # fmt: skip
+
+
+def rows_with_primitives(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    active: torch.Tensor | None,
+    *,
+    ignore_index: int,
+    with_lse: bool,
+    with_correct: bool,
+    inplace_backward: bool,
+    triton: bool | RowPrimitives,
+) -> TokenNLL:
+    """:func:`token_nll` after its checks, with the row primitives chosen."""
     flat_targets, flat_active = flat_rows(targets, active)
     if torch.compiler.is_compiling():
         if inplace_backward:
@@ -162,6 +181,7 @@ def weighted_nll(
         ValueError: shapes, dtypes or devices that do not fit, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
+    targets, weights, active = all_plain(targets, weights, active)
     weights = check_weights(weights, targets, logits)
     rows = token_nll(
         logits, targets, active=weights if active is None else active, ignore_index=ignore_index, with_lse=with_lse,
@@ -213,7 +233,7 @@ def _check(
 
 def _vocab_parallel(logits: torch.Tensor) -> Any:
     """The vocabulary-parallel implementation for DTensor logits, else None; torch.distributed loads only for those."""
-    if not hasattr(logits, "device_mesh"):
+    if not is_dtensor(logits):
         return None
     from dllm_kernels.distributed import vocab_parallel
 
@@ -228,7 +248,7 @@ def _grad_rows(
     row_max: torch.Tensor,
     log_sum: torch.Tensor,
     ignore_index: int,
-    triton: bool,
+    triton: bool | RowPrimitives,
     out: torch.Tensor,
 ) -> None:
     row_primitives(triton).row_grad(
@@ -249,7 +269,7 @@ class _TokenNLLFunction(torch.autograd.Function):
         ignore_index: int,
         with_correct: bool,
         inplace_backward: bool,
-        triton: bool,
+        triton: bool | RowPrimitives,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
         nll, row_max, log_sum, _, correct = row_primitives(triton).row_stats(
             as_blv(logits), targets, active, ignore_index=ignore_index, with_correct=with_correct
