@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,9 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-# Else the profiler announces its start and end on stderr at every measurement; 99 is above all its levels.
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 QUANTILES = (0.2, 0.5, 0.8)
 # Over the last-level cache of an H200 (50 MB) and of common CPUs.
