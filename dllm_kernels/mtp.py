@@ -675,7 +675,7 @@ class PipelineCausalLMLoss(nn.Module):
         logits = getattr(output, "logits", output)
         common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
         if linear:
-            common["lm_weight"] = _gathered_once(_head_weight(self.model), _required({"h": hidden}, "h", self.loss_fn))
+            common["lm_weight"] = self._lm_weight(_required({"hidden_states": hidden}, "hidden_states", self.loss_fn))
         loss = calculate_loss(self.loss_fn, logits=logits, hidden_states=hidden, labels=labels, **common)
         if not self.model.training or (depths := self._depths(output)) is None:
             return loss
@@ -683,6 +683,10 @@ class PipelineCausalLMLoss(nn.Module):
         common |= {"labels": labels, "scaling_factor": self._scaling(output), "ignore_index": self.ignore_index}
         mtp: torch.Tensor = calculate_mtp_loss(self.loss_fn, **depths, **packing, **common)
         return loss + mtp
+
+    def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head, gathered once for the main loss and all depths."""
+        return _gathered_once(_head_weight(self.model), hidden)
 
     def _from_tuple(self, output: tuple[torch.Tensor, ...]) -> Any:
         name = "mtp_per_depth_logits" if getattr(self.model, "mtp_outputs_are_logits", False) else "mtp_per_depth_h"

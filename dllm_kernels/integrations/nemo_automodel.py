@@ -1,0 +1,375 @@
+"""Switch an installed NeMo AutoModel over to this package with one line, and back with another.
+
+Example::
+
+    from dllm_kernels.integrations import nemo_automodel
+
+    print(nemo_automodel.patch())     # before the recipe builds its losses and its collator
+    ...
+    nemo_automodel.unpatch()
+
+Names are replaced in their home modules, from which modules imported later take them, and in every module of the host that
+holds them already. Objects that were built before keep the host's code.
+
+A base loss of the host that is not replaced (``ChunkedCrossEntropy``, ``TEParallelCrossEntropy``, ...) goes through the
+host's own ``calculate_loss``, ``calculate_mtp_loss`` and ``PipelineCausalLMLoss`` as before. The random bits of the
+corruption routines differ from the host's: a run resumed after the switch draws other noise than it would have;
+``patch(exclude=["corrupt_uniform"])`` leaves names alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import torch
+
+import dllm_kernels
+from dllm_kernels import mtp
+
+HOST = "nemo_automodel"
+HOMES = {
+    "components.loss.dllm_loss": (
+        "DLLMLossOutput",
+        "MDLMCrossEntropyLoss",
+        "BlockDiffusionCrossEntropyLoss",
+        "HybridDiffusionLLMLoss",
+        "DFlashDecayLoss",
+        "encoder_ar_loss",
+        "_compute_per_token_nll",
+    ),
+    "components.loss.masked_ce": ("MaskedCrossEntropy",),
+    "components.loss.linear_ce": ("FusedLinearCrossEntropy",),
+    "components.loss.utils": ("calculate_loss",),
+    "components.loss.mtp": ("MTPLossOutput", "calculate_mtp_loss", "PipelineCausalLMLoss"),
+    "components.datasets.dllm.corruption": (
+        "gumbel_topk",
+        "_batched_gumbel_topk",
+        "corrupt_uniform",
+        "corrupt_blockwise",
+        "corrupt_uniform_random",
+        "corrupt_all_masked",
+    ),
+    "components.datasets.dllm.collate": ("DLLMCollator",),
+}
+KEPT = {"MTPLossConfig": "its build() makes the replaced PipelineCausalLMLoss by itself"}
+# -100 marks ignored labels whatever the loss's own index is, so both defaults mean "the loss's own".
+SAME_DEFAULTS = {"ignore_index": (None, -100)}
+OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What :func:`patch` did.
+
+    Attributes:
+        version: of the host.
+        replaced: ``(module, name)`` of every attribute that was replaced.
+        kept: ``(name, reason)`` of what the host keeps of its own.
+        already: the host had been patched before, and nothing was done this time.
+    """
+
+    version: str
+    replaced: tuple[tuple[str, str], ...]
+    kept: tuple[tuple[str, str], ...]
+    already: bool = False
+
+    def __str__(self) -> str:
+        when = "was patched already" if self.already else "patched"
+        lines = [f"{HOST} {self.version} {when}, {len(self.replaced)} names:"]
+        lines += [f"  {module}.{name}" for module, name in self.replaced]
+        lines += [f"  {name} kept: {reason}" for name, reason in self.kept]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Active:
+    pairs: tuple[tuple[Any, Any], ...]
+    excluded: frozenset[str]
+    report: PatchReport
+
+
+_active: _Active | None = None
+
+
+def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
+    """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
+
+    Calling it again does nothing and returns the first report, marked ``already``.
+
+    Args:
+        exclude: names to leave as they are.
+
+    Returns:
+        :class:`PatchReport`; print it.
+
+    Raises:
+        ImportError: ``nemo_automodel`` is not installed, or one of its home modules does not import.
+        RuntimeError: a signature of the host's differs from ours; the message lists every difference, and nothing was
+            replaced. Or it is patched already with another ``exclude``.
+        ValueError: ``exclude`` holds a name that is never replaced.
+    """
+    global _active
+    excluded = _checked_excluded(exclude)
+    if _active is not None:
+        if _active.excluded != excluded:
+            raise RuntimeError(f"{HOST} is patched already, with exclude={sorted(_active.excluded)}; unpatch() first")
+        return replace(_active.report, already=True)
+    host = importlib.import_module(HOST)
+    pairs, problems = _pairs(excluded)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise RuntimeError(f"{HOST} {_version(host)} differs from what can be replaced; nothing was:\n  {listed}")
+    kept = (*KEPT.items(), *((name, "excluded") for name in sorted(excluded)))
+    _active = _Active(pairs, excluded, PatchReport(_version(host), _swap(pairs), kept))
+    return _active.report
+
+
+def unpatch() -> tuple[tuple[str, str], ...]:
+    """Put the host's own names back wherever they were replaced, also in modules imported since.
+
+    Returns:
+        ``(module, name)`` of every attribute that was restored; empty when the host was not patched.
+    """
+    global _active
+    if _active is None:
+        return ()
+    restored = _swap([(ours, original) for original, ours in _active.pairs])
+    _active = None
+    return restored
+
+
+def _checked_excluded(exclude: Iterable[str]) -> frozenset[str]:
+    known = {name for names in HOMES.values() for name in names}
+    excluded = frozenset([exclude] if isinstance(exclude, str) else exclude)
+    if not excluded <= known:
+        raise ValueError(f"exclude must hold names among {sorted(known)}, got {sorted(excluded - known)}")
+    return excluded
+
+
+def _version(host: ModuleType) -> str:
+    return str(getattr(host, "__version__", "of unknown version"))
+
+
+def _pairs(excluded: frozenset[str]) -> tuple[tuple[tuple[Any, Any], ...], list[str]]:
+    """(original, replacement) of every name, and how the originals differ from what can be replaced."""
+    pairs, problems = [], []
+    for home, names in HOMES.items():
+        module = importlib.import_module(f"{HOST}.{home}")
+        for name in names:
+            original = vars(module).get(name)
+            if name in excluded:
+                continue
+            if original is None:
+                problems.append(f"{module.__name__} has no {name}")
+                continue
+            ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
+            problems += _differences(name, original, ours)
+            pairs.append((original, ours))
+    return tuple(pairs), problems
+
+
+def _swap(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
+    """In every loaded module of the host, replace each attribute that is the first of a pair by the second."""
+    new = {id(old): (old, new) for old, new in pairs}
+    done = []
+    for module in _loaded():
+        for name, value in list(vars(module).items()):
+            if id(value) in new:
+                setattr(module, name, new[id(value)][1])
+                done.append((module.__name__, name))
+    return tuple(sorted(done))
+
+
+def _loaded() -> list[ModuleType]:
+    """The host's loaded modules, each once: some are there under two names."""
+    found = {
+        id(module): module
+        for name, module in list(sys.modules.items())
+        if isinstance(module, ModuleType) and (name == HOST or name.startswith(HOST + "."))
+    }
+    return list(found.values())
+
+
+def _differences(name: str, original: Any, ours: Any) -> list[str]:
+    """Why a call that the original takes might not be taken, or be taken otherwise, by ours."""
+    problems = []
+    for label, theirs, mine in _calls(name, original, ours):
+        if mine is None:
+            problems.append(f"{label}: not offered here")
+        else:
+            problems += [f"{label}: {problem}" for problem in _compare(theirs, mine)]
+    return problems
+
+
+def _calls(name: str, original: Any, ours: Any) -> Iterator[tuple[str, inspect.Signature, inspect.Signature | None]]:
+    """The callable itself and, of a class, the public methods that it defines: label, their signature, ours."""
+    yield name, inspect.signature(original), inspect.signature(ours)
+    if not inspect.isclass(original):
+        return
+    for method, value in vars(original).items():
+        public = method == "__call__" or not method.startswith("_")
+        if public and inspect.isfunction(value):
+            mine = getattr(ours, method, None)
+            yield f"{name}.{method}", inspect.signature(value), None if mine is None else inspect.signature(mine)
+
+
+def _compare(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
+    positional = [p.name for p in ours.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    problems = []
+    for place, parameter in enumerate(theirs.parameters.values()):
+        mine = ours.parameters.get(parameter.name)
+        if mine is None:
+            problems.append(f"takes {parameter.name}, which ours does not")
+        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and positional[place : place + 1] != [parameter.name]:
+            problems.append(f"{parameter.name} is argument {place}, ours is {_place(positional, parameter.name)}")
+        elif not _same_default(parameter, mine):
+            problems.append(f"{parameter.name} defaults to {_default(parameter)}, ours to {_default(mine)}")
+    for mine in ours.parameters.values():
+        variadic = mine.kind in (mine.VAR_POSITIONAL, mine.VAR_KEYWORD)
+        if mine.name not in theirs.parameters and mine.default is mine.empty and not variadic:
+            problems.append(f"does not take {mine.name}, which ours needs")
+    return problems
+
+
+def _place(positional: list[str], name: str) -> str:
+    return f"argument {positional.index(name)}" if name in positional else "keyword-only"
+
+
+def _same_default(theirs: inspect.Parameter, ours: inspect.Parameter) -> bool:
+    same = SAME_DEFAULTS.get(theirs.name, ())
+    both_same = theirs.default in same and ours.default in same
+    return both_same or (type(theirs.default) is type(ours.default) and theirs.default == ours.default)
+
+
+def _default(parameter: inspect.Parameter) -> str:
+    return "nothing" if parameter.default is parameter.empty else repr(parameter.default)
+
+
+def _named_like(original: Any, ours: Any) -> Any:
+    """Under the original's name, by which the host finds its configuration and pickle finds the class."""
+    ours.__name__, ours.__qualname__, ours.__module__ = original.__name__, original.__qualname__, original.__module__
+    return ours
+
+
+def _masked_cross_entropy(original: Any) -> Any:
+    """Of the host's own type, for its isinstance checks, and as free with the layout of labels as the host's is."""
+
+    class MaskedCrossEntropy(mtp.MaskedCrossEntropy, original):  # type: ignore[misc]
+        __doc__ = mtp.MaskedCrossEntropy.__doc__
+
+        def forward(
+            self,
+            logits: torch.Tensor,
+            labels: torch.Tensor,
+            mask: torch.Tensor | None = None,
+            num_label_tokens: int | torch.Tensor | None = None,
+            loss_weights: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            labels, mask, loss_weights = (_beside(logits, t) for t in (labels, mask, loss_weights))
+            return super().forward(logits, labels, mask, num_label_tokens, loss_weights)
+
+    return _named_like(original, MaskedCrossEntropy)
+
+
+def _beside(logits: torch.Tensor, entries: Any) -> Any:
+    """One entry per row of logits, on their device and in their layout: packed labels come flat, offloaded ones afar."""
+    if entries is None:
+        return None
+    entries = entries.to(logits.device)
+    rows = logits.shape[:-1]
+    return entries.reshape(rows) if entries.numel() == rows.numel() else entries
+
+
+def _fused_linear_cross_entropy(original: Any) -> Any:
+    """Of the host's own type, so that its recipes ask the model for hidden states; the head is gathered their way."""
+
+    class FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy, original):  # type: ignore[misc]
+        __doc__ = mtp.FusedLinearCrossEntropy.__doc__
+
+        def forward(
+            self,
+            hidden_states: torch.Tensor,
+            labels: torch.Tensor,
+            lm_weight: torch.Tensor,
+            num_label_tokens: int | torch.Tensor | None = None,
+            grad_reduce_group: Any = None,
+            loss_weights: torch.Tensor | None = None,
+            *,
+            lm_bias: torch.Tensor | None = None,
+        ) -> torch.Tensor:
+            weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
+            bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
+            return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, lm_bias=bias)
+
+        def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+            host: Any = self
+            return _in_dtype_of(hidden, host.materialize_lm_weight(weight, grad_reduce_group=group))
+
+    return _named_like(original, FusedLinearCrossEntropy)
+
+
+def _in_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A head gathered in the dtype it is stored in, in the dtype it is computed with."""
+    return weight if torch.is_autocast_enabled(hidden.device.type) else weight.to(hidden.dtype)
+
+
+def _calculate_loss(original: Any) -> Any:
+    @functools.wraps(mtp.calculate_loss)
+    def calculate_loss(loss_fn: Any, **kwargs: Any) -> Any:
+        return (mtp.calculate_loss if isinstance(loss_fn, OURS) else original)(loss_fn, **kwargs)
+
+    return calculate_loss
+
+
+def _calculate_mtp_loss(original: Any) -> Any:
+    @functools.wraps(mtp.calculate_mtp_loss)
+    def calculate_mtp_loss(loss_fn: Any, **kwargs: Any) -> Any:
+        if not isinstance(loss_fn, OURS):
+            return original(loss_fn, **kwargs)
+        hidden = kwargs.get("mtp_per_depth_h")
+        if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and hidden:
+            weight, group = kwargs.get("lm_weight"), kwargs.get("grad_reduce_group")
+            weight = _host_head(loss_fn, kwargs["model"], group) if weight is None else weight
+            kwargs["lm_weight"] = _in_dtype_of(hidden[0], weight)
+        return mtp.calculate_mtp_loss(loss_fn, **kwargs)
+
+    return calculate_mtp_loss
+
+
+def _host_head(loss_fn: Any, model: Any, group: Any) -> torch.Tensor:
+    """The head as the host gathers it, which its own classes may override."""
+    utils = importlib.import_module(f"{HOST}.components.loss.utils")
+    weight: torch.Tensor = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=group)
+    return weight
+
+
+def _pipeline_causal_lm_loss(original: Any) -> Any:
+    class PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
+        __doc__ = mtp.PipelineCausalLMLoss.__doc__
+
+        def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+            if isinstance(self.loss_fn, OURS):
+                return super().forward(output, labels)
+            loss: torch.Tensor = original.forward(self, output, labels)  # it reads attributes that ours has as well
+            return loss
+
+        def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
+            return _in_dtype_of(hidden, _host_head(self.loss_fn, self.model, self.grad_reduce_group))
+
+    return _named_like(original, PipelineCausalLMLoss)
+
+
+ADAPTERS: dict[str, Callable[[Any], Any]] = {
+    "MaskedCrossEntropy": _masked_cross_entropy,
+    "FusedLinearCrossEntropy": _fused_linear_cross_entropy,
+    "calculate_loss": _calculate_loss,
+    "calculate_mtp_loss": _calculate_mtp_loss,
+    "PipelineCausalLMLoss": _pipeline_causal_lm_loss,
+}
