@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _corruption_tiles
+from dllm_kernels.kernels._launch import on_its_device
 from dllm_kernels.kernels._philox import (
     SELECT,
     TOKEN_HIGH,
@@ -218,6 +219,7 @@ def _launch_independent(
     return out
 
 
+@on_its_device
 def mask_tokens(
     input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, eps: float, seed: torch.Tensor
 ) -> Corrupted:
@@ -226,6 +228,7 @@ def mask_tokens(
     return _launch_independent(input_ids, loss_mask, seed, mask_token_id, 1, L, eps, _MASK.value)
 
 
+@on_its_device
 def replace_tokens(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
@@ -239,12 +242,14 @@ def replace_tokens(
     return _launch_independent(input_ids, loss_mask, seed, vocab_size, blocks, size, eps, _TOKENS.value)
 
 
+@on_its_device
 def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int) -> Corrupted:
     """``ops.corruption.mask_all``."""
     L = input_ids.shape[1]
     return _launch_independent(input_ids, loss_mask, None, mask_token_id, 1, L, 0.0, _ALL.value)
 
 
+@on_its_device
 def mask_topk(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,

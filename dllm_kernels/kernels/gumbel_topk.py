@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _corruption_tiles
+from dllm_kernels.kernels._launch import on_its_device
 from dllm_kernels.kernels._philox import SELECT, fine_uniform, position_bits
 from dllm_kernels.kernels._select import (
     NEVER,
@@ -116,6 +117,7 @@ def _gumbel_topk_long(
         tl.store(out_ptr + n * D + i, chosen, mask=i < D)
 
 
+@on_its_device
 def gumbel_topk_mask(
     log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None
 ) -> torch.Tensor:

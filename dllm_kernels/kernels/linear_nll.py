@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _tiles, token_nll
+from dllm_kernels.kernels._launch import on_its_device
 from dllm_kernels.kernels._math import FUSED, column_stats, grad_columns, is_active, load_target_logit
 from dllm_kernels.kernels._specimen import Specimen
 from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
@@ -67,6 +68,7 @@ def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.conste
         tl.store(t_ptr + i, (t * factor).to(t_ptr.dtype.element_ty), mask=i < numel)
 
 
+@on_its_device
 def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
     """Launch ``t *= factor``; every program reads the factor and leaves at once when it is 1."""
     if t.numel() == 0:
@@ -76,6 +78,7 @@ def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
     _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4, **FUSED)
 
 
+@on_its_device
 def row_nll_grad_(
     logits: torch.Tensor,
     targets: torch.Tensor,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _tiles
+from dllm_kernels.kernels._launch import on_its_device
 from dllm_kernels.kernels._math import (
     FUSED,
     LOG2E,
@@ -144,6 +145,7 @@ def _acc(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
+@on_its_device
 def row_stats(
     logits: torch.Tensor,
     targets: torch.Tensor,
@@ -186,6 +188,7 @@ def row_stats(
     return outputs
 
 
+@on_its_device
 def row_grad(
     logits: torch.Tensor,
     targets: torch.Tensor,
