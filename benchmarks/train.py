@@ -35,8 +35,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": 1e-2,
     },
     "cpu": {
-        "steps": 300, "batch": 8, "length": 128, "width": 128, "layers": 2, "heads": 4, "vocab": 8192,
-        "corpus_bytes": 3_000_000, "evals": 8, "heldout": 64, "block_size": 16, "draft_block": 8,
+        "steps": 240, "batch": 8, "length": 128, "width": 128, "layers": 2, "heads": 4, "vocab": 8192,
+        "corpus_bytes": 3_000_000, "evals": 6, "heldout": 64, "block_size": 16, "draft_block": 8,
         "blocks": 8, "lr": 5e-3,
     },
     "gpu": {
