@@ -369,7 +369,9 @@ def test_gradcheck(path):
     weights = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64, device=DEVICE)
     logits.requires_grad_()
     assert torch.autograd.gradcheck(lambda x: token_nll(x, targets, active=active, backend=path).nll, logits)
-    assert torch.autograd.gradcheck(lambda x: weighted_nll(x, targets, weights, backend=path).loss, logits, fast_mode=True)
+    assert torch.autograd.gradcheck(
+        lambda x: weighted_nll(x, targets, weights, backend=path).loss, logits, fast_mode=True
+    )
 
 
 def test_bitwise_the_same_twice(path):
