@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._plain import all_plain
 
 PADDING = -100
 REDUCTIONS = ("sum", "mean", "none")
@@ -198,6 +199,7 @@ def _position_weights(
     loss_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """Weight of every position, 0 where its label is ignored or its mask is 0; in the dtype of sums over ``like``."""
+    labels, mask, loss_weights = all_plain(labels, mask, loss_weights)
     _checks.check_tensor("labels", labels)
     dtype = torch.promote_types(like.dtype, torch.float32)
     counts = (labels != ignore_index) & (labels != PADDING)

@@ -1,117 +1,202 @@
-"""Heads sharded by FSDP2: gathered once a call, with a gradient that reaches the shard.
+"""LM heads that FSDP2 shards: gathered once per call, with a gradient that reaches the shard.
 
-A loss that takes the LM head's weight outside the head's own forward sees FSDP2's sharded parameter, a DTensor. A plain
-``full_tensor()`` would mark the gradient as the same on every rank and drop what the other ranks contribute, without a
-word. Here the gathered weight's gradient is marked as partial, so that it is summed into the shards, and divided by the
-number of data-parallel ranks, as FSDP2 averages every other gradient: losses are scaled by the training loop as for any
-other parameter.
+Two ways to use such a head with a loss that takes hidden states.
 
-The other way needs none of this: let the loss run inside the head's own forward (:class:`LinearLossHead`), where FSDP2
-has gathered the weight already and reduces its gradient by itself, overlapped with the rest of the backward pass.
+1. Hand the sharded parameter to the loss, ``loss.forward_fused(hidden, model.lm_head.weight, ...)``, outside of the head's
+   forward. There the weight is a DTensor. It is gathered once, in the dtype of the computation, and its gradient is
+   reduced to the shards and divided by the number of data-parallel ranks, which is FSDP2's own convention. (A plain
+   ``full_tensor()`` marks the gradient as replicated: every rank keeps its own share and the peers' are lost.)
+   Every backward pass reduces; under ``set_requires_gradient_sync(False)`` the shards' gradients add up to the same.
+2. Run the loss inside the head's own forward, where FSDP2 has gathered the weight already and reduces its gradient like
+   any other, once per optimizer step where synchronisation is off: make the head a :class:`LossHead`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels.ops.linear_nll import compute_dtype, weighted_linear_nll
-from dllm_kernels.ops.token_nll import WeightedNLL
+from dllm_kernels.distributed._layout import (
+    dim_name,
+    is_strided,
+    layout,
+    local_range,
+    shard_dim,
+    tensor_parallel_dims,
+)
+from dllm_kernels.ops.linear_nll import compute_dtype
 
-
-def gather_head(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """The whole of a head's parameter, in the dtype it is computed with; its gradient reaches the shard.
-
-    Args:
-        weight: ``[V, D]`` or ``[V]``, a DTensor sharded (or replicated) over data-parallel mesh dimensions only; a plain
-            tensor is returned as it is.
-        hidden: what it is used with, for the dtype: a float32 shard of a head that computes in bfloat16 is gathered, and
-            its gradient reduced, in bfloat16, as FSDP2 does under a MixedPrecisionPolicy.
-
-    Returns:
-        A plain tensor, differentiable: the gradient is averaged over all ranks of the mesh.
-
-    Raises:
-        ValueError: placements other than ``Shard`` and ``Replicate``.
-    """
-    if not isinstance(weight, DTensor):
-        return weight
-    if any(not isinstance(p, (Shard, Replicate)) for p in weight.placements):
-        raise ValueError(
-            f"weight must be sharded by FSDP2 (Shard, Replicate) to be gathered, got {weight.placements}; redistribute it "
-            "or run the loss inside the head's own forward (LinearLossHead)"
-        )
-    mesh, dtype = weight.device_mesh, compute_dtype(hidden, weight)
-    sharded: Any = weight if weight.dtype == dtype else weight.to(dtype)
-    if not (torch.is_grad_enabled() and weight.requires_grad):
-        whole: torch.Tensor = sharded.full_tensor()
-        return whole
-    whole = sharded.full_tensor(grad_placements=[Partial() for _ in range(mesh.ndim)])
-    return averaged_gradient(whole, mesh.size())
+Result = TypeVar("Result")
+_FACTOR = "_dllm_kernels_gradient_divide_factor"
 
 
-class _AveragedGradient(torch.autograd.Function):
-    """Identity whose gradient is divided by a number of ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, ranks: int) -> torch.Tensor:
-        ctx.ranks = ranks
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad / ctx.ranks, None
-
-
-def averaged_gradient(x: torch.Tensor, ranks: int) -> torch.Tensor:
-    """``x``, its gradient divided by ``ranks``."""
-    if ranks == 1:
-        return x
-    out: torch.Tensor = _AveragedGradient.apply(x, ranks)  # type: ignore[no-untyped-call]
-    return out
-
-
-class LinearLossHead(nn.Module):
-    """An LM head whose forward is the loss, so that FSDP2 gathers its weight and reduces its gradient by itself.
+class LossHead(nn.Linear):
+    """An LM head that can run the loss inside its own forward, so that FSDP2 treats its weight like any other.
 
     Example::
 
-        model.lm_head = LinearLossHead(V, D)          # shares nothing; load the old head's weight into it
+        model.lm_head = LossHead.of(model.lm_head)  # before fully_shard
         fully_shard(model.lm_head)
         fully_shard(model)
-        loss = model.lm_head(hidden, targets, weights).loss
-
-    Args:
-        out_features: V.
-        in_features: D.
-        bias: whether the head has a bias.
-        device: of its parameters.
-        dtype: of its parameters.
+        ...
+        out = model.lm_head(hidden, lambda h, weight, bias: loss_fn.forward_fused(h, weight, target_ids, ...))
     """
 
-    def __init__(
-        self,
-        out_features: int,
-        in_features: int,
-        bias: bool = False,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(out_features, device=device, dtype=dtype)) if bias else None
-        nn.init.normal_(self.weight, std=in_features**-0.5)
+    @classmethod
+    def of(cls, linear: nn.Linear) -> LossHead:
+        """A head with the parameters of another one."""
+        head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+        head.weight, head.bias = linear.weight, linear.bias
+        return head
 
+    def forward(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
+        """The logits, or ``loss(hidden, weight, bias)`` with the gathered parameters.
+
+        Args:
+            hidden: ``[..., D]``.
+            loss: called with ``hidden``, the weight ``[V, D]`` and the bias ``[V]`` or None. Its result may be a tensor
+                or a (named) tuple of tensors, which FSDP2 looks through for what to wait for in backward.
+        """
+        return super().forward(hidden) if loss is None else loss(hidden, self.weight, self.bias)
+
+
+def set_gradient_divide_factor(parameters: Iterable[nn.Parameter], factor: float) -> None:
+    """What the gradient of a sharded head is divided by when it is gathered here, like FSDP2's method of that name.
+
+    FSDP2 keeps its factor where a parameter cannot be asked for it, so a training loop that changes it, as by
+    ``model.set_gradient_divide_factor(1.0)``, has to say so here too.
+
+    Args:
+        parameters: the head's, such as ``model.lm_head.parameters()``, after ``fully_shard``.
+        factor: the default is the number of data-parallel ranks.
+    """
+    for parameter in parameters:
+        setattr(parameter, _FACTOR, factor)
+
+
+def gather_head(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Gather a head's weight or bias over the data-parallel mesh dimensions, for one or several uses.
+
+    Args:
+        weight: ``[V, D]`` or ``[V]``. Anything but a DTensor is returned as it is.
+        hidden: what it will be used with: its dtype (or that of autocast) is the one to gather in.
+
+    Returns:
+        A plain tensor, or, where tensor parallelism splits the weight too, a DTensor over those mesh dimensions only.
+        Its gradient reaches the shards of ``weight``, averaged over the data-parallel ranks.
+
+    Raises:
+        ValueError: a layout that cannot be gathered, with what to do.
+    """
+    if not isinstance(weight, DTensor):
+        return weight
+    tensor = tensor_parallel_dims(weight, hidden)
+    data = [i for i in range(weight.device_mesh.ndim) if i not in tensor]
+    _check_layout(weight, data, tensor)
+    if not data:
+        return weight
+    piece_shape = _piece_shape(weight, tensor)
+    full: torch.Tensor = _Gather.apply(weight, data, piece_shape, compute_dtype(hidden, weight))  # type: ignore[no-untyped-call]
+    if not tensor:
+        return full
+    placements = [weight.placements[i] for i in tensor]
+    mesh = _submesh(weight, tensor)
+    return DTensor.from_local(full, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+
+
+def _check_layout(weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -> None:
+    mesh = weight.device_mesh
+    if any(p.is_partial() for p in weight.placements):
+        raise ValueError(
+            f"weight must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
+        )
+    split_by_tensor = {shard_dim(weight.placements[i]) for i in tensor if mesh.size(i) > 1} - {None}
+    for i in data:
+        placement = weight.placements[i]
+        if shard_dim(placement) in split_by_tensor and mesh.size(i) > 1 and not is_strided(placement):
+            raise ValueError(
+                f"weight must be split by tensor parallelism first and then by fully_shard, got {layout(weight)}: the "
+                "pieces that a tensor-parallel rank would have to gather do not lie side by side"
+            )
+
+
+def _piece_shape(weight: DTensor, tensor: Sequence[int]) -> tuple[int, ...]:
+    """The shape of what this rank has once the data-parallel dimensions are gathered."""
+    mesh, placements = weight.device_mesh, weight.placements
+    splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
+    return tuple(local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
+
+
+def _submesh(weight: DTensor, dims: Sequence[int]) -> DeviceMesh:
+    mesh = weight.device_mesh
+    if len(dims) == mesh.ndim:
+        return mesh
+    names = [dim_name(mesh, i) for i in dims]
+    if None in names:
+        raise ValueError(
+            f"weight needs a mesh whose dimensions have names, got {layout(weight)}; name them in init_device_mesh"
+        )
+    return mesh[tuple(str(name) for name in names)]
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather over the data-parallel mesh dimensions forward; sum to the shards, divided, backward.
+
+    The pieces are treated as a tensor of their own on the data-parallel submesh: what tensor parallelism left of the
+    weight on this rank, split by ``Shard`` however FSDP2 calls it (strided, where both split the same dimension).
+    The gradient is summed in the dtype in which the shard is kept.
+    """
+
+    @staticmethod
     def forward(
-        self, hidden: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, **options: Any
-    ) -> WeightedNLL:
-        """``ops.weighted_linear_nll`` with this head; the options are its keyword arguments."""
-        return weighted_linear_nll(hidden, self.weight, targets, weights, bias=self.bias, **options)
+        ctx: Any, weight: DTensor, data: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
+        mesh = _submesh(weight, data)
+        splits = [shard_dim(weight.placements[i]) for i in data]
+        placements: list[Placement] = [Replicate() if d is None else Shard(d) for d in splits]
+        ctx.weight_layout = (weight.device_mesh, weight.placements, weight.shape, weight.stride(), weight.dtype)
+        ctx.piece_layout = (mesh, placements, shape)
+        ctx.factor = getattr(weight, _FACTOR, mesh.size())
+        local = weight.to_local().to(dtype)
+        piece = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous_stride(shape)
+        )
+        return piece.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Plain logits, for evaluation; under FSDP2 name it to ``register_fsdp_forward_method``."""
-        return nn.functional.linear(hidden, self.weight, self.bias)
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        mesh, placements, shape = ctx.piece_layout
+        weight_mesh, weight_placements, weight_shape, weight_stride, dtype = ctx.weight_layout
+        grad = grad.to(dtype)
+        if ctx.factor != 1:
+            grad = grad / ctx.factor
+        partial = DTensor.from_local(
+            grad,
+            mesh,
+            [Partial()] * mesh.ndim,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=_contiguous_stride(shape),
+        )
+        # The sharded dimensions first: what is left to sum over the replicas is then a shard.
+        scattered = partial.redistribute(placements=[p if p.is_shard() else Partial() for p in placements])
+        local = scattered.redistribute(placements=placements).to_local()
+        return (
+            DTensor.from_local(
+                local, weight_mesh, weight_placements, run_check=False, shape=weight_shape, stride=weight_stride
+            ),
+            None,
+            None,
+            None,
+        )

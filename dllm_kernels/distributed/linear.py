@@ -1,32 +1,35 @@
-"""The linear losses with a sharded head: gathered (FSDP2), vocabulary-parallel (TP), or both on a 2-D mesh.
+"""The linear losses for DTensors: a head sharded by FSDP2, by tensor parallelism, or by both.
 
-A mesh dimension is tensor-parallel when it is named "tp", "tensor" or "tensor_parallel", or when the hidden states are a
-DTensor that is replicated over it while the head is sharded; every other dimension is data-parallel. Over data-parallel
-dimensions the head is gathered and its gradient averaged (``fsdp.py``). Over a tensor-parallel one the head's rows stay
-where they are (``vocab_parallel.py``); hidden states are the same on its ranks, and their gradient is summed over them.
+Which is which: see :mod:`dllm_kernels.distributed._layout`. Over data-parallel mesh dimensions the head is gathered once
+(``fsdp.gather_head``). Over a tensor-parallel one it stays where it is: each rank projects the same hidden states to its
+part of the vocabulary, the rows' statistics are combined (``vocab_parallel``), one small all-gather a chunk, and the
+hidden states' gradient, of which each rank has the part that went through its columns, is summed over the ranks.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from dllm_kernels.distributed.fsdp import averaged_gradient, gather_head
-from dllm_kernels.distributed.vocab_parallel import (
-    VocabShard,
-    replicated,
-    shard_of,
-    sharded_primitives,
-    summed_gradient,
+from dllm_kernels.distributed._layout import (
+    Rows,
+    check_contiguous,
+    check_local_shape,
+    layout,
+    rows_of,
+    shard_dim,
+    sum_gradient_over,
+    sum_over,
 )
+from dllm_kernels.distributed.fsdp import gather_head
+from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard, whole_rows
 from dllm_kernels.ops import linear_nll as ops
+from dllm_kernels.ops._active_rows import choose_chunk
 from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._rows import row_primitives
 from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL
-
-TP_NAMES = ("tp", "tensor", "tensor_parallel")
 
 
 def weighted_linear_nll(
@@ -41,22 +44,40 @@ def weighted_linear_nll(
     round_nll: bool,
     **options: Any,
 ) -> WeightedNLL:
-    """``ops.weighted_linear_nll`` where the head or the hidden states are DTensors.
+    """:func:`dllm_kernels.ops.weighted_linear_nll` where hidden, weight or bias are DTensors, already checked.
+
+    Args:
+        hidden: ``[..., D]``, plain (the same on every tensor-parallel rank) or a DTensor.
+        weight: ``[V, D]``, plain or a DTensor.
+        targets: ``[...]`` of the global shape of ``hidden``, plain, the same on every tensor-parallel rank.
+        weights: as ``targets``.
+        bias: ``[V]``, laid out like ``weight``, or None.
+        active: as ``targets``, or None.
+        with_lse: as in :func:`dllm_kernels.ops.weighted_linear_nll`.
+        round_nll: likewise.
+        **options: likewise.
+
+    Returns:
+        Plain tensors, the same on every tensor-parallel rank.
 
     Raises:
         ValueError: a layout that cannot be served, with what to do.
     """
-    h, w, b, shard = _resolved(hidden, weight, bias)
-    y, row_weights, on = _rows(targets, weights, active)
-    assert row_weights is not None
-    if shard is None:
-        return ops.weighted_linear_nll(
-            h, w, y, row_weights, bias=b, active=on, with_lse=with_lse, round_nll=round_nll, **options
+    here = _localize(hidden, weight, bias)
+    per_row = (here.rows.local(targets), here.rows.local(weights))
+    on = None if active is None else here.rows.local(active)
+    if here.shard is None:
+        out = ops.weighted_linear_nll(
+            here.hidden, here.weight, *per_row, bias=here.bias, active=on, with_lse=with_lse, round_nll=round_nll, **options
+        )  # fmt: skip
+    else:
+        chosen = _options(here, here.shard, **options)
+        out = ops.weighted_with_options(
+            here.hidden, here.weight, *per_row, here.bias, on, with_lse=with_lse, round_nll=round_nll, options=chosen
         )
-    chosen = _options(h, w, shard, **options)
-    return ops.weighted_with_options(
-        h, w, y, row_weights, b, on, with_lse=with_lse, round_nll=round_nll, options=chosen
-    )
+    if not here.rows.groups:
+        return out
+    return WeightedNLL(sum_over(out.loss, here.rows.groups), *whole_rows(here.rows, TokenNLL(*out[1:])))
 
 
 def linear_token_nll(
@@ -69,30 +90,45 @@ def linear_token_nll(
     with_lse: bool,
     **options: Any,
 ) -> TokenNLL:
-    """``ops.linear_token_nll`` where the head or the hidden states are DTensors.
+    """:func:`dllm_kernels.ops.linear_token_nll` where hidden, weight or bias are DTensors, already checked.
+
+    Args:
+        hidden: as in :func:`weighted_linear_nll`, and so the rest.
+        weight: ``[V, D]``.
+        targets: ``[...]``.
+        bias: ``[V]`` or None.
+        active: ``[...]`` or None.
+        with_lse: as in :func:`dllm_kernels.ops.linear_token_nll`.
+        **options: likewise.
+
+    Returns:
+        Plain tensors, the same on every tensor-parallel rank; ``nll`` is differentiable.
 
     Raises:
         ValueError: a layout that cannot be served, with what to do.
     """
-    h, w, b, shard = _resolved(hidden, weight, bias)
-    y, _, on = _rows(targets, None, active)
-    if shard is None:
-        return ops.linear_token_nll(h, w, y, bias=b, active=on, with_lse=with_lse, **options)
-    chosen = _options(h, w, shard, **options)
-    return ops.token_with_options(h, w, y, b, on, with_lse=with_lse, options=chosen)
+    here = _localize(hidden, weight, bias)
+    y, on = here.rows.local(targets), None if active is None else here.rows.local(active)
+    if here.shard is None:
+        out = ops.linear_token_nll(here.hidden, here.weight, y, bias=here.bias, active=on, with_lse=with_lse, **options)
+    else:
+        chosen = _options(here, here.shard, **options)
+        out = ops.token_with_options(here.hidden, here.weight, y, here.bias, on, with_lse=with_lse, options=chosen)
+    return whole_rows(here.rows, out)
 
 
-def _rows(
-    targets: torch.Tensor, weights: torch.Tensor | None, active: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    y = replicated("targets", targets)
-    assert y is not None
-    return y, replicated("weights", weights), replicated("active", active)
+class _Local(NamedTuple):
+    """What this rank works on, as plain tensors."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    rows: Rows
+    shard: VocabShard | None
 
 
 def _options(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
+    here: _Local,
     shard: VocabShard,
     *,
     chunk_size: int | None,
@@ -101,75 +137,94 @@ def _options(
     ignore_index: int,
     with_correct: bool,
     backend: str,
-) -> Any:
-    """The options of a call; chunks must be the same on every rank, since each ends in a collective."""
+) -> ops._Options:
+    """The options of a call on a split vocabulary.
+
+    Every rank must cut the same chunks, since each ends in a collective, whatever number of columns it holds. A chunk
+    has as many more rows as the vocabulary is split: the same memory, and fewer collectives.
+    """
+    hidden, weight = here.hidden, here.weight
     dtype = ops.compute_dtype(hidden, weight)
-    if chunk_size is None and memory_budget is not None:
-        most = -(-shard.V // torch.distributed.get_world_size(shard.group))
-        chunk_size = max(1, memory_budget // (most * dtype.itemsize))
-    primitives = sharded_primitives(row_primitives(use_triton(backend, hidden)), shard)
+    if chunk_size is None:
+        ranks = dist.get_world_size(shard.group)
+        rows = hidden.numel() // hidden.shape[-1]
+        chunk_size = ranks * choose_chunk(
+            -(-rows // ranks), shard.step * ranks, dtype.itemsize, weight.requires_grad, hidden.is_cuda, memory_budget
+        )
+    primitives = shard.primitives(use_triton(backend, hidden))
     return ops._Options(dtype, chunk_size, None, num_active, ignore_index, with_correct, primitives)
 
 
-def _resolved(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, VocabShard | None]:
-    """Plain hidden states, head and bias of this rank, and its share of the vocabulary if that is split."""
-    h = _local_hidden(hidden)
+def _localize(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Local:
+    """Gather and unwrap; raises where a layout cannot be served."""
+    w, b = gather_head(weight, hidden), None if bias is None else gather_head(bias, hidden)
+    vocab_dim = _vocab_mesh_dim(w)
+    _check_bias(w, b, vocab_dim)
+    group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
+    h, rows = _local_hidden(hidden, group)
+    split = [dist.get_process_group_ranks(g) for g in rows.groups]
+    local_weight, local_bias = _local_parameter(w, split), None if b is None else _local_parameter(b, split)
+    shard = None
+    if vocab_dim is not None and isinstance(w, DTensor):
+        shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
+        check_local_shape("weight", w, (shard.size, w.shape[1]))
+        ops.check_dtypes(h, local_weight, local_bias)
+    return _Local(h, local_weight, local_bias, rows, shard)
+
+
+def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:
+    """The tensor-parallel mesh dimension that splits the vocabulary, or None."""
     if not isinstance(weight, DTensor):
-        if isinstance(bias, DTensor):
-            raise ValueError(f"bias must be a plain tensor like weight, got a DTensor with {bias.placements}")
-        return h, weight, bias, None
-    tp = _tensor_parallel_dim(hidden, weight)
-    if bias is not None and not isinstance(bias, DTensor):
-        raise ValueError("bias must be a DTensor laid out like weight, got a plain tensor")
-    if tp is None:
-        return h, gather_head(weight, h), None if bias is None else gather_head(bias, h), None
-    shard = shard_of(weight, tp, 0)
-    local_bias = None if bias is None else _local_rows("bias", bias, tp, h)
-    return summed_gradient(h, shard.group), _local_rows("weight", weight, tp, h), local_bias, shard
-
-
-def _local_hidden(hidden: torch.Tensor) -> torch.Tensor:
-    if not isinstance(hidden, DTensor):
-        return hidden
-    if any(isinstance(p, Partial) for p in hidden.placements):
-        raise ValueError(f"hidden must not be Partial, got {hidden.placements}; redistribute it to Replicate first")
-    if any(isinstance(p, Shard) for p in hidden.placements):
+        return None
+    split = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
+    if len(split) > 1 or any(shard_dim(weight.placements[i]) != 0 for i in split):
         raise ValueError(
-            f"hidden must be replicated over its mesh, got {hidden.placements}; where ranks have rows of their own, pass "
-            "hidden.to_local() with this rank's targets and global counts"
+            f"weight must be Shard(0), split by vocabulary, over one tensor-parallel mesh dimension, got {layout(weight)}; "
+            "redistribute it"
         )
-    return hidden.to_local()
+    for i in split:
+        check_contiguous("weight", weight, i)
+    return split[0] if split else None
 
 
-def _tensor_parallel_dim(hidden: torch.Tensor, weight: DTensor) -> int | None:
-    """The mesh dimension over which the head's rows stay where they are, or None."""
-    mesh = weight.device_mesh
-    names = mesh.mesh_dim_names or ()
-    replicated_there = isinstance(hidden, DTensor) and hidden.device_mesh == mesh
-    for i, placement in enumerate(weight.placements):
-        named = i < len(names) and names[i] in TP_NAMES
-        if not (named or replicated_there) or isinstance(placement, Replicate):
-            continue
-        if not (isinstance(placement, Shard) and placement.dim == 0):
-            raise ValueError(
-                f"weight must be Shard(0) over the tensor-parallel mesh dimension {i}, its rows being the vocabulary, got "
-                f"{placement}; redistribute it to Shard(0)"
-            )
-        return i
-    return None
+def _check_bias(weight: torch.Tensor, bias: torch.Tensor | None, vocab_dim: int | None) -> None:
+    if bias is None:
+        return
+    placements = bias.placements if isinstance(bias, DTensor) and isinstance(weight, DTensor) else None
+    fits = placements == weight.placements if isinstance(weight, DTensor) and placements else vocab_dim is None
+    if not fits or (isinstance(bias, DTensor) and not isinstance(weight, DTensor)):
+        got = layout(bias) if isinstance(bias, DTensor) else "a plain tensor"
+        want = layout(weight) if isinstance(weight, DTensor) else "a plain tensor"
+        raise ValueError(f"bias must be laid out like weight, {want}, got {got}; redistribute it")
 
 
-def _local_rows(name: str, parameter: torch.Tensor, tp: int, hidden: torch.Tensor) -> torch.Tensor:
-    """This rank's rows of a head's parameter: gathered over data-parallel dimensions, as they are over ``tp``."""
-    if not isinstance(parameter, DTensor):
-        raise ValueError(f"{name} must be a DTensor laid out like weight, got a plain tensor")
-    mesh = parameter.device_mesh
-    wanted = [Shard(0) if i == tp else Replicate() for i in range(mesh.ndim)]
-    if list(parameter.placements) != wanted:
-        parameter = parameter.redistribute(placements=wanted)
-    grads = [Shard(0) if i == tp else Partial() for i in range(mesh.ndim)]
-    dtype = ops.compute_dtype(hidden, parameter)
-    local: torch.Tensor = parameter.to_local(grad_placements=grads)
-    return averaged_gradient(local if local.dtype == dtype else local.to(dtype), mesh.size() // mesh.size(tp))
+def _local_parameter(t: torch.Tensor, split: list[list[int]]) -> torch.Tensor:
+    """This rank's piece; its gradient is summed over the ranks of ``split``, each of which uses it for other rows."""
+    if not isinstance(t, DTensor):
+        return t
+    mesh, placements = t.device_mesh, t.placements
+    grad_placements: list[Placement] = [
+        Partial() if p.is_replicate() and dist.get_process_group_ranks(mesh.get_group(i)) in split else p
+        for i, p in enumerate(placements)
+    ]
+    return t.redistribute(placements=placements).to_local(grad_placements=grad_placements)  # which makes that sum
+
+
+def _local_hidden(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Rows]:
+    """Hidden states as this rank uses them, the same on all ranks of ``group``, over which their gradient is summed."""
+    if not isinstance(hidden, DTensor):
+        rows = Rows(tuple(hidden.shape[:-1]), tuple((0, size) for size in hidden.shape[:-1]), ())
+        return hidden if group is None else sum_gradient_over(hidden, group), rows
+    mesh, last = hidden.device_mesh, hidden.dim() - 1
+    ranks = None if group is None else dist.get_process_group_ranks(group)
+    vocab = [dist.get_process_group_ranks(mesh.get_group(j)) == ranks for j in range(mesh.ndim)]
+    placements: list[Placement] = [
+        Replicate() if shared or shard_dim(p) in (None, last) else p
+        for shared, p in zip(vocab, hidden.placements, strict=True)
+    ]
+    grad_placements = [Partial() if shared else p for shared, p in zip(vocab, placements, strict=True)]
+    hidden = hidden.redistribute(placements=placements)  # in backward, what sums the parts
+    rows = rows_of("hidden", hidden)
+    check_local_shape("hidden", hidden, (*rows.local_shape, hidden.shape[-1]))
+    local = hidden.to_local(grad_placements=grad_placements)
+    return local if group is None or any(vocab) else sum_gradient_over(local, group), rows

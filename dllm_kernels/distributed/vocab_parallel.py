@@ -1,85 +1,174 @@
-r"""Losses over a vocabulary that is split between ranks (tensor parallelism).
+r"""NLL of rows whose vocabulary is split over ranks; neither the logits nor the head are ever gathered.
 
-Every rank holds some columns of each row. Each reduces its own columns, and one small collective of ``[rows, 4]``
-numbers merges them: the maximum M_r, the sum S_r of exp(z - M_r), the target's logit t (NaN on ranks that do not have
-it) and whether a column of the owner beats the target. Then, on every rank alike,
+Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to four numbers: their maximum M_r, the sum
+S_r = sum exp(x - M_r), the target's logit (0 where another rank holds it) and whether the target is the argmax of these
+columns. One all-gather of that ``[rows, 4]`` gives every rank
 
-    M = max_r M_r,    S = sum_r S_r exp(M_r - M),    nll = (M - t) + log S,
+    M = max_r M_r,      S = sum_r S_r exp(M_r - M),      nll = (M - x_y) + log S,
 
-and the gradient of a rank's columns needs nothing more from the others. The target is the argmax when no column of its
-own rank beats it, the ranks before have only smaller logits and the ranks after none larger: the lowest index of the
-whole vocabulary wins a tie.
+and the gradient exp(x - M - log S) - [v = y] is local again. The target is the argmax of the whole row when it is that of
+its own columns, no earlier rank's maximum reaches it and no later one's exceeds it: the lowest index wins a tie.
 
-This is done by wrapping the row primitives of a backend: the autograd functions of ``ops`` run on a shard unchanged.
+This is written as row primitives (``ops/_rows.py``) on top of those of a backend, so everything that is written on the
+row primitives works on a split vocabulary unchanged. Each rank sends 16 bytes a row (32 for float64).
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
+from dllm_kernels.distributed._layout import (
+    Rows,
+    check_contiguous,
+    check_local_shape,
+    layout,
+    local_range,
+    rows_of,
+    shard_dim,
+)
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._rows import RowPrimitives, row_primitives
 from dllm_kernels.ops.token_nll import TokenNLL, rows_with_primitives
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+# The local primitives are given a mask and never ignore_index, which a target minus the first column here might equal.
+NO_IGNORE = -100
+ELSEWHERE = -1
 
-# What a row's target becomes in the columns of this rank: switched off, or in another rank's columns.
-OFF, ELSEWHERE = -2, -1
 Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class VocabShard(NamedTuple):
-    """This rank's columns of the vocabulary.
+    """The columns that this rank holds.
 
     Attributes:
-        group: the ranks that hold the other columns.
-        rank: this process's place in the group; ranks hold the columns in this order.
-        start: index of the first column here.
-        columns: how many columns are here; may be 0.
-        V: columns of the whole vocabulary.
+        start: first of them.
+        size: how many; the last ranks may hold fewer than the others, or none.
+        total: size of the vocabulary, V.
+        step: columns of a full shard.
+        group: the ranks that hold the other columns, in their order.
     """
 
-    group: dist.ProcessGroup
-    rank: int
     start: int
-    columns: int
-    V: int
+    size: int
+    total: int
+    step: int
+    group: dist.ProcessGroup
+
+    def primitives(self, triton: bool) -> RowPrimitives:
+        """Row primitives of a backend for rows that are split over the group."""
+        local = row_primitives(triton)
+        return RowPrimitives(
+            functools.partial(_row_stats, self, local),
+            functools.partial(_row_grad, self, local),
+            functools.partial(_row_nll_grad_, self, local),
+            local.scale_,
+        )
+
+    def local_targets(self, targets: torch.Tensor) -> torch.Tensor:
+        """Column of each target in this shard, or ``ELSEWHERE``."""
+        y = targets - self.start
+        return torch.where((y >= 0) & (y < self.size), y, ELSEWHERE)
+
+    def in_vocabulary(self, targets: torch.Tensor) -> torch.Tensor:
+        """Whether any rank holds the target."""
+        return (targets >= 0) & (targets < self.total)
 
 
-def shard_of(tensor: DTensor, mesh_dim: int, dim: int) -> VocabShard:
-    """The columns that this rank has of a DTensor sharded along ``dim`` over one mesh dimension."""
-    mesh = tensor.device_mesh
-    V, world, rank = tensor.shape[dim], mesh.size(mesh_dim), mesh.get_local_rank(mesh_dim)
-    most = -(-V // world)  # DTensor shards as torch.chunk does: full chunks first, what is left, then nothing
-    start = min(rank * most, V)
-    return VocabShard(mesh.get_group(mesh_dim), rank, start, min(most, V - start), V)
+def vocab_shard(V: int, mesh: DeviceMesh, i: int) -> VocabShard:
+    """This rank's shard of a vocabulary that mesh dimension ``i`` splits."""
+    start, size = local_range(V, mesh, [i])
+    return VocabShard(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
 
 
-def sharded_primitives(base: RowPrimitives, shard: VocabShard) -> RowPrimitives:
-    """Row primitives that take this rank's columns and targets of the whole vocabulary."""
-    return RowPrimitives(
-        functools.partial(_row_stats, base, shard),
-        functools.partial(_row_grad, base, shard),
-        functools.partial(_row_nll_grad_, base, shard),
-        base.scale_,
-    )
+def token_nll(
+    logits: DTensor,
+    targets: torch.Tensor,
+    *,
+    active: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    with_lse: bool = False,
+    with_correct: bool = False,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+) -> TokenNLL:
+    """:func:`dllm_kernels.ops.token_nll` for DTensor logits ``[..., V]``, already checked.
+
+    The vocabulary may be split over one mesh dimension and the rows over others; over the rest they are replicated.
+
+    Args:
+        logits: a DTensor with ``Shard`` and ``Replicate`` placements. Its gradient has the same placements.
+        targets: ``[...]`` of the global shape, plain, the same on every rank.
+        active: as ``targets``.
+        ignore_index: as in :func:`dllm_kernels.ops.token_nll`, and so the rest.
+        with_lse: also return the logsumexp.
+        with_correct: also return the argmax-match.
+        inplace_backward: write the gradient over this rank's piece of the logits.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        Plain tensors of the global shape ``[...]``, the same on every rank.
+
+    Raises:
+        ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
+    """
+    vocab_dim = _vocab_mesh_dim(logits)
+    mesh, V = logits.device_mesh, logits.shape[-1]
+    rows = rows_of("logits", logits)
+    columns = V if vocab_dim is None else local_range(V, mesh, [vocab_dim])[1]
+    check_local_shape("logits", logits, (*rows.local_shape, columns))
+    local = logits.to_local(grad_placements=logits.placements)
+    triton = use_triton(backend, local)
+    out = rows_with_primitives(
+        local, rows.local(targets), None if active is None else rows.local(active), ignore_index=ignore_index,
+        with_lse=with_lse, with_correct=with_correct, inplace_backward=inplace_backward,
+        triton=triton if vocab_dim is None else vocab_shard(V, mesh, vocab_dim).primitives(triton),
+    )  # fmt: skip
+    return whole_rows(rows, out)
 
 
-def _local_targets(targets: torch.Tensor, ignore_index: int, shard: VocabShard) -> torch.Tensor:
-    here = (targets >= shard.start) & (targets < shard.start + shard.columns)
-    local = torch.where(here, targets - shard.start, ELSEWHERE)
-    return local.masked_fill_(targets == ignore_index, OFF)
+def whole_rows(rows: Rows, out: TokenNLL) -> TokenNLL:
+    """Results of the global shape from those of this rank's rows; nll stays differentiable."""
+    if not rows.groups:
+        return out
+    whole = iter(rows.whole(*(t.to(out.nll.dtype) for t in out if t is not None)))
+    nll, lse, correct = (None if t is None else next(whole) for t in out)
+    assert nll is not None
+    return TokenNLL(nll, None if lse is None else lse.detach(), None if correct is None else correct.detach() != 0)
+
+
+def _vocab_mesh_dim(logits: DTensor) -> int | None:
+    """The mesh dimension that splits the vocabulary, or None."""
+    last, found = logits.dim() - 1, []
+    for i, placement in enumerate(logits.placements):
+        if placement.is_partial():
+            raise ValueError(
+                f"logits must not be Partial, got {layout(logits)}; redistribute them to Replicate or Shard(-1) first"
+            )
+        if shard_dim(placement) == last:
+            check_contiguous("logits", logits, i)
+            found.append(i)
+    if len(found) > 1:
+        raise ValueError(
+            f"logits must have their vocabulary split over one mesh dimension, got {layout(logits)}; redistribute them"
+        )
+    return found[0] if found else None
+
+
+def _on(targets: torch.Tensor, active: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    mask = targets != ignore_index
+    return mask if active is None else mask & (active != 0)
 
 
 def _row_stats(
-    base: RowPrimitives,
     shard: VocabShard,
+    local: RowPrimitives,
     logits: torch.Tensor,
     targets: torch.Tensor,
     active: torch.Tensor | None,
@@ -87,58 +176,66 @@ def _row_stats(
     ignore_index: int,
     with_correct: bool,
 ) -> Stats:
-    if shard.columns:
-        local = _local_targets(targets, ignore_index, shard)
-        stats = base.row_stats(logits, local, active, ignore_index=OFF, with_correct=with_correct)
-        _, row_max, log_sum, target_logit, correct = stats
-        beaten = torch.zeros_like(row_max) if correct is None else (~correct).to(row_max.dtype)
-        packed = torch.stack([row_max, log_sum.exp(), target_logit, beaten])
+    """``row_stats`` of the whole rows, with one all-gather."""
+    mask, y = _on(targets, active, ignore_index), shard.local_targets(targets)
+    if shard.size:
+        stats = local.row_stats(logits, y, mask, ignore_index=NO_IGNORE, with_correct=with_correct)
     else:
-        packed = _no_columns(logits, targets)
-    *merged, correct = _merged(_gathered(packed, shard))
-    on = targets != ignore_index
-    if active is not None:
-        on = on & (active != 0)
-    nll, row_max, log_sum, target_logit = (torch.where(on, t, 0.0) for t in merged)
-    return nll, row_max, log_sum, target_logit, correct & on if with_correct else None
+        stats = _stats_of_no_columns(targets, logits.dtype)
+    parts = _gather(_four_numbers(stats, y != ELSEWHERE), shard.group)
+    nll, row_max, log_sum, target_logit, correct = _combine(shard, targets, parts)
+    nll, row_max, log_sum, target_logit = (t.masked_fill(~mask, 0) for t in (nll, row_max, log_sum, target_logit))
+    return nll, row_max, log_sum, target_logit, (correct & mask) if with_correct else None
 
 
-def _no_columns(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """What a rank without columns contributes: no maximum, no sum, no target, nothing that beats it."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    packed = torch.zeros(4, targets.numel(), dtype=dtype, device=targets.device)
-    packed[0] = torch.finfo(dtype).min
-    packed[2] = math.nan
-    return packed
+def _stats_of_no_columns(targets: torch.Tensor, dtype: torch.dtype) -> Stats:
+    """What a shard without columns adds: nothing."""
+    acc = torch.promote_types(dtype, torch.float32)
+    zero = torch.zeros(targets.shape, dtype=acc, device=targets.device)
+    return zero, zero + torch.finfo(acc).min, zero - math.inf, zero, None
 
 
-def _gathered(packed: torch.Tensor, shard: VocabShard) -> torch.Tensor:
-    """``[world, 4, rows]`` from every rank's ``[4, rows]``: the one collective."""
-    world = dist.get_world_size(shard.group)
-    out = packed.new_empty(world * packed.shape[0], packed.shape[1])
-    _all_gather(out, packed.contiguous(), group=shard.group)
-    return out.view(world, *packed.shape)
+def _four_numbers(stats: Stats, mine: torch.Tensor) -> torch.Tensor:
+    """``[N, 4]``: maximum, sum of exp, the target's logit where it is mine, whether it is the argmax here."""
+    _, row_max, log_sum, target_logit, correct = stats
+    hit = torch.zeros_like(row_max) if correct is None else correct.to(row_max.dtype)
+    return torch.stack([row_max, log_sum.exp(), torch.where(mine, target_logit, 0.0), hit], dim=1)
 
 
-def _merged(
-    parts: torch.Tensor,
+def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Every rank's ``[N, 4]`` as ``[ranks, N, 4]``."""
+    ranks = dist.get_world_size(group)
+    parts = part.new_empty(ranks * part.shape[0], part.shape[1])
+    if part.numel():
+        dist.all_gather_into_tensor(parts, part, group=group)
+    return parts.view(ranks, *part.shape)
+
+
+def _combine(
+    shard: VocabShard, targets: torch.Tensor, parts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    maxima, sums, target_logits, beaten = parts.unbind(1)
+    """Stats of the whole rows from the four numbers of every rank."""
+    maxima, sums, target_logits, hits = parts.unbind(-1)
     row_max = maxima.amax(0)
-    log_sum = (sums * torch.exp(maxima - row_max)).sum(0).log()
-    has_target = ~target_logits.isnan()
-    target = torch.where(has_target, target_logits, 0.0).sum(0).masked_fill(~has_target.any(0), math.nan)
-    nll = ((row_max - target) + log_sum).masked_fill(log_sum == -math.inf, math.nan)
-    owner = has_target.int().argmax(0)
-    rank = torch.arange(len(parts), device=parts.device).unsqueeze(1)
-    loses = torch.where(rank < owner, maxima >= target, maxima > target)
-    loses = torch.where(rank == owner, beaten != 0, loses)
-    return nll, row_max, log_sum, target, ~loses.any(0) & ~nll.isnan()
+    row_sum = (sums * torch.exp(maxima - row_max)).sum(0)
+    target_logit = target_logits.sum(0).masked_fill(~shard.in_vocabulary(targets), math.nan)
+    log_sum = row_sum.log()
+    nll = ((row_max - target_logit) + log_sum).masked_fill(row_sum == 0, math.nan)
+    maxima = maxima.masked_fill(sums == 0, -math.inf)  # a shard of -inf beats nothing
+    correct = (hits.sum(0) > 0) & ~_beaten(shard, maxima, targets, target_logit) & ~nll.isnan()
+    return nll, row_max, log_sum, target_logit, correct
+
+
+def _beaten(shard: VocabShard, maxima: torch.Tensor, targets: torch.Tensor, target_logit: torch.Tensor) -> torch.Tensor:
+    """Whether a rank's columns ``maxima [ranks, N]`` hold a larger logit, or an equal one of lower index."""
+    rank = torch.arange(maxima.shape[0], device=maxima.device).unsqueeze(1)
+    earlier = rank < torch.div(targets, shard.step, rounding_mode="floor")
+    return ((maxima > target_logit) | ((maxima == target_logit) & earlier)).any(0)
 
 
 def _row_grad(
-    base: RowPrimitives,
     shard: VocabShard,
+    local: RowPrimitives,
     logits: torch.Tensor,
     targets: torch.Tensor,
     active: torch.Tensor | None,
@@ -148,19 +245,20 @@ def _row_grad(
     out: torch.Tensor,
     *,
     ignore_index: int,
-    whole_row: bool = True,
 ) -> None:
-    if not shard.columns:
+    """``row_grad`` of this rank's columns; no communication."""
+    if shard.size == 0:
         return
-    if whole_row:  # a target that no rank has: the row's NLL is NaN, and so is its gradient
-        scale = torch.where((targets >= 0) & (targets < shard.V) | (scale == 0), scale, math.nan)
-    local = _local_targets(targets, ignore_index, shard)
-    base.row_grad(logits, local, active, scale, row_max, log_sum, out, ignore_index=OFF, whole_row=False)
+    scale = torch.where(shard.in_vocabulary(targets) | (scale == 0), scale, math.nan)
+    local.row_grad(
+        logits, shard.local_targets(targets), _on(targets, active, ignore_index), scale, row_max, log_sum, out,
+        ignore_index=NO_IGNORE, whole_row=False,
+    )  # fmt: skip
 
 
 def _row_nll_grad_(
-    base: RowPrimitives,
     shard: VocabShard,
+    local: RowPrimitives,
     logits: torch.Tensor,
     targets: torch.Tensor,
     active: torch.Tensor | None,
@@ -169,91 +267,8 @@ def _row_nll_grad_(
     ignore_index: int,
     with_correct: bool,
 ) -> Stats:
-    flags: dict[str, Any] = {"ignore_index": ignore_index}
-    stats = _row_stats(base, shard, logits[None], targets, active, with_correct=with_correct, **flags)
-    _row_grad(base, shard, logits[None], targets, active, scale, stats[1], stats[2], logits[None], **flags)
+    """``row_stats`` and ``row_grad`` at once, the gradient over the logits ``[C, columns]``."""
+    x = logits[None]
+    stats = _row_stats(shard, local, x, targets, active, ignore_index=ignore_index, with_correct=with_correct)
+    _row_grad(shard, local, x, targets, active, scale, stats[1], stats[2], x, ignore_index=ignore_index)
     return stats
-
-
-class _SummedGradient(torch.autograd.Function):
-    """Identity whose gradient is summed over a group: each rank has only its columns' share of it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-def summed_gradient(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """A replicated input of a computation that each rank does a part of: its gradient is the sum of the parts."""
-    out: torch.Tensor = _SummedGradient.apply(x, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-def replicated(name: str, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The local tensor of what must be the same on every rank."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    if any(not isinstance(p, Replicate) for p in tensor.placements):
-        raise ValueError(
-            f"{name} must be replicated over the mesh, or a plain tensor that is the same on its ranks, got "
-            f"{tensor.placements}; pass {name}.full_tensor(), or give every rank its own rows as plain tensors"
-        )
-    return tensor.to_local()
-
-
-def token_nll(
-    logits: DTensor,
-    targets: torch.Tensor,
-    *,
-    active: torch.Tensor | None,
-    ignore_index: int,
-    with_lse: bool,
-    with_correct: bool,
-    inplace_backward: bool,
-    backend: str,
-) -> TokenNLL:
-    """``ops.token_nll`` of DTensor logits: sharded along the vocabulary, or the same on every rank.
-
-    Args:
-        logits: ``[..., V]`` with ``Shard(-1)`` on one mesh dimension and ``Replicate`` on the others. The logits are
-            never gathered; their gradient has their placements.
-        targets: ``[...]``, the same on every rank of the mesh: a plain tensor, or a DTensor with ``Replicate``.
-        active: as in ``ops.token_nll``, replicated likewise.
-        ignore_index: as in ``ops.token_nll``, and so the rest.
-        with_lse: as in ``ops.token_nll``.
-        with_correct: as in ``ops.token_nll``.
-        inplace_backward: as in ``ops.token_nll``, on this rank's columns.
-        backend: as in ``ops.token_nll``.
-
-    Returns:
-        :class:`TokenNLL` of plain tensors, the same on every rank.
-
-    Raises:
-        ValueError: a layout that cannot be served, with what to do.
-    """
-    last = logits.dim() - 1
-    sharded = [i for i, p in enumerate(logits.placements) if isinstance(p, Shard) and p.dim == last]
-    others = [p for i, p in enumerate(logits.placements) if i not in sharded]
-    if len(sharded) > 1 or any(not isinstance(p, Replicate) for p in others):
-        raise ValueError(
-            "logits must be a DTensor with Shard(-1) on at most one mesh dimension and Replicate on the others, got "
-            f"{logits.placements}; redistribute it, or where ranks have rows of their own, pass logits.to_local() with "
-            "this rank's targets and global counts"
-        )
-    y, on = replicated("targets", targets), replicated("active", active)
-    assert y is not None
-    local = logits.to_local()
-    triton: bool | RowPrimitives = use_triton(backend, local)
-    if sharded:
-        triton = sharded_primitives(row_primitives(triton), shard_of(logits, sharded[0], last))
-    return rows_with_primitives(
-        local, y, on, ignore_index=ignore_index, with_lse=with_lse, with_correct=with_correct,
-        inplace_backward=inplace_backward, triton=triton,
-    )  # fmt: skip

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.ops import _checks
+from dllm_kernels.ops._plain import all_plain, plain
 
 P_MASK_MIN = 1e-8
 
@@ -36,6 +37,7 @@ def single_loss(loss: torch.Tensor) -> DLLMLossOutput:
 
 def divide(loss: torch.Tensor, count: int | float | torch.Tensor | None) -> torch.Tensor:
     """Loss / max(count, 1), or the loss itself when there is no count; a tensor count is never read by the host."""
+    count = plain(count)
     if count is None:
         return loss
     if isinstance(count, torch.Tensor):
@@ -88,6 +90,7 @@ def mdlm_weights(
 
     In the dtype that sums over ``like`` are made in.
     """
+    target_ids, noise_mask, p_mask, loss_mask = all_plain(target_ids, noise_mask, p_mask, loss_mask)
     check_masks(target_ids, noise_mask=noise_mask, p_mask=p_mask, loss_mask=loss_mask)
     p = p_mask.detach().to(torch.promote_types(like.dtype, torch.float32))
     return torch.where(noise_mask.bool() & loss_mask.bool(), p.clamp(min=P_MASK_MIN).reciprocal(), 0.0)

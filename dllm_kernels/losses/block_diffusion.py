@@ -8,6 +8,7 @@ from torch import nn
 from dllm_kernels.losses._common import DLLMLossOutput, check_bl, check_masks, divide, normalized, single_loss
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._checks import check_count
+from dllm_kernels.ops._plain import all_plain
 
 
 class BlockDiffusionCrossEntropyLoss(nn.Module):
@@ -121,6 +122,7 @@ class BlockDiffusionCrossEntropyLoss(nn.Module):
 def _weights(
     target_ids: torch.Tensor, loss_mask: torch.Tensor, count: int | torch.Tensor | None
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
+    target_ids, loss_mask = all_plain(target_ids, loss_mask)
     check_masks(target_ids, loss_mask=loss_mask)
     check_count("num_diffusion_tokens", count)
     supervised = loss_mask.bool()

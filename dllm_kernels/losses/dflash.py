@@ -9,6 +9,7 @@ from torch import nn
 
 from dllm_kernels.losses._common import DLLMLossOutput, check_bl, check_masks, divide, single_loss
 from dllm_kernels.ops import _checks, linear_token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._plain import all_plain, plain
 
 NORMALIZE = ("tokens", "mean")
 
@@ -194,6 +195,7 @@ class DFlashDecayLoss(nn.Module):
         num_tokens: int | torch.Tensor | None,
         block_size: int | None,
     ) -> torch.Tensor:
+        target_ids, block_mask = all_plain(target_ids, block_mask)
         check_masks(target_ids, block_mask=block_mask)
         _checks.check_count("num_tokens", num_tokens)
         if block_size is not None:
@@ -218,7 +220,7 @@ class DFlashDecayLoss(nn.Module):
     ) -> DLLMLossOutput:
         assert correct is not None
         out = single_loss(loss)
-        hits, count = self._draft_acc_per_pos(correct, block_mask, block_size)
+        hits, count = self._draft_acc_per_pos(correct, plain(block_mask), block_size)
         return out._replace(draft_correct_per_pos=hits, draft_count_per_pos=count)
 
 

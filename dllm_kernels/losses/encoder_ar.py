@@ -6,6 +6,7 @@ import torch
 
 from dllm_kernels.losses._common import check_bl, divide, normalized, shift_left
 from dllm_kernels.ops import _checks, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._plain import all_plain
 
 
 def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -107,6 +108,7 @@ def _shifted(
     input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: int | torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
     """Next-token targets, the mask of scored positions (False in the last column), the denominator."""
+    input_ids, valid_mask = all_plain(input_ids, valid_mask)
     _checks.check_count("num_tokens", num_tokens)
     if valid_mask is None:
         valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)

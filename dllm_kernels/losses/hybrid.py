@@ -18,6 +18,7 @@ from dllm_kernels.losses._common import (
 )
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._checks import check_count
+from dllm_kernels.ops._plain import all_plain
 
 Count = int | torch.Tensor | None
 
@@ -184,6 +185,7 @@ def _is_concatenated(x: torch.Tensor, target_ids: torch.Tensor) -> bool:
 
 def _ar_weights(target_ids: torch.Tensor, loss_mask_ar: torch.Tensor) -> torch.Tensor:
     """The AR mask of the token each position predicts; fractions are kept as weights."""
+    target_ids, loss_mask_ar = all_plain(target_ids, loss_mask_ar)
     check_masks(target_ids, loss_mask_ar=loss_mask_ar)
     dtype = torch.promote_types(loss_mask_ar.dtype, torch.float32)
     return torch.nn.functional.pad(loss_mask_ar[:, 1:].to(dtype), (0, 1))[:, : target_ids.shape[1]]

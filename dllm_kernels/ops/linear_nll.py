@@ -22,6 +22,7 @@ import torch
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._active_rows import ActiveRows, choose_chunk
 from dllm_kernels.ops._backend import use_triton
+from dllm_kernels.ops._plain import all_plain, is_dtensor
 from dllm_kernels.ops._rows import RowPrimitives, row_primitives
 from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL, check_weights, flat_rows, weighted_sum
 
@@ -82,6 +83,7 @@ def weighted_linear_nll(
         IndexError: ``check_targets`` found a bad target.
         RuntimeError: a second backward pass through the same loss.
     """
+    targets, weights, active = all_plain(targets, weights, active)
     weights = check_weights(weights, targets, hidden)
     _check(
         hidden,
@@ -196,6 +198,7 @@ def linear_token_nll(
         ValueError: shapes, dtypes or devices that do not fit, ``chunk_size`` < 1, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
+    targets, active = all_plain(targets, active)
     _check(
         hidden,
         weight,
@@ -329,7 +332,7 @@ def _check(
         _checks.check_float("bias", bias)
         _checks.check_shape("bias", bias, (V,), "one entry per row of weight")
     _checks.check_same_device("hidden", hidden, weight=weight, bias=bias, targets=targets, active=active)
-    _check_dtypes(hidden, weight, bias)
+    check_dtypes(hidden, weight, bias)
     for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
         if value is not None:
             _checks.check_positive_int(name, value)
@@ -339,12 +342,16 @@ def _check(
         _checks.check_target_range(targets, V, ignore_index)
 
 
-def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise unless weight and bias have the dtype of hidden, or autocast will give them one.
+
+    A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
+    """
     dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
     if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:  # which autocast leaves alone
         return
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype:
+        if tensor is not None and tensor.dtype != hidden.dtype and not is_dtensor(tensor):
             raise ValueError(
                 f"{name} must have the dtype of hidden, {hidden.dtype}, unless torch.autocast is on, got {tensor.dtype}"
             )
@@ -352,7 +359,7 @@ def _check_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 def _sharded(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
     """The implementation for DTensors, else None; torch.distributed is loaded only when there is one."""
-    if not any(hasattr(t, "device_mesh") for t in (hidden, weight, bias)):
+    if not any(is_dtensor(t) for t in (hidden, weight, bias)):
         return None
     from dllm_kernels.distributed import linear
 

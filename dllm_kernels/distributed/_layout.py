@@ -1,0 +1,182 @@
+"""How a DTensor is laid out over its mesh, and the two sums over ranks that autograd has to know.
+
+A mesh dimension of a head weight is *tensor parallel* when it is named so (``TENSOR_PARALLEL_NAMES``) or when the hidden
+states are a DTensor that is replicated over it; every other mesh dimension is *data parallel*: the ranks along it hold
+different rows, as under FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
+
+
+def shard_dim(placement: Any) -> int | None:
+    """The tensor dimension a placement splits, or None."""
+    return getattr(placement, "dim", None)
+
+
+def is_strided(placement: Any) -> bool:
+    """Whether the placement is FSDP2's for a tensor that tensor parallelism had split along the same dimension."""
+    return hasattr(placement, "split_factor")
+
+
+def dim_name(mesh: DeviceMesh, i: int) -> str | None:
+    """Name of a mesh dimension, where it has one."""
+    return None if mesh.mesh_dim_names is None else mesh.mesh_dim_names[i]
+
+
+def local_range(size: int, mesh: DeviceMesh, splits: Sequence[int]) -> tuple[int, int]:
+    """(start, length) of this rank's part of a dimension that the mesh dimensions ``splits`` split one after another.
+
+    Each cuts what it is given as ``torch.chunk`` does, which is DTensor's ``Shard``: equal pieces of the rounded-up size,
+    the last ones shorter or empty.
+    """
+    start = 0
+    for i in splits:
+        step = -(-size // mesh.size(i))
+        begin = min(mesh.get_local_rank(i) * step, size)
+        size = min(step, size - begin)
+        start += begin
+    return start, size
+
+
+class Rows(NamedTuple):
+    """Which rows of a tensor ``[..., C]`` this rank holds, where DTensor splits them over ranks.
+
+    Attributes:
+        shape: the global shape without the last dimension.
+        ranges: (start, length) of this rank's part of each of those dimensions.
+        groups: the process groups that hold the other parts.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[int, int], ...]
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of this rank's part."""
+        return tuple(length for _, length in self.ranges)
+
+    def local(self, t: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a per-row tensor of the global shape; a view."""
+        for d, (start, length) in enumerate(self.ranges):
+            if length != self.shape[d]:
+                t = t.narrow(d, start, length)
+        return t
+
+    def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Per-row results of the global shape, the same on every rank, from this rank's parts: one small sum."""
+        if not self.groups:
+            return parts
+        pads = [n for (start, length), size in self._padded() for n in (start, size - start - length)]
+        return sum_over(F.pad(torch.stack(parts), pads), self.groups).unbind()
+
+    def _padded(self) -> list[tuple[tuple[int, int], int]]:
+        """Ranges and sizes, last dimension first, as padding wants them."""
+        return list(zip(self.ranges, self.shape, strict=True))[::-1]
+
+
+def rows_of(name: str, t: DTensor) -> Rows:
+    """The rows of a DTensor ``[..., C]`` that this rank holds, whatever is done with the last dimension."""
+    mesh, leading = t.device_mesh, t.dim() - 1
+    splits: list[list[int]] = [[] for _ in range(leading)]
+    for i, placement in enumerate(t.placements):
+        d = shard_dim(placement)
+        if d is not None and d < leading:
+            check_contiguous(name, t, i)
+            splits[d].append(i)
+    ranges = tuple(local_range(t.shape[d], mesh, s) for d, s in enumerate(splits))
+    groups = tuple(mesh.get_group(i) for s in splits for i in s)
+    return Rows(tuple(t.shape[:-1]), ranges, groups)
+
+
+def check_contiguous(name: str, t: DTensor, i: int) -> None:
+    """Raise unless the mesh dimension splits the tensor into contiguous pieces."""
+    if is_strided(t.placements[i]):
+        raise ValueError(f"{name} must be split by Shard placements, got {layout(t)}; redistribute it")
+
+
+def layout(t: DTensor) -> str:
+    """Placements and mesh of a DTensor, for messages."""
+    mesh = t.device_mesh
+    return ", ".join(f"{p!r} over {dim_name(mesh, i) or f'dim {i}'}" for i, p in enumerate(t.placements))
+
+
+def check_local_shape(name: str, t: DTensor, expected: Sequence[int]) -> None:
+    """Raise unless this rank's piece has the shape that ``torch.chunk`` would give it."""
+    local = tuple(t.to_local().shape)
+    if local != tuple(expected):
+        raise ValueError(
+            f"{name} must be split as torch.chunk does, which gives this rank a piece of shape {tuple(expected)}, got "
+            f"{local}; make it with distribute_tensor or redistribute"
+        )
+
+
+class _SumOver(torch.autograd.Function):
+    """Sum over ranks forward, identity backward: every rank goes on with the same sum of which each made a part."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+        total = t.clone(memory_format=torch.contiguous_format)
+        for group in groups:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad, None
+
+
+class _SumGradientOver(torch.autograd.Function):
+    """Identity forward, sum over ranks backward: every rank uses the same tensor for a part of the result."""
+
+    @staticmethod
+    def forward(ctx: Any, t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return t.view_as(t)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+def sum_over(t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
+    """The sum over ranks of the parts each made; the gradient passes as it is."""
+    out: torch.Tensor = _SumOver.apply(t, groups)  # type: ignore[no-untyped-call]
+    return out
+
+
+def sum_gradient_over(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The tensor itself; its gradient is summed over ranks."""
+    out: torch.Tensor = _SumGradientOver.apply(t, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
+    """The mesh dimensions of a head that are tensor parallel; the others are data parallel.
+
+    Those with one of ``TENSOR_PARALLEL_NAMES``; those over which ``hidden``, a DTensor on the same mesh, is replicated;
+    and those that split what FSDP2's strided placement says was split before.
+    """
+    mesh, placements = weight.device_mesh, weight.placements
+    strided = {shard_dim(p) for p in placements if is_strided(p)}
+    shared = hidden.placements if isinstance(hidden, DTensor) and hidden.device_mesh == mesh else None
+    return [
+        i
+        for i, p in enumerate(placements)
+        if dim_name(mesh, i) in TENSOR_PARALLEL_NAMES
+        or (shared is not None and shared[i].is_replicate())
+        or (shard_dim(p) in strided and not is_strided(p) and p.is_shard())
+    ]

@@ -1,0 +1,496 @@
+"""Checks of tensor parallelism: split vocabularies, in logits and in heads."""
+
+import math
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import dllm_kernels as ours
+from dllm_kernels import ops
+from tests.cases import BY_NAME, CASES
+from tests.distributed_checks import B, D, L, Sent, V, check, close, drawn, mesh_of, raises, shard, upstream
+from tests.parity import assert_parity
+
+NAMES = [case.name for case in CASES]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FEW = ("token_nll", "hybrid, one tensor", "dflash")
+
+
+def logits_draw(case, dtype):
+    return lambda _: ([(3 * torch.randn(B, L * case.width, V)).to(dtype)], upstream(case))
+
+
+def hidden_draw(case, dtype):
+    shapes = (B, L * case.width, D), (V, D), (V,)
+    return lambda _: ([torch.randn(shape).to(dtype) for shape in shapes], upstream(case))
+
+
+def linear_oracle(case, inputs):
+    def oracle(h, w, b):
+        return case.oracle(torch.nn.functional.linear(h, w, b), inputs)
+
+    return oracle
+
+
+@check(2, name=NAMES)
+@check(4, name=NAMES)
+def tp_logits(name):
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dtype in DTYPES if mesh.size() == 2 else (torch.float64,):
+        assert_parity(
+            lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, dtype),
+        )
+
+
+@check(2, name=NAMES)
+@check(4, name=NAMES)
+def tp_hidden(name):
+    """The head's vocabulary split, hidden states the same on every rank, several chunks."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dtype in DTYPES if mesh.size() == 2 else (torch.float64,):
+        for chunk_size in (5, None):
+            assert_parity(
+                lambda h, w, b, n=chunk_size: case.hidden_form(
+                    h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, chunk_size=n, backend="torch"
+                ),
+                linear_oracle(case, inputs),
+                hidden_draw(case, dtype),
+            )
+
+
+@check(2, name=FEW)
+def tp_kernels(name):
+    """The same through the Triton kernels."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    assert_parity(
+        lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="triton"),
+        lambda x: case.oracle(x, inputs),
+        logits_draw(case, torch.float32),
+    )
+    assert_parity(
+        lambda h, w, b: case.hidden_form(
+            h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="triton"
+        ),
+        linear_oracle(case, inputs),
+        hidden_draw(case, torch.float32),
+    )
+
+
+@check(2, name=FEW)
+def tp_frozen_head(name):
+    """Only the hidden states have a gradient; no collective has a dimension of the vocabulary or of a shard of it."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    h, w = torch.randn(B, L * case.width, D).double(), torch.randn(V, D).double()
+    g = upstream(case).double()
+    expected_h = h.clone().requires_grad_()
+    case.hidden_form(expected_h, w, None, inputs, backend="torch").backward(g)
+    ours_h, head = h.clone().requires_grad_(), distribute_tensor(w, mesh, [Shard(0)])
+    with Sent() as sent:
+        case.hidden_form(ours_h, head, None, inputs, backend="torch").backward(g)
+    close(ours_h.grad, expected_h.grad)
+    assert head.grad is None
+    assert not any(n in (V, 10, 9) for shape in sent.shapes for n in shape)
+
+
+@check(2, name=FEW)
+def sequence_parallel_hidden(name):
+    """Hidden states split along the sequence over the ranks that split the vocabulary; uneven too."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dim in (0, 1):
+        assert_parity(
+            lambda h, w, b, d=dim: case.hidden_form(
+                shard(h, mesh, Shard(d)), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="torch"
+            ),
+            linear_oracle(case, inputs),
+            hidden_draw(case, torch.float64),
+        )
+
+
+@check(2, name=FEW)
+def replicated_hidden(name):
+    """Hidden states as a DTensor on the head's mesh; without a telling name of the mesh that means tensor parallel."""
+    case, mesh = BY_NAME[name], mesh_of("some_name")
+    inputs = drawn(case)
+    with Sent() as sent:
+        assert_parity(
+            lambda h, w, b: case.hidden_form(
+                shard(h, mesh, Replicate()), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="torch"
+            ),
+            linear_oracle(case, inputs),
+            hidden_draw(case, torch.float64),
+        )
+    assert sent.calls
+
+
+@check(2, name=NAMES)
+def split_rows_of_logits(name):
+    """Logits split along the batch or the sequence: the loss is that of the whole tensor, on every rank."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dim in (0, 1):
+        assert_parity(
+            lambda x, d=dim: case.logits_form(shard(x, mesh, Shard(d)), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, torch.float64),
+        )
+
+
+@check(2, name=FEW)
+def split_rows_of_hidden(name):
+    """Hidden states split along the sequence, the head whole on every rank (tensor parallel without a split)."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    assert_parity(
+        lambda h, w, b: case.hidden_form(
+            shard(h, mesh, Shard(1)), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()), inputs, backend="torch"
+        ),
+        linear_oracle(case, inputs),
+        hidden_draw(case, torch.float64),
+    )
+
+
+@check(4, name=NAMES)
+def rows_and_vocabulary_of_logits(name):
+    """A 2-D mesh: the batch split over one dimension, the vocabulary over the other."""
+    case, mesh = BY_NAME[name], mesh_of("dp", "tp")
+    inputs = drawn(case)
+    for placements in ((Shard(0), Shard(2)), (Replicate(), Shard(2)), (Shard(1), Replicate())):
+        assert_parity(
+            lambda x, p=placements: case.logits_form(shard(x, mesh, *p), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, torch.float64),
+        )
+
+
+@check(4, name=FEW)
+def rows_of_hidden_and_vocabulary(name):
+    """A 2-D mesh: hidden states split over one dimension, the head, on the other alone, split by vocabulary."""
+    case, mesh = BY_NAME[name], mesh_of("dp", "tp")
+    inputs, tp = drawn(case), mesh_of("dp", "tp")["tp"]
+
+    def summed(w):
+        """The data-parallel ranks have the same head and rows of their own, whose gradients are summed."""
+        return shard(w, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
+
+    assert_parity(
+        lambda h, w, b: case.hidden_form(
+            shard(h, mesh, Shard(0), Replicate()), shard(summed(w), tp, Shard(0)), shard(summed(b), tp, Shard(0)),
+            inputs, backend="torch",
+        ),
+        linear_oracle(case, inputs),
+        hidden_draw(case, torch.float64),
+    )  # fmt: skip
+
+
+@check(2)
+@check(4)
+def gradient_keeps_the_placement():
+    mesh = mesh_of("tp")
+    for placement in (Shard(2), Shard(1), Replicate()):
+        logits = distribute_tensor(torch.randn(B, L, V), mesh, [placement]).requires_grad_()
+        ops.token_nll(logits, torch.randint(0, V, (B, L))).nll.sum().backward()
+        assert logits.grad.placements == (placement,)
+        assert logits.grad.shape == (B, L, V)
+        assert logits.grad.to_local().shape == logits.to_local().shape
+
+
+SPECIAL = {
+    "ties": lambda x: x.round().clamp(-1, 1),
+    "-inf in one shard": lambda x: torch.cat([torch.full_like(x[..., :10], -math.inf), x[..., 10:]], -1),
+    "-inf everywhere in a row": lambda x: x.index_fill(0, torch.tensor([1]), -math.inf),
+    "NaN": lambda x: x.index_fill(1, torch.tensor([12]), math.nan),
+    "inf": lambda x: x.index_fill(1, torch.tensor([3]), math.inf),
+    "large": lambda x: 1e4 * x,
+    "targets at the edges": lambda x: x,
+}
+
+
+@check(2, kind=SPECIAL)
+@check(4, kind=SPECIAL)
+def special_values(kind):
+    """NLL, logsumexp, argmax-match and gradient, from logits and from hidden states, where they are special."""
+    mesh, N = mesh_of("tp"), 24
+    x = SPECIAL[kind](torch.randn(N, V)).double()
+    y = torch.randint(0, V, (N,))
+    y[:4] = torch.tensor([-100, V, -7, 1 << 40])
+    if kind == "targets at the edges":
+        y = torch.arange(N) % V
+    active, g = torch.rand(N) < 0.8, torch.randn(N).double() * (torch.rand(N) < 0.8)
+    for ignore_index in (-100, 0, 9, 10):
+        for backend in ("torch", "triton") if ignore_index == 10 and mesh.size() == 2 else ("torch",):
+            flags = {
+                "active": active,
+                "ignore_index": ignore_index,
+                "with_lse": True,
+                "with_correct": True,
+                "backend": backend,
+            }
+            _same(lambda t, f=flags: ops.token_nll(t, y, **f), x, shard(x, mesh, Shard(1)), g)
+    eye = torch.eye(V).double()  # logits = hidden: 0 * inf is NaN, so finite ones only
+    if kind in ("ties", "large", "targets at the edges"):
+        for ignore_index in (-100, 10):
+            flags = {"active": active, "ignore_index": ignore_index, "with_lse": True, "with_correct": True}
+            expected = ops.linear_token_nll(x, eye, y, **flags)
+            got = ops.linear_token_nll(x, shard(eye, mesh, Shard(0)), y, **flags)
+            for a, b in zip(got, expected, strict=True):
+                close(a, b)
+
+
+def _same(function, whole, sharded, g):
+    whole, sharded = whole.clone().requires_grad_(), sharded.detach().clone().requires_grad_()
+    expected, got = function(whole), function(sharded)
+    for a, b in zip(got, expected, strict=True):
+        assert not isinstance(a, DTensor)
+        close(a, b)
+    expected.nll.backward(g)
+    got.nll.backward(g)
+    close(sharded.grad, whole.grad)
+
+
+@check(4)
+def fewer_columns_than_ranks():
+    """V = 3 on four ranks, and V = 5 as 2, 2, 1, 0: the last holds nothing; one row too."""
+    mesh = mesh_of("tp")
+    for columns in (1, 3, 5):
+        for shape in ((7,), (2, 3), (2, 2, 2), ()):
+            x, y = torch.randn(*shape, columns).double(), torch.randint(0, columns, shape)
+            for backend in ("torch", "triton"):
+                flags = {"with_correct": True, "with_lse": True, "backend": backend}
+                _same(
+                    lambda t, f=flags, y=y: ops.token_nll(t, y, **f),
+                    x,
+                    shard(x, mesh, Shard(len(shape))),
+                    torch.randn(shape).double(),
+                )
+            h, w = torch.randn(*shape, D).double(), torch.randn(columns, D).double()
+            grads = []
+            for head in (w, shard(w, mesh, Shard(0)).detach()):
+                leaf, head = h.clone().requires_grad_(), head.clone().requires_grad_()
+                ops.weighted_linear_nll(leaf, head, y, torch.ones(shape)).loss.backward()
+                grads.append((leaf.grad, head.grad))
+            close(grads[1][0], grads[0][0])
+            close(grads[1][1], grads[0][1])
+    x = torch.randn(0, V)
+    assert ops.token_nll(shard(x, mesh, Shard(1)), torch.zeros(0, dtype=torch.long)).nll.shape == (0,)
+
+
+@check(2)
+def gradient_over_the_logits():
+    mesh = mesh_of("tp")
+    x, y, g = torch.randn(B, L, V).double(), torch.randint(0, V, (B, L)), torch.randn(B, L).double()
+    expected = x.clone().requires_grad_()
+    ops.token_nll(expected, y).nll.backward(g)
+    logits = shard(x, mesh, Shard(2)).detach().clone().requires_grad_()
+    before = logits.to_local().data_ptr()
+    ops.token_nll(logits * 1, y, inplace_backward=True).nll.backward(g)
+    close(logits.grad, expected.grad)
+    assert logits.to_local().data_ptr() == before
+
+
+@check(2)
+@check(4)
+def bytes_from_logits():
+    """One collective of 16 bytes a row (32 in float64), forward; none backward."""
+    mesh = mesh_of("tp")
+    for dtype, row_bytes in ((torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 32)):
+        logits = distribute_tensor(torch.randn(B, L, V).to(dtype), mesh, [Shard(2)]).requires_grad_()
+        with Sent() as sent:
+            out = ops.weighted_nll(
+                logits, torch.randint(0, V, (B, L)), torch.rand(B, L), with_correct=True, with_lse=True
+            )
+            out.loss.backward()
+        assert len(sent.calls) == 1, sent.calls
+        assert sent.nbytes == row_bytes * B * L <= 32 * B * L
+
+
+@check(2)
+@check(4)
+def bytes_from_hidden():
+    """The statistics, one collective a call where one chunk suffices; and the sum of hidden's gradient, not of the head's."""
+    mesh = mesh_of("tp")
+    for chunk_size, collectives in ((None, 1), (7, 4)):
+        hidden = torch.randn(B, L, D, requires_grad=True)
+        head = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)]).requires_grad_()
+        with Sent() as sent:
+            ops.weighted_linear_nll(
+                hidden, head, torch.randint(0, V, (B, L)), torch.rand(B, L) + 0.1, chunk_size=chunk_size
+            ).loss.backward()
+        statistics = [call for call in sent.calls if call[0] == "all_gather_into_tensor"]
+        assert len(statistics) == collectives
+        assert sum(n for *_, n in statistics) == 16 * B * L <= 32 * B * L
+        rest = [call for call in sent.calls if call not in statistics]
+        assert rest == [("all_reduce", (B, L, D), hidden.nbytes)], rest
+        assert head.grad.placements == (Shard(0),)
+
+
+@check(2)
+def only_active_rows_are_sent():
+    """Rows of no weight are not projected, and nothing is sent for them."""
+    mesh = mesh_of("tp")
+    head = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
+    weights = (torch.arange(B * L) < 7).view(B, L)
+    with Sent() as sent:
+        ops.weighted_linear_nll(torch.randn(B, L, D), head, torch.randint(0, V, (B, L)), weights)
+    assert sent.calls == [("all_gather_into_tensor", (7, 4), 7 * 16)], sent.calls
+
+
+@check(2)
+def memory_budget_cuts_the_same_chunks_on_every_rank():
+    """Ranks hold 10 and 9 columns, and yet must meet in the same collectives."""
+    mesh = mesh_of("tp")
+    hidden, y, w = torch.randn(B, L, D), torch.randint(0, V, (B, L)), torch.randn(V, D)
+    expected = ops.weighted_linear_nll(hidden, w, y, torch.ones(B, L)).loss
+    for budget in (1, 400, 1 << 20):
+        head = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+        with Sent() as sent:
+            got = ops.weighted_linear_nll(hidden, head, y, torch.ones(B, L), memory_budget=budget).loss
+        close(got, expected.detach())
+        assert len(sent.calls) == {1: 12, 400: 3, 1 << 20: 1}[budget], sent.calls
+    got = ops.weighted_linear_nll(hidden, head, y, torch.arange(B * L).view(B, L) < 5, num_active=6).loss
+    close(got, ops.weighted_linear_nll(hidden, w, y, torch.arange(B * L).view(B, L) < 5).loss)
+
+
+@check(2)
+def autocast_with_a_split_head():
+    mesh = mesh_of("tp")
+    hidden, y, w = torch.randn(B, L, D), torch.randint(0, V, (B, L)), torch.randn(V, D)
+    grads = []
+    for head in (w, distribute_tensor(w, mesh, [Shard(0)])):
+        h, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ops.weighted_linear_nll(h, head, y, torch.ones(B, L)).loss
+        loss.backward()
+        assert h.grad.dtype == head.grad.dtype == torch.float32
+        grads.append((loss.detach(), head.grad))
+    close(grads[1][0], grads[0][0])
+    close(grads[1][1].full_tensor().bfloat16(), grads[0][1].bfloat16())
+    raises(
+        ValueError,
+        "dtype of hidden",
+        ops.weighted_linear_nll,
+        hidden.bfloat16(),
+        distribute_tensor(w, mesh, [Shard(0)]),
+        y,
+        torch.ones(B, L),
+    )
+
+
+@check(2)
+def targets_and_masks_as_dtensors():
+    mesh = mesh_of("tp")
+    for name in NAMES:
+        case = BY_NAME[name]
+        inputs = drawn(case)
+        x = torch.randn(B, L * case.width, V).double()
+        expected = case.logits_form(x, inputs, backend="torch")
+        for placement in (Replicate(), Shard(0)):
+            spread = {k: distribute_tensor(t, mesh, [placement if t.dim() else Replicate()]) for k, t in inputs.items()}
+            close(case.logits_form(shard(x, mesh, Shard(2)), spread, backend="torch"), expected)
+
+
+@check(2)
+def dflash_accuracy():
+    """The counts beside the loss, where an argmax over a split vocabulary has to be found."""
+    case, mesh = BY_NAME["dflash"], mesh_of("tp")
+    inputs = drawn(case)
+    loss, x = ours.DFlashDecayLoss(), torch.randn(B, L, V).round()
+    w = torch.randn(V, D).round()
+    for placement in (Shard(2), Shard(1), Replicate()):
+        expected = loss(x, **inputs, block_size=4)
+        got = loss(shard(x, mesh, placement), **inputs, block_size=4)
+        for a, b in zip(got, expected, strict=True):
+            close(a, b)
+    h = torch.randn(B, L, D).round()
+    expected = loss.forward_fused(h, w, **inputs, block_size=4)
+    for a, b in zip(loss.forward_fused(h, shard(w, mesh, Shard(0)), **inputs, block_size=4), expected, strict=True):
+        close(a, b)
+
+
+@check(2)
+def mtp_with_a_split_head():
+    """Two depths, packed, from hidden states with a split head and from split logits."""
+    mesh = mesh_of("tp")
+    labels, seq_idx = torch.randint(0, V, (B, L)), (torch.arange(L) // 4).expand(B, L)
+    h, w = [torch.randn(B, L, D).double() for _ in range(2)], torch.randn(V, D).double()
+    for return_per_depth in (False, True):
+        values = []
+        for head in (w, shard(w, mesh, Shard(0)).detach()):
+            leaves, head = [t.clone().requires_grad_() for t in h], head.clone().requires_grad_()
+            out = ours.calculate_mtp_loss(
+                ours.FusedLinearCrossEntropy(), mtp_per_depth_h=leaves, labels=labels, model=torch.nn.Module(),
+                lm_weight=head, seq_idx=seq_idx, num_label_tokens=9, return_per_depth=return_per_depth,
+            )  # fmt: skip
+            loss = out.loss if return_per_depth else out
+            loss.backward()
+            values.append((loss.detach(), *(t.grad for t in leaves), head.grad))
+        for a, b in zip(values[1], values[0], strict=True):
+            close(a, b)
+    logits = [torch.randn(B, L, V).double() for _ in range(2)]
+    common = {"labels": labels, "model": torch.nn.Module(), "seq_idx": seq_idx}
+    loss_fn = ours.MaskedCrossEntropy()
+    expected = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=logits, **common)
+    close(
+        ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=[shard(x, mesh, Shard(2)) for x in logits], **common),
+        expected,
+    )
+
+
+@check(2)
+def layouts_that_cannot_be_served():
+    mesh, y = mesh_of("tp"), torch.zeros(B, L, dtype=torch.long)
+    partial = DTensor.from_local(torch.zeros(B, L, V), mesh, [Partial()], run_check=False)
+    raises(ValueError, "redistribute", ops.token_nll, partial, y)
+    uneven = torch.zeros(B, L, 3 + 4 * mesh.get_local_rank())
+    odd = DTensor.from_local(
+        uneven, mesh, [Shard(2)], run_check=False, shape=torch.Size((B, L, 10)), stride=(L * 10, 10, 1)
+    )
+    raises(ValueError, "torch.chunk", ops.token_nll, odd, y)
+    hidden, w = torch.zeros(B, L, D), torch.zeros(V, D)
+    columns = distribute_tensor(w, mesh, [Shard(1)])
+    raises(ValueError, "Shard(0)", ops.linear_token_nll, hidden, columns, y)
+    rows = distribute_tensor(w, mesh, [Shard(0)])
+    raises(ValueError, "bias must be laid out like weight", ops.linear_token_nll, hidden, rows, y, bias=torch.zeros(V))
+    whole_bias = distribute_tensor(torch.zeros(V), mesh, [Replicate()])
+    raises(ValueError, "bias must be laid out like weight", ops.linear_token_nll, hidden, rows, y, bias=whole_bias)
+    raises(
+        ValueError,
+        "bias must be laid out like weight",
+        ops.linear_token_nll,
+        hidden,
+        w,
+        y,
+        bias=distribute_tensor(torch.zeros(V), mesh, [Shard(0)]),
+    )
+    partial_head = DTensor.from_local(w, mesh, [Partial()], run_check=False)
+    raises(ValueError, "redistribute", ops.linear_token_nll, hidden, partial_head, y)
+    raises(
+        ValueError,
+        "targets must have shape",
+        ops.token_nll,
+        distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)]),
+        y[:1],
+    )
+    raises(
+        IndexError,
+        "(0, 0)",
+        ops.token_nll,
+        distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)]),
+        y + V,
+        check_targets=True,
+    )
+
+
+@check(4)
+def layouts_that_cannot_be_served_in_two_dimensions():
+    mesh, y = mesh_of("dp", "tp"), torch.zeros(B, L, dtype=torch.long)
+    twice = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2), Shard(2)])
+    raises(ValueError, "one mesh dimension", ops.token_nll, twice, y)
+    head = distribute_tensor(torch.zeros(V, D), mesh, [Shard(0), Shard(0)])
+    raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
