@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # One thread: at this size more of them only wait for each other.
-TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1"),)
+TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot"),)
 MODES = ("mdlm", "block", "hybrid", "dflash", "mtp")
 
 
@@ -30,7 +30,7 @@ SUBJECTS = {
         "train a small diffusion LM on real text, reference loss beside ours",
         tuple(("--mode", mode, "--tiny", "--steps", "2", "--threads", "1") for mode in MODES),
     ),
-    "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits"),
+    "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
     "collate": Subject("benchmarks.collate", "the collator"),

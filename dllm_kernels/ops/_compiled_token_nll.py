@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _pages
 from dllm_kernels.ops._rows import as_blv, row_primitives
 from dllm_kernels.ops.token_nll import _grad_rows
 
@@ -58,7 +57,7 @@ def _token_nll_backward_op(
     ignore_index: int,
     triton: bool,
 ) -> torch.Tensor:
-    out = _pages.empty(logits.shape, logits.dtype, logits.device)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     _grad_rows(logits, targets, active, grad_nll, row_max, log_sum, ignore_index, triton, as_blv(out))
     return out
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.ops import _checks, _pages
+from dllm_kernels.ops import _checks
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._plain import all_plain, is_dtensor
 from dllm_kernels.ops._rows import RowPrimitives, as_blv, row_primitives
@@ -290,7 +290,7 @@ class _TokenNLLFunction(torch.autograd.Function):
         if inplace:
             out = _check_inplace(logits)
         else:
-            out = as_blv(_pages.empty(logits.shape, logits.dtype, logits.device))
+            out = as_blv(torch.empty(logits.shape, dtype=logits.dtype, device=logits.device))
         _grad_rows(logits, targets, active, grad_nll, row_max, log_sum, ignore_index, triton, out)
         if inplace:
             torch.autograd.graph.increment_version(logits)
