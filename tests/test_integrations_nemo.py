@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import runpy
 import subprocess
 import sys
 import types
@@ -394,3 +395,9 @@ def test_the_collator_of_the_host_and_ours_agree(strategy):
     assert host.keys() == ours.keys()
     for name in host:
         torch.testing.assert_close(ours[name], host[name], rtol=0, atol=0)
+
+
+def test_the_example_runs(strategy, capsys):
+    assert runpy.run_path(str(ROOT / "examples" / "nemo_automodel_patch.py"))["main"]() == "dllm_kernels.losses.mdlm"
+    assert "nemo_automodel.recipes.dllm.strategy.MDLMCrossEntropyLoss" in capsys.readouterr().out
+    assert strategy.MDLMCrossEntropyLoss is not dllm_kernels.MDLMCrossEntropyLoss

@@ -1,0 +1,32 @@
+"""Switch nemo_automodel over to this package and take one loss through its MDLM strategy.
+
+pip install --no-deps nemo-automodel==0.7.0 && pip install transformers pyyaml
+python examples/nemo_automodel_patch.py
+"""
+
+import torch
+from nemo_automodel.recipes.dllm.strategy import MDLMStrategy
+
+from dllm_kernels.integrations import nemo_automodel
+
+VOCABULARY, MASK = 100, 99
+
+
+def main():
+    """Patch, use, unpatch; returns the module that the strategy's loss came from."""
+    print(nemo_automodel.patch())
+    strategy = MDLMStrategy()
+    loss_fn = strategy.create_loss_fn({})
+    ids, loss_mask = torch.randint(0, MASK, (2, 16)), torch.ones(2, 16)
+    options = {"eps": 1e-3, "block_size": None, "half_life_ratio": None}
+    noisy, noise_mask, p_mask = strategy.apply_corruption(ids, loss_mask, MASK, **options)
+    embedding = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+    loss = loss_fn(embedding(noisy), ids, noise_mask, p_mask, loss_mask, num_diffusion_tokens=32)
+    loss.total_loss.backward()
+    print(f"loss {loss.total_loss:.3f} by {type(loss_fn).__module__}")
+    nemo_automodel.unpatch()
+    return type(loss_fn).__module__
+
+
+if __name__ == "__main__":
+    main()

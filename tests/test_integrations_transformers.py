@@ -1,0 +1,291 @@
+"""A Hugging Face Trainer with the loss in the LM head trains as one with the same loss from logits."""
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dllm_kernels
+from dllm_kernels.integrations.transformers import (
+    MaskedDiffusionCollator,
+    MaskedDiffusionTrainerMixin,
+    loss_in_head,
+    mdlm_loss_func,
+    pack_labels,
+    unpack_labels,
+)
+from reference.mdlm import mdlm_loss
+
+ROOT = Path(__file__).parent.parent
+absent = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+peer = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
+
+
+def needs_trainer(test):
+    for mark in peer:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def ranks():
+    """What the two ranks run; imported late, since it needs transformers."""
+    from tests import trainer_ranks
+
+    return trainer_ranks
+
+
+# Labels and batches ---------------------------------------------------------------------------------------------------
+
+
+def noised(B=3, L=17, seed=0, **options):
+    torch.manual_seed(seed)
+    ids, loss_mask = torch.randint(0, 2**31 - 1, (B, L)), torch.rand(B, L) < 0.7
+    return ids, loss_mask, *dllm_kernels.corrupt_blockwise(ids, loss_mask, 7, block_size=4, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_labels_keep_every_bit(dtype):
+    ids, loss_mask, _, noise, p = noised(eps=0.0)
+    labels = pack_labels(ids, loss_mask.to(dtype), noise.to(dtype), p)
+    assert labels.dtype == torch.int64
+    assert (labels != -100).sum() == loss_mask.sum()
+    assert noise.any()
+    assert not noise.all()
+    targets, unpacked_noise, unpacked_p, supervised = unpack_labels(labels)
+    assert torch.equal(targets, torch.where(loss_mask, ids, -100))
+    assert torch.equal(unpacked_noise, noise)
+    assert torch.equal(supervised, loss_mask)
+    assert torch.equal(unpacked_p, torch.where(noise, p, 0.0))
+
+
+def test_the_smallest_and_largest_probabilities_survive():
+    p = torch.tensor([[2.0**-149, 2.0**-126, 1e-3, 1.0]])
+    ones = torch.ones(1, 4)
+    _, noise, unpacked, _ = unpack_labels(pack_labels(torch.zeros(1, 4, dtype=torch.int64), ones, ones, p))
+    assert noise.all()
+    assert torch.equal(unpacked, p)
+
+
+def sample(length, seed=0):
+    return {
+        "input_ids": [*range(1, length + 1)],
+        "loss_mask": [0] + [1] * (length - 1),
+        "attention_mask": [1] * length,
+        "seed": seed,
+    }
+
+
+def test_a_batch_is_what_the_models_take():
+    collator = MaskedDiffusionCollator(99, dllm_kernels.DLLMCollator(pad_token_id=50), eps=0.5)
+    batch = collator([sample(5), sample(9)])
+    assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+    targets, noise, p, supervised = unpack_labels(batch["labels"])
+    assert noise.any()
+    assert torch.equal(batch["input_ids"] == 99, noise)
+    assert batch["attention_mask"].sum(1).tolist() == [5, 9]
+    assert supervised.sum(1).tolist() == [4, 8]
+    assert targets[1].tolist() == [-100, *range(2, 10)]
+    assert (p[noise] >= 0.5).all()
+    assert batch["input_ids"][0, 5:].tolist() == [50] * 4
+
+
+def test_noise_of_a_seed_does_not_depend_on_the_batch():
+    collator = MaskedDiffusionCollator(99, corrupt=dllm_kernels.corrupt_blockwise, seed_field="seed", block_size=4)
+    alone, together = collator([sample(9, 7)]), collator([sample(9, 3), sample(9, 7)])
+    assert torch.equal(alone["labels"][0], together["labels"][1])
+    assert torch.equal(alone["input_ids"][0], together["input_ids"][1])
+    assert not torch.equal(together["labels"][0], together["labels"][1])
+
+
+def test_without_seeds_the_default_generator_is_drawn_from():
+    collator = MaskedDiffusionCollator(99, eps=0.3)
+    torch.manual_seed(3)
+    first, second = collator([sample(30)]), collator([sample(30)])
+    torch.manual_seed(3)
+    again = collator([sample(30)])
+    assert torch.equal(first["labels"], again["labels"])
+    assert not torch.equal(first["labels"], second["labels"])
+
+
+@pytest.mark.parametrize("field", ["loss_mask", "seed"])
+def test_a_field_that_a_trainer_dropped_is_named(field):
+    samples = [sample(4), {k: v for k, v in sample(4).items() if k != field}]
+    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}'; .*remove_unused_columns=False"):
+        MaskedDiffusionCollator(99, seed_field="seed")(samples)
+
+
+@pytest.mark.parametrize("count", [None, 11, torch.tensor(11.0)])
+@pytest.mark.parametrize("wrap", [lambda x: {"logits": x}, lambda x: (x,)])
+def test_the_loss_function_is_the_masked_diffusion_loss(count, wrap):
+    ids, loss_mask, _, noise, p = noised()
+    ids, logits = ids % 13, torch.randn(*ids.shape, 13, dtype=torch.float64, requires_grad=True)
+    loss = mdlm_loss_func(wrap(logits), pack_labels(ids, loss_mask, noise, p), count)
+    expected = mdlm_loss(logits, ids, noise, p, loss_mask, int(loss_mask.sum()) if count is None else 11)
+    torch.testing.assert_close(loss, expected)
+    grads = [torch.autograd.grad(value, logits)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*grads)
+
+
+# The loss inside the head ---------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.lm_head = head
+
+
+def test_the_head_is_itself_again_afterwards():
+    model = Model(nn.Linear(4, 6))
+    x = torch.randn(2, 4)
+    before = model.lm_head(x)
+    with loss_in_head(model, lambda hidden, weight, bias: hidden.sum() + weight.sum() + bias.sum()):
+        torch.testing.assert_close(model.lm_head(x), x.sum() + model.lm_head.weight.sum() + model.lm_head.bias.sum())
+    assert torch.equal(model.lm_head(x), before)
+
+    def fails():
+        with loss_in_head(model, lambda hidden, weight, bias: 1 / 0):
+            model.lm_head(x)
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert "forward" not in vars(model.lm_head)
+
+
+def test_a_forward_that_someone_else_replaced_comes_back():
+    model = Model(nn.Linear(4, 6))
+    model.lm_head.forward = replaced = lambda hidden: hidden
+    with loss_in_head(model, lambda hidden, weight, bias: hidden.sum()):
+        assert model.lm_head.forward is not replaced
+    assert model.lm_head.forward is replaced
+
+
+@pytest.mark.parametrize("head", [nn.Bilinear(2, 2, 3), None])
+def test_a_head_that_is_not_linear_is_refused(head):
+    message = f"must be an nn.Linear for the loss to run inside it, got {type(head).__name__}"
+    with pytest.raises(ValueError, match=message), loss_in_head(Model(head), lambda *_: None):
+        pass
+
+
+# A Trainer ------------------------------------------------------------------------------------------------------------
+
+
+def assert_same_training(one, other):
+    (parameters, losses), (other_parameters, other_losses) = one, other
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(other_losses))  # a Trainer logs them in float32
+    assert parameters.keys() == other_parameters.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(value, other_parameters[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+@needs_trainer
+def test_training_equals_that_from_logits(ranks, tmp_path):
+    from transformers import Trainer
+
+    ours = ranks.trained(ranks.model(), tmp_path, 4, 1, 4)
+    plain = ranks.trained(ranks.model(), tmp_path, 4, 1, 4, kind=Trainer, compute_loss_func=mdlm_loss_func)
+    assert len(ours[1]) == 4
+    assert_same_training(ours, plain)
+    start = ranks.model().state_dict()
+    assert not any(torch.equal(value, start[name]) for name, value in ours[0].items() if "decoder" in name)
+
+
+@needs_trainer
+@pytest.mark.parametrize(("batch_size", "accumulation"), [(4, 2), (2, 4), (1, 8)])
+def test_accumulated_micro_batches_are_one_batch(ranks, tmp_path, batch_size, accumulation):
+    """Their token counts differ, so a mean of means would not do."""
+    whole = ranks.trained(ranks.model(), tmp_path, 8, 1)
+    assert_same_training(ranks.trained(ranks.model(), tmp_path, batch_size, accumulation), whole)
+
+
+@needs_trainer
+def test_position_0_of_a_causal_model_counts(ranks, tmp_path):
+    """A Trainer counts the labels of a causal model from position 1 on, for it expects them to be shifted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=ranks.V, num_key_value_heads=2, **sizes)).double()
+    made = ranks.trainer(model, tmp_path, 4, 2)
+    counts, compute = [], made.compute_loss
+    made.compute_loss = lambda *a, **k: counts.append(k["num_items_in_batch"]) or compute(*a, **k)
+    made.train()
+    supervised = sum(len(s["input_ids"]) for s in ranks.samples())
+    assert [int(c) for c in counts] == [supervised] * 4
+
+
+@needs_trainer
+def test_the_logits_are_not_made_unless_asked_for(ranks, tmp_path):
+    net = ranks.model()
+    made = ranks.trainer(net, tmp_path, 4, 1, eval_dataset=ranks.samples())
+    shapes = []
+    net.register_forward_hook(lambda module, args, outputs: shapes.append(tuple(outputs.logits.shape)))
+    loss = made.evaluate()["eval_loss"]
+    assert shapes == [()] * 2
+    predicted = made.predict(ranks.samples())
+    assert shapes[2:] == [(4, 16, ranks.V)] * 2
+    assert predicted.predictions.shape == (8, 16, ranks.V)
+    assert predicted.metrics["test_loss"] == pytest.approx(loss)
+
+
+@needs_trainer
+def test_a_model_that_changes_its_logits_is_refused(ranks, tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    model = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=ranks.V, num_key_value_heads=2, **sizes, **ranks.SPECIALS)
+    ).double()
+    with pytest.raises(ValueError, match="must call its LM head once and return what it gives unchanged"):
+        ranks.trained(model, tmp_path, 4, 1)
+
+
+@needs_trainer
+def test_a_second_loss_function_is_refused(ranks, tmp_path):
+    with pytest.raises(ValueError, match="compute_loss_func must be None"):
+        ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
+
+
+def test_data_parallel_is_refused():
+    class Trainer:
+        def __init__(self):
+            self.args = SimpleNamespace(n_gpu=2)
+
+    with pytest.raises(ValueError, match="one process must see one GPU, got 2: start it with torchrun"):
+        type("Both", (MaskedDiffusionTrainerMixin, Trainer), {})()
+
+
+# Two ranks ------------------------------------------------------------------------------------------------------------
+
+
+@needs_trainer
+def test_two_ranks_train_as_one(ranks, tmp_path):
+    """DDP over micro-batches, and FSDP2 with the head as a unit of its own, against one process with the whole batch."""
+    out = tmp_path / "ranks.pt"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.trainer_ranks"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", *launcher, str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    results = torch.load(out)
+    assert_same_training(results["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
+    whole = ranks.COLLATOR(ranks.samples())
+    single = ranks.head_gradients(ranks.model(tied=False), whole, int((whole["labels"] != -100).sum()))
+    assert results["fsdp"].keys() == single.keys()
+    for name, gradient in single.items():
+        torch.testing.assert_close(results["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@needs_trainer
+def test_the_example_learns(capsys):
+    before, after = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))["main"](100)
+    assert after < 0.8 * before
+    assert "after 100 steps" in capsys.readouterr().out
