@@ -2,13 +2,20 @@
 
 import functools
 import re
-from unittest import mock
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dllm_kernels as ours
+from tests.cases import CASES, Case
 
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
@@ -61,49 +68,176 @@ def drawn(case, seed=0):
     return case.draw(B, L, V)
 
 
-class Sent:
-    """What this rank hands to collectives while it is entered: (name, shape, bytes) of each."""
+def _mtp(B, L, V):
+    labels = torch.where(torch.rand(B, L) < 1 / 6, -100, torch.randint(0, V, (B, L)))
+    packed = (torch.arange(L) // 4).int().expand(B, L)
+    return {"labels": labels, "seq_idx": packed, "num_label_tokens": torch.tensor(B * L - 2)}
 
-    NAMES = ("all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single", "broadcast")
+
+def _with_head(weight, bias):
+    model = nn.Module()
+    model.lm_head = nn.Module()
+    model.lm_head.weight, model.lm_head.bias = weight, bias
+    return model
+
+
+def _mtp_logits(x, i, backend="auto"):
+    """The main loss and two depths, side by side in ``x``."""
+    main, *depths = x.chunk(3, 1)
+    loss_fn = ours.MaskedCrossEntropy(backend=backend)
+    mtp = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=depths, model=nn.Module(), **i)
+    return loss_fn(main, i["labels"], num_label_tokens=i["num_label_tokens"]) + mtp
+
+
+def _mtp_hidden(h, w, b, i, chunk_size=None, backend="auto"):
+    main, *depths = h.chunk(3, 1)
+    loss_fn = ours.FusedLinearCrossEntropy(chunk_size=chunk_size, backend=backend)
+    mtp = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths, model=_with_head(w, b), lm_weight=w, **i)
+    return loss_fn(main, i["labels"], w, num_label_tokens=i["num_label_tokens"], lm_bias=b) + mtp
+
+
+def _pipeline_logits(x, i, backend="auto"):
+    main, *depths = x.chunk(3, 1)
+    model = nn.Module()
+    model.mtp_outputs_are_logits = True
+    return ours.PipelineCausalLMLoss(ours.MaskedCrossEntropy(backend=backend), model)(
+        (main, *depths, i["seq_idx"]), i["labels"]
+    )
+
+
+def _pipeline_hidden(h, w, b, i, chunk_size=None, backend="auto"):
+    main, *depths = h.chunk(3, 1)
+    loss_fn = ours.FusedLinearCrossEntropy(chunk_size=chunk_size, backend=backend)
+    output = SimpleNamespace(hidden_states=main, mtp_per_depth_h=depths)
+    return ours.PipelineCausalLMLoss(loss_fn, _with_head(w, b))(output, i["labels"])
+
+
+def _counted_encoder(B, L, V):
+    return BY_NAME["encoder AR"].draw(B, L, V) | {"num_tokens": torch.tensor(B * L - 3)}
+
+
+ENCODER = next(case for case in CASES if case.name == "encoder AR")
+BY_NAME = {case.name: case for case in CASES} | {
+    "encoder AR, counted": ENCODER._replace(draw=_counted_encoder),
+    "MTP": Case("MTP", _mtp, _mtp_logits, _mtp_hidden, None, width=3),
+    "pipeline": Case("pipeline", _mtp, _pipeline_logits, _pipeline_hidden, None, width=3),
+}
+# Their denominator is counted in what one call is given: over ranks and micro-batches the gradients are averaged.
+COUNTED_LOCALLY = ("block diffusion", "dflash, mean", "encoder AR")
+NAMES = tuple(BY_NAME)
+
+
+class Model(nn.Module):
+    """Embedding, body, LM head. Gives hidden states, or what a loss makes of them and the head."""
+
+    def __init__(self, bias=True, head=nn.Linear):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(V, D)
+        self.body = nn.Linear(D, D)
+        self.lm_head = head(D, V, bias=bias)
+        self.double()
+
+    def forward(self, ids, loss=None):
+        hidden = self.body(self.embed(ids)).tanh()
+        return hidden if loss is None else loss(hidden, self.lm_head.weight, self.lm_head.bias)
+
+
+class Job:
+    """One loss of one whole batch, which can be cut into parts along the batch.
+
+    ``run(ids, loss)`` calls a model and then ``loss(hidden, weight, bias)``, or ``loss(logits)`` for the form from logits.
+    The form "oracle" is the reference on the logits of plain PyTorch. ``scaled``: the loss has a factor behind it.
+    """
+
+    def __init__(self, name, form="hidden", seed=0, scaled=True, **options):
+        self.case, self.form = BY_NAME[name], form
+        self.function = {
+            "hidden": functools.partial(self.case.hidden_form, backend="torch", **options),
+            "logits": functools.partial(self.case.logits_form, backend="torch", **options),
+            "oracle": lambda h, w, b, i: self.case.oracle(nn.functional.linear(h, w, b), i),
+        }[form]
+        torch.manual_seed(seed)
+        self.inputs = self.case.draw(B, L, V)
+        self.ids = torch.randint(0, V, (B, L * self.case.width))
+        self.upstream = upstream(self.case) if scaled or self.case.per_row else torch.ones(())
+
+    def loss(self, run, part=0, parts=1):
+        """The loss of one of the parts."""
+        rows = [t.chunk(parts)[part] if t.dim() else t for t in (self.ids, self.upstream)]
+        inputs = {name: t.chunk(parts)[part] if t.dim() else t for name, t in self.inputs.items()}
+        value = run(rows[0], lambda *x: self.function(*x, inputs))
+        return (value * rows[1]).sum()
+
+    def share(self, parts):
+        """What the sum over the losses of all parts is to be multiplied with to be the loss of the whole batch."""
+        return 1 / parts if self.case.name in COUNTED_LOCALLY else 1.0
+
+    def expected(self, model, parts):
+        """Loss and gradients in one process, with the whole batch in one call where its denominator allows it."""
+        if self.case.name in COUNTED_LOCALLY:
+            loss = sum(self.loss(plainly(model, self.form), part, parts) for part in range(parts)) / parts
+        else:
+            loss = self.loss(plainly(model, self.form))
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def plainly(model, form="hidden"):
+    """``run`` of a :class:`Job` with the head's parameters, or its logits, outside of the model's forward."""
+    if form == "logits":
+        return lambda ids, loss: loss(model.lm_head(model(ids)))
+    return lambda ids, loss: loss(model(ids), model.lm_head.weight, model.lm_head.bias)
+
+
+def same_gradients(model, expected):
+    """Every parameter's gradient, and none that is missing."""
+    got = {name: p.grad for name, p in model.named_parameters()}
+    assert got.keys() == expected.keys()
+    for name, grad in expected.items():
+        if grad is None:
+            assert got[name] is None, name
+        else:
+            assert got[name] is not None, f"no gradient of {name}"
+            assert grad.abs().sum() > 0, name
+            close(got[name], grad)
+
+
+class Sent(TorchDispatchMode):
+    """What this rank hands to collectives while it is entered: (name, shape, bytes) of each, whoever asks for them."""
+
+    NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+    OPS: ClassVar = {  # name of the operator: (what we call it, which argument is sent)
+        "allreduce_": ("all_reduce", 0),
+        "all_reduce": ("all_reduce", 0),
+        "all_reduce_": ("all_reduce", 0),
+        "_allgather_base_": ("all_gather", 1),
+        "all_gather_into_tensor": ("all_gather", 0),
+        "_reduce_scatter_base_": ("reduce_scatter", 1),
+        "reduce_scatter_tensor": ("reduce_scatter", 0),
+    }
 
     def __init__(self):
+        super().__init__()
         self.calls = []
 
-    def __enter__(self):
-        from torch.distributed import _functional_collectives as functional
-
-        self._patches = []
-        for name in self.NAMES:
-            self._watch(dist, name, 1 if name in ("all_gather_into_tensor", "reduce_scatter_tensor") else 0)
-        for name in ("all_gather_tensor", "all_reduce", "reduce_scatter_tensor", "all_to_all_single", "broadcast"):
-            if hasattr(functional, name):
-                self._watch(functional, name, 0)
-        for name in ("mesh_broadcast", "mesh_scatter"):
-            from torch.distributed.tensor import _collective_utils
-
-            self._watch(_collective_utils, name, 0)
-        return self
-
-    def _watch(self, module, name, position):
-        original = getattr(module, name)
-
-        @functools.wraps(original)
-        def watched(*args, **options):
-            t = args[position]
-            self.calls.append((name, tuple(t.shape), t.numel() * t.element_size()))
-            return original(*args, **options)
-
-        patch = mock.patch.object(module, name, watched)
-        patch.start()
-        self._patches.append(patch)
-
-    def __exit__(self, *_):
-        for patch in self._patches:
-            patch.stop()
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it calls us again for its local tensors
+        name = func._opname
+        if func.namespace in self.NAMESPACES and not name.startswith(("wait", "_wrap", "_allgather_into_tensor_out")):
+            label, position = self.OPS.get(name, (name, slice(None)))
+            sent = [t for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor)]
+            self.calls += [(label, tuple(t.shape), t.numel() * t.element_size()) for t in sent]
+        return func(*args, **(kwargs or {}))
 
     @property
     def shapes(self):
         return [shape for _, shape, _ in self.calls]
+
+    @property
+    def names(self):
+        return [name for name, *_ in self.calls]
 
     @property
     def nbytes(self):

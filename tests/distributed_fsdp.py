@@ -1,1 +1,476 @@
-""" """
+"""Checks of FSDP2: the LM head sharded in every way that ``fully_shard`` can, against one process with the whole batch."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
+
+import dllm_kernels as ours
+from dllm_kernels import ops
+from dllm_kernels.distributed import LossHead, gather_head, set_gradient_divide_factor, summed_over
+from tests.cases import CASES
+from tests.distributed_checks import (
+    NAMES,
+    B,
+    D,
+    Job,
+    L,
+    Model,
+    Sent,
+    V,
+    check,
+    close,
+    mesh_of,
+    plainly,
+    raises,
+    same_gradients,
+    shard,
+)
+from tests.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain
+
+FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
+
+
+class HeadWithMethod(nn.Linear):
+    """A head with a method for the loss, which FSDP2 has to be told of."""
+
+    def compute(self, hidden, loss):
+        return loss(hidden, self.weight, self.bias)
+
+
+def own_unit(model, **options):
+    """The head is a unit of its own, and its parameters are used outside of its forward."""
+    for module in (model.body, model.lm_head, model):
+        fully_shard(module, **options)
+    return plainly(model)
+
+
+def in_root(model, **options):
+    """The root unit owns the head, and the loss runs in the root's forward: the weight is a plain tensor there."""
+    for module in (model.body, model):
+        fully_shard(module, **options)
+    return model
+
+
+def after_root(model, **options):
+    """The root unit owns the head, and its parameters are used after the root's forward."""
+    in_root(model, **options)
+    return plainly(model)
+
+
+def loss_head(model, **options):
+    """The loss runs in the forward of the head, a unit of its own."""
+    model.lm_head = LossHead.of(model.lm_head)
+    own_unit(model, **options)
+    return lambda ids, loss: model.lm_head(model(ids), loss)
+
+
+def head_method(model, **options):
+    """The same through a method that FSDP2 has been told of."""
+    own_unit(model, **options)
+    register_fsdp_forward_method(model.lm_head, "compute")
+    return lambda ids, loss: model.lm_head.compute(model(ids), loss)
+
+
+SETUPS = {f.__name__: f for f in (own_unit, in_root, after_root, loss_head, head_method)}
+
+
+def untouched(model):
+    return model
+
+
+def freeze(*names):
+    """The parameters do not train."""
+
+    def frozen(model):
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    return frozen
+
+
+frozen_head = freeze("lm_head.weight", "lm_head.bias")
+
+
+def tie(model):
+    model.lm_head.weight = model.embed.weight
+    return model
+
+
+def compare(
+    name, setup, *, prepare=untouched, bias=True, form="hidden", parts=None, part=None, factor=None, chunk_size=None, **options
+):  # fmt: skip
+    """One step, its rows split over the data-parallel ranks, against one process; FSDP2 divides by their number."""
+    parts, part = parts or dist.get_world_size(), dist.get_rank() if part is None else part
+    job = Job(name, form, **({} if form == "logits" else {"chunk_size": chunk_size}))
+    loss, grads = job.expected(prepare(Model(bias)), parts)
+    model = prepare(Model(bias, HeadWithMethod))
+    run = setup(model, **options)
+    mine = job.loss(run, part, parts) * job.share(parts)
+    (mine * (factor or parts)).backward()
+    close(summed_over(mine) * parts / dist.get_world_size(), loss)
+    same_gradients(model, grads)
+
+
+@check(2, name=NAMES)
+@check(4, name=NAMES)
+def fsdp_own_unit(name):
+    compare(name, own_unit)
+
+
+@check(2, name=NAMES)
+@check(4, name=FEW)
+def fsdp_in_root(name):
+    compare(name, in_root)
+
+
+@check(2, name=NAMES)
+@check(4, name=FEW)
+def fsdp_loss_head(name):
+    compare(name, loss_head)
+
+
+@check(2, name=FEW)
+def fsdp_other_ways(name):
+    for setup in (after_root, head_method):
+        compare(name, setup)
+
+
+@check(2, name=FEW)
+def fsdp_reshard_after_forward(name):
+    for setup in SETUPS.values():
+        for reshard in (False, True):
+            compare(name, setup, bias=not reshard, reshard_after_forward=reshard)
+
+
+@check(2, name=NAMES)
+@check(4, name=FEW)
+def fsdp_logits(name):
+    """The losses from logits, which the head's own forward makes."""
+
+    def logits_of(model, **options):
+        own_unit(model, **options)
+        return plainly(model, "logits")
+
+    compare(name, logits_of, form="logits")
+
+
+@check(2, name=FEW)
+@check(4, name=FEW)
+def fsdp_chunks_and_columns(name):
+    """Several chunks a call; a head that is split by hidden size."""
+    compare(name, own_unit, chunk_size=3)
+    compare(name, own_unit, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    compare(name, in_root, chunk_size=3, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+
+
+@check(2, name=NAMES)
+@check(4, name=FEW)
+def fsdp_frozen_head(name):
+    """Gathered, and nothing of a gradient made or sent; the hidden states' gradient is right."""
+    for setup in (own_unit, in_root, loss_head):
+        compare(name, setup, prepare=frozen_head)
+
+
+@check(2)
+def fsdp_frozen_head_sends_no_gradient():
+    model = Model()
+    model.lm_head.requires_grad_(False)
+    run, job = own_unit(model), Job("mdlm, counted", chunk_size=3)
+    hidden = run(job.ids[:2], lambda h, w, b: (h.detach().requires_grad_(), w, b))
+    with Sent() as sent:
+        job.case.hidden_form(
+            *hidden, {k: t[:2] if t.dim() else t for k, t in job.inputs.items()}, chunk_size=3
+        ).backward()
+    assert sent.names == ["all_gather", "all_gather"], sent.calls
+
+
+@check(2, setup=("own_unit", "in_root", "loss_head"))
+def fsdp_trained_bias_on_a_frozen_weight(setup):
+    compare("mdlm, counted", SETUPS[setup], prepare=freeze("lm_head.weight"))
+
+
+@check(4, name=NAMES)
+def fsdp_hybrid_shard(name):
+    """A 2-D mesh: replicated over one dimension, sharded over the other."""
+    mesh = mesh_of("replicate", "shard")
+    for setup in (own_unit, in_root, loss_head):
+        compare(name, setup, mesh=mesh)
+
+
+def split_by_vocabulary(setup, tp):
+    """The setup with a head that tensor parallelism has split before."""
+
+    def split(model, **options):
+        head = model.lm_head
+        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), tp, [Shard(0)]), head.weight.requires_grad)
+        if head.bias is not None:
+            head.bias = nn.Parameter(distribute_tensor(head.bias.detach(), tp, [Shard(0)]), head.bias.requires_grad)
+        return setup(model, **options)
+
+    return split
+
+
+@check(4, name=NAMES)
+def fsdp_over_tensor_parallel(name):
+    """The head split by vocabulary over one mesh dimension, and sharded over the other with the rest of the model."""
+    mesh = mesh_of("dp", "tp")
+    dp, tp = mesh["dp"], mesh["tp"]
+    rows = {"parts": 2, "part": dp.get_local_rank()}
+    for setup in (own_unit, in_root, loss_head):
+        for prepare in (untouched, frozen_head):
+            compare(name, split_by_vocabulary(setup, tp), prepare=prepare, mesh=dp, **rows)
+
+
+@check(4, name=NAMES)
+def fsdp_over_tensor_parallel_logits(name):
+    """Logits that come out of a head split by vocabulary, as DTensors on the tensor-parallel mesh."""
+    mesh = mesh_of("dp", "tp")
+    dp, tp = mesh["dp"], mesh["tp"]
+
+    def split_logits(model, **options):
+        split_by_vocabulary(own_unit, tp)(model, **options)
+        return lambda ids, loss: loss(model.lm_head(shard(model(ids), tp, Replicate())))
+
+    compare(name, split_logits, form="logits", mesh=dp, parts=2, part=dp.get_local_rank())
+
+
+@check(2, name=FEW)
+def fsdp_gradient_divide_factor(name):
+    """The sum over ranks instead of their average."""
+    for setup in (own_unit, in_root, loss_head):
+
+        def summing(model, setup=setup, **options):
+            run = setup(model, **options)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+            set_gradient_divide_factor(model.lm_head.parameters(), 1.0)
+            return run
+
+        compare(name, summing, factor=1)
+
+
+@check(2, name=FEW)
+def fsdp_accumulation(name):
+    """Two micro-batches a rank, the first without synchronisation."""
+    for setup in SETUPS.values():
+        for bias in (True, False):
+            job, world = Job(name), 2
+            loss, grads = job.expected(Model(bias), 2 * world)
+            model = Model(bias, HeadWithMethod)
+            run, total = setup(model), 0
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                part = job.loss(run, 2 * dist.get_rank() + micro, 2 * world) * job.share(2 * world)
+                (part * world).backward()
+                total = total + part.detach()
+            close(summed_over(total), loss)
+            same_gradients(model, grads)
+
+
+@check(2, name=("mdlm, counted", "MTP"))
+def fsdp_checkpointing(name):
+    """The loss is computed again in backward, and with it what it gathers."""
+
+    def checkpointed(setup, reentrant):
+        def around(model, **options):
+            run = setup(model, **options)
+            again = functools.partial(checkpoint, use_reentrant=reentrant)
+            return lambda ids, loss: run(ids, lambda *x: again(loss, *x))
+
+        return around
+
+    for setup in (own_unit, in_root, loss_head):
+        for reentrant in (False, True):
+            compare(name, checkpointed(setup, reentrant))
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WITH_ORACLE = tuple(case.name for case in CASES)
+
+
+@check(2, name=WITH_ORACLE)
+def fsdp_mixed_precision(name):
+    """Parameters in float32, computed with in bfloat16: as near to float64 as plain PyTorch in bfloat16 is."""
+    rounded = {key: t.bfloat16() for key, t in Model().state_dict().items()}
+
+    def model(dtype):
+        made = Model().to(dtype)
+        made.load_state_dict(rounded)
+        return made
+
+    def plain(seed):
+        """Each part in bfloat16, their gradients summed in float32."""
+        job, grads = Job(name, "oracle", seed, scaled=False), []
+        for part in range(2):
+            made = model(torch.bfloat16)
+            (job.loss(plainly(made), part, 2) * job.share(2)).backward()
+            grads.append([p.grad.float() for p in made.parameters()])
+        return [a + b for a, b in zip(*grads, strict=True)]
+
+    def exact(seed):
+        return list(Job(name, "oracle", seed, scaled=False).expected(model(torch.float64), 2)[1].values())
+
+    def sharded(setup, seed):
+        job, made = Job(name, seed=seed, scaled=False), model(torch.float32)
+        (2 * job.loss(setup(made, mp_policy=POLICY), dist.get_rank(), 2) * job.share(2)).backward()
+        return [p.grad.full_tensor() for p in made.parameters()]
+
+    wanted = [exact(seed) for seed in range(PLAIN_DRAWS)]
+    plain_grads = [plain(seed) for seed in range(PLAIN_DRAWS)]
+    for setup in (own_unit, in_root, loss_head):
+        got = [sharded(setup, seed) for seed in range(OUR_DRAWS)]
+        for k, (label, _) in enumerate(Model().named_parameters()):
+            error = max((p[k] - e[k]).abs().max().item() for p, e in zip(plain_grads, wanted, strict=True))
+            assert_as_good_as_plain([g[k] for g in got], [e[k] for e in wanted[:OUR_DRAWS]], error, label)
+            assert got[0][k].dtype == torch.float32
+
+
+@check(2)
+@check(4)
+def fsdp_gathers_once_a_call():
+    """One gather and one reduction each of weight and bias, however many chunks; nothing else has a vocabulary's size."""
+    world, ragged = dist.get_world_size(), -(-V // dist.get_world_size())
+    for chunk_size in (1, 5, None):
+        for loss in (ops.weighted_linear_nll, lambda *x, **o: ops.linear_token_nll(*x[:3], active=x[3], **o)):
+            model, hidden = Model(), torch.randn(B, L, D).double().requires_grad_()
+            own_unit(model)
+            with Sent() as sent:
+                head = model.lm_head
+                y, weights = torch.randint(0, V, (B, L)), torch.ones(B, L)
+                loss(hidden, head.weight, y, weights, bias=head.bias, chunk_size=chunk_size)[0].sum().backward()
+            assert sorted(sent.names) == ["all_gather"] * 2 + ["reduce_scatter"] * 2, sent.calls
+            gathered, reduced = ragged * (D + 1) * 8, world * ragged * (D + 1) * 8
+            assert sent.nbytes == gathered + reduced, sent.calls
+
+
+@check(2)
+def fsdp_gathers_in_the_dtype_of_the_computation():
+    """A float32 shard is sent as the bfloat16 it is used in, and its gradient summed in float32."""
+    model = Model(bias=False).float()
+    own_unit(model)
+    hidden = torch.randn(B, L, D).bfloat16().requires_grad_()
+    with Sent() as sent:
+        out = ops.weighted_linear_nll(hidden, model.lm_head.weight, torch.randint(0, V, (B, L)), torch.ones(B, L))
+        out.loss.backward()
+    assert [n for *_, n in sent.calls] == [10 * D * 2, 20 * D * 4], sent.calls
+    assert model.lm_head.weight.grad.dtype == torch.float32
+
+
+@check(2)
+def fsdp_several_uses_in_one_graph():
+    """Handed to two losses and used by its own forward between them; gathered by hand for two others."""
+    ids, y = torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L))
+
+    def loss(model, ids, y, gather):
+        hidden, head = model(ids), model.lm_head
+        first = ops.weighted_linear_nll(hidden, head.weight, y, torch.ones_like(y), bias=head.bias).loss
+        logits = head(hidden)
+        weight, bias = gather(head.weight, hidden), gather(head.bias, hidden)
+        twice = [ops.linear_token_nll(hidden * k, weight, y, bias=bias).nll.square().sum() for k in (2, 3)]
+        last = ops.weighted_linear_nll(hidden.sin(), head.weight, y, torch.ones_like(y)).loss
+        return first + ops.token_nll(logits, y).nll.sum() + sum(twice) + last
+
+    reference = Model()
+    loss(reference, ids, y, lambda t, hidden: t).backward()
+    for reshard in (True, False):
+        model = Model()
+        own_unit(model, reshard_after_forward=reshard)
+        rank = dist.get_rank()
+        (2 * loss(model, ids.chunk(2)[rank], y.chunk(2)[rank], gather_head)).backward()
+        same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
+
+
+@check(2)
+def fsdp_mtp_finds_the_head():
+    """MTP and the pipeline's loss take the head from the sharded model; from logits they call its forward many times."""
+    job = Job("MTP")
+    i = job.inputs
+    for loss_fn in (ours.FusedLinearCrossEntropy(), ours.MaskedCrossEntropy()):
+
+        def loss(model, rows, loss_fn=loss_fn):
+            main, *depths = model(job.ids[rows]).chunk(3, 1)
+            output = SimpleNamespace(logits=model.lm_head(main), hidden_states=main, mtp_per_depth_h=depths)
+            out = ours.calculate_mtp_loss(
+                loss_fn, mtp_per_depth_h=depths, labels=i["labels"][rows], model=model, seq_idx=i["seq_idx"][rows]
+            )
+            return out + ours.PipelineCausalLMLoss(loss_fn, model)(output, i["labels"][rows])
+
+        reference = Model()
+        loss(reference, slice(None)).backward()
+        for setup in (own_unit, after_root):
+            model = Model()
+            setup(model)
+            (2 * loss(model, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2))).backward()
+            same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
+
+
+@check(2)
+def fsdp_tied_embeddings():
+    """One parameter for embedding and head, which FSDP2 wants in one unit: the root, or one of the two together."""
+
+    def together(model):
+        fully_shard(model.body)
+        fully_shard([model.embed, model.lm_head])
+        fully_shard(model)
+        return plainly(model)
+
+    for name in FEW:
+        for setup in (in_root, after_root, together):
+            compare(name, setup, prepare=tie)
+
+
+@check(2)
+def replicated_head_gets_the_average():
+    """A head that is a DTensor, whole on every rank, each with rows of its own."""
+    hidden, y, w = (
+        torch.randn(B, L, D).double(),
+        torch.randint(0, V, (B, L)),
+        torch.randn(V, D).double().requires_grad_(),
+    )
+    ops.weighted_linear_nll(hidden, w, y, torch.ones(B, L)).loss.backward()
+    head = nn.Parameter(distribute_tensor(w.detach(), mesh_of("dp"), [Replicate()]))
+    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    ops.weighted_linear_nll(hidden[rows], head, y[rows], torch.ones(2, L)).loss.backward()
+    close(2 * head.grad, w.grad)
+
+
+@check(4)
+def fsdp_layouts_that_cannot_be_served():
+    """What ``reshard_after_forward`` with a number leaves after a forward is a copy, whose gradient goes nowhere."""
+    ids = torch.randint(0, V, (B, L))
+    for setup in (own_unit, after_root):
+        model = Model()
+        setup(model, reshard_after_forward=2)
+        hidden = model(ids)
+        if setup is own_unit:
+            model.lm_head(hidden)
+        weight = model.lm_head.weight
+        raises(ValueError, "reshard_after_forward=<int>", ops.linear_token_nll, hidden, weight, ids)
+        raises(ValueError, "LossHead", gather_head, weight, hidden)
+    compare("mdlm, counted", loss_head, reshard_after_forward=2)
+    compare("mdlm, counted", own_unit, reshard_after_forward=2)  # its forward is never called
+
+
+@check(2)
+def fsdp_gradient_that_comes_too_late():
+    """A head left gathered by a metric, handed to a loss, and then called: FSDP2 frees it before the loss's gradient."""
+    ids = torch.randint(0, V, (B, L))
+    for loss in (ops.weighted_linear_nll, lambda *x: ops.linear_token_nll(*x[:3])):
+        model = Model()
+        own_unit(model, reshard_after_forward=False)
+        with torch.no_grad():
+            model.lm_head(model(ids))
+        hidden = model(ids)
+        first = loss(hidden, model.lm_head.weight, ids, torch.ones(B, L))[0].sum()
+        total = first + ops.token_nll(model.lm_head(hidden), ids).nll.sum()
+        with pytest.raises(RuntimeError, match=r"freed|setStorage"):
+            total.backward()

@@ -12,6 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -36,7 +37,7 @@ def run_checks(rank, world, folder):
             torch.manual_seed(0)
             function()
             results[name] = ""
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             results[name] = traceback.format_exc()
         print(f"{name}: {time.perf_counter() - start:.2f} s {'' if results[name] == '' else 'FAILED'}", flush=True)
         Path(folder, f"{rank}.json").write_text(json.dumps(results))

@@ -116,6 +116,12 @@ def _check_layout(weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -
         raise ValueError(
             f"weight must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
         )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None and weight.placements == (Replicate(), Shard(0)):
+        raise ValueError(
+            f"weight must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got {layout(weight)}: "
+            "its gradient would be lost; run the loss inside the head's forward (LossHead) or shard the head with "
+            "reshard_after_forward=True. If the mesh is your own, name its dimensions"
+        )
     split_by_tensor = {shard_dim(weight.placements[i]) for i in tensor if mesh.size(i) > 1} - {None}
     for i in data:
         placement = weight.placements[i]

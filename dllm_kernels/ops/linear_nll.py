@@ -15,6 +15,7 @@ in forward and its rows are scaled in backward: 2 products again. Only a trainab
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import Any, NamedTuple
 
 import torch
@@ -574,6 +575,9 @@ class _WeightedLinearNLL(torch.autograd.Function):
         out = _weighted_forward(hidden, weight, bias, targets, active, scale, read_beyond, round_nll, needs, options)
         ctx.save_for_backward(out.grad_hidden, out.grad_weight, out.grad_bias, out.headroom)
         ctx.triton, ctx.consumed = options.triton, False
+        ctx.head = [
+            weakref.ref(t) for t, trains in ((weight, needs.weight), (bias, needs.bias)) if trains and t is not None
+        ]
         detached = (out.nll, out.row_max, out.log_sum, out.correct)
         ctx.mark_non_differentiable(*detached)
         ctx.set_materialize_grads(False)
@@ -590,12 +594,27 @@ class _WeightedLinearNLL(torch.autograd.Function):
                 "call the loss again for a second one, or use linear_token_nll"
             )
         ctx.consumed = True
+        _check_still_gathered(ctx.head)
         *grads, headroom = ctx.saved_tensors
         factor = grad_loss if headroom is None else grad_loss * headroom
         for grad in grads:
             if grad is not None:
                 row_primitives(ctx.triton).scale_(grad, factor)
         return (*grads, *(None,) * 7)
+
+
+def _check_still_gathered(head: list[weakref.ref[torch.Tensor]]) -> None:
+    """Raise where FSDP2 has freed the gathered head before its gradient came: there the gradient would be lost.
+
+    Backward does not read the head here, so nothing else would notice.
+    """
+    for parameter in (ref() for ref in head):
+        if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
+            raise RuntimeError(
+                "weight or bias was freed before its gradient came, which would be lost: under fully_shard with "
+                "reshard_after_forward=False, run the loss inside the head's forward (dllm_kernels.distributed.LossHead) "
+                "where the head is also called by itself in the same step"
+            )
 
 
 class _LinearTokenNLL(torch.autograd.Function):
