@@ -1,11 +1,14 @@
-"""One process of the distributed tests: ``python -m tests.distributed_workers RANK WORLD FOLDER``.
+"""The processes of the distributed tests: ``python -m tests.distributed_workers WORLD FOLDER HOW``.
 
-Starting processes is slow, so one start serves all checks of a world size: each process runs them in order and writes,
-after every check, what became of it. ``tests/test_distributed.py`` reads that and shows one test a check.
+Starting processes is slow, so one start serves all checks of a world size: each rank runs them in order and writes, after
+every check, what became of it. ``tests/test_distributed.py`` reads that and shows one test a check. Where the system can
+fork, what the ranks import is imported once, before they are.
 """
 
+import contextlib
 import datetime
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -14,13 +17,24 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # DTensor and FSDP2 load it on their first use, every rank for itself
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from dllm_kernels import ops
 from tests import distributed_data, distributed_fsdp, distributed_pipeline, distributed_tensor  # noqa: F401
 from tests.distributed_checks import CHECKS
 
+with contextlib.suppress(ImportError):
+    import dllm_kernels.kernels.linear_nll
+    import dllm_kernels.kernels.token_nll  # noqa: F401
+
 
 def join(rank, world, folder, seconds):
+    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", rank=rank, world_size=world, init_method=f"file://{folder}/store", timeout=datetime.timedelta(seconds=seconds)
@@ -44,17 +58,12 @@ def run_checks(rank, world, folder):
     dist.destroy_process_group()
 
 
-def lose_a_peer(rank, world, folder, how):
+def lose_a_peer(rank, world, folder, killed):
     """The last rank leaves before the loss, or never comes to it; what the others see goes to a file."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from dllm_kernels import ops
-
     join(rank, world, folder, 5)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     if rank == world - 1:
-        if how == "killed":
+        if killed:
             os._exit(1)
         time.sleep(60)
     logits = DTensor.from_local(torch.randn(2, 3, 4), mesh, [Shard(2)], run_check=False)
@@ -68,9 +77,17 @@ def lose_a_peer(rank, world, folder, how):
     os._exit(0)  # without the farewell to a peer that is gone
 
 
+def main(world, folder, how):
+    target, more = (run_checks, ()) if how == "checks" else (lose_a_peer, (how == "killed",))
+    processes = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    ranks = [processes.Process(target=target, args=(rank, world, folder, *more)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks if how == "checks" else ranks[:-1]:
+        process.join()
+    for process in ranks:
+        process.kill()
+
+
 if __name__ == "__main__":
-    rank, world, folder, how = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-    if how == "checks":
-        run_checks(rank, world, folder)
-    else:
-        lose_a_peer(rank, world, folder, how)
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])

@@ -3,9 +3,9 @@
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,28 +18,23 @@ DEADLINE = 300  # seconds for all checks of a world size; the group's own timeou
 
 
 def start(world, folder, how):
-    """Start the processes, each with its output in a file."""
+    """Start the process that starts the ranks; the output of each goes to a file."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    command = [sys.executable, "-W", "ignore", "-m", distributed_workers.__name__]
-    for rank in range(world):
-        with Path(folder, f"{rank}.log").open("w") as log:
-            yield subprocess.Popen(
-                [*command, str(rank), str(world), str(folder), how], cwd=ROOT, env=environment, stdout=log, stderr=log
-            )  # fmt: skip
+    command = [sys.executable, "-W", "ignore", "-m", distributed_workers.__name__, str(world), str(folder), how]
+    with Path(folder, "log").open("w") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
 
 
-def finish(processes, deadline):
-    """Wait for all, and end those that are late."""
-    end = time.monotonic() + deadline
-    for process in processes:
-        try:
-            process.wait(max(0.1, end - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def finish(process, deadline):
+    """Wait, and end it and its ranks when they are late."""
+    try:
+        process.wait(deadline)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +50,7 @@ def outcome(tmp_path_factory):
         with Path(folder, "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not Path(folder, "done").exists():
-                finish(list(start(world, folder, "checks")), DEADLINE)
+                finish(start(world, folder, "checks"), DEADLINE)
                 Path(folder, "done").touch()
         return [_read(folder, rank) for rank in range(world)], folder
 
@@ -67,11 +62,16 @@ def _read(folder, rank):
     return json.loads(path.read_text()) if path.exists() else {}
 
 
+def _log(folder, rank):
+    """The output of the rank, and of what started it where that did not come so far."""
+    return "".join(path.read_text() for path in (Path(folder, "log"), Path(folder, f"{rank}.log")) if path.exists())
+
+
 def judge(outcome, world, name):
     results, folder = outcome(world)
     for rank, result in enumerate(results):
         if name not in result:
-            log = Path(folder, f"{rank}.log").read_text()
+            log = _log(folder, rank)
             pytest.fail(f"rank {rank} did not come to this check; the end of its output:\n{log[-2000:]}")
         if result[name]:
             pytest.fail(f"rank {rank}:\n{result[name]}")
@@ -87,15 +87,19 @@ def test_in_four_processes(outcome, name):
     judge(outcome, 4, name)
 
 
+@pytest.fixture(scope="module")
+def lost(tmp_path_factory):
+    """What rank 0 saw when the last rank was killed, and when it never came; both at once, most of it is waiting."""
+    folders = {how: tmp_path_factory.mktemp(how) for how in ("killed", "missing")}
+    for process in [start(2, folder, how) for how, folder in folders.items()]:
+        finish(process, 60)
+    return {how: (_read(folder, 0), _log(folder, 0)) for how, folder in folders.items()}
+
+
 @pytest.mark.parametrize("how", ["killed", "missing"])
-def test_a_lost_peer_ends_in_an_error_within_the_timeout(tmp_path, how):
+def test_a_lost_peer_ends_in_an_error_within_the_timeout(lost, how):
     """The group's timeout is 5 s; the last rank leaves, or sleeps for a minute."""
-    processes = list(start(2, tmp_path, how))
-    try:
-        processes[0].wait(60)
-    finally:
-        finish(processes, 0)
-    seen = _read(tmp_path, 0)
-    assert seen, Path(tmp_path, "0.log").read_text()[-2000:]
+    seen, log = lost[how]
+    assert seen, log[-2000:]
     assert seen["error"], "the loss came out although a rank was gone"
     assert seen["seconds"] < 20
