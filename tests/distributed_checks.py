@@ -53,10 +53,12 @@ def raises(error, match, function, *args, **options):
         function(*args, **options)
 
 
-def close(got, expected):
+def close(got, expected, label=""):
     """Equal up to rounding in another order: the defaults of torch.testing for the dtype."""
     got = got.full_tensor() if isinstance(got, DTensor) else got
-    torch.testing.assert_close(got, expected, equal_nan=True, check_dtype=got.dtype == expected.dtype)
+    torch.testing.assert_close(
+        got, expected, equal_nan=True, check_dtype=got.dtype == expected.dtype, msg=lambda m: f"{label} {m}"
+    )
 
 
 def upstream(case, rows=B):
@@ -164,10 +166,13 @@ class Job:
 
     def loss(self, run, part=0, parts=1):
         """The loss of one of the parts."""
-        rows = [t.chunk(parts)[part] if t.dim() else t for t in (self.ids, self.upstream)]
-        inputs = {name: t.chunk(parts)[part] if t.dim() else t for name, t in self.inputs.items()}
-        value = run(rows[0], lambda *x: self.function(*x, inputs))
-        return (value * rows[1]).sum()
+        ids, upstream = self.cut(self.ids, part, parts), self.cut(self.upstream, part, parts)
+        inputs = {name: self.cut(t, part, parts) for name, t in self.inputs.items()}
+        return (run(ids, lambda *x: self.function(*x, inputs)) * upstream).sum()
+
+    def cut(self, t, part, parts):
+        """A part along the batch; a count stays as it is."""
+        return t.chunk(parts)[part] if isinstance(t, torch.Tensor) and t.dim() else t
 
     def share(self, parts):
         """What the sum over the losses of all parts is to be multiplied with to be the loss of the whole batch."""
@@ -200,7 +205,7 @@ def same_gradients(model, expected):
         else:
             assert got[name] is not None, f"no gradient of {name}"
             assert grad.abs().sum() > 0, name
-            close(got[name], grad)
+            close(got[name], grad, name)
 
 
 class Sent(TorchDispatchMode):

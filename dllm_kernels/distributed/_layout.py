@@ -168,11 +168,14 @@ def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
     """The mesh dimensions of a head that are tensor parallel; the others are data parallel.
 
     Those with one of ``TENSOR_PARALLEL_NAMES``; those over which ``hidden``, a DTensor on the same mesh, is replicated;
-    and those that split what FSDP2's strided placement says was split before.
+    and those that split what FSDP2's strided placement says was split before. All of them where the head is nowhere split
+    and ``hidden`` is a DTensor on its mesh: no FSDP2 then averages the gradients, and DTensor's own rule holds, the sum.
     """
     mesh, placements = weight.device_mesh, weight.placements
     strided = {shard_dim(p) for p in placements if is_strided(p)}
     shared = hidden.placements if isinstance(hidden, DTensor) and hidden.device_mesh == mesh else None
+    if shared is not None and all(p.is_replicate() for p in placements):
+        return list(range(mesh.ndim))
     return [
         i
         for i, p in enumerate(placements)

@@ -142,18 +142,22 @@ class HybridDiffusionLLMLoss(nn.Module):
         concatenated = causal_hidden is None and _is_concatenated(hidden, target_ids)
         _, L = check_bl(hidden, "hidden", target_ids, 2 * target_ids.shape[1] if concatenated else None)
         weights = mdlm_weights(hidden, target_ids, noise_mask, p_mask, loss_mask)
-        if causal_hidden is not None and loss_mask_ar is not None:
-            check_bl(causal_hidden, "causal_hidden", target_ids)
-            hidden, concatenated = torch.cat([hidden, causal_hidden], dim=1), True
-        if concatenated:
+        stacked = causal_hidden is not None and loss_mask_ar is not None
+        if concatenated or stacked:
             targets, both = self._both(hidden, target_ids, weights, loss_mask_ar, num_diffusion_tokens, num_ar_tokens)
         else:
             targets, both = target_ids, self.alpha * normalized(weights, num_diffusion_tokens, hidden)
+        if causal_hidden is not None and stacked:
+            check_bl(causal_hidden, "causal_hidden", target_ids)
+            # Along a new dimension: of DTensors split along the sequence, cat along it would gather the whole.
+            hidden = torch.stack([hidden, causal_hidden])
+            targets, both = (torch.stack(t.chunk(2, dim=1)) for t in (targets, both))
         rows = weighted_linear_nll(
             hidden, lm_head_weight, targets, both, bias=lm_head_bias, chunk_size=chunk_size,
             round_nll=not self.fp32_upcast, backend=self.backend,
         )  # fmt: skip
-        return DLLMLossOutput(rows.loss, _diffusion_part(rows.nll, both, L))
+        diffusion = (rows.nll[0], both[0]) if stacked else (rows.nll, both)
+        return DLLMLossOutput(rows.loss, _diffusion_part(*diffusion, L))
 
     @staticmethod
     def _check_counts(num_diffusion_tokens: Count, num_ar_tokens: Count) -> None:
