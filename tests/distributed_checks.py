@@ -15,10 +15,105 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dllm_kernels as ours
+import reference
 from tests.cases import CASES, Case
 
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
+
+
+# What stands behind README's table of parallelisms: row -> the checks of its three columns (losses from logits, losses from
+# hidden states, MTP and the pipeline's loss); none where the table says no. A name without a parameter means all of them.
+TABLE = {
+    "FSDP2, the head a unit of its own, its parameter handed to the loss": (
+        ["fsdp_logits"],
+        ["fsdp_own_unit", "fsdp_chunks_and_columns", "fsdp_several_uses_in_one_graph", "fsdp_checkpointing"],
+        ["fsdp_own_unit[MTP]", "fsdp_own_unit[pipeline]", "fsdp_mtp_finds_the_head"],
+    ),
+    "FSDP2, the head in the root unit, the loss in the root's forward": (
+        ["fsdp_logits"],
+        ["fsdp_in_root", "fsdp_reshard_after_forward"],
+        ["fsdp_in_root[MTP]", "fsdp_in_root[pipeline]"],
+    ),
+    "FSDP2, the loss in the head's forward (`LossHead`)": (
+        ["fsdp_logits"],
+        ["fsdp_loss_head", "fsdp_reshard_after_forward"],
+        ["fsdp_loss_head[MTP]", "fsdp_loss_head[pipeline]"],
+    ),
+    "FSDP2, frozen head": (
+        ["fsdp_frozen_head"],
+        ["fsdp_frozen_head", "fsdp_frozen_head_sends_no_gradient"],
+        ["fsdp_frozen_head[MTP]", "fsdp_frozen_head[pipeline]"],
+    ),
+    "FSDP2, mixed precision": (["fsdp_mixed_precision"], ["fsdp_mixed_precision"], ["fsdp_mixed_precision[MTP]"]),
+    "FSDP2, accumulation without synchronisation": (
+        ["fsdp_accumulation"],
+        ["fsdp_accumulation"],
+        ["fsdp_accumulation[MTP]"],
+    ),
+    "FSDP2, hybrid sharding": (
+        ["fsdp_hybrid_shard"],
+        ["fsdp_hybrid_shard"],
+        ["fsdp_hybrid_shard[MTP]", "fsdp_hybrid_shard[pipeline]"],
+    ),
+    "FSDP2, embeddings tied to the head, in one unit": (
+        ["fsdp_tied_embeddings"],
+        ["fsdp_tied_embeddings"],
+        ["fsdp_tied_embeddings[MTP]"],
+    ),
+    "Tensor parallelism, the vocabulary split": (
+        ["tp_logits", "bytes_from_logits", "special_values"],
+        ["tp_hidden", "bytes_from_hidden", "tp_frozen_head"],
+        ["tp_mtp", "mtp_with_a_split_head"],
+    ),
+    "Tensor parallelism, hidden states split along the sequence too": (
+        ["split_rows_of_logits", "rows_and_vocabulary_of_logits"],
+        ["sequence_parallel_hidden"],
+        ["tp_mtp"],
+    ),
+    "FSDP2 over tensor parallelism": (
+        ["fsdp_over_tensor_parallel_logits"],
+        ["fsdp_over_tensor_parallel"],
+        ["fsdp_over_tensor_parallel[MTP]", "fsdp_over_tensor_parallel[pipeline]"],
+    ),
+    "Data parallelism and accumulation, any split of the batch": (
+        ["data_parallel", "counts_over_ranks", "draft_accuracy_over_ranks"],
+        ["data_parallel"],
+        ["data_parallel[MTP]", "data_parallel[pipeline]"],
+    ),
+    "`DistributedDataParallel`": (
+        ["distributed_data_parallel"],
+        ["distributed_data_parallel"],
+        ["distributed_data_parallel[MTP]", "distributed_data_parallel_mtp_finds_the_head"],
+    ),
+    "Context parallelism, plain tensors, losses without a shift (MDLM, block diffusion, DFlash)": (
+        ["context_parallel"],
+        ["context_parallel"],
+        ["context_parallel_targets_of_mtp"],
+    ),
+    "Context parallelism, plain tensors, shifted losses (hybrid, AR)": ([], [], []),
+    "Context parallelism, DTensors split along the sequence": (
+        ["context_parallel_shifted_logits", "split_rows_of_logits"],
+        ["context_parallel_shifted", "context_parallel_shifted_fsdp", "split_rows_of_hidden"],
+        ["context_parallel_shifted[MTP]", "context_parallel_shifted_fsdp[MTP]", "context_parallel_shifted[pipeline]"],
+    ),
+    "Pipeline schedules (GPipe, 1F1B)": (
+        ["pipeline_of_a_diffusion_loss[logits]", "pipeline_schedules[logits]"],
+        ["pipeline_of_a_diffusion_loss[hidden states]", "pipeline_schedules[hidden states]"],
+        [
+            "pipeline_schedules[hidden depths]",
+            "pipeline_schedules[logit depths]",
+            "pipeline_schedules[hidden depths, packed]",
+            "pipeline_in_evaluation",
+        ],
+    ),
+    "Pipeline schedules, MTP from hidden states in a fused head": ([], [], []),
+    "Pipeline schedules, each stage under FSDP2": (
+        ["pipeline_of_sharded_stages[logits]"],
+        ["pipeline_of_sharded_stages[hidden states]"],
+        ["pipeline_of_sharded_stages[hidden depths]", "pipeline_of_sharded_stages[hidden depths, packed]"],
+    ),
+}
 
 
 def check(world, **parameter):
@@ -114,6 +209,12 @@ def _pipeline_hidden(h, w, b, i, chunk_size=None, backend="auto"):
     return ours.PipelineCausalLMLoss(loss_fn, _with_head(w, b))(output, i["labels"])
 
 
+def _mtp_oracle(x, i):
+    main, *depths = x.chunk(3, 1)
+    loss = reference.masked_cross_entropy(main, i["labels"], num_label_tokens=i["num_label_tokens"])
+    return loss + reference.mtp_loss(depths, i["labels"], 0.1, i["num_label_tokens"], seq_idx=i["seq_idx"]).loss
+
+
 def _counted_encoder(B, L, V):
     return BY_NAME["encoder AR"].draw(B, L, V) | {"num_tokens": torch.tensor(B * L - 3)}
 
@@ -121,7 +222,7 @@ def _counted_encoder(B, L, V):
 ENCODER = next(case for case in CASES if case.name == "encoder AR")
 BY_NAME = {case.name: case for case in CASES} | {
     "encoder AR, counted": ENCODER._replace(draw=_counted_encoder),
-    "MTP": Case("MTP", _mtp, _mtp_logits, _mtp_hidden, None, width=3),
+    "MTP": Case("MTP", _mtp, _mtp_logits, _mtp_hidden, _mtp_oracle, width=3),
     "pipeline": Case("pipeline", _mtp, _pipeline_logits, _pipeline_hidden, None, width=3),
 }
 # Their denominator is counted in what one call is given: over ranks and micro-batches the gradients are averaged.

@@ -1,5 +1,9 @@
 """Checks of data parallelism: any split of a batch over ranks and micro-batches has the gradients of one process."""
 
+import itertools
+import re
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -72,22 +76,19 @@ def accumulate(job, model, micros, form):
 @check(2, name=NAMES)
 @check(4, name=NAMES)
 def data_parallel(name):
-    """From logits and from hidden states; counts as ints, as tensors, and made from the masks of all ranks."""
+    """From logits and from hidden states; micro-batches; counts as ints, as tensors, and made from the masks of all ranks."""
     world = dist.get_world_size()
-    for form in ("logits", "hidden"):
-        for micros in (1, 2) if world == 2 else (1,):
-            for counts in (
-                ("tensors", "ints", "masks") if name.endswith(("counted", "MTP")) or micros == 1 else ("tensors",)
-            ):
-                whole, job = Job(name, form), Job(name, form)
-                if counts == "masks":
-                    whole, job = count_globally(whole), count_globally(job, dist.get_rank(), world)
-                elif counts == "ints":
-                    job = as_ints(job)
-                loss, grads = whole.expected(Model(), world * micros)
-                model = Model()
-                close(accumulate(job, model, micros, form), loss)
-                same_gradients(model, grads)
+    splits = [(1, "tensors"), (2, "ints"), (2, "masks")] if world == 2 else [(1, "masks")]
+    for form, (micros, counts) in itertools.product(("logits", "hidden"), splits):
+        whole, job = Job(name, form), Job(name, form)
+        if counts == "masks":
+            whole, job = count_globally(whole), count_globally(job, dist.get_rank(), world)
+        elif counts == "ints":
+            job = as_ints(job)
+        loss, grads = whole.expected(Model(), world * micros)
+        model = Model()
+        close(accumulate(job, model, micros, form), loss)
+        same_gradients(model, grads)
 
 
 @check(2)
@@ -112,24 +113,31 @@ def counts_over_ranks():
         assert global_token_count(mask[rank], mesh["dp"].get_group()) == mask[mine].sum()
 
 
+def outside(wrapped):
+    head = wrapped.module.lm_head
+    return lambda ids, loss: loss(wrapped(ids), head.weight, head.bias)
+
+
+def inside_from_logits(wrapped):
+    return lambda ids, loss: wrapped(ids, lambda *x: loss(torch.nn.functional.linear(*x)))
+
+
 @check(2, name=NAMES)
 def distributed_data_parallel(name):
     """DistributedDataParallel, which averages: the loss in the model's forward, and outside of it; accumulation."""
-    for inside in (True, False):
+    for way in (lambda wrapped: wrapped, outside, inside_from_logits):
         for micros in (1, 2):
-            parts, job = 2 * micros, Job(name)
+            parts, job = 2 * micros, Job(name, "logits" if way is inside_from_logits else "hidden")
             loss, grads = job.expected(Model(), parts)
-            model = Model()
-            wrapped = DistributedDataParallel(model)
-            run = wrapped if inside else lambda ids, f, w=wrapped, m=model: f(w(ids), m.lm_head.weight, m.lm_head.bias)
+            wrapped = DistributedDataParallel(Model())
             total = torch.zeros((), dtype=torch.float64)
             for micro in range(micros):
                 wrapped.require_backward_grad_sync = micro == micros - 1
-                part = job.loss(run, dist.get_rank() * micros + micro, parts) * job.share(parts)
+                part = job.loss(way(wrapped), dist.get_rank() * micros + micro, parts) * job.share(parts)
                 (2 * part).backward()
                 total += part.detach()
             close(summed_over(total), loss)
-            same_gradients(model, grads)
+            same_gradients(wrapped.module, grads)
 
 
 @check(2)
@@ -331,3 +339,66 @@ def draft_accuracy_over_ranks():
     assert 0 < expected["draft_acc"] < 1
     for name, value in expected.items():
         close(got[name], value)
+
+
+class ReadmeModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = torch.nn.ModuleList([torch.nn.Embedding(V, D), torch.nn.Linear(D, D)])
+        self.lm_head = torch.nn.Linear(D, V, bias=False)
+
+    def forward(self, ids):
+        return self.layers[1](self.layers[0](ids)).tanh()
+
+
+def readme_names(model, i):
+    names = {"model": model, "world": 2, "rank": dist.get_rank(), "device": "cpu", **i, "ids": i["target_ids"]}
+    names |= {
+        "noisy": i["target_ids"].clamp(min=0),
+        "labels": i["target_ids"],
+        "logits": torch.randn(*i["target_ids"].shape, V),
+    }
+    names["loss_fn"] = ours.MDLMCrossEntropyLoss()
+    count = global_token_count(i["noise_mask"] * i["loss_mask"])
+    names["masks"] = (names["ids"], i["noise_mask"], i["p_mask"], i["loss_mask"], count)
+    return names
+
+
+def readme_loss(names):
+    return names["loss_fn"].forward_fused(
+        names["model"](names["noisy"]), names["model"].lm_head.weight, *names["masks"]
+    )
+
+
+@check(2)
+def readme_examples():
+    """The section's code as printed: its gradients, where it calls backward, are those of one process."""
+    section = (
+        Path(ours.__file__).parents[1].joinpath("README.md").read_text().split("\n## On many GPUs")[1].split("\n## ")[0]
+    )
+    sharded, split, counts, pipeline = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
+    whole, rows = drawn(BY_NAME["mdlm"]), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    part = {name: t[rows] for name, t in whole.items()}
+
+    reference, model = readme_names(ReadmeModel(), whole), ReadmeModel()
+    count = global_token_count(part["noise_mask"] * part["loss_mask"])
+    reference["masks"] = (*reference["masks"][:4], count)
+    (2 * readme_loss(reference).total_loss).backward()  # as often as the example
+    exec(sharded, readme_names(model, part))
+    same_gradients(model, {name: p.grad for name, p in reference["model"].named_parameters()})
+
+    reference, model = readme_names(ReadmeModel(), whole), ReadmeModel()
+    readme_loss(reference).total_loss.backward()
+    exec(split, readme_names(model, whole))
+    same_gradients(model, {name: p.grad for name, p in reference["model"].named_parameters()})
+
+    names = readme_names(ReadmeModel(), part)
+    exec(
+        counts, names | vars(ours) | {"loss_fn": ours.MDLMCrossEntropyLoss(), "global_token_count": global_token_count}
+    )
+    model = ReadmeModel().lm_head if dist.get_rank() else torch.nn.Embedding(V, D)
+    model.get_output_embeddings = lambda: model
+    names = readme_names(model, whole) | {"part_of_the_model": model, "device": torch.device("cpu")}
+    exec(pipeline, names)
+    assert model.weight.grad.abs().sum() > 0

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 import dllm_kernels as ours
 from dllm_kernels import ops
 from dllm_kernels.distributed import LossHead, gather_head, set_gradient_divide_factor, summed_over
-from tests.cases import CASES
 from tests.distributed_checks import (
     NAMES,
     B,
@@ -150,16 +149,24 @@ def fsdp_reshard_after_forward(name):
             compare(name, setup, bias=not reshard, reshard_after_forward=reshard)
 
 
+def logits_of(setup):
+    """The setup with logits, which the head makes, or the root where the head is its."""
+
+    def with_logits(model, **options):
+        run = setup(model, **options)
+        if setup in (own_unit, loss_head):
+            return lambda ids, loss: loss(model.lm_head(model(ids)))
+        return lambda ids, loss: run(ids, lambda h, w, b: loss(nn.functional.linear(h, w, b)))
+
+    return with_logits
+
+
 @check(2, name=NAMES)
 @check(4, name=FEW)
 def fsdp_logits(name):
-    """The losses from logits, which the head's own forward makes."""
-
-    def logits_of(model, **options):
-        own_unit(model, **options)
-        return plainly(model, "logits")
-
-    compare(name, logits_of, form="logits")
+    """The losses from logits."""
+    for setup in (own_unit, in_root, loss_head):
+        compare(name, logits_of(setup), form="logits")
 
 
 @check(2, name=FEW)
@@ -177,6 +184,7 @@ def fsdp_frozen_head(name):
     """Gathered, and nothing of a gradient made or sent; the hidden states' gradient is right."""
     for setup in (own_unit, in_root, loss_head):
         compare(name, setup, prepare=frozen_head)
+    compare(name, logits_of(own_unit), prepare=frozen_head, form="logits")
 
 
 @check(2)
@@ -201,8 +209,9 @@ def fsdp_trained_bias_on_a_frozen_weight(setup):
 def fsdp_hybrid_shard(name):
     """A 2-D mesh: replicated over one dimension, sharded over the other."""
     mesh = mesh_of("replicate", "shard")
-    for setup in (own_unit, in_root, loss_head):
+    for setup in (own_unit, in_root, loss_head) if name in FEW else (own_unit,):
         compare(name, setup, mesh=mesh)
+    compare(name, logits_of(own_unit), form="logits", mesh=mesh)
 
 
 def split_by_vocabulary(setup, tp):
@@ -224,9 +233,10 @@ def fsdp_over_tensor_parallel(name):
     mesh = mesh_of("dp", "tp")
     dp, tp = mesh["dp"], mesh["tp"]
     rows = {"parts": 2, "part": dp.get_local_rank()}
-    for setup in (own_unit, in_root, loss_head):
-        for prepare in (untouched, frozen_head):
-            compare(name, split_by_vocabulary(setup, tp), prepare=prepare, mesh=dp, **rows)
+    for setup in (own_unit, in_root, loss_head) if name in FEW else (own_unit,):
+        compare(name, split_by_vocabulary(setup, tp), mesh=dp, **rows)
+    for setup in (own_unit, in_root, loss_head) if name in FEW else ():
+        compare(name, split_by_vocabulary(setup, tp), prepare=frozen_head, mesh=dp, **rows)
 
 
 @check(4, name=NAMES)
@@ -261,9 +271,9 @@ def fsdp_gradient_divide_factor(name):
 @check(2, name=FEW)
 def fsdp_accumulation(name):
     """Two micro-batches a rank, the first without synchronisation."""
-    for setup in SETUPS.values():
+    for setup in (*SETUPS.values(), logits_of(own_unit)):
         for bias in (True, False):
-            job, world = Job(name), 2
+            job, world = Job(name, "hidden" if setup in SETUPS.values() else "logits"), 2
             loss, grads = job.expected(Model(bias), 2 * world)
             model = Model(bias, HeadWithMethod)
             run, total = setup(model), 0
@@ -294,7 +304,7 @@ def fsdp_checkpointing(name):
 
 
 POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-WITH_ORACLE = tuple(case.name for case in CASES)
+WITH_ORACLE = tuple(name for name in NAMES if name != "pipeline")
 
 
 @check(2, name=WITH_ORACLE)
@@ -320,13 +330,14 @@ def fsdp_mixed_precision(name):
         return list(Job(name, "oracle", seed, scaled=False).expected(model(torch.float64), 2)[1].values())
 
     def sharded(setup, seed):
-        job, made = Job(name, seed=seed, scaled=False), model(torch.float32)
+        form = "hidden" if setup in SETUPS.values() else "logits"
+        job, made = Job(name, form, seed, scaled=False), model(torch.float32)
         (2 * job.loss(setup(made, mp_policy=POLICY), dist.get_rank(), 2) * job.share(2)).backward()
         return [p.grad.full_tensor() for p in made.parameters()]
 
     wanted = [exact(seed) for seed in range(PLAIN_DRAWS)]
     plain_grads = [plain(seed) for seed in range(PLAIN_DRAWS)]
-    for setup in (own_unit, in_root, loss_head):
+    for setup in (own_unit, in_root, loss_head, logits_of(own_unit)):
         got = [sharded(setup, seed) for seed in range(OUR_DRAWS)]
         for k, (label, _) in enumerate(Model().named_parameters()):
             error = max((p[k] - e[k]).abs().max().item() for p, e in zip(plain_grads, wanted, strict=True))
@@ -413,8 +424,8 @@ def fsdp_mtp_finds_the_head():
             same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
 
 
-@check(2)
-def fsdp_tied_embeddings():
+@check(2, name=FEW)
+def fsdp_tied_embeddings(name):
     """One parameter for embedding and head, which FSDP2 wants in one unit: the root, or one of the two together."""
 
     def together(model):
@@ -423,9 +434,9 @@ def fsdp_tied_embeddings():
         fully_shard(model)
         return plainly(model)
 
-    for name in FEW:
-        for setup in (in_root, after_root, together):
-            compare(name, setup, prepare=tie)
+    for setup in (in_root, after_root, together):
+        compare(name, setup, prepare=tie)
+    compare(name, logits_of(in_root), prepare=tie, form="logits")
 
 
 @check(2)

@@ -9,7 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import dllm_kernels as ours
-from tests.distributed_checks import B, D, L, V, check, close, mesh_of, raises, same_gradients
+from tests.cases import BY_NAME
+from tests.distributed_checks import B, D, L, V, check, close, drawn, mesh_of, raises, same_gradients
 
 SCHEDULES = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 OUTPUTS = ("hidden depths", "logit depths", "hidden depths, packed", "logits", "hidden states")
@@ -144,3 +145,34 @@ def pipeline_output_that_cannot_be_served():
     raises(
         ValueError, "logits first", loss_of(last, last.output), (hidden, hidden), torch.zeros(B, L, dtype=torch.long)
     )
+
+
+@check(2, form=("logits", "hidden states"))
+def pipeline_of_a_diffusion_loss(form):
+    """Any other loss: a schedule hands over one target, which can hold ids and masks, stacked."""
+    i, stage = drawn(BY_NAME["mdlm, counted"]), dist.get_rank()
+    count, names = i.pop("num_diffusion_tokens"), ("target_ids", "noise_mask", "p_mask", "loss_mask")
+    target = torch.stack([i[name].double() for name in names], dim=1)
+
+    def loss_fn(output, target):
+        ids, noise_mask, p_mask, loss_mask = target.unbind(1)
+        loss, masks = ours.MDLMCrossEntropyLoss(), (ids.long(), noise_mask, p_mask, loss_mask, count)
+        if form == "logits":
+            return loss(output, *masks).total_loss
+        return loss.forward_fused(output, last.lm_head.weight, *masks, lm_head_bias=last.lm_head.bias).total_loss
+
+    ids = batch(form)[0]
+    first, last = FirstStage(), LastStage(form)
+    expected = loss_fn(last(first(ids)), target)
+    expected.backward()
+    grads = [{n: p.grad for n, p in model.named_parameters()} for model in (first, last)]
+    for schedule in SCHEDULES.values():
+        first, last = FirstStage(), LastStage(form)
+        model, losses = (first, last)[stage], []
+        made = schedule(PipelineStage(model, stage, 2, torch.device("cpu")), B, loss_fn=loss_fn, scale_grads=False)
+        if stage:
+            made.step(target=target, losses=losses)
+            close(torch.stack(losses).sum(), expected.detach())
+        else:
+            made.step(ids)
+        same_gradients(model, grads[stage])

@@ -1,6 +1,7 @@
 """The losses in several processes on loopback, each check against the single-process run: see ``distributed_*.py``."""
 
 import fcntl
+import itertools
 import json
 import os
 import signal
@@ -9,9 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from dllm_kernels.distributed import global_token_count
 from tests import distributed_workers
-from tests.distributed_checks import CHECKS
+from tests.distributed_checks import CHECKS, TABLE
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 300  # seconds for all checks of a world size; the group's own timeout is 30
@@ -103,3 +106,29 @@ def test_a_lost_peer_ends_in_an_error_within_the_timeout(lost, how):
     assert seen, log[-2000:]
     assert seen["error"], "the loss came out although a rank was gone"
     assert seen["seconds"] < 20
+
+
+def readme_table():
+    """Rows of README's table of parallelisms: name -> what its cells say."""
+    lines = Path(ROOT, "README.md").read_text().splitlines()
+    first = next(k for k, line in enumerate(lines) if line.startswith("| Parallelism |")) + 2
+    table = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
+    return {name: cells for name, *cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in table)}
+
+
+def test_readme_claims_what_is_tested():
+    """Every row is in ``TABLE``; a "yes" has checks behind it, which exist and are tests above; a "no" has none."""
+    registered = {name for checks in CHECKS.values() for name in checks}
+    registered |= {name.split("[")[0] for name in registered}
+    table = readme_table()
+    assert list(table) == list(TABLE)
+    for row, cells in table.items():
+        for cell, checks in zip(cells, TABLE[row], strict=True):
+            assert cell.startswith(("yes", "no")), (row, cell)
+            assert cell.startswith("yes") == bool(checks), (row, cell)
+            assert set(checks) <= registered, (row, set(checks) - registered)
+
+
+def test_counts_without_a_process_group():
+    mask = torch.tensor([[0.5, 0.0, 2.0]])
+    assert global_token_count(mask) == 2
