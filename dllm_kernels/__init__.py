@@ -29,6 +29,7 @@ from dllm_kernels.mtp import (
     calculate_loss,
     calculate_mtp_loss,
 )
+from dllm_kernels.ops import gumbel_topk_mask, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 
 __version__ = "0.1.0"
 
@@ -60,4 +61,9 @@ __all__ = [
     "encoder_ar_loss",
     "encoder_ar_loss_fused",
     "gumbel_topk",
+    "gumbel_topk_mask",
+    "linear_token_nll",
+    "token_nll",
+    "weighted_linear_nll",
+    "weighted_nll",
 ]

@@ -98,14 +98,16 @@ class DLLMCollator:
                 original raised an AssertionError). Every message names the sample and the field.
         """
         samples = list(batch)
-        lengths = torch.tensor([_length(i, sample) for i, sample in enumerate(samples)], dtype=torch.int64)
+        lengths = torch.tensor(
+            [_length(i, sample) for i, sample in enumerate(samples)], dtype=torch.int64, device="cpu"
+        )
         rows = {field: self._rows(samples, field) for field in FIELDS}
         starts = torch.zeros_like(lengths)
         if self.response_window:
             for i, row in enumerate(rows["loss_mask"]):
                 _check_one_run(i, row)
             firsts = [self._first_supervised_index(row, len(row)) for row in rows["loss_mask"]]
-            starts = torch.tensor(firsts, dtype=torch.int64)
+            starts = torch.tensor(firsts, dtype=torch.int64, device="cpu")
         ends = self._block_fill_ends(lengths, starts)
         L = self._compute_target_length(ends)
         values = {
@@ -161,7 +163,7 @@ class DLLMCollator:
         dtype: torch.dtype = torch.long,
     ) -> torch.Tensor:
         """One field of all samples as ``[B, target_len]``: content, fill up to ``fill_ends``, then pad."""
-        out = torch.full((len(samples), target_len), pad_value, dtype=dtype, pin_memory=self.pin_memory)
+        out = torch.full((len(samples), target_len), pad_value, dtype=dtype, device="cpu", pin_memory=self.pin_memory)
         view = out.numpy()
         ends, lengths = fill_ends.tolist(), content_lengths.tolist()
         for row, sample, length, end in zip(view, samples, lengths, ends, strict=True):

@@ -17,12 +17,14 @@ layout), the same bits on CPU and GPU, under Triton and under torch.
 
 from __future__ import annotations
 
+import numbers
 import operator
 from collections.abc import Sequence
 
 import torch
 
 from dllm_kernels.ops import _philox, corruption
+from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._checks import (
     check_ids,
     check_mask,
@@ -45,7 +47,7 @@ __all__ = [
 
 def gumbel_topk(
     log_w: torch.Tensor,
-    k: int,
+    k: int | torch.Tensor,
     *,
     generator: torch.Generator | None = None,
     uniform: torch.Tensor | None = None,
@@ -57,7 +59,7 @@ def gumbel_topk(
 
     Args:
         log_w: log-weights ``[D]``, floating; a position of -inf or NaN is never chosen.
-        k: how many; more than the choosable positions means all of them.
+        k: how many, an int or a 0-d tensor; more than the choosable positions means all of them.
         generator: what to draw from, see the module.
         uniform: the draws u ``[D]`` instead, float32 or float64, strictly inside (0, 1).
         backend: "auto", "triton" or "torch".
@@ -77,6 +79,8 @@ def gumbel_topk(
         check_tensor("uniform", uniform)
         check_ndim("uniform", uniform, 1, "[D]")
         uniform = uniform[None]
+    if isinstance(k, torch.Tensor) and k.dim() == 0:
+        k = k[None]
     return gumbel_topk_mask(log_w[None], k, uniform=uniform, generator=generator, backend=backend)[0]
 
 
@@ -150,10 +154,10 @@ def corrupt_uniform(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
-    _check_eps(eps)
+    eps = _checked_eps(eps)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
-        return _nothing(input_ids)
+        return _nothing(input_ids, backend)
     return corruption.mask_tokens(input_ids, loss_mask, mask_id, eps, seed, backend)
 
 
@@ -199,14 +203,14 @@ def corrupt_blockwise(
     """
     _check_batch(input_ids, loss_mask, optional=True)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
-    _check_eps(eps)
-    _check_block_size(block_size)
-    _check_real("half_life_ratio", half_life_ratio)
+    eps = _checked_eps(eps)
+    block_size = _checked_block_size(block_size)
+    half_life_ratio = _checked_real("half_life_ratio", half_life_ratio)
     if not half_life_ratio > 0:
         raise ValueError(f"half_life_ratio must be above 0, got {half_life_ratio}")
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
-        return _nothing(input_ids)
+        return _nothing(input_ids, backend)
     return corruption.mask_topk(input_ids, loss_mask, mask_id, block_size, eps, half_life_ratio, seed, backend)
 
 
@@ -250,16 +254,21 @@ def corrupt_uniform_random(
     if vocab_size > 2**31:
         raise ValueError(f"vocab_size must be at most 2**31, got {vocab_size}")
     _check_fits("vocab_size - 1", vocab_size - 1, input_ids)
-    _check_eps(eps)
-    _check_block_size(block_size)
+    eps, block_size, vocab_size = _checked_eps(eps), _checked_block_size(block_size), int(vocab_size)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
-        return _nothing(input_ids)
+        return _nothing(input_ids, backend)
     return corruption.replace_tokens(input_ids, loss_mask, vocab_size, block_size, eps, seed, backend)
 
 
 def corrupt_all_masked(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, *, backend: str = "auto"
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    *,
+    generator: torch.Generator | None = None,
+    seeds: torch.Tensor | None = None,
+    backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask every supervised position: ``noise = supervised``, ``p = 1``. Nothing is random.
 
@@ -267,6 +276,8 @@ def corrupt_all_masked(
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
         mask_token_id: the token that masks.
+        generator: not used, since nothing is drawn; there so that all routines are called alike.
+        seeds: not used, likewise.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -281,11 +292,12 @@ def corrupt_all_masked(
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
     if input_ids.numel() == 0:
-        return _nothing(input_ids)
+        return _nothing(input_ids, backend)
     return corruption.mask_all(input_ids, loss_mask, mask_id, backend)
 
 
-def _nothing(input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _nothing(input_ids: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    use_triton(backend, input_ids)  # which raises where the choice is a bad one
     p_mask = torch.empty(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     return input_ids.clone(), torch.empty_like(p_mask, dtype=torch.bool), p_mask
 
@@ -319,17 +331,21 @@ def _check_fits(name: str, token: int, input_ids: torch.Tensor) -> None:
         raise ValueError(f"{name} must fit the {dtype} of input_ids, [{limits.min}, {limits.max}], got {token}")
 
 
-def _check_real(name: str, value: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+def _checked_real(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    return float(value)
 
 
-def _check_eps(eps: float) -> None:
-    _check_real("eps", eps)
+def _checked_eps(eps: float) -> float:
+    eps = _checked_real("eps", eps)
     if not 0 <= eps < 1:
         raise ValueError(f"eps must lie in [0, 1), got {eps}")
+    return eps
 
 
-def _check_block_size(block_size: int | None) -> None:
-    if block_size is not None:
-        check_positive_int("block_size", block_size)
+def _checked_block_size(block_size: int | None) -> int | None:
+    if block_size is None:
+        return None
+    check_positive_int("block_size", block_size)
+    return int(block_size)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeGuard, overload
 
 import torch
 from torch import nn
@@ -89,12 +89,13 @@ class MaskedCrossEntropy(nn.Module):
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         _checks.check_float("logits", logits)
         weights = _position_weights(logits, labels, self.ignore_index, mask, loss_weights)
+        targets = _targets(labels, self.ignore_index)
         if self.reduction == "none":
-            nll = token_nll(logits, labels, active=weights, ignore_index=PADDING, backend=self.backend).nll.flatten()
+            nll = token_nll(logits, targets, active=weights, ignore_index=PADDING, backend=self.backend).nll.flatten()
             return nll if self.fp32_upcast else nll.to(logits.dtype).to(nll.dtype)
         weights = _normalized(weights, self.reduction, num_label_tokens)
         return weighted_nll(
-            logits, labels, weights, ignore_index=PADDING, round_nll=not self.fp32_upcast, backend=self.backend
+            logits, targets, weights, ignore_index=PADDING, round_nll=not self.fp32_upcast, backend=self.backend
         ).loss
 
 
@@ -171,11 +172,12 @@ class FusedLinearCrossEntropy(nn.Module):
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         _checks.check_float("hidden_states", hidden_states)
         weights = _position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
+        targets = _targets(labels, self.ignore_index)
         options: dict[str, Any] = {"bias": lm_bias, "chunk_size": self.chunk_size, "backend": self.backend}
         if self.reduction == "none":
-            return linear_token_nll(hidden_states, lm_weight, labels, active=weights, **options).nll.flatten()
+            return linear_token_nll(hidden_states, lm_weight, targets, active=weights, **options).nll.flatten()
         weights = _normalized(weights, self.reduction, num_label_tokens)
-        return weighted_linear_nll(hidden_states, lm_weight, labels, weights, **options).loss
+        return weighted_linear_nll(hidden_states, lm_weight, targets, weights, **options).loss
 
 
 def _checked_reduction(reduction: str) -> str:
@@ -212,6 +214,12 @@ def _position_weights(
     _checks.check_mask("loss_weights", loss_weights, labels.shape, "that of labels")
     _checks.check_same_device("labels", labels, loss_weights=loss_weights)
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
+
+
+def _targets(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Labels as the ops take them, -100 where they are ignored; a label that the loss ignores is no bad target."""
+    (labels,) = all_plain(labels)
+    return labels if ignore_index == PADDING else labels.masked_fill(labels == ignore_index, PADDING)
 
 
 def _normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
@@ -263,7 +271,7 @@ def _required(kwargs: Mapping[str, Any], name: str, loss_fn: nn.Module) -> Any:
 
 
 def _call(loss_fn: nn.Module, offered: Mapping[str, Any]) -> torch.Tensor:
-    """Call with the arguments that the loss takes; those that are None and optional are left to their defaults."""
+    """Call with the arguments that the loss takes; those that are None are left to its defaults."""
     parameters = inspect.signature(loss_fn.forward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = {k: v for k, v in offered.items() if v is not None and (takes_all or k in parameters)}
@@ -274,6 +282,14 @@ def _call(loss_fn: nn.Module, offered: Mapping[str, Any]) -> torch.Tensor:
 def _is_linear(loss_fn: nn.Module) -> bool:
     """Whether the loss takes hidden states and the LM head instead of logits."""
     return "lm_weight" in inspect.signature(loss_fn.forward).parameters
+
+
+def _is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
+    """Whether calling the loss is calling :class:`FusedLinearCrossEntropy` and nothing more: not overridden, no hooks."""
+    if not isinstance(loss_fn, FusedLinearCrossEntropy) or type(loss_fn).forward is not FusedLinearCrossEntropy.forward:
+        return False
+    hooks = (loss_fn._forward_hooks, loss_fn._forward_pre_hooks, loss_fn._backward_hooks, loss_fn._backward_pre_hooks)
+    return "forward" not in vars(loss_fn) and not any(hooks)
 
 
 def _ignore_index(loss_fn: nn.Module) -> int:
@@ -502,7 +518,7 @@ def calculate_mtp_loss(
         targets = [mtp_labels(labels, k, own_index, packed) for k in range(len(outputs))]
     factor = scaling_factor / len(outputs)
     common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
-    if isinstance(loss_fn, FusedLinearCrossEntropy) and loss_fn.reduction != "none":
+    if _is_our_linear(loss_fn) and loss_fn.reduction != "none":
         weight = _head_weight(model) if lm_weight is None else lm_weight
         total, losses = _fused_depths(
             loss_fn, outputs, targets, weight, _head_bias(model), factor, return_per_depth, **common
@@ -590,6 +606,7 @@ def _fused_depths(
         )
         for t in targets
     ]
+    targets = [_targets(t, loss_fn.ignore_index) for t in targets]
     hidden, labels, row_weights = torch.stack(outputs), torch.stack(targets), torch.stack(weights)
     options: dict[str, Any] = {"bias": lm_bias, "chunk_size": loss_fn.chunk_size, "backend": loss_fn.backend}
     if not return_per_depth:

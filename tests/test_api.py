@@ -32,6 +32,7 @@ def test_every_name_lives_in_its_module_and_in_the_package(home, name):
 def test_ops(name):
     ops = importlib.import_module("dllm_kernels.ops")
     assert callable(getattr(ops, name))
+    assert getattr(dllm_kernels, name) is getattr(ops, name)
     assert name in ops.__all__
 
 

@@ -351,3 +351,12 @@ def test_pinned_memory_needs_an_accelerator():
 def test_pinned_memory():
     out = DLLMCollator(pin_memory=True)([sample(3)])
     assert all(tensor.is_pinned() for tensor in out.values())
+
+
+def test_a_default_device_changes_nothing():
+    samples = [sample(3), sample(5)]
+    for options in ({}, {"block_size": 4, "response_window": True}):
+        expected = DLLMCollator(**options)(samples)
+        with torch.device("meta"):
+            got = DLLMCollator(**options)(samples)
+        assert all(torch.equal(expected[name], got[name]) for name in expected)

@@ -430,3 +430,64 @@ def test_errors(arguments, group, error, message):
         call, good = CALLS[name]
         with pytest.raises(error, match=message):
             call(**({"input_ids": IDS, "loss_mask": LOSS} | good | arguments))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_a_default_dtype_changes_nothing(default):
+    ids, mask, seeds = batch(3, 11)
+    expected = [routine(ids, mask, seeds=seeds) for routine in FEW]
+    torch.set_default_dtype(default)
+    try:
+        got = [routine(ids, mask, seeds=seeds) for routine in FEW]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(expected, got, strict=True):
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_default_device_changes_nothing():
+    ids, mask, seeds = batch(3, 11)
+    for routine in FEW:
+        expected = routine(ids, mask, seeds=seeds)
+        with torch.device("meta"):
+            got = routine(ids, mask, seeds=seeds)
+        assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+
+
+def test_all_masked_is_called_like_the_others():
+    ids, mask, seeds = batch(2, 5)
+    expected = corruption.corrupt_all_masked(ids, mask, MASK)
+    generator = torch.Generator().manual_seed(0)
+    state = generator.get_state()
+    for given in ({"seeds": seeds}, {"generator": generator}):
+        got = corruption.corrupt_all_masked(ids, mask, MASK, **given)
+        assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_numbers_may_come_from_numpy():
+    ids, mask, seeds = batch(2, 9)
+    given = corruption.corrupt_blockwise(ids, mask, MASK, np.int64(4), np.float32(0.25), np.float64(0.5), seeds=seeds)
+    expected = corruption.corrupt_blockwise(ids, mask, MASK, 4, 0.25, 0.5, seeds=seeds)
+    assert all(torch.equal(x, y) for x, y in zip(expected, given, strict=True))
+    given = corruption.corrupt_uniform_random(ids, mask, np.int64(7), np.int32(4), seeds=seeds)
+    expected = corruption.corrupt_uniform_random(ids, mask, 7, 4, seeds=seeds)
+    assert all(torch.equal(x, y) for x, y in zip(expected, given, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_an_empty_batch_does_not_hide_an_unknown_backend(shape):
+    ids = torch.zeros(shape, dtype=torch.long)
+    for routine in (*FEW, lambda *a, **kw: corruption.corrupt_all_masked(*a, MASK, **kw)):
+        assert [t.shape for t in routine(ids, ids > 0)] == [shape] * 3
+        with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'cuda'"):
+            routine(ids, ids > 0, backend="cuda")
+
+
+def test_a_token_of_1_masks(device):
+    """Triton hands an integer of 1 over as a constant, unless told not to."""
+    ids, mask, seeds = batch(2, 9, device)
+    for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
+        kernel = routine(ids, mask, 1, seeds=seeds, backend="triton")
+        plain = routine(ids, mask, 1, seeds=seeds, backend="torch")
+        assert all(torch.equal(x, y) for x, y in zip(kernel, plain, strict=True))

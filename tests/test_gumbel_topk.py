@@ -317,3 +317,10 @@ def test_errors_of_the_single_row():
         corruption.gumbel_topk(W[0], 1, uniform=0.5)
     with pytest.raises(ValueError, match=r"uniform must have shape \[D\], got \(3, 4\)"):
         corruption.gumbel_topk(W[0], 1, uniform=U)
+
+
+@pytest.mark.parametrize("k", [np.int64(2), np.int32(2), torch.tensor(2), torch.tensor([2])])
+def test_k_of_one_row_in_any_form(k):
+    uniform = torch.rand(5, generator=torch.Generator().manual_seed(0))
+    expected = corruption.gumbel_topk(torch.zeros(5), 2, uniform=uniform)
+    assert torch.equal(corruption.gumbel_topk(torch.zeros(5), k, uniform=uniform), expected)

@@ -659,3 +659,61 @@ def test_no_host_sync_when_the_number_of_active_rows_is_given():
         weighted_linear_nll(hidden, weight, targets, weights, bias=bias, num_active=256).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("layout", ["every second", "expanded"])
+def test_weights_of_any_stride(layout, path):
+    """With all rows active nothing is compacted, so nothing copies the weights on the way to the kernel."""
+    (hidden, weight, bias), targets, _ = inputs()
+    targets = targets.clamp(min=0)
+    weights = torch.rand(2 * len(targets), device=DEVICE)[::2] + 0.1
+    if layout == "expanded":
+        weights = weights[:1].expand(len(targets))
+
+    def gradients(w):
+        loss = lambda *leaves: weighted_linear_nll(*leaves[:2], targets, w, bias=leaves[2], backend=path).loss  # noqa: E731
+        return value_and_grads(loss, [hidden, weight, bias], torch.ones((), device=DEVICE))
+
+    for strided, dense in zip(gradients(weights), gradients(weights.contiguous()), strict=True):
+        assert torch.equal(strided, dense)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 100])
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_float16_sums_that_only_fit_once_they_are_scaled_down(chunk_size, compiled):
+    """Rows are scaled up to a largest weight of 1: their sum passes 65504, the mean that is asked for does not."""
+    N, V, D = 1200, 8, 3
+    hidden = torch.full((N, D), 64.0, dtype=torch.float16, device=DEVICE)
+    weight, bias = torch.zeros(V, D, device=DEVICE).half(), torch.zeros(V, device=DEVICE).half()
+    targets, weights = torch.zeros(N, dtype=torch.long, device=DEVICE), torch.full((N,), 1 / N, device=DEVICE)
+
+    def loss(h, w, b):
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=chunk_size, backend="torch").loss
+
+    function = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    _, _, grad_weight, grad_bias = value_and_grads(function, [hidden, weight, bias], torch.tensor(0.5, device=DEVICE))
+    assert grad_weight.dtype == grad_bias.dtype == torch.float16
+    expected = torch.full((V,), 1 / V).sub_(torch.eye(V)[0]).mul_(0.5)
+    torch.testing.assert_close(grad_bias.cpu().float(), expected, rtol=2e-3, atol=0)
+    torch.testing.assert_close(grad_weight.cpu().float(), (64 * expected)[:, None].expand(V, D), rtol=2e-3, atol=0)
+
+
+def test_nll_may_be_written_to(backend):
+    (hidden, weight, _), targets, weights = inputs()
+    hidden = hidden.requires_grad_()
+    for num_active in (None, len(targets)):
+        out = linear_token_nll(hidden, weight, targets, active=weights, num_active=num_active, backend=backend)
+        out.nll.mul_(2).sum().backward()
+
+
+@pytest.mark.parametrize("op", [weighted_linear_nll, linear_token_nll])
+def test_a_second_derivative_is_an_error(op, backend):
+    """Also where the upstream gradient is a constant, which autograd's own check lets pass."""
+    (hidden, weight, _), targets, weights = inputs()
+    hidden = hidden.requires_grad_()
+    given = (weights,) if op is weighted_linear_nll else ()
+    value = op(hidden, weight, targets, *given, backend=backend)[0].sum()
+    (gradient,) = torch.autograd.grad(value, hidden, create_graph=True)
+    assert gradient.requires_grad
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        gradient.square().sum().backward()

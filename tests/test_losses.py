@@ -506,3 +506,34 @@ def test_sequences_of_no_position(case):
     inputs = draw(case, 2, 0)
     assert case.logits_form(logits_of(case, 2, 0), inputs).sum().item() == 0
     assert case.hidden_form(*leaves_of_hidden_form(case, torch.float32, 2, 0), inputs).sum().item() == 0
+
+
+@pytest.mark.parametrize("extra", [1, 4, 6, 9])
+def test_hybrid_without_an_ar_part_takes_any_number_of_rows_after_the_diffusion_ones(extra):
+    inputs = draw(BY_NAME["hybrid, one tensor"])
+    ids, masks = inputs["target_ids"], {k: inputs[k] for k in ("noise_mask", "p_mask", "loss_mask")}
+    B, L = ids.shape
+    loss = HybridDiffusionLLMLoss(alpha=0.3)
+    x, head = torch.randn(B, L + extra, V, device=DEVICE), torch.randn(V, V, device=DEVICE)
+    for function in (lambda t: loss(t, ids, **masks), lambda t: loss.forward_fused(t, head, ids, **masks)):
+        expected, got = x[:, :L].clone().requires_grad_(), x.clone().requires_grad_()
+        outputs = [function(t) for t in (expected, got)]
+        for a, b in zip(*(out[:2] for out in outputs), strict=True):
+            torch.testing.assert_close(a, b)
+        for out in outputs:
+            out.total_loss.backward()
+        torch.testing.assert_close(got.grad[:, :L], expected.grad)
+        assert got.grad[:, L:].count_nonzero() == 0
+    ar = torch.ones_like(masks["p_mask"])
+    if extra != L:
+        with pytest.raises(ValueError, match="logits must have shape"):
+            loss(x, ids, **masks, loss_mask_ar=ar)
+
+
+def test_draft_accuracy_of_fractions():
+    """``correct`` may be a float, a share of hits, as the documentation has it; nothing counts where nothing is valid."""
+    correct = torch.tensor([[0.5, 1.0, NAN, 0.25, 0.0, 1.0]])
+    valid = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.5, 0.5]])
+    hits, count = DFlashDecayLoss._draft_acc_per_pos(correct, valid, 4)
+    assert hits.tolist() == [0.75, 1.0, 0.5]
+    assert count.tolist() == [2.0, 1.5, 0.5]

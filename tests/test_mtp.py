@@ -444,3 +444,45 @@ def test_a_linear_loss_of_somebody_else_gets_the_head():
     model, hidden, labels = Model(), hiddens(), labels_with_padding()
     got = calculate_mtp_loss(Theirs(), mtp_per_depth_h=hidden, labels=labels, model=model, grad_reduce_group=object())
     torch.testing.assert_close(got, reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+@pytest.mark.parametrize("base", BASES)
+def test_an_ignore_index_of_its_own_is_no_bad_target(base, reduction, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    torch.manual_seed(0)
+    model, h = Model(), torch.randn(B, S, H, dtype=torch.float64)
+    labels = torch.where(torch.rand(B, S) < 0.3, -1, torch.randint(0, V, (B, S)))
+    loss_fn = base(ignore_index=-1, reduction=reduction)
+    first = (h, labels, model.lm_head.weight) if base is FusedLinearCrossEntropy else (model.lm_head(h), labels)
+    assert loss_fn(*first).isfinite().all()
+    if reduction != "none":
+        depths = [h, h]
+        for return_per_depth in (False, True):
+            total = calculate_mtp_loss(
+                loss_fn, mtp_per_depth_h=depths, labels=labels, model=model, return_per_depth=return_per_depth
+            )
+            assert (total.loss if return_per_depth else total).isfinite()
+    with pytest.raises(IndexError, match="got 37 at position"):
+        loss_fn(*first[:1], torch.full_like(labels, V), *first[2:])
+
+
+class Doubled(FusedLinearCrossEntropy):
+    def forward(self, hidden_states, labels, lm_weight, **options):
+        return 2 * super().forward(hidden_states, labels, lm_weight, **options)
+
+
+@pytest.mark.parametrize("how", ["subclass", "hook", "replaced"])
+def test_every_depth_goes_through_the_loss_as_it_is(how):
+    """A loss that does more than ours is called depth by depth, not passed by."""
+    torch.manual_seed(0)
+    model, depths = Model(), [torch.randn(B, S, H, dtype=torch.float64) for _ in range(D)]
+    common = {"mtp_per_depth_h": depths, "labels": torch.randint(0, V, (B, S)), "model": model}
+    loss_fn = Doubled() if how == "subclass" else FusedLinearCrossEntropy()
+    if how == "hook":
+        loss_fn.register_forward_hook(lambda module, args, out: 2 * out)
+    if how == "replaced":
+        plain = FusedLinearCrossEntropy()
+        loss_fn.forward = lambda hidden_states, labels, lm_weight: 2 * plain(hidden_states, labels, lm_weight)
+    expected = 2 * calculate_mtp_loss(FusedLinearCrossEntropy(), **common)
+    torch.testing.assert_close(calculate_mtp_loss(loss_fn, **common), expected)

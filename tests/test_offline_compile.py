@@ -57,3 +57,25 @@ def test_no_program_has_more_threads_than_a_gpu_allows(target):
     _, records = report(target)
     lanes = 64 if target.startswith("gfx") else 32
     assert all(r["num_warps"] * lanes <= 1024 for r in records)
+
+
+# A launch hands an integer that is 1 over as a compile-time constant, where it may: then it has no type of its own.
+ONES = """
+from benchmarks.inspect_kernels import TARGETS, compile_specimen, specimens
+
+for specimen in specimens():
+    free = [p.name for p in specimen.kernel.params if specimen.signature.get(p.name) in ("i32", "i64") and not p.do_not_specialize]
+    signature = {k: v for k, v in specimen.signature.items() if k not in free}
+    ones = specimen.constexprs | dict.fromkeys(free, 1)
+    divisible = tuple(name for name in specimen.divisible if name not in free)
+    compile_specimen(specimen._replace(signature=signature, constexprs=ones, divisible=divisible), TARGETS["sm_90"])
+    print(specimen.name)
+"""
+
+
+def test_every_kernel_compiles_where_its_integers_are_1():
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", ONES]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == len(report("sm_90")[1])

@@ -76,7 +76,7 @@ def _token(seed, row, block, first, vocab_size, R: tl.constexpr, BLOCK: tl.const
     return (high * vocab_size + ((low * vocab_size) >> 32)) >> 32
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token"])
 def _corrupt_independent(
     ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps,
@@ -126,7 +126,7 @@ def _position_keys(seed, row, block, first, level, rate, length, R: tl.constexpr
     return keys(score(log_w, u), i < length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token"])
 def _corrupt_topk(
     ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps, rate, at_least,
@@ -150,7 +150,7 @@ def _corrupt_topk(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token"])
 def _corrupt_topk_long(
     ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr, key_ptr,
     B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps, rate, at_least,

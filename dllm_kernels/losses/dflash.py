@@ -154,7 +154,11 @@ class DFlashDecayLoss(nn.Module):
         draft_correct_per_pos: torch.Tensor | None = None,
         draft_count_per_pos: torch.Tensor | None = None,
     ) -> DLLMLossOutput:
-        """Weigh, mask, sum and normalise a per-token NLL ``[B, T]`` that was computed elsewhere."""
+        """Weigh, mask, sum and normalise a per-token NLL ``[B, T]`` that was computed elsewhere.
+
+        For code that calls it, and so is ``_chunk_nll``: :meth:`forward` and :meth:`forward_fused` give the weights to
+        one op instead, so overriding these two does not change them.
+        """
         mask = block_mask.to(token_nll.dtype)
         weights = self._decay_weights(token_nll.shape[1], block_size, token_nll.device, token_nll.dtype) * mask
         loss = torch.where(weights != 0, token_nll * weights, 0.0).sum()
@@ -165,14 +169,15 @@ class DFlashDecayLoss(nn.Module):
     def _draft_acc_per_pos(
         correct: torch.Tensor, block_mask: torch.Tensor, block_size: int | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sums over batch and blocks of ``correct`` and of ``block_mask`` ``[B, T]`` at each offset, float32.
+        """Sums over batch and blocks of ``correct * block_mask`` and of ``block_mask``, both ``[B, T]``, at each offset.
 
-        (None, None) when ``block_size`` is None or at most 1, or T is not a multiple of ``block_size - 1``.
+        Float32; ``correct`` may be bool or float. (None, None) when ``block_size`` is None or at most 1, or T is not a
+        multiple of ``block_size - 1``.
         """
         if block_size is None or block_size <= 1 or correct.shape[1] % (block_size - 1) != 0:
             return None, None
         valid = block_mask.to(torch.float32).reshape(-1, block_size - 1)
-        hits = torch.where(correct.reshape(valid.shape).bool(), valid, 0.0)
+        hits = torch.where(valid != 0, correct.to(torch.float32).reshape(valid.shape) * valid, 0.0)
         return hits.sum(dim=0), valid.sum(dim=0)
 
     @staticmethod

@@ -83,7 +83,9 @@ class HybridDiffusionLLMLoss(nn.Module):
         """
         self._check_counts(num_diffusion_tokens, num_ar_tokens)
         concatenated = causal_logits is None and _is_concatenated(logits, target_ids)
-        _, L = check_bl(logits, "logits", target_ids, 2 * target_ids.shape[1] if concatenated else None)
+        _, L = check_bl(
+            logits, "logits", target_ids, _width(logits, target_ids, loss_mask_ar) if concatenated else None
+        )
         weights = mdlm_weights(logits, target_ids, noise_mask, p_mask, loss_mask)
         summed = functools.partial(weighted_nll, round_nll=not self.fp32_upcast, backend=self.backend)
         if concatenated:
@@ -140,7 +142,9 @@ class HybridDiffusionLLMLoss(nn.Module):
         """
         self._check_counts(num_diffusion_tokens, num_ar_tokens)
         concatenated = causal_hidden is None and _is_concatenated(hidden, target_ids)
-        _, L = check_bl(hidden, "hidden", target_ids, 2 * target_ids.shape[1] if concatenated else None)
+        _, L = check_bl(
+            hidden, "hidden", target_ids, _width(hidden, target_ids, loss_mask_ar) if concatenated else None
+        )
         weights = mdlm_weights(hidden, target_ids, noise_mask, p_mask, loss_mask)
         stacked = causal_hidden is not None and loss_mask_ar is not None
         if concatenated or stacked:
@@ -173,18 +177,24 @@ class HybridDiffusionLLMLoss(nn.Module):
         num_diffusion_tokens: Count,
         num_ar_tokens: Count,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Targets and weights ``[B, 2 L]`` of both branches, each weight with its own denominator folded in."""
+        """Targets and weights of all rows of both branches, each weight with its own denominator folded in."""
+        (target_ids,) = all_plain(target_ids)
         diffusion = self.alpha * normalized(weights, num_diffusion_tokens, like)
         if loss_mask_ar is None:
-            ar = torch.zeros_like(diffusion)
-        else:
-            ar = normalized(_ar_weights(target_ids, loss_mask_ar), num_ar_tokens, like)
+            rest = (0, like.shape[1] - target_ids.shape[1])
+            return nn.functional.pad(target_ids.long(), rest, value=-100), nn.functional.pad(diffusion, rest)
+        ar = normalized(_ar_weights(target_ids, loss_mask_ar), num_ar_tokens, like)
         return torch.cat([target_ids, shift_left(target_ids)], 1), torch.cat([diffusion, ar.to(diffusion)], 1)
 
 
 def _is_concatenated(x: torch.Tensor, target_ids: torch.Tensor) -> bool:
     tensors = isinstance(x, torch.Tensor) and isinstance(target_ids, torch.Tensor)
     return tensors and x.dim() == 3 and target_ids.dim() == 2 and x.shape[1] > target_ids.shape[1]
+
+
+def _width(x: torch.Tensor, target_ids: torch.Tensor, loss_mask_ar: torch.Tensor | None) -> int:
+    """Positions that both branches together must have; without an AR part any number may follow the diffusion rows."""
+    return x.shape[1] if loss_mask_ar is None else 2 * target_ids.shape[1]
 
 
 def _ar_weights(target_ids: torch.Tensor, loss_mask_ar: torch.Tensor) -> torch.Tensor:

@@ -64,8 +64,10 @@ class ActiveRows:
             out.index_copy_(0, self._index[chunk], value.to(out.dtype))
 
     def whole(self, out: torch.Tensor) -> torch.Tensor:
-        """The result without the spare row."""
-        return out[: self.total] if self._padded else out
+        """The result without the spare row; a copy where it is a number a row, for callers may write into those."""
+        if not self._padded:
+            return out
+        return out[: self.total].clone() if out.dim() == 1 else out[: self.total]
 
 
 def choose_chunk(rows: int, V: int, itemsize: int, trains_head: bool, on_gpu: bool, memory_budget: int | None) -> int:

@@ -72,7 +72,7 @@ def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") 
 
 def check_positive_int(name: str, value: object) -> None:
     """Raise unless ``value`` is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # NumPy's integers too
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")

@@ -25,9 +25,11 @@ def _present(t: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0) if t is None else t
 
 
-def _fake_gradient(t: torch.Tensor | None, like: torch.Tensor, need: bool) -> torch.Tensor:
+def _fake_gradient(
+    t: torch.Tensor | None, like: torch.Tensor, need: bool, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """What :func:`_present` makes of a gradient: contiguous, whatever the strides of the input."""
-    return like.new_empty(0) if t is None or not need else t.new_empty(t.shape)
+    return like.new_empty(0) if t is None or not need else t.new_empty(t.shape, dtype=dtype)
 
 
 @torch.library.custom_op("dllm_kernels::weighted_linear_nll", mutates_args=())
@@ -86,15 +88,17 @@ def _(
     acc = torch.promote_types(compute_dtype, torch.float32)
     N = targets.shape[0]
     rows = [hidden.new_empty(N, dtype=d) for d in (acc, acc, acc, torch.bool)]
-    wanted = ((hidden, need_hidden), (weight, need_weight), (bias, need_bias))
-    grads = [_fake_gradient(t, hidden, need) for t, need in wanted]
     makes_headroom = compute_dtype == torch.float16 and (need_hidden or need_weight or need_bias)
+    wide = acc if makes_headroom else None
+    wanted = ((hidden, need_hidden, None), (weight, need_weight, wide), (bias, need_bias, wide))
+    grads = [_fake_gradient(t, hidden, need, dtype) for t, need, dtype in wanted]
     headroom = hidden.new_empty(() if makes_headroom else 0, dtype=acc)
     return (hidden.new_empty((), dtype=acc), *rows, *grads, headroom)
 
 
 def _weighted_op_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
     ctx.needs = inputs[8:11]
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs[:3])
     ctx.save_for_backward(*output[5:])
     ctx.mark_non_differentiable(*output[1:])
 
@@ -104,8 +108,8 @@ def _weighted_op_backward(ctx: Any, grad_loss: torch.Tensor, *_: Any) -> tuple[A
     factor = grad_loss * headroom if headroom.dim() == 0 else grad_loss
     # widened first: a float16 gradient times a 0-d factor would round the factor to float16
     scaled = [
-        (grad.to(factor.dtype) * factor).to(grad.dtype) if need else None
-        for grad, need in zip(grads, ctx.needs, strict=True)
+        (grad.to(factor.dtype) * factor).to(dtype) if need else None
+        for grad, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
     ]
     return (*scaled, *(None,) * 15)
 

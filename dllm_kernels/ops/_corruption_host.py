@@ -89,8 +89,10 @@ def _corrupt(
     body: _Body,
 ) -> Corrupted:
     """Run ``body`` on a slice of rows at a time and write the outputs."""
-    noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype)
-    noise, p_mask = torch.empty(input_ids.shape, dtype=torch.bool), torch.empty(input_ids.shape)
+    noisy, noise, p_mask = (
+        torch.empty(input_ids.shape, dtype=dtype, device="cpu")
+        for dtype in (input_ids.dtype, torch.bool, torch.float32)
+    )
     out_noise, out_p = noise.numpy(), p_mask.numpy()
     supervised = None if loss_mask is None else _as_bool(loss_mask).numpy()
     draws = (grid.draw_levels(), *(grid.draw(stream) for stream in streams))
@@ -104,7 +106,11 @@ def _corrupt(
             out_noise[part] = _flat(grid, chosen)
         else:
             np.logical_and(_flat(grid, chosen), supervised[part], out=out_noise[part])
-        new = torch.tensor(token) if isinstance(token, int) else torch.from_numpy(_flat(grid, token).view(np.int64))
+        new = (
+            torch.tensor(token, device="cpu")
+            if isinstance(token, int)
+            else torch.from_numpy(_flat(grid, token).view(np.int64))
+        )
         torch.where(noise[part], new.to(input_ids.dtype), input_ids[part], out=noisy[part])
     return noisy, noise, p_mask
 

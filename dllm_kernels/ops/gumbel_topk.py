@@ -18,6 +18,8 @@ scores.
 
 from __future__ import annotations
 
+import numbers
+import operator
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,7 @@ def gumbel_topk_mask(
     Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.3.
     """
     _check(log_w, k, uniform)
+    k = k if isinstance(k, torch.Tensor) else operator.index(k)
     if uniform is not None and not (generator is None and seeds is None):
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
@@ -197,7 +200,7 @@ def _gumbel_topk_host(
     log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
 ) -> torch.Tensor:
     N, D = log_w.shape
-    mask = torch.empty((N, D), dtype=torch.bool)
+    mask = torch.empty((N, D), dtype=torch.bool, device="cpu")
     draw = _philox.Draw(_philox.STREAM_SELECT, 1, D)
     for rows in host_slices(N, D):
         part = slice(rows.start, rows.stop)
@@ -294,13 +297,17 @@ def _check(log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | N
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
     """Raise unless ``k`` is an int of at least 0, or an integer tensor ``[N]`` of such."""
     if not isinstance(k, torch.Tensor):
-        if isinstance(k, bool) or not isinstance(k, int):
-            raise TypeError(f"k must be an int or a torch.Tensor, got {type(k).__name__}")
-        if k < 0:
-            raise ValueError(f"k must be at least 0, got {k}")
+        _check_k_number(k)
         return
     check_dtype("k", k, INT_DTYPES)
     check_shape("k", k, log_w.shape[:1], "the rows of log_w")
     check_same_device("log_w", log_w, k=k)
     if k.device.type == "cpu" and not torch.compiler.is_compiling() and bool((k < 0).any()):
         raise ValueError(f"k must be at least 0, got {int(k.min())} in row {int(k.argmin())}")
+
+
+def _check_k_number(k: object) -> None:
+    if isinstance(k, bool) or not isinstance(k, numbers.Integral):  # NumPy's integers too
+        raise TypeError(f"k must be an int or a torch.Tensor, got {type(k).__name__}")
+    if k < 0:
+        raise ValueError(f"k must be at least 0, got {k}")

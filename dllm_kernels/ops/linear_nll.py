@@ -23,6 +23,7 @@ import torch
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._active_rows import ActiveRows, choose_chunk
 from dllm_kernels.ops._backend import use_triton
+from dllm_kernels.ops._first_order import first_order_only
 from dllm_kernels.ops._plain import all_plain, is_dtensor
 from dllm_kernels.ops._rows import RowPrimitives, row_primitives
 from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL, check_weights, flat_rows, weighted_sum
@@ -131,7 +132,7 @@ def weighted_with_options(
         bias,
         flat_targets,
         flat_active,
-        weights.reshape(-1),
+        weights.reshape(-1).contiguous(),
     )
     needs = _needs(hidden, weight, bias)
     if torch.compiler.is_compiling():
@@ -290,7 +291,8 @@ def _options(
     backend: str,
 ) -> _Options:
     return _Options(
-        compute_dtype(hidden, weight), chunk_size, memory_budget, num_active, ignore_index, with_correct,
+        compute_dtype(hidden, weight), None if chunk_size is None else int(chunk_size), memory_budget, num_active,
+        ignore_index, with_correct,
         use_triton(backend, hidden),
     )  # fmt: skip
 
@@ -337,7 +339,8 @@ def _check(
     for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
         if value is not None:
             _checks.check_positive_int(name, value)
-    if num_active is not None and not (isinstance(num_active, int) and 0 <= num_active <= targets.numel()):
+    is_int = isinstance(num_active, int) and not isinstance(num_active, bool)
+    if num_active is not None and not (is_int and 0 <= num_active <= targets.numel()):
         raise ValueError(f"num_active must be an int in [0, {targets.numel()}], got {num_active!r}")
     if _checks.targets_checked(check_targets):
         _checks.check_target_range(targets, V, ignore_index)
@@ -433,9 +436,12 @@ class _Chunks:
         return h.masked_fill((idle if mask is None else idle | ~mask).unsqueeze(1), 0)
 
     def _add_grad_weight(self, h: torch.Tensor, grad_logits: torch.Tensor) -> None:
-        """grad_weight += grad_logits^T h, in float32 whatever the dtype; a single chunk is rounded by its product."""
+        """grad_weight += grad_logits^T h, in float32 whatever the dtype; a single chunk is rounded by its product.
+
+        But for float16, whose gradient is not yet scaled down (``_fp16_headroom``) and might not fit.
+        """
         a = grad_logits.t()
-        single = self.size >= self.rows.count and a.dtype == self.weight_dtype
+        single = self.size >= self.rows.count and a.dtype == self.weight_dtype and a.dtype != torch.float16
         if a.dtype == self.acc or single:
             self.grad_weight = torch.mm(a, h) if self.grad_weight is None else self.grad_weight.addmm_(a, h)
             return
@@ -449,16 +455,16 @@ class _Chunks:
             self.grad_weight += torch.mm(a, h)
 
     def gradients(
-        self, weight: torch.Tensor, bias: torch.Tensor | None
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, wide: bool = False
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-        """The gradients in the dtypes of the inputs."""
+        """The gradients in the dtypes of the inputs; with ``wide`` those of the head in the dtype of the sums."""
         grad_weight = self.grad_weight
         if self.needs.weight and grad_weight is None:
-            grad_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+            grad_weight = torch.zeros(weight.shape, dtype=self.acc, device=weight.device)
         return (
             None if self.grad_hidden is None else self.rows.whole(self.grad_hidden),
-            None if grad_weight is None else grad_weight.to(weight.dtype),
-            None if self.grad_bias is None or bias is None else self.grad_bias.to(bias.dtype),
+            None if grad_weight is None else grad_weight.to(self.acc if wide else weight.dtype),
+            None if self.grad_bias is None or bias is None else self.grad_bias.to(self.acc if wide else bias.dtype),
         )
 
 
@@ -552,7 +558,8 @@ def _weighted_forward(
         nll, row_max, log_sum, correct = _run(chunks, row_scale)
         value = nll.to(options.compute_dtype).to(nll.dtype) if round_nll else nll
         loss = weighted_sum(value, scale, read_beyond)
-        return _WeightedResult(loss, value, row_max, log_sum, correct, *chunks.gradients(weight, bias), headroom)
+        grads = chunks.gradients(weight, bias, wide=headroom is not None)
+        return _WeightedResult(loss, value, row_max, log_sum, correct, *grads, headroom)
 
 
 class _WeightedLinearNLL(torch.autograd.Function):
@@ -575,6 +582,7 @@ class _WeightedLinearNLL(torch.autograd.Function):
         out = _weighted_forward(hidden, weight, bias, targets, active, scale, read_beyond, round_nll, needs, options)
         ctx.save_for_backward(out.grad_hidden, out.grad_weight, out.grad_bias, out.headroom)
         ctx.triton, ctx.consumed = options.triton, False
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in (hidden, weight, bias))
         ctx.head = [
             weakref.ref(t) for t, trains in ((weight, needs.weight), (bias, needs.bias)) if trains and t is not None
         ]
@@ -584,7 +592,7 @@ class _WeightedLinearNLL(torch.autograd.Function):
         return (out.loss, *detached)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad_loss is None:
             return (None,) * 10
@@ -600,7 +608,8 @@ class _WeightedLinearNLL(torch.autograd.Function):
         for grad in grads:
             if grad is not None:
                 row_primitives(ctx.triton).scale_(grad, factor)
-        return (*grads, *(None,) * 7)
+        narrow = (None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True))
+        return (*narrow, *(None,) * 7)
 
 
 def _check_still_gathered(head: list[weakref.ref[torch.Tensor]]) -> None:
@@ -644,7 +653,7 @@ class _LinearTokenNLL(torch.autograd.Function):
         return nll, row_max, log_sum, correct
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad_nll is None:
             return (None,) * 7

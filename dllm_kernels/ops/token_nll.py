@@ -14,6 +14,7 @@ import torch
 
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._backend import use_triton
+from dllm_kernels.ops._first_order import first_order_only
 from dllm_kernels.ops._plain import all_plain, is_dtensor
 from dllm_kernels.ops._rows import RowPrimitives, as_blv, row_primitives
 
@@ -281,7 +282,7 @@ class _TokenNLLFunction(torch.autograd.Function):
         return nll, row_max, log_sum, correct
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx: Any, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad_nll is None:
             return (None,) * 7
