@@ -255,9 +255,10 @@ class Job:
 
     def __init__(self, name, form="hidden", seed=0, scaled=True, **options):
         self.case, self.form = BY_NAME[name], form
+        options = {"backend": "torch"} | options
         self.function = {
-            "hidden": functools.partial(self.case.hidden_form, backend="torch", **options),
-            "logits": functools.partial(self.case.logits_form, backend="torch", **options),
+            "hidden": functools.partial(self.case.hidden_form, **options),
+            "logits": functools.partial(self.case.logits_form, **options),
             "oracle": lambda h, w, b, i: self.case.oracle(nn.functional.linear(h, w, b), i),
         }[form]
         torch.manual_seed(seed)

@@ -104,11 +104,14 @@ def tie(model):
 
 
 def compare(
-    name, setup, *, prepare=untouched, bias=True, form="hidden", parts=None, part=None, factor=None, chunk_size=None, **options
-):  # fmt: skip
-    """One step, its rows split over the data-parallel ranks, against one process; FSDP2 divides by their number."""
+    name, setup, *, prepare=untouched, bias=True, form="hidden", parts=None, part=None, factor=None, call=(), **options
+):
+    """One step, its rows split over the data-parallel ranks, against one process; FSDP2 divides by their number.
+
+    ``call`` holds options of the loss, ``options`` those of the setup.
+    """
     parts, part = parts or dist.get_world_size(), dist.get_rank() if part is None else part
-    job = Job(name, form, **({} if form == "logits" else {"chunk_size": chunk_size}))
+    job = Job(name, form, **dict(call))
     loss, grads = job.expected(prepare(Model(bias)), parts)
     model = prepare(Model(bias, HeadWithMethod))
     run = setup(model, **options)
@@ -122,6 +125,12 @@ def compare(
 @check(4, name=NAMES)
 def fsdp_own_unit(name):
     compare(name, own_unit)
+
+
+@check(2, name=("hybrid", "MTP"))
+def fsdp_kernels(name):
+    """The same through the Triton kernels."""
+    compare(name, own_unit, call={"backend": "triton"})
 
 
 @check(2, name=NAMES)
@@ -173,9 +182,9 @@ def fsdp_logits(name):
 @check(4, name=FEW)
 def fsdp_chunks_and_columns(name):
     """Several chunks a call; a head that is split by hidden size."""
-    compare(name, own_unit, chunk_size=3)
+    compare(name, own_unit, call={"chunk_size": 3})
     compare(name, own_unit, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
-    compare(name, in_root, chunk_size=3, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    compare(name, in_root, call={"chunk_size": 3}, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
 
 
 @check(2, name=NAMES)

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 import dllm_kernels as ours
+import reference
 from tests.cases import BY_NAME
 from tests.distributed_checks import B, D, L, V, check, close, drawn, mesh_of, raises, same_gradients
 
@@ -68,11 +69,26 @@ def loss_of(model, output):
     return ours.PipelineCausalLMLoss(ours.FusedLinearCrossEntropy() if fused else ours.MaskedCrossEntropy(), model)
 
 
+def plain_loss(last, output, labels, training):
+    """The reference on what the last stage gives, its hidden states made logits."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    packed = outputs[-1].dtype == torch.int32
+    main, *depths = outputs[:-1] if packed else outputs
+    if last.output == "hidden states":
+        main = last.lm_head(main)
+    if not last.mtp_outputs_are_logits:
+        depths = [last.lm_head(h) for h in depths]
+    loss = reference.masked_cross_entropy(main, labels)
+    if not training or not depths:
+        return loss
+    return loss + reference.mtp_loss(depths, labels, 0.3, seq_idx=outputs[-1] if packed else None).loss
+
+
 def expected(output, factor=1.0, training=True):
-    """Loss and gradients of both stages in one process."""
-    first, last = FirstStage(), LastStage(output).train(training)
+    """Loss and gradients of both stages in one process, by the reference."""
+    first, last = FirstStage(), LastStage(output)
     ids, labels, extra = batch(output)
-    loss = loss_of(last, output)(last(first(ids), **extra), labels)
+    loss = plain_loss(last, last(first(ids), **extra), labels, training)
     (loss * factor).backward()
     return loss.detach(), [{n: p.grad for n, p in stage.named_parameters()} for stage in (first, last)]
 
