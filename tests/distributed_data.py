@@ -375,7 +375,7 @@ def readme_loss(names):
 def readme_examples():
     """The section's code as printed: its gradients, where it calls backward, are those of one process."""
     section = (
-        Path(ours.__file__).parents[1].joinpath("README.md").read_text().split("\n## On many GPUs")[1].split("\n## ")[0]
+        Path(__file__).parents[1].joinpath("README.md").read_text().split("\n## On many GPUs")[1].split("\n## ")[0]
     )
     sharded, split, counts, pipeline = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
     whole, rows = drawn(BY_NAME["mdlm"]), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)

@@ -248,6 +248,21 @@ def fsdp_over_tensor_parallel(name):
         compare(name, split_by_vocabulary(setup, tp), prepare=frozen_head, mesh=dp, **rows)
 
 
+@check(4)
+def fsdp_over_tensor_parallel_sends_its_own_columns():
+    """The head's columns of this tensor-parallel rank, gathered and their gradient reduced once; the rest is per row."""
+    mesh = mesh_of("dp", "tp")
+    dp, tp = mesh["dp"], mesh["tp"]
+    model, hidden = Model(bias=False), torch.randn(B, L, D).double().requires_grad_()
+    split_by_vocabulary(own_unit, tp)(model, mesh=dp)
+    with Sent() as sent:
+        y, weights = torch.randint(0, V, (B, L)), torch.ones(B, L)
+        ops.weighted_linear_nll(hidden, model.lm_head.weight, y, weights, chunk_size=10).loss.backward()
+    head = [("all_gather", (5, D), 5 * D * 8), ("reduce_scatter", (10, D), 10 * D * 8)]
+    rows = [("all_gather", (n, 4), n * 4 * 8) for n in (10, 10, 4)]
+    assert sorted(sent.calls) == sorted([*head, *rows, ("all_reduce", (B, L, D), hidden.nbytes)]), sent.calls
+
+
 @check(4, name=NAMES)
 def fsdp_over_tensor_parallel_logits(name):
     """Logits that come out of a head split by vocabulary, as DTensors on the tensor-parallel mesh."""

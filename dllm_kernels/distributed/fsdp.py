@@ -9,6 +9,9 @@ Two ways to use such a head with a loss that takes hidden states.
    Every backward pass reduces; under ``set_requires_gradient_sync(False)`` the shards' gradients add up to the same.
 2. Run the loss inside the head's own forward, where FSDP2 has gathered the weight already and reduces its gradient like
    any other, once per optimizer step where synchronisation is off: make the head a :class:`LossHead`.
+
+The first way needs the parameter that FSDP2 shards. What ``reshard_after_forward=<int>`` leaves of it after a forward is a
+copy whose gradient goes nowhere, and is an error here.
 """
 
 from __future__ import annotations
