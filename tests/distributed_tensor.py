@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -532,3 +533,31 @@ def layouts_that_cannot_be_served_in_two_dimensions():
     raises(ValueError, "one mesh dimension", ops.token_nll, twice, y)
     head = distribute_tensor(torch.zeros(V, D), mesh, [Shard(0), Shard(0)])
     raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
+
+
+@check(2)
+def inside_a_compiled_step():
+    """The call is left out of the graph; where a whole graph is asked for, the error says why."""
+    mesh, y = mesh_of("tp"), torch.randint(0, V, (B, L))
+    x, h, w = torch.randn(B, L, V).double(), torch.randn(B, L, D).double(), torch.randn(V, D).double()
+
+    def from_logits(t):
+        return ops.weighted_nll(t.tanh(), y, torch.ones(B, L)).loss.square()
+
+    def from_hidden(t, head):
+        return ops.weighted_linear_nll(t.tanh(), head, y, torch.ones(B, L)).loss.square()
+
+    for step, whole, sharded in (
+        (from_logits, (x,), (shard(x, mesh, Shard(2)),)),
+        (from_hidden, (h, w), (h, shard(w, mesh, Shard(0)))),
+    ):
+        results = []
+        for function, given in ((step, whole), (torch.compile(step, backend="aot_eager"), sharded)):
+            leaves = [t.detach().clone().requires_grad_() for t in given]
+            value = function(*leaves)
+            value.backward()
+            results.append((value.detach(), *(leaf.grad for leaf in leaves)))
+        for expected, got in zip(*results, strict=True):
+            close(got, expected)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="losses on DTensors run outside the graph"):
+            torch.compile(step, backend="aot_eager", fullgraph=True)(*sharded)

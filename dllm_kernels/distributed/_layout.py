@@ -7,8 +7,8 @@ different rows, as under FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
+
+
+def outside_the_graph(function: Function) -> Function:
+    """Leave a call on DTensors out of what torch.compile traces: it communicates, and sizes its work by the rank."""
+    out: Function = torch.compiler.disable(function, reason="losses on DTensors run outside the graph")  # type: ignore[no-untyped-call]
+    return out
 
 
 def shard_dim(placement: Any) -> int | None:

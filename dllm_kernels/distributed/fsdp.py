@@ -30,6 +30,7 @@ from dllm_kernels.distributed._layout import (
     is_strided,
     layout,
     local_range,
+    outside_the_graph,
     shard_dim,
     tensor_parallel_dims,
 )
@@ -83,6 +84,7 @@ def set_gradient_divide_factor(parameters: Iterable[nn.Parameter], factor: float
         setattr(parameter, _FACTOR, factor)
 
 
+@outside_the_graph
 def gather_head(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """Gather a head's weight or bias over the data-parallel mesh dimensions, for one or several uses.
 

@@ -19,6 +19,7 @@ from dllm_kernels.distributed._layout import (
     check_contiguous,
     check_local_shape,
     layout,
+    outside_the_graph,
     rows_of,
     shard_dim,
     sum_gradient_over,
@@ -32,6 +33,7 @@ from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL
 
 
+@outside_the_graph
 def weighted_linear_nll(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -80,6 +82,7 @@ def weighted_linear_nll(
     return WeightedNLL(sum_over(out.loss, here.rows.groups), *whole_rows(here.rows, TokenNLL(*out[1:])))
 
 
+@outside_the_graph
 def linear_token_nll(
     hidden: torch.Tensor,
     weight: torch.Tensor,

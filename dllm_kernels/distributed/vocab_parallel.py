@@ -30,6 +30,7 @@ from dllm_kernels.distributed._layout import (
     check_local_shape,
     layout,
     local_range,
+    outside_the_graph,
     rows_of,
     shard_dim,
 )
@@ -87,6 +88,7 @@ def vocab_shard(V: int, mesh: DeviceMesh, i: int) -> VocabShard:
     return VocabShard(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
 
 
+@outside_the_graph
 def token_nll(
     logits: DTensor,
     targets: torch.Tensor,
