@@ -101,7 +101,7 @@ def _corrupt(
         level_bits, *bits = _philox.words_on_host(seed_on_host(seed, part), rows, draws)
         at_place = [b[..., : grid.size] for b in bits]
         chosen, token, p = body(level_bits[:, 0, : grid.blocks, None], *at_place)
-        out_p[part] = p if isinstance(p, float) else _flat(grid, np.broadcast_to(p, chosen.shape))
+        _spread(grid, p, chosen.shape, out_p[part])
         if supervised is None:
             out_noise[part] = _flat(grid, chosen)
         else:
@@ -121,6 +121,14 @@ def _as_bool(mask: torch.Tensor) -> torch.Tensor:
 
 def _flat(grid: Grid, at_place: _Array) -> _Array:
     return at_place.reshape(len(at_place), -1)[:, : grid.L]
+
+
+def _spread(grid: Grid, of_block: _Array | float, shape: tuple[int, ...], out: _Array) -> None:
+    """Write a value of each block at each of its positions; in one pass where no block is short."""
+    if grid.blocks * grid.size == grid.L:
+        out.reshape(shape)[...] = of_block
+    else:
+        out[...] = _flat(grid, np.broadcast_to(of_block, shape))
 
 
 def _levels(bits: _Array, eps: float) -> _Array:

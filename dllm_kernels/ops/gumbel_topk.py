@@ -245,7 +245,7 @@ def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) ->
     # ln u in float64, for near u = 1 float32 would leave nothing of it; torch's log is vectorised, numpy's is not.
     exponential = torch.log(torch.from_numpy(uniform)).neg_()
     with np.errstate(over="ignore"):  # an overflow makes the row unsure
-        score = log_w.astype(np.float32) - exponential.to(torch.float32).log_().numpy()
+        score = log_w.astype(np.float32, copy=False) - exponential.to(torch.float32).log_().numpy()
     kth, below = _boundary(score, k)
     chosen: _Array = score >= np.maximum(kth, _LOWEST)[:, None]
     unsure = _unsure(kth, below, largest)
