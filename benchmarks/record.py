@@ -102,7 +102,9 @@ def write_json(
     record = {
         "environment": environment(options.device),
         "options": {
-            key: str(value) if isinstance(value, Path | torch.dtype) else value for key, value in vars(options).items()
+            key: str(value) if isinstance(value, Path | torch.dtype) else value
+            for key, value in vars(options).items()
+            if key != "out"  # where the file lies says nothing about what was measured
         },
         "ceilings": dict(measured_ceilings or {}),
         "results": [result.to_json() for result in results],
