@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
@@ -157,6 +157,33 @@ class _SumGradientOver(torch.autograd.Function):
         total = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total, None
+
+
+class _LocalPiece(torch.autograd.Function):
+    """``DTensor.to_local``, whose gradient has the strides of the whole tensor.
+
+    DTensor's own computes them from this rank's piece before torch 2.13, which is wrong where pieces differ in size:
+    autograd then gathers the gradient of a leaf to lay it out anew.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
+        ctx.whole = (t.device_mesh, grad_placements, t.shape, t.stride())
+        local = t.to_local()
+        wait = getattr(local, "wait", None)  # of a collective that is still under way
+        local = local if wait is None else wait()
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        mesh, placements, shape, stride = ctx.whole
+        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None
+
+
+def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's piece of a DTensor; the gradient, a DTensor of the placements given, goes back to it."""
+    out: torch.Tensor = _LocalPiece.apply(t, grad_placements)  # type: ignore[no-untyped-call]
+    return out
 
 
 def sum_over(t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:

@@ -19,6 +19,7 @@ from dllm_kernels.distributed._layout import (
     check_contiguous,
     check_local_shape,
     layout,
+    local_piece,
     outside_the_graph,
     rows_of,
     shard_dim,
@@ -210,7 +211,7 @@ def _local_parameter(t: torch.Tensor, split: list[list[int]]) -> torch.Tensor:
         Partial() if p.is_replicate() and dist.get_process_group_ranks(mesh.get_group(i)) in split else p
         for i, p in enumerate(placements)
     ]
-    return t.redistribute(placements=placements).to_local(grad_placements=grad_placements)  # which makes that sum
+    return local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute makes that sum
 
 
 def _local_hidden(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Rows]:
@@ -229,5 +230,5 @@ def _local_hidden(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tupl
     hidden = hidden.redistribute(placements=placements)  # in backward, what sums the parts
     rows = rows_of("hidden", hidden)
     check_local_shape("hidden", hidden, (*rows.local_shape, hidden.shape[-1]))
-    local = hidden.to_local(grad_placements=grad_placements)
+    local = local_piece(hidden, grad_placements)
     return local if group is None or any(vocab) else sum_gradient_over(local, group), rows

@@ -29,6 +29,7 @@ from dllm_kernels.distributed._layout import (
     check_contiguous,
     check_local_shape,
     layout,
+    local_piece,
     local_range,
     outside_the_graph,
     rows_of,
@@ -125,7 +126,7 @@ def token_nll(
     rows = rows_of("logits", logits)
     columns = V if vocab_dim is None else local_range(V, mesh, [vocab_dim])[1]
     check_local_shape("logits", logits, (*rows.local_shape, columns))
-    local = logits.to_local(grad_placements=logits.placements)
+    local = local_piece(logits, logits.placements)
     triton = use_triton(backend, local)
     out = rows_with_primitives(
         local, rows.local(targets), None if active is None else rows.local(active), ignore_index=ignore_index,
