@@ -343,7 +343,7 @@ def test_tokens_are_checked(name, value):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="needs a machine without an accelerator")
 def test_pinned_memory_needs_an_accelerator():
-    with pytest.raises(RuntimeError, match="pin_memory"):
+    with pytest.raises(RuntimeError, match=r"pin_memory|Found no NVIDIA driver"):  # as the build of torch says it
         DLLMCollator(pin_memory=True)([sample(3)])
 
 

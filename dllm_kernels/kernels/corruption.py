@@ -264,7 +264,7 @@ def mask_topk(
     """``ops.corruption.mask_topk``."""
     B, L = input_ids.shape
     out = _outputs(input_ids)
-    tile = _corruption_tiles.select(size)
+    tile = _corruption_tiles.select(size, _corruption_tiles.CORRUPT_IN_MEMORY)
     mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
     pointers = (input_ids, loss_mask, seed, *out)
     numbers = (B, L, blocks, size, mask_token_id, *input_ids.stride(), *mask_strides, eps, 1.0 - eps, rate, at_least)
@@ -307,7 +307,7 @@ def specimens() -> list[Specimen]:
             Specimen(f"corrupt_topk[{size}]", _corrupt_topk, pointers | sizes, constants,
                      tile.num_warps, divisible, fp_fusion=False)
         )  # fmt: skip
-    tile = _corruption_tiles.select(131072)
+    tile = _corruption_tiles.select(131072, _corruption_tiles.CORRUPT_IN_MEMORY)
     out.append(
         Specimen("corrupt_topk_long", _corrupt_topk_long, pointers | {"key_ptr": "*i64"} | sizes,
                  flags | {"BLOCK": tile.block}, tile.num_warps, divisible, fp_fusion=False)
