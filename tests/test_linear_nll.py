@@ -678,7 +678,7 @@ def test_weights_of_any_stride(layout, path):
         assert torch.equal(strided, dense)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 100])
+@pytest.mark.parametrize("chunk_size", [None, 100, 1200])  # the last holds all rows, and its product is the gradient
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_float16_sums_that_only_fit_once_they_are_scaled_down(chunk_size, compiled):
     """Rows are scaled up to a largest weight of 1: their sum passes 65504, the mean that is asked for does not."""
