@@ -183,7 +183,8 @@ def main(out):
     held = {
         f"{name}.{attribute}": getattr(sys.modules[name], attribute).__module__ for name, attribute in report.replaced
     }
-    torch.save({"cases": cases, "held": held}, out)
+    tokens = max(run["drawn"]["input_ids"].numel() for run in cases["mdlm"]["host"])
+    torch.save({"cases": cases, "held": held, "sizes": (V, D, tokens)}, out)
 
 
 if __name__ == "__main__":

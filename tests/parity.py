@@ -1,15 +1,20 @@
-"""When a fast path is right: no tolerance is chosen anywhere, plain PyTorch in the same dtype sets it.
+"""When a fast path is right: no tolerance is chosen anywhere, float64 and plain PyTorch in the same dtype set it.
 
-    |ours - exact| <= 2 max |plain - exact| + one rounding step of the output,        exact in float64,
+    |ours - exact| <= 2 plain + eps_out |exact| + eps_acc max |exact| sum of sqrt(reduction sizes)
 
-where plain is the oracle of ``reference/`` run in the dtype that ours is run in, and exact is the oracle run on the same
-(already rounded) inputs in float64. The maxima are taken over the tensor and over several draws of the inputs, because on
-a few numbers plain PyTorch may be exact by luck. For float64 inputs plain and exact are one computation; its error is
-taken to be that of plain float32, scaled by the ratio of the two rounding steps, and allowed once more for being in
-``exact`` too.
+``exact`` is the oracle of ``reference/`` on the same (already rounded) inputs in float64, ``plain`` the largest error of
+the oracle run in the dtype that ours is run in, ``eps_out`` one rounding step of the output. The last term is the noise
+that summing in another order makes: a sum of n numbers drifts by about sqrt(n) rounding steps of the accumulator,
+float32 or float64, and what is compared has been through sums over the vocabulary, the hidden size and the rows. Maxima
+are taken over the tensor and over several draws of the inputs, because on a few numbers plain PyTorch may be exact, and a
+sum nearly zero, by luck. For float64 plain and exact are one computation, so that the last two terms stand alone: its
+error cannot be had from float32's, whose roundings are other draws of luck.
+
+``tests/test_parity.py`` holds this to what it must let pass and what it must catch.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -28,11 +33,19 @@ def value_and_grads(function: Function, leaves: Sequence[torch.Tensor], upstream
     return [value.detach(), *grads]
 
 
-def _excess(ours: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Distance from exact beyond one rounding step of the output."""
-    info = torch.finfo(ours.dtype)
-    step = info.eps * exact.abs().clamp(min=info.tiny)
-    return (ours.double() - exact).abs() - step
+def reduction_sizes(leaves: Sequence[torch.Tensor]) -> set[int]:
+    """How many numbers the sums over these tensors have: along their last dimension, and along their rows."""
+    return {n for leaf in leaves if leaf.numel() for n in (leaf.shape[-1], leaf.numel() // leaf.shape[-1])}
+
+
+def _largest(t: torch.Tensor) -> float:
+    finite = t[t.isfinite()]
+    return finite.abs().max().item() if finite.numel() else 0.0
+
+
+def largest_error(got: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """Over the draws, where both are finite."""
+    return max(_largest(g.double() - e) for g, e in zip(got, exact, strict=True))
 
 
 def assert_same_specials(ours: torch.Tensor, exact: torch.Tensor, label: str = "") -> None:
@@ -50,59 +63,39 @@ def assert_as_good_as_plain(
     exact: Sequence[torch.Tensor],
     plain_error: float,
     label: str = "",
+    sizes: Collection[int] = (),
 ) -> None:
-    """Judge the draws of one quantity together."""
-    worst = -1.0
-    for o, e in zip(ours, exact, strict=True):
-        assert e.dtype == torch.float64
+    """Judge the draws of one quantity together; ``exact`` may go on with draws that ours was not run on.
+
+    ``sizes``: of the sums that the quantity has been through.
+    """
+    assert 0 < len(ours) <= len(exact)
+    assert all(e.dtype == torch.float64 for e in exact)
+    noise = max(map(_largest, exact)) * sum(map(math.sqrt, sizes))
+    for o, e in zip(ours, exact, strict=False):
         assert_same_specials(o, e, label)
-        finite = e.isfinite() & o.isfinite()
-        if finite.any():
-            worst = max(worst, _excess(o[finite], e[finite]).max().item())
-    allowed = 2 * plain_error
-    assert worst <= allowed, f"{label}: error {worst:.3g} above one rounding step, plain PyTorch allows {allowed:.3g}"
-
-
-def _largest_difference(plain: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
-    worst = 0.0
-    for p, e in zip(plain, exact, strict=True):
-        finite = p.isfinite() & e.isfinite()
-        if finite.any():
-            worst = max(worst, (p[finite].double() - e[finite]).abs().max().item())
-    return worst
-
-
-def _plain_errors(plain: Function, draws: Sequence[Draw]) -> list[float]:
-    """Largest error of plain PyTorch over the draws, of the value and of each gradient."""
-    wide = draws[0][0][0].dtype == torch.float64
-    pairs = []
-    for leaves, upstream in draws:
-        leaves = [leaf.float() if wide else leaf for leaf in leaves]
-        exact = value_and_grads(plain, [leaf.double() for leaf in leaves], upstream)
-        pairs.append((value_and_grads(plain, leaves, upstream), exact))
-    errors = [
-        _largest_difference([p[place] for p, _ in pairs], [e[place] for _, e in pairs])
-        for place in range(len(pairs[0][0]))
-    ]
-    scale = 1.5 * torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    return [error * scale for error in errors] if wide else errors
+        out, summed = torch.finfo(o.dtype), torch.finfo(torch.promote_types(o.dtype, torch.float32))
+        allowed = 2 * plain_error + summed.eps * noise
+        excess = (o.double() - e).abs() - out.eps * e.abs().clamp(min=out.tiny)
+        worst = _largest(excess.clamp(min=0))
+        assert worst <= allowed, f"{label}: error {worst:.3g} above one rounding step, {allowed:.3g} is allowed"
 
 
 def assert_parity(ours: Function, plain: Function, draw: Callable[[int], Draw]) -> None:
     """Value and every gradient of ``ours`` against ``plain``, where ``draw(seed)`` is (leaves, upstream gradient).
 
-    Also the dtypes: values in float32 (float64 for float64 leaves), gradients in the dtype of their leaf.
+    Also the dtype of the value, float32 (float64 for float64 leaves); autograd itself sees to that of a gradient.
     """
     draws = [draw(seed) for seed in range(PLAIN_DRAWS)]
-    judged = draws[:OUR_DRAWS]
-    results = [value_and_grads(ours, *one) for one in judged]
-    exact = [value_and_grads(plain, [leaf.double() for leaf in leaves], upstream) for leaves, upstream in judged]
-    for result, (leaves, _) in zip(results, judged, strict=True):
-        assert result[0].dtype == torch.promote_types(leaves[0].dtype, torch.float32)
-        assert [grad.dtype for grad in result[1:]] == [leaf.dtype for leaf in leaves]
-    for place, plain_error in enumerate(_plain_errors(plain, draws)):
-        label = "value" if place == 0 else f"gradient {place}"
-        assert_as_good_as_plain([r[place] for r in results], [e[place] for e in exact], plain_error, label)
+    results = [value_and_grads(ours, *one) for one in draws[:OUR_DRAWS]]
+    exact = [value_and_grads(plain, [leaf.double() for leaf in leaves], upstream) for leaves, upstream in draws]
+    same_dtype = [value_and_grads(plain, *one) for one in draws]
+    for result, (leaves, _) in zip(results, draws, strict=False):
+        assert result[0].dtype == torch.promote_types(leaves[0].dtype, torch.float32), f"value in {result[0].dtype}"
+    for place in range(len(results[0])):
+        got, p, e = ([run[place] for run in runs] for runs in (results, same_dtype, exact))
+        label = f"gradient {place}" if place else "value"
+        assert_as_good_as_plain(got, e, largest_error(p, e), label, reduction_sizes(draws[0][0]))
 
 
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.cases import BY_NAME, CASES, LOSSES
 from tests.conftest import DEVICE
-from tests.parity import value_and_grads
+from tests.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
 
 V, D = 11, 4
 EPS = torch.finfo(torch.float32).eps
@@ -75,11 +75,11 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
     name = case.linear_in
     first = inputs[name].double()
     second = torch.rand_like(first)
-    v1, v2, both = (
+    v1, v2, both, terms = (
         value_of(case, form, inputs | {name: weights})(*leaves[form])
-        for weights in (first, second, a * first + b * second)
+        for weights in (first, second, a * first + b * second, (a * first).abs() + (b * second).abs())
     )
-    torch.testing.assert_close(both, a * v1 + b * v2, rtol=1e-9, atol=1e-9)
+    assert_as_good_as_plain([both], [a * v1 + b * v2, terms], 0.0, sizes=reduction_sizes(leaves[form]))
 
 
 @cases()
@@ -87,12 +87,12 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
 @given(seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
 def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
     inputs, leaves = draw(case, seed, size, torch.float64)
-    (logits,) = leaves["logits"]
+    (logits,) = (leaf.mul(1024).round() / 1024 for leaf in leaves["logits"])  # so that the shifted ones are exact
     function, upstream = value_of(case, "logits", inputs), ones_like_value(case, size)
-    shifts = shift * torch.rand(*logits.shape[:-1], 1, dtype=torch.float64, device=DEVICE)
+    shifts = (1024 * shift * torch.rand(*logits.shape[:-1], 1, dtype=torch.float64, device=DEVICE)).round() / 1024
     expected = value_and_grads(function, [logits], upstream)
     for a, b in zip(value_and_grads(function, [logits + shifts], upstream), expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+        assert_as_good_as_plain([a], [b], 0.0, sizes=reduction_sizes([logits]))
 
 
 @cases()

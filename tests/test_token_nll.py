@@ -13,7 +13,15 @@ from benchmarks.measure import peak_memory
 from dllm_kernels import ops
 from dllm_kernels.ops import _torch_rows, token_nll, weighted_nll
 from tests.conftest import DEVICE
-from tests.parity import assert_parity, assert_same_specials, poison_empty, small_tiles, value_and_grads
+from tests.parity import (
+    assert_as_good_as_plain,
+    assert_parity,
+    assert_same_specials,
+    poison_empty,
+    reduction_sizes,
+    small_tiles,
+    value_and_grads,
+)
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -182,11 +190,11 @@ def test_gradients_stay_exact_under_a_large_shift(shift, path):
     """A float32 log-sum-exp at 1e4 is off by 5e-4, and so would be every probability made from it."""
     logits, targets = inputs()
     logits = (logits * 8).round() / 8 + shift  # exact in float32 at either shift
-    exact = value_and_grads(lambda x: reference.token_nll(x, targets), [(logits - shift).double()], torch.ones(9))
-    ours = value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], torch.ones(9, device=DEVICE))
-    eps = torch.finfo(torch.float32).eps
+    upstream = torch.ones(9, device=DEVICE)
+    exact = value_and_grads(lambda x: reference.token_nll(x, targets), [logits.double() - shift], upstream)
+    ours = value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], upstream)
     for a, b in zip(ours, exact, strict=True):
-        torch.testing.assert_close(a.double(), b.to(DEVICE), rtol=16 * eps, atol=16 * eps)
+        assert_as_good_as_plain([a], [b], 0.0, sizes=reduction_sizes([logits]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -356,11 +364,11 @@ def test_the_one_hot_is_subtracted_before_rounding(path):
     """At p = 1 - 2**-12 a bfloat16 probability is 1, and 1 - 1 would leave a gradient of 0."""
     logits = torch.tensor([[12 * math.log(2), 0.0]], device=DEVICE).bfloat16()
     target = torch.tensor([0], device=DEVICE)
-    ours = value_and_grads(lambda x: token_nll(x, target, backend=path).nll, [logits], torch.ones(1, device=DEVICE))[1]
-    exact = value_and_grads(lambda x: reference.token_nll(x, target), [logits.double()], torch.ones(1, device=DEVICE))[
-        1
-    ]
-    torch.testing.assert_close(ours.double(), exact, rtol=torch.finfo(torch.bfloat16).eps, atol=0.0)
+    assert_parity(
+        lambda x: token_nll(x, target, backend=path).nll,
+        lambda x: reference.token_nll(x, target),
+        lambda _: ([logits], torch.ones(1, device=DEVICE)),
+    )
 
 
 def test_gradcheck(path):
