@@ -228,6 +228,39 @@ def test_the_count_in_every_block(L, block_size, backend, device):
             assert int(noise[b, block.start : block.stop].sum()) == expected
 
 
+def record(monkeypatch, where, name, what):
+    """Call the function as before, and note ``what(arguments, result)`` of each call."""
+    notes, real = [], getattr(where, name)
+
+    def recorded(*args):
+        result = real(*args)
+        notes.append(what(args, result))
+        return result
+
+    monkeypatch.setattr(where, name, recorded)
+    return notes
+
+
+@pytest.mark.parametrize("path", ["torch", "host", "triton"])
+@pytest.mark.parametrize("name", ["corrupt_blockwise", "corrupt_uniform_random"])
+def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypatch, device):
+    """A row of 40 in a block of 10,000 draws as many words, or fills as large a tile, as in a block of 40."""
+    if path == "triton":
+        tiles = kernels._corruption_tiles
+        chosen = "select" if name == "corrupt_blockwise" else "independent"
+        notes = record(monkeypatch, tiles, chosen, lambda args, tile: (args, tile))
+    else:
+        call = "random_bits" if path == "torch" else "words_on_host"
+        notes = record(monkeypatch, _philox, call, lambda args, bits: [tuple(b.shape) for b in bits])
+    monkeypatch.setattr(ops, "on_host", lambda device: path == "host")
+    ids, loss_mask, seeds = batch(2, 40, device if path == "triton" else "cpu")
+    backend = "triton" if path == "triton" else "torch"
+    for block_size in (40, 10_000):
+        getattr(corruption, name)(ids, loss_mask, MASK, block_size, seeds=seeds, backend=backend)
+    assert len(notes) == 2
+    assert notes[0] == notes[1]
+
+
 # Levels and lengths: both clamps, halves to even (2.5, 3.5, 0.5, 1.5), and products that round to a half in float32.
 COUNTS = [
     (0.5, 5), (0.5, 7), (0.5, 1), (0.5, 3), (0.25, 2), (0.75, 2), (0.001, 4), (0.001, 1), (1.0, 9), (0.9999, 8),

@@ -94,7 +94,11 @@ def random_bits(seed: torch.Tensor, rows: int, *draws: Draw) -> list[torch.Tenso
     Returns:
         For each draw int64 ``[rows, blocks, columns]``, values in [0, 2^32).
     """
-    return [_words(seed, rows, draw)[..., : draw.columns] for draw in draws]
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_philox import _random_bits_op
+
+        return [_random_bits_op(seed, rows, *draw) for draw in draws]
+    return [words(seed, rows, draw) for draw in draws]
 
 
 def uniform_from_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -162,7 +166,8 @@ def _checked_seeds(seeds: torch.Tensor, rows: int, device: torch.device) -> torc
     return seeds.contiguous()
 
 
-def _words(seed: torch.Tensor, rows: int, draw: Draw) -> torch.Tensor:
+def words(seed: torch.Tensor, rows: int, draw: Draw) -> torch.Tensor:
+    """``random_bits`` of one draw, in torch."""
     groups = -(-draw.columns // 4)
     key = seed.view(-1, 1, 1)
     counter = (
@@ -171,9 +176,10 @@ def _words(seed: torch.Tensor, rows: int, draw: Draw) -> torch.Tensor:
         torch.arange(rows, device=seed.device).view(-1, 1, 1) * int(seed.dim() == 0),
         torch.full((1, 1, 1), draw.stream, device=seed.device),
     )
-    words = philox4x32(counter, (key & _MASK32, (key >> 32) & _MASK32))
+    four = philox4x32(counter, (key & _MASK32, (key >> 32) & _MASK32))
     shape = (rows, draw.blocks, groups)
-    return torch.stack([word.expand(shape) for word in words], dim=-1).view(rows, draw.blocks, 4 * groups)
+    stacked = torch.stack([word.expand(shape) for word in four], dim=-1)
+    return stacked.view(rows, draw.blocks, 4 * groups)[..., : draw.columns]
 
 
 # 0-d arrays: a numpy scalar would be converted anew by every call, which costs as much as a short call itself.

@@ -35,18 +35,22 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, block_size: int | None) -> Grid:
-        """The grid of a batch; without a block size a row is one block."""
+        """The grid of a batch; without a block size, or with one beyond L, a row is one block of L."""
         B, L = input_ids.shape
-        size = L if block_size is None else block_size
+        size = L if block_size is None else min(block_size, L)
         return cls(B, L, -(-L // size), size)
 
     def spread(self, of_block: torch.Tensor) -> torch.Tensor:
         """A value of each block, ``[rows, blocks]``, at each of its positions, ``[rows, L]``."""
-        return self.flat(of_block[..., None].expand(-1, -1, self.size))
+        return of_block[:, torch.arange(self.L, device=of_block.device) // self.size]
 
     def flat(self, at_place: torch.Tensor) -> torch.Tensor:
-        """``[rows, blocks, size]`` as ``[rows, L]``, without the places beyond the end of a short last block."""
-        return at_place.reshape(-1, self.blocks * self.size)[:, : self.L].contiguous()
+        """``[rows, blocks, size]`` as ``[rows, L]``, without the places beyond the end of a short last block.
+
+        By index, for torch 2.11 to 2.13 compile ``reshape(...)[:, :L]`` of an expanded tensor for the CPU to garbage.
+        """
+        place = torch.arange(self.L, device=at_place.device)
+        return at_place[:, place // self.size, place % self.size]
 
     def draw(self, stream: int) -> _philox.Draw:
         """One word for each position."""
@@ -130,7 +134,7 @@ def mask_topk(
 ) -> Corrupted:
     """Mask exactly k positions of a block; see :func:`dllm_kernels.corruption.corrupt_blockwise`."""
     grid = Grid.of(input_ids, block_size)
-    rate = position_rate(half_life_ratio, grid.size)
+    rate = position_rate(half_life_ratio, grid.L if block_size is None else block_size)
     at_least = int(block_size is None)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import mask_topk as kernel

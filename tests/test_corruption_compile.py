@@ -1,0 +1,56 @@
+"""The corruption routines through inductor, which writes code of its own for everything that is not an op: the same bits."""
+
+import pytest
+import torch
+
+from dllm_kernels import corruption
+
+V, MASK = 1_000, 999
+
+
+def every_routine(ids, loss_mask, seeds, block_size):
+    """All outputs of all routines, traced as one graph."""
+    log_w = torch.linspace(-2, 2, ids.shape[1], device=ids.device).expand(ids.shape)
+    k = torch.arange(len(ids), device=ids.device)
+    return [
+        *corruption.corrupt_uniform(ids, loss_mask, MASK, seeds=seeds),
+        *corruption.corrupt_blockwise(ids, loss_mask, MASK, block_size, seeds=seeds),
+        *corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds),
+        *corruption.corrupt_all_masked(ids, loss_mask, MASK),
+        corruption.batched_gumbel_topk(log_w, k, seeds=seeds),
+    ]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+# Last blocks that are short, one that is not, a block beyond the row, blocks of one, no blocks.
+@pytest.mark.parametrize(
+    ("B", "L", "block_size"),
+    [(1, 100, 32), (2, 7, 3), (3, 33, 32), (2, 50, 48), (2, 64, 32), (2, 9, 40), (2, 5, 1), (3, 41, None)],
+)
+def test_inductor_gives_the_eager_result(B, L, block_size):
+    generator = torch.Generator().manual_seed(L)
+    ids = torch.randint(0, V, (B, L), generator=generator)
+    loss_mask = torch.rand(B, L, generator=generator) < 0.7
+    seeds = torch.randint(-(2**62), 2**62, (B,), generator=generator)
+    expected = every_routine(ids, loss_mask, seeds, block_size)
+    compiled = torch.compile(every_routine, backend="inductor", fullgraph=True)
+    for theirs, ours in zip(expected, compiled(ids, loss_mask, seeds, block_size), strict=True):
+        assert theirs.dtype == ours.dtype
+        assert torch.equal(theirs, ours)
+
+
+def test_one_graph_serves_every_seed():
+    """Nothing of the draws is baked into a graph."""
+    ids, loss_mask = torch.arange(30).view(2, 15), torch.ones(2, 15, dtype=torch.bool)
+    compiled = torch.compile(every_routine, backend="inductor", fullgraph=True)
+    for first in (0, 7, -3):
+        seeds = torch.tensor([first, first + 1])
+        got = compiled(ids, loss_mask, seeds, 4)
+        assert all(torch.equal(a, b) for a, b in zip(every_routine(ids, loss_mask, seeds, 4), got, strict=True))
+    assert not torch.equal(got[0], compiled(ids, loss_mask, seeds + 1, 4)[0])
