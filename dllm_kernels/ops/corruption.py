@@ -70,6 +70,10 @@ def mask_tokens(
     backend: str,
 ) -> Corrupted:
     """Mask each position with its row's probability; see :func:`dllm_kernels.corruption.corrupt_uniform`."""
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_corruption import mask_tokens_op
+
+        return mask_tokens_op(input_ids, loss_mask, mask_token_id, eps, seed, backend)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import mask_tokens as kernel
 
@@ -95,6 +99,10 @@ def replace_tokens(
     backend: str,
 ) -> Corrupted:
     """Random tokens; see :func:`dllm_kernels.corruption.corrupt_uniform_random`."""
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_corruption import replace_tokens_op
+
+        return replace_tokens_op(input_ids, loss_mask, vocab_size, block_size, eps, seed, backend)
     grid = Grid.of(input_ids, block_size)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import replace_tokens as kernel
@@ -114,6 +122,10 @@ def replace_tokens(
 
 def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, backend: str) -> Corrupted:
     """Mask every supervised position; see :func:`dllm_kernels.corruption.corrupt_all_masked`."""
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_corruption import mask_all_op
+
+        return mask_all_op(input_ids, loss_mask, mask_token_id, backend)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import mask_all as kernel
 
@@ -133,6 +145,10 @@ def mask_topk(
     backend: str,
 ) -> Corrupted:
     """Mask exactly k positions of a block; see :func:`dllm_kernels.corruption.corrupt_blockwise`."""
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_corruption import mask_topk_op
+
+        return mask_topk_op(input_ids, loss_mask, mask_token_id, block_size, eps, half_life_ratio, seed, backend)
     grid = Grid.of(input_ids, block_size)
     rate = position_rate(half_life_ratio, grid.L if block_size is None else block_size)
     at_least = int(block_size is None)

@@ -102,8 +102,24 @@ def gumbel_topk_mask(
     if uniform is not None and not (generator is None and seeds is None):
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
-    mask: torch.Tensor = _GumbelTopK.apply(log_w, k, uniform, seed, use_triton(backend, log_w))  # type: ignore[no-untyped-call]
+    triton = use_triton(backend, log_w)
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_corruption import gumbel_topk_op
+
+        counts = torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
+        return gumbel_topk_op(log_w.detach(), counts, uniform, seed, triton)
+    mask: torch.Tensor = _GumbelTopK.apply(log_w, k, uniform, seed, triton)  # type: ignore[no-untyped-call]
     return mask
+
+
+def _mask(
+    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None, triton: bool
+) -> torch.Tensor:
+    if triton:
+        from dllm_kernels.kernels.gumbel_topk import gumbel_topk_mask as kernel
+
+        return kernel(log_w, k, uniform, seed)
+    return _gumbel_topk_torch(log_w, k, uniform, seed)
 
 
 class _GumbelTopK(torch.autograd.Function):
@@ -118,12 +134,7 @@ class _GumbelTopK(torch.autograd.Function):
         seed: torch.Tensor | None,
         triton: bool,
     ) -> torch.Tensor:
-        if triton:
-            from dllm_kernels.kernels.gumbel_topk import gumbel_topk_mask as kernel
-
-            mask: torch.Tensor = kernel(log_w, k, uniform, seed)
-        else:
-            mask = _gumbel_topk_torch(log_w, k, uniform, seed)
+        mask = _mask(log_w, k, uniform, seed, triton)
         ctx.mark_non_differentiable(mask)
         return mask
 
@@ -140,8 +151,8 @@ MAX_UNIFORM = 1.0 - 2.0**-53
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether numpy may do the torch path's work: on CPU tensors, outside torch.compile."""
-    return device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether numpy does the torch path's work."""
+    return device.type == "cpu"
 
 
 def _gumbel_topk_torch(
