@@ -19,9 +19,11 @@ import torch
 from torch import nn
 
 from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._head import check_plain_head, projects
 from dllm_kernels.ops._plain import all_plain
 
 PADDING = -100
+FROM_LOGITS = "take a base loss from logits, such as MaskedCrossEntropy, whose logits come from the head itself"
 REDUCTIONS = ("sum", "mean", "none")
 Count = int | torch.Tensor | None
 
@@ -247,7 +249,8 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
         The loss, 0-d.
 
     Raises:
-        ValueError: the loss needs an LM head and the model has none, or its input is missing.
+        ValueError: the loss needs an LM head and the model has none, or one that is more than its weight and bias (an
+            adapter, hooks) and not handed over as ``lm_weight``; or its input is missing.
     """
     labels = _normalized_labels(kwargs["labels"], _ignore_index(loss_fn))
     offered: dict[str, Any] = {
@@ -315,7 +318,7 @@ def _unwrapped(model: nn.Module | None) -> nn.Module | None:
 
 
 def _head_module(model: nn.Module | None) -> nn.Module | None:
-    """The LM head: ``get_output_embeddings()``, else a module named ``lm_head``."""
+    """The LM head: ``get_output_embeddings()``, else a module named ``lm_head`` that has a weight or can be called."""
     model = _unwrapped(model)
     if model is None:
         return None
@@ -323,25 +326,37 @@ def _head_module(model: nn.Module | None) -> nn.Module | None:
     head = getter() if callable(getter) else None
     if isinstance(head, nn.Module):
         return head
-    named = (m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head" and hasattr(m, "weight"))
-    return next(named, None)
+    named = (m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head")
+    return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
 
 
 def _head_weight(model: nn.Module | None) -> torch.Tensor:
-    """The LM head's weight ``[V, D]``: of the module, else of a parameter with ``lm_head`` in its name."""
+    """The LM head's weight ``[V, D]``, to be used in its place: of the module, else of a parameter named ``lm_head``."""
     head = _head_module(model)
     if head is not None:
-        weight: torch.Tensor = head.weight  # type: ignore[assignment]
+        check_plain_head(head, FROM_LOGITS)
+        if not isinstance(weight := getattr(head, "weight", None), torch.Tensor):
+            raise ValueError(f"the LM head must have a weight, got {type(head).__name__}; {FROM_LOGITS}")
         return weight
     model = _unwrapped(model)
     parameters = () if model is None else model.named_parameters(remove_duplicate=False)
     for name, parameter in parameters:
         if "lm_head" in name and not name.endswith("bias"):
+            _check_owners(model, name)
             return parameter
     raise ValueError(
         "model has no LM head: it needs get_output_embeddings(), a module named lm_head or a parameter with lm_head in "
         f"its name; got {type(model).__name__}"
     )
+
+
+def _check_owners(model: nn.Module | None, name: str) -> None:
+    """Raise unless a parameter stands for the modules around it, from the one with ``lm_head`` in its name inwards."""
+    module, within = model, False
+    for part in name.split(".")[:-1]:
+        module, within = getattr(module, part), within or "lm_head" in part
+        if within:
+            check_plain_head(module, FROM_LOGITS)
 
 
 def _head_bias(model: nn.Module | None) -> torch.Tensor | None:
@@ -352,10 +367,10 @@ def _head_bias(model: nn.Module | None) -> torch.Tensor | None:
 def _logits_of(hidden: torch.Tensor, model: nn.Module) -> torch.Tensor:
     """Logits through the head module, whose own forward gathers it where it is sharded."""
     head = _head_module(model)
-    if head is not None:
+    if head is not None and projects(head):
         logits: torch.Tensor = head(hidden)
         return logits
-    return nn.functional.linear(hidden, _head_weight(model))
+    return nn.functional.linear(hidden, _head_weight(model), _head_bias(model))
 
 
 def _gathered_once(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
@@ -495,7 +510,7 @@ def calculate_mtp_loss(
         ignore_index: -100, or that of ``loss_fn``; either way positions without a label do not count.
         cu_seqlens: ``[num_seqs + 1]`` offsets of packed sub-sequences; a boundary belongs to the new one.
         seq_idx: ``[B, S]`` or ``[S]``, equal numbers within a packed sub-sequence; wins over ``cu_seqlens``.
-        lm_weight: ``[V, H]``, the head, when the caller has gathered it already.
+        lm_weight: ``[V, H]``, the head, when the caller has gathered it already or vouches for one of another class.
         logits_dtype: passed on to a base loss that takes it.
         grad_reduce_group: passed on to a base loss that takes it.
         loss_weights: a factor per label, shaped like ``labels``.
@@ -507,7 +522,8 @@ def calculate_mtp_loss(
 
     Raises:
         ValueError: both or none of hidden states and logits; an ``ignore_index`` other than the loss's; shapes that do
-            not fit; a base loss that takes hidden states given logits; a model without an LM head.
+            not fit; a base loss that takes hidden states given logits, or given a model without an LM head or with one
+            that is more than its weight and bias (an adapter, hooks) and not handed over as ``lm_weight``.
     """
     own_index = _checked_ignore_index(ignore_index, loss_fn)
     outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
@@ -679,7 +695,7 @@ class PipelineCausalLMLoss(nn.Module):
             0-d loss.
 
         Raises:
-            ValueError: a tuple given to a base loss that takes hidden states.
+            ValueError: a base loss that takes hidden states given a tuple, or a head that is more than its weight and bias.
         """
         seq_idx, output = self._extract_seq_idx_tail(output)
         linear = _is_linear(self.loss_fn)

@@ -449,6 +449,38 @@ def fsdp_mtp_finds_the_head():
             same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
 
 
+class Adapted(nn.Linear):
+    """A head with an adapter, which a loss that takes its weight would leave out."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) + hidden.sum(-1, keepdim=True)
+
+
+@check(2)
+def fsdp_heads_that_do_more():
+    """FSDP2's own class and hooks are no obstacle; a forward or a hook of somebody else is one, sharded or not."""
+    job, loss_fn = Job("MTP"), ours.FusedLinearCrossEntropy()
+
+    def loss(model):
+        depths = model(job.ids).chunk(3, 1)[1:]
+        return ours.calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths, labels=job.inputs["labels"], model=model)
+
+    for setup in (own_unit, after_root, loss_head):
+        model = Model()
+        setup(model)
+        assert isinstance(model, FSDPModule)
+        loss(model).backward()
+        model.lm_head.register_forward_hook(lambda *_: None)
+        raises(ValueError, "with a hook, fsdp_heads_that_do_more", loss, model)
+    for setup in (own_unit, after_root):
+        model = Model(head=Adapted)
+        setup(model)
+        raises(ValueError, "Adapted with a forward of its own", loss, model)
+    model = Model()
+    own_unit(model)
+    raises(ValueError, "FSDPLinear with a hook, FSDPState", LossHead.of, model.lm_head)
+
+
 @check(2, name=FEW)
 def fsdp_tied_embeddings(name):
     """One parameter for embedding and head, which FSDP2 wants in one unit: the root, or one of the two together."""

@@ -363,6 +363,75 @@ def test_a_biased_head_keeps_its_bias(patched):
     torch.testing.assert_close(ours, plain(model.lm_head(hidden), labels))
 
 
+class ForeignLinear(nn.Module):
+    """A linear layer of another library, whose weight the host takes, whatever its class is."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, hidden):
+        return nn.functional.linear(hidden, self.weight)
+
+
+class AdaptedLinear(nn.Linear):
+    """What the host's LoRA makes of a linear layer, of which its fused loss takes the weight all the same."""
+
+    def __init__(self):
+        super().__init__(D, V, bias=False)
+        self.lora_A, self.lora_B = nn.Linear(D, 2, bias=False), nn.Linear(2, V, bias=False)
+
+    def forward(self, hidden):
+        return super().forward(hidden) + self.lora_B(self.lora_A(hidden))
+
+
+def fused_losses(model):
+    """What each replaced function makes of the model's head."""
+    hidden, depths, labels = batch()
+    fused, utils = module("components.loss.linear_ce").FusedLinearCrossEntropy(), module("components.loss.utils")
+    host_mtp, output = module("components.loss.mtp"), SimpleNamespace(hidden_states=hidden, logits=None)
+    return {
+        "calculate_loss": lambda: utils.calculate_loss(fused, hidden_states=hidden, labels=labels, model=model),
+        "calculate_mtp_loss": lambda: host_mtp.calculate_mtp_loss(
+            fused, mtp_per_depth_h=depths, labels=labels, model=model
+        ),
+        "calculate_loss, the head gathered": lambda: utils.calculate_loss(
+            fused, hidden_states=hidden, labels=labels, model=model, lm_weight=model.lm_head.weight
+        ),
+        "PipelineCausalLMLoss": lambda: host_mtp.PipelineCausalLMLoss(fused, model)(output, labels),
+    }
+
+
+FUNCTIONS = ("calculate_loss", "calculate_loss, the head gathered", "calculate_mtp_loss", "PipelineCausalLMLoss")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_linear_layer_of_another_library_serves_as_head(patched, function):
+    model = Model()
+    expected = fused_losses(model)[function]()
+    model.lm_head = ForeignLinear(model.lm_head)
+    torch.testing.assert_close(fused_losses(model)[function](), expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_adapter_of_the_head_that_would_not_train_is_an_error(patched, function):
+    model = Model()
+    model.lm_head = AdaptedLinear()
+    with pytest.raises(ValueError, match=r"lora_A\.weight, lora_B\.weight of the LM head would not train"):
+        fused_losses(model)[function]()
+    model.lm_head.lora_A.requires_grad_(False)
+    model.lm_head.lora_B.requires_grad_(False)
+    assert fused_losses(model)[function]().isfinite()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_parametrized_head_trains(patched, function):
+    model = Model()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    fused_losses(model)[function]().backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
 def test_speculative_and_unreplaced_losses_use_the_replaced_parts(patched):
     """I-DLM's loss is the host's, on our per-token NLL and our output type."""
     loss = module("components.loss.dllm_loss")

@@ -160,14 +160,6 @@ def test_the_head_is_itself_again_afterwards():
     assert "forward" not in vars(model.lm_head)
 
 
-def test_a_forward_that_someone_else_replaced_comes_back():
-    model = Model(nn.Linear(4, 6))
-    model.lm_head.forward = replaced = lambda hidden: hidden
-    with loss_in_head(model, lambda hidden, weight, bias: hidden.sum()):
-        assert model.lm_head.forward is not replaced
-    assert model.lm_head.forward is replaced
-
-
 @pytest.mark.parametrize("head", [nn.Bilinear(2, 2, 3), None])
 def test_a_head_that_is_not_linear_is_refused(head):
     message = f"must be an nn.Linear for the loss to run inside it, got {type(head).__name__}"
@@ -246,6 +238,31 @@ def test_a_model_that_changes_its_logits_is_refused(ranks, tmp_path):
     ).double()
     with pytest.raises(ValueError, match="must call its LM head once and return what it gives unchanged"):
         ranks.trained(model, tmp_path, 4, 1)
+
+
+class Adapted(nn.Linear):
+    """A head with an adapter that its weight knows nothing of."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.adapter = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, hidden):
+        return super().forward(hidden) + nn.functional.linear(hidden, self.adapter)
+
+
+@needs_trainer
+def test_an_adapter_of_the_head_is_refused_and_trains_from_logits(ranks, tmp_path):
+    from transformers import Trainer
+
+    model = ranks.model(tied=False)
+    model.decoder = Adapted(8, ranks.V, dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match="got Adapted with a forward of its own; a plain Trainer with compute_loss_func"
+    ):
+        ranks.trained(model, tmp_path, 4, 1)
+    trained, _ = ranks.trained(model, tmp_path, 4, 1, kind=Trainer, compute_loss_func=mdlm_loss_func)
+    assert trained["decoder.adapter"].abs().sum() > 0
 
 
 @needs_trainer

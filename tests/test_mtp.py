@@ -40,7 +40,6 @@ class Given(nn.Module):
         self.head = nn.Linear(1, 1, bias=False)
         del self.head.weight
         self.head.weight = weight
-        self.head.forward = lambda h: nn.functional.linear(h, weight)
 
     def get_output_embeddings(self):
         return self.head

@@ -34,6 +34,7 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
     tensor_parallel_dims,
 )
+from dllm_kernels.ops._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.ops.linear_nll import compute_dtype
 
 Result = TypeVar("Result")
@@ -54,7 +55,18 @@ class LossHead(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> LossHead:
-        """A head with the parameters of another one."""
+        """A head with the parameters of another one.
+
+        Args:
+            linear: computes ``hidden @ weight.T + bias`` and nothing else, and is not sharded yet.
+
+        Raises:
+            TypeError: ``linear`` is no ``nn.Linear``.
+            ValueError: it has a ``forward`` of its own (an adapter), hooks or a parametrization, which would be lost.
+        """
+        if not isinstance(linear, nn.Linear):
+            raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+        check_plain_head(linear, "call the head itself and give its logits to the loss", replaced=True)
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         return head
@@ -68,6 +80,9 @@ class LossHead(nn.Linear):
                 or a (named) tuple of tensors, which FSDP2 looks through for what to wait for in backward.
         """
         return super().forward(hidden) if loss is None else loss(hidden, self.weight, self.bias)
+
+
+LINEAR_FORWARDS.add(LossHead.forward)
 
 
 def set_gradient_divide_factor(parameters: Iterable[nn.Parameter], factor: float) -> None:

@@ -61,6 +61,7 @@ HOMES = {
 KEPT = {"MTPLossConfig": "its build() makes the replaced PipelineCausalLMLoss by itself"}
 # -100 marks ignored labels whatever the loss's own index is, so both defaults mean "the loss's own".
 SAME_DEFAULTS = {"ignore_index": (None, -100)}
+MADE_OF = ("weight", "bias", "parametrizations")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 
 
@@ -323,7 +324,11 @@ def _in_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _calculate_loss(original: Any) -> Any:
     @functools.wraps(mtp.calculate_loss)
     def calculate_loss(loss_fn: Any, **kwargs: Any) -> Any:
-        return (mtp.calculate_loss if isinstance(loss_fn, OURS) else original)(loss_fn, **kwargs)
+        if not isinstance(loss_fn, OURS):
+            return original(loss_fn, **kwargs)
+        if isinstance(loss_fn, mtp.FusedLinearCrossEntropy):
+            kwargs["lm_weight"] = _head_given(loss_fn, kwargs)
+        return mtp.calculate_loss(loss_fn, **kwargs)
 
     return calculate_loss
 
@@ -335,19 +340,42 @@ def _calculate_mtp_loss(original: Any) -> Any:
             return original(loss_fn, **kwargs)
         hidden = kwargs.get("mtp_per_depth_h")
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and hidden:
-            weight, group = kwargs.get("lm_weight"), kwargs.get("grad_reduce_group")
-            weight = _host_head(loss_fn, kwargs["model"], group) if weight is None else weight
-            kwargs["lm_weight"] = _in_dtype_of(hidden[0], weight)
+            kwargs["lm_weight"] = _in_dtype_of(hidden[0], _head_given(loss_fn, kwargs))
         return mtp.calculate_mtp_loss(loss_fn, **kwargs)
 
     return calculate_mtp_loss
 
 
+def _head_given(loss_fn: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+    """The head as the recipe has gathered it, which takes its weight alone, or else as the host does."""
+    model, weight, group = (kwargs.get(name) for name in ("model", "lm_weight", "grad_reduce_group"))
+    if weight is None:
+        return _host_head(loss_fn, model, group)
+    _check_adapter(mtp._head_module(model))
+    given: torch.Tensor = weight
+    return given
+
+
 def _host_head(loss_fn: Any, model: Any, group: Any) -> torch.Tensor:
-    """The head as the host gathers it, which its own classes may override."""
+    """The head as the host gathers it, which its own classes may override.
+
+    The host takes the weight of a head of any class, such as a linear layer of another library, and so does this.
+    """
+    _check_adapter(mtp._head_module(model))
     utils = importlib.import_module(f"{HOST}.components.loss.utils")
     weight: torch.Tensor = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=group)
     return weight
+
+
+def _check_adapter(head: torch.nn.Module | None) -> None:
+    """Raise if the head has trained parameters that its weight and bias are not made of: they would get no gradient."""
+    named = () if head is None else head.named_parameters()
+    trained = [name for name, p in named if p.requires_grad and name.split(".")[0] not in MADE_OF]
+    if trained:
+        raise ValueError(
+            f"{', '.join(trained)} of the LM head would not train, since a loss from hidden states takes the head's weight "
+            "alone; freeze them, leave the head out of the adapters, or use MaskedCrossEntropy"
+        )
 
 
 def _pipeline_causal_lm_loss(original: Any) -> Any:

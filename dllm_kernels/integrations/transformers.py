@@ -36,9 +36,11 @@ from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.losses import MDLMCrossEntropyLoss
 from dllm_kernels.mtp import _head_module
+from dllm_kernels.ops._head import check_plain_head
 
 IGNORED = -100
 TOKEN_BITS = 31
+FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 Corruption = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
@@ -171,10 +173,10 @@ def loss_in_head(
         loss: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None; returns the loss, 0-d.
 
     Raises:
-        ValueError: the head is not an ``nn.Linear`` with a plain weight.
+        ValueError: the head is not an ``nn.Linear`` with a plain weight, or has a ``forward`` of its own (an adapter) or
+            hooks other than those that shard it.
     """
     head: Any = _linear_head(model)
-    outer = vars(head).get("forward")
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         return loss(hidden, head.weight, head.bias)
@@ -183,19 +185,16 @@ def loss_in_head(
     try:
         yield
     finally:
-        if outer is None:
-            del head.forward
-        else:
-            head.forward = outer
+        del head.forward
 
 
 def _linear_head(model: nn.Module) -> nn.Linear:
     head = _head_module(model)
     if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
         raise ValueError(
-            f"the LM head must be an nn.Linear for the loss to run inside it, got {type(head).__name__}; "
-            "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
+            f"the LM head must be an nn.Linear for the loss to run inside it, got {type(head).__name__}; {FROM_LOGITS}"
         )
+    check_plain_head(head, FROM_LOGITS)
     return head
 
 
@@ -281,7 +280,6 @@ class MaskedDiffusionTrainerMixin:
         if len(made) != 1 or loss.dim() != 0 or not torch.equal(made[0].detach().to(loss), loss):
             raise ValueError(
                 "the model must call its LM head once and return what it gives unchanged (no soft cap, no scale on the "
-                "logits), got something else; a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from "
-                "logits"
+                f"logits), got something else; {FROM_LOGITS}"
             )
         self._handed_through = True
