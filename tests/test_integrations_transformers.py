@@ -271,13 +271,95 @@ def test_a_second_loss_function_is_refused(ranks, tmp_path):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
 
 
-def test_data_parallel_is_refused():
-    class Trainer:
-        def __init__(self):
-            self.args = SimpleNamespace(n_gpu=2)
+class Bare:
+    """As much of a Trainer as the mixin needs, so that a test may choose what its model gives."""
 
+    parallelism_config = None
+
+    def __init__(self, **arguments):
+        self.compute_loss_func = None
+        self.args = SimpleNamespace(**{"n_gpu": 1, "label_smoothing_factor": 0.0} | arguments)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model, parallelism_config=self.parallelism_config)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        return self.compute_loss_func((model(**inputs),), labels, num_items_in_batch=num_items_in_batch)
+
+
+class BareTrainer(MaskedDiffusionTrainerMixin, Bare):
+    pass
+
+
+def test_data_parallel_is_refused():
     with pytest.raises(ValueError, match="one process must see one GPU, got 2: start it with torchrun"):
-        type("Both", (MaskedDiffusionTrainerMixin, Trainer), {})()
+        BareTrainer(n_gpu=2)
+
+
+class CappedModel(nn.Module):
+    """Hidden states are given; the logits, or the loss in their place, go through a function."""
+
+    def __init__(self, after=lambda x: x):
+        super().__init__()
+        self.lm_head, self.after = nn.Linear(4, 13, bias=False), after
+
+    def forward(self, hidden):
+        return self.after(self.lm_head(hidden))
+
+
+def capped(x):
+    return 2.0 * torch.tanh(x / 2.0)
+
+
+def step(trainer, model, noise=True, scale=1.0):
+    ids, loss_mask, _, noised_at, p = noised()
+    labels = pack_labels(ids % 13, loss_mask, noised_at & noise, p)
+    hidden = torch.randn(*ids.shape, 4) * scale
+    return trainer.compute_loss(model, {"hidden": hidden, "labels": labels})
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_no_misuse(scale):
+    trainer, model = BareTrainer(), CappedModel()
+    assert not step(trainer, model, scale=scale).isfinite()
+    assert step(trainer, model).isfinite()
+
+
+@pytest.mark.parametrize("first", [{"scale": float("nan")}, {"noise": False}])
+def test_a_cap_is_found_when_the_first_loss_does_not_show_it(first):
+    """The cap of NaN is NaN and that of 0 is 0: such a loss says nothing of what the model does to it."""
+    trainer, model = BareTrainer(), CappedModel(capped)
+    value = step(trainer, model, **first)
+    assert value.isnan() or value == 0
+    with pytest.raises(ValueError, match="must call its LM head once and return what it gives unchanged"):
+        step(trainer, model)
+
+
+def test_what_the_model_does_to_its_logits_is_looked_at_once():
+    """Looking waits for the GPU."""
+    trainer, looked = BareTrainer(), []
+    check = trainer._check_handed_through
+    trainer._check_handed_through = lambda loss: looked.append(loss) or check(loss)
+    for _ in range(3):
+        step(trainer, CappedModel())
+    assert len(looked) == 1
+
+
+@needs_trainer
+def test_label_smoothing_is_refused(ranks, tmp_path):
+    with pytest.raises(
+        ValueError, match=r"label_smoothing_factor must be 0, got 0\.1: the masked-diffusion loss has none"
+    ):
+        ranks.trainer(ranks.model(), tmp_path, 4, 1, arguments={"label_smoothing_factor": 0.1})
+
+
+@pytest.mark.parametrize(("cp_size", "sp_size"), [(2, 1), (1, 4)])
+def test_sequences_split_by_the_trainer_are_refused(cp_size, sp_size):
+    class Split(BareTrainer):
+        parallelism_config = SimpleNamespace(cp_size=cp_size, sp_size=sp_size)
+
+    message = f"parallelism_config must have cp_size and sp_size 1, got {cp_size} and {sp_size}"
+    with pytest.raises(ValueError, match=message):
+        Split()
 
 
 # Two ranks ------------------------------------------------------------------------------------------------------------

@@ -52,12 +52,13 @@ def model(tied=True):
     return ModernBertForMaskedLM(config).double()
 
 
-def trainer(model, folder, batch_size, accumulation, steps=2, kind=DiffusionTrainer, **more):
-    args = TrainingArguments(
+def trainer(model, folder, batch_size, accumulation, steps=2, kind=DiffusionTrainer, arguments=(), **more):
+    options = dict(
         output_dir=str(folder), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
         per_device_eval_batch_size=4, max_steps=steps, remove_unused_columns=False, save_strategy="no", report_to="none",
         disable_tqdm=True, use_cpu=True, max_grad_norm=0.0, lr_scheduler_type="constant", logging_steps=1,
     )  # fmt: skip
+    args = TrainingArguments(**options | dict(arguments))
     options = {"data_collator": COLLATOR, "train_dataset": samples(), **more}
     return kind(model=model, args=args, optimizers=(torch.optim.SGD(model.parameters(), 0.05), None), **options)
 

@@ -207,20 +207,34 @@ class MaskedDiffusionTrainerMixin:
     ``average_tokens_across_devices``. For batches of :class:`MaskedDiffusionCollator`. Evaluation without metrics is fused
     too; where predictions are asked for, the logits are made.
 
-    Not for ``nn.DataParallel`` (start one process per GPU instead).
+    Not for ``nn.DataParallel`` (start one process per GPU instead), nor for sequences split over processes. What a model
+    would add to its own loss (the balance of a router) is not added to this one.
 
     Raises:
-        ValueError: a ``compute_loss_func`` is given, several GPUs are visible to one process, the model's head is not an
-            ``nn.Linear``, or the model changes what its head returns.
+        ValueError: a ``compute_loss_func`` or a ``label_smoothing_factor`` is given, several GPUs are visible to one
+            process, sequences are split over processes, the model's head is not an ``nn.Linear`` or is more than that (an
+            adapter, hooks), or the model changes what its head returns.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.args: Any
+        self.accelerator: Any
         if getattr(self, "compute_loss_func", None) is not None:
             raise ValueError("compute_loss_func must be None: the loss is MaskedDiffusionTrainerMixin's own")
         if self.args.n_gpu > 1:
             raise ValueError(f"one process must see one GPU, got {self.args.n_gpu}: start it with torchrun")
+        if self.args.label_smoothing_factor:
+            smoothing = self.args.label_smoothing_factor
+            raise ValueError(f"label_smoothing_factor must be 0, got {smoothing}: the masked-diffusion loss has none")
+        # Context parallelism makes the attention causal, sequence parallelism takes the model's own loss: neither says so.
+        split = getattr(self.accelerator, "parallelism_config", None)
+        cp_size, sp_size = (getattr(split, name, 1) for name in ("cp_size", "sp_size"))
+        if (cp_size, sp_size) != (1, 1):
+            raise ValueError(
+                f"parallelism_config must have cp_size and sp_size 1, got {cp_size} and {sp_size}: the Trainer would not "
+                "compute the masked-diffusion loss of whole sequences"
+            )
         self.compute_loss_func = self._loss_of_outputs
         self._loss_shifts_labels = False  # position 0 of a causal model's labels counts as well
         self._wants_logits = False
@@ -247,7 +261,7 @@ class MaskedDiffusionTrainerMixin:
             made.append(out.total_loss)
             return out.total_loss
 
-        unwrapped = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
+        unwrapped = self.accelerator.unwrap_model(model)
         self._in_head = made
         try:
             with loss_in_head(unwrapped, loss):
@@ -271,15 +285,17 @@ class MaskedDiffusionTrainerMixin:
         if self._in_head is None:
             return mdlm_loss_func(outputs, labels, num_items_in_batch)
         loss = _logits(outputs)
-        if not self._handed_through:  # looked at once, since it waits for the GPU
+        if not self._handed_through:  # looked at until seen, since it waits for the GPU
             self._check_handed_through(loss.detach())
         return loss
 
     def _check_handed_through(self, loss: torch.Tensor) -> None:
         made = self._in_head or []
-        if len(made) != 1 or loss.dim() != 0 or not torch.equal(made[0].detach().to(loss), loss):
+        one = len(made) == 1 and loss.dim() == 0
+        if not one or not torch.isclose(made[0].detach().to(loss), loss, rtol=0.0, atol=0.0, equal_nan=True):
             raise ValueError(
                 "the model must call its LM head once and return what it gives unchanged (no soft cap, no scale on the "
                 f"logits), got something else; {FROM_LOGITS}"
             )
-        self._handed_through = True
+        # A cap or a scale leaves 0, infinity and NaN as they are: such a loss does not show it, the next one is looked at.
+        self._handed_through = bool(loss.isfinite() & (loss != 0))
