@@ -22,7 +22,7 @@ class DiffusionTrainer(MaskedDiffusionTrainerMixin, Trainer):
 
 
 def count_up(index):
-    """One sample: a prompt of two tokens, and a response that goes on counting; its index seeds its noise."""
+    """One sample: a prompt of two tokens, and a response that goes on counting; its index and the epoch seed its noise."""
     source = random.Random(index)
     length, start = source.randint(12, 20), source.randrange(32)
     ids = [(start + i) % 32 for i in range(length)]

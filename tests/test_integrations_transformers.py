@@ -105,14 +105,121 @@ def test_noise_of_a_seed_does_not_depend_on_the_batch():
     assert not torch.equal(together["labels"][0], together["labels"][1])
 
 
+# Noise ----------------------------------------------------------------------------------------------------------------
+
+DRAWING = MaskedDiffusionCollator(99, eps=0.3)  # one row with none masked: p >= 0.3, 63 times in a row, never
+SEEDED = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+
+
+def rows(batches):
+    """Every row of labels, which hold the noise and its probability."""
+    return [tuple(row) for batch in batches for row in batch["labels"].tolist()]
+
+
+def all_differ(*runs):
+    every = [row for run in runs for row in run]
+    return len(set(every)) == len(every)
+
+
+def two_of_the_same(collator):
+    """Two batches of two samples that are alike, from a fixed state of the default generator."""
+    torch.manual_seed(3)
+    return rows(collator([sample(64), sample(64)]) for _ in range(2))
+
+
 def test_without_seeds_the_default_generator_is_drawn_from():
-    collator = MaskedDiffusionCollator(99, eps=0.3)
+    assert two_of_the_same(DRAWING) == two_of_the_same(DRAWING)
+    assert all_differ(two_of_the_same(DRAWING))
+    state = torch.get_rng_state()
+    following = rows([DRAWING([sample(64)])])
+    torch.set_rng_state(state)
+    assert rows([DRAWING([sample(64)])]) == following
+
+
+def test_ranks_draw_differently_from_generators_that_are_alike(monkeypatch):
+    runs = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        runs.append(two_of_the_same(DRAWING))
+        given = MaskedDiffusionCollator(99, eps=0.3, rank=rank)
+        monkeypatch.setenv("RANK", "7")
+        assert two_of_the_same(given) == runs[rank]  # as tensor-parallel peers of this rank must
+    assert all_differ(*runs)
+    monkeypatch.delenv("RANK")
+    assert two_of_the_same(DRAWING) == runs[0]
+
+
+@pytest.mark.parametrize("rank", [True, "0", 1.0])
+def test_a_rank_that_is_none_is_refused(rank):
+    with pytest.raises(TypeError, match=f"rank must be an int, got {type(rank).__name__}"):
+        MaskedDiffusionCollator(99, rank=rank)
+
+
+def test_epochs_are_apart_and_each_is_itself():
+    samples, runs = [sample(64, seed) for seed in (5, 6)], []
+    collator = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+    for epoch in (0, 1, 2):
+        collator.set_epoch(epoch)
+        runs.append(rows([collator(samples)]))
+        assert rows([collator(samples[1:])]) == runs[epoch][1:]
+    assert all_differ(*runs)
+    assert runs[0] == rows([SEEDED(samples)])
+    collator.set_epoch(1)
+    assert rows([collator(samples)]) == runs[1]
+
+
+def test_a_generator_of_the_callers_own_is_drawn_from_as_it_is():
+    ids, ones = torch.arange(1, 65)[None], torch.tensor([[0.0] + [1.0] * 63])
+    collator = MaskedDiffusionCollator(99, generator=torch.Generator().manual_seed(8))
+    expected = dllm_kernels.corrupt_uniform(ids, ones, 99, generator=torch.Generator().manual_seed(8))
+    assert torch.equal(collator([sample(64)])["labels"], pack_labels(ids, ones, *expected[1:]))
+    both = MaskedDiffusionCollator(99, seed_field="seed", generator=torch.Generator())
+    with pytest.raises(ValueError, match="generator and seeds exclude each other"):
+        both([sample(64)])
+
+
+def test_another_default_device_does_not_matter():
+    batches = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            batches.append([DRAWING([sample(64)]), SEEDED([sample(64)])])
+    assert rows(batches[0]) == rows(batches[1])
+
+
+def loaded(collator, samples, **options):
+    """The rows of two epochs, from a fixed state of the default generator."""
     torch.manual_seed(3)
-    first, second = collator([sample(30)]), collator([sample(30)])
-    torch.manual_seed(3)
-    again = collator([sample(30)])
-    assert torch.equal(first["labels"], again["labels"])
-    assert not torch.equal(first["labels"], second["labels"])
+    loader = torch.utils.data.DataLoader(
+        samples, batch_size=2, collate_fn=collator, worker_init_fn=seeded_alike, **options
+    )
+    seen = []
+    for epoch in range(2):
+        collator.set_epoch(epoch)
+        seen += rows(loader)
+    collator.set_epoch(0)
+    return seen
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("collator", [DRAWING, SEEDED])
+def test_workers_and_epochs_differ_and_come_again(collator, persistent):
+    """Also where the epoch is set while the workers live, and a ``worker_init_fn`` seeds them all alike."""
+    samples = [sample(64, 0 if collator is DRAWING else seed) for seed in range(8)]
+    options = {"num_workers": 2, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+    runs = [loaded(collator, samples, **options) for _ in range(2)]
+    assert all_differ(runs[0])
+    assert runs[0] == runs[1]
+
+
+def test_workers_that_are_spawned_see_the_epoch_too():
+    samples = [sample(64, seed) for seed in range(2)]
+    spawned = loaded(SEEDED, samples, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
+    assert spawned == loaded(SEEDED, samples)
+
+
+def seeded_alike(worker):
+    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])
@@ -183,7 +290,11 @@ def test_training_equals_that_from_logits(ranks, tmp_path):
     from transformers import Trainer
 
     ours = ranks.trained(ranks.model(), tmp_path, 4, 1, 4)
-    plain = ranks.trained(ranks.model(), tmp_path, 4, 1, 4, kind=Trainer, compute_loss_func=mdlm_loss_func)
+    plain = ranks.trained(
+        ranks.model(), tmp_path, 4, 1, 4,
+        kind=Trainer, compute_loss_func=mdlm_loss_func, callbacks=[ranks.AtEpochs(ranks.COLLATOR.set_epoch)],
+    )  # fmt: skip
+    ranks.COLLATOR.set_epoch(0)
     assert len(ours[1]) == 4
     assert_same_training(ours, plain)
     start = ranks.model().state_dict()
@@ -366,21 +477,75 @@ def test_sequences_split_by_the_trainer_are_refused(cp_size, sp_size):
 
 
 @needs_trainer
-def test_two_ranks_train_as_one(ranks, tmp_path):
+def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
     """DDP over micro-batches, and FSDP2 with the head as a unit of its own, against one process with the whole batch."""
-    out = tmp_path / "ranks.pt"
+    assert_same_training(two_ranks["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
+    whole = ranks.COLLATOR(ranks.samples())
+    single = ranks.head_gradients(ranks.model(tied=False), whole, int((whole["labels"] != -100).sum()))
+    assert two_ranks["fsdp"].keys() == single.keys()
+    for name, gradient in single.items():
+        torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What the two ranks found, see ``trainer_ranks.main``."""
+    out = tmp_path_factory.mktemp("ranks") / "ranks.pt"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.trainer_ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", *launcher, str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    results = torch.load(out)
-    assert_same_training(results["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
-    whole = ranks.COLLATOR(ranks.samples())
-    single = ranks.head_gradients(ranks.model(tied=False), whole, int((whole["labels"] != -100).sum()))
-    assert results["fsdp"].keys() == single.keys()
-    for name, gradient in single.items():
-        torch.testing.assert_close(results["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
+    return torch.load(out)
+
+
+@needs_trainer
+@pytest.mark.parametrize("kind", ["drawn", "drawn by workers", "seeded", "seeded, by persistent workers"])
+def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind):
+    """Samples whose tokens are all alike, 2 ranks, 2 epochs of 4 batches; and the same training once more."""
+    first, again = two_ranks["noise"][kind]
+    assert [len(run) for run in first] == [16, 16]
+    assert all_differ(*first)
+    assert first == again
+
+
+@needs_trainer
+def test_tensor_parallel_peers_see_the_same_noise(two_ranks):
+    """The two ranks make one data-parallel rank."""
+    for kind in ("tensor parallel", "tensor parallel, by workers"):
+        (one, other), _ = two_ranks["noise"][kind]
+        assert all_differ(one)
+        assert one == other
+
+
+@needs_trainer
+@pytest.mark.parametrize("seed_field", ["seed", None])
+def test_training_resumed_within_an_epoch(ranks, tmp_path, seed_field):
+    """With seeds it is the training that was not interrupted; without, the noise is new but the run goes on."""
+    collator = MaskedDiffusionCollator(ranks.MASK, ranks.PAD_TO_16, eps=0.2, seed_field=seed_field)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+
+    def made():
+        return ranks.trainer(ranks.model(), tmp_path, 2, 2, 6, arguments=saving, data_collator=collator)
+
+    whole, resumed = made(), made()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.epoch == 3.0
+    weights, others = (t.model.state_dict() for t in (whole, resumed))
+    same = [torch.equal(weights[name], others[name]) for name in weights]
+    assert all(same) if seed_field else not all(same)
+
+
+@needs_trainer
+def test_evaluation_sees_the_same_noise_whenever(ranks, tmp_path):
+    made = ranks.trainer(ranks.model(), tmp_path, 4, 1, 4, eval_dataset=ranks.samples())
+    before, seen = rows(made.get_eval_dataloader()), []
+    made.add_callback(ranks.AtEpochs(lambda _: seen.append(rows(made.get_eval_dataloader()))))
+    made.train()
+    assert seen == [before, before]
+    assert rows(made.get_test_dataloader(ranks.samples())) == before
+    assert rows([ranks.COLLATOR(ranks.samples()[:4])]) == before[:4]  # and the caller's own is as it was
 
 
 @needs_trainer

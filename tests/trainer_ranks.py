@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import ModernBertConfig, ModernBertForMaskedLM, Trainer, TrainingArguments
+from transformers import ModernBertConfig, ModernBertForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
 from dllm_kernels import DLLMCollator, MDLMCrossEntropyLoss
 from dllm_kernels.integrations.transformers import (
@@ -22,13 +22,29 @@ from dllm_kernels.integrations.transformers import (
 V, PAD, MASK = 23, 21, 22
 SPECIALS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), PAD)
 # The length of a batch is one of the things that its noise depends on, so it is the same however samples are batched.
-COLLATOR = MaskedDiffusionCollator(
-    MASK, DLLMCollator(pad_token_id=PAD, pad_seq_len_divisible=16), eps=0.2, seed_field="seed"
-)
+PAD_TO_16 = DLLMCollator(pad_token_id=PAD, pad_seq_len_divisible=16)
+COLLATOR = MaskedDiffusionCollator(MASK, PAD_TO_16, eps=0.2, seed_field="seed")
 
 
 class DiffusionTrainer(MaskedDiffusionTrainerMixin, Trainer):
     pass
+
+
+class TensorParallelTrainer(DiffusionTrainer):
+    """Says that the two ranks load the same samples; the model is not split, which its noise does not know."""
+
+    def get_tp_size(self):
+        return 2
+
+
+class AtEpochs(TrainerCallback):
+    """Calls a function with the epoch that begins, as a plain Trainer needs for a collator with a ``seed_field``."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def on_epoch_begin(self, args, state, control, **_):
+        self.function(int(state.epoch))
 
 
 def samples(n=8):
@@ -53,12 +69,13 @@ def model(tied=True):
 
 
 def trainer(model, folder, batch_size, accumulation, steps=2, kind=DiffusionTrainer, arguments=(), **more):
-    options = dict(
-        output_dir=str(folder), per_device_train_batch_size=batch_size, gradient_accumulation_steps=accumulation,
-        per_device_eval_batch_size=4, max_steps=steps, remove_unused_columns=False, save_strategy="no", report_to="none",
-        disable_tqdm=True, use_cpu=True, max_grad_norm=0.0, lr_scheduler_type="constant", logging_steps=1,
-    )  # fmt: skip
-    args = TrainingArguments(**options | dict(arguments))
+    defaults = {
+        "output_dir": str(folder), "per_device_train_batch_size": batch_size, "per_device_eval_batch_size": 4,
+        "gradient_accumulation_steps": accumulation, "max_steps": steps, "remove_unused_columns": False,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "max_grad_norm": 0.0,
+        "lr_scheduler_type": "constant", "logging_steps": 1,
+    }  # fmt: skip
+    args = TrainingArguments(**defaults | dict(arguments))
     options = {"data_collator": COLLATOR, "train_dataset": samples(), **more}
     return kind(model=model, args=args, optimizers=(torch.optim.SGD(model.parameters(), 0.05), None), **options)
 
@@ -87,8 +104,40 @@ def head_gradients(net, batch, count):
     return {k: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for k, p in net.named_parameters()}
 
 
+NOISE = {
+    "drawn": {},
+    "drawn by workers": {"dataloader_num_workers": 2},
+    "seeded": {"seed_field": "seed"},
+    "seeded, by persistent workers": {
+        "seed_field": "seed",
+        "dataloader_num_workers": 2,
+        "dataloader_persistent_workers": True,
+    },
+    "tensor parallel": {"kind": TensorParallelTrainer},
+    "tensor parallel, by workers": {"kind": TensorParallelTrainer, "dataloader_num_workers": 2},
+}
+
+
+def noise_of_two_epochs(folder, *, kind=DiffusionTrainer, seed_field=None, **arguments):
+    """Rows of labels of 16 samples with one text, as each rank trains on them."""
+    alike = [{"input_ids": [5] * 32, "loss_mask": [1] * 32, "attention_mask": [1] * 32, "seed": i} for i in range(16)]
+    collator = MaskedDiffusionCollator(MASK, PAD_TO_16, eps=0.5, seed_field=seed_field)
+    options = {"kind": kind, "arguments": arguments, "data_collator": collator, "train_dataset": alike}
+    made, rows = trainer(model(), folder, 2, 1, 8, **options), []
+    compute = made.compute_loss
+    made.compute_loss = lambda net, inputs, **more: (
+        rows.extend(inputs["labels"].tolist()),
+        compute(net, inputs, **more),
+    )[1]
+    made.train()
+    everywhere = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, [tuple(row) for row in rows])
+    return everywhere
+
+
 def main(out):
     ddp = trained(model(), out + ".run", 2, 2)
+    noise = {name: [noise_of_two_epochs(out + ".run", **o) for _ in range(2)] for name, o in NOISE.items()}
     net, ranks = model(tied=False), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     fully_shard(net.get_output_embeddings(), mesh=mesh)
@@ -98,7 +147,7 @@ def main(out):
     mine = {k: v.chunk(ranks)[dist.get_rank()] for k, v in whole.items()}
     fsdp = head_gradients(net, mine, count / ranks)  # FSDP averages over the ranks
     if dist.get_rank() == 0:
-        torch.save({"ddp": ddp, "fsdp": fsdp}, out)
+        torch.save({"ddp": ddp, "fsdp": fsdp, "noise": noise}, out)
     dist.destroy_process_group()
 
 

@@ -20,16 +20,19 @@ of all accumulated micro-batches and ranks by itself.
 The loss is computed inside the forward of the model's LM head, which returns it in place of logits. So FSDP and ZeRO gather
 the head's weight and reduce its gradient as in any forward, and DDP sees a loss that depends on all it should.
 
-Nothing here imports transformers; the mixin goes in front of the user's own ``Trainer`` class.
+The mixin goes in front of the user's own ``Trainer`` class; nothing else here needs transformers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dllm_kernels.collate import DLLMCollator
@@ -40,6 +43,7 @@ from dllm_kernels.ops._head import check_plain_head
 
 IGNORED = -100
 TOKEN_BITS = 31
+FAR_APART = 0x9E3779B97F4A7C15 - 2**64  # n times it, modulo 2^64, is nowhere near another small multiple
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 Corruption = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
@@ -81,14 +85,28 @@ def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 class MaskedDiffusionCollator:
     """Samples to a batch of corrupted tokens and the labels of :func:`pack_labels`.
 
+    **Noise.** Each row is corrupted under a seed of its own. Without ``seed_field`` the seeds are drawn, in the process
+    that loads the data from torch's default generator, in a worker of a ``DataLoader`` from one seeded as the worker is,
+    and mixed with ``rank``. So no two rows, ranks, workers or epochs share their noise; the same ``manual_seed`` gives the
+    same noise again, and so does a restored state of the generator. A ``Trainer`` that resumes within an epoch has drawn
+    a batch before it restores that state, so its noise is new.
+
+    With ``seed_field`` the noise of a sample is a function of its seed, of the epoch (:meth:`set_epoch`) and of the length
+    of the batch alone, on whichever rank and worker: a run resumed is the run that was interrupted, to the bit.
+
     Args:
         mask_token_id: the token that masks.
         collate: makes a batch of the samples; None: ``DLLMCollator()``, which pads with token 0.
         corrupt: the corruption routine, :func:`dllm_kernels.corrupt_uniform` or another that masks.
-        seed_field: a field of the samples with an int64 seed: the noise of a sample is then a function of that seed and of
-            the length of the batch alone, as an evaluation wants it. None: torch's default generator, of which every
-            worker of a ``DataLoader`` has its own, seeded by the ``Trainer``.
-        **options: passed on to ``corrupt`` (``eps``, ``block_size``, ...).
+        seed_field: a field of the samples with an int64 seed, different in each. None: seeds are drawn.
+        rank: sets apart the processes that draw alike otherwise; those that load the same samples (tensor parallelism) must
+            be given the same, which the mixin does. None: the rank in the process group, else the environment variable
+            ``RANK``, else 0.
+        **options: passed on to ``corrupt`` (``eps``, ``block_size``, ...). A ``generator`` among them is drawn from as it
+            is: seed it for each rank, and have no workers, which would hold copies of it.
+
+    Raises:
+        TypeError: ``rank`` is no int.
     """
 
     def __init__(
@@ -98,13 +116,27 @@ class MaskedDiffusionCollator:
         corrupt: Corruption = corrupt_uniform,
         *,
         seed_field: str | None = None,
+        rank: int | None = None,
         **options: Any,
     ) -> None:
+        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
+            raise TypeError(f"rank must be an int, got {type(rank).__name__}")
         self.mask_token_id = mask_token_id
         self.collate = DLLMCollator() if collate is None else collate
         self.corrupt = corrupt
         self.seed_field = seed_field
+        self.rank = rank
         self.options = options
+        self._epoch = _shared_zero()
+        self._generator: tuple[int, torch.Generator] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Other noise for samples with a ``seed_field``: call it before each epoch, as that of a sampler.
+
+        The mixin does, for the batches that it trains on. In epoch 0, where one begins and evaluates, the seed of a sample
+        is used as it is.
+        """
+        self._epoch.fill_(epoch)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Collate and corrupt.
@@ -126,17 +158,58 @@ class MaskedDiffusionCollator:
                     "TrainingArguments(remove_unused_columns=False)"
                 )
         batch = self.collate(samples)
-        seeds = None if self.seed_field is None else torch.tensor([sample[self.seed_field] for sample in samples])
         ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-        noisy, noise, p = self.corrupt(ids, loss_mask, self.mask_token_id, seeds=seeds, **self.options)
+        noisy, noise, p = self.corrupt(ids, loss_mask, self.mask_token_id, seeds=self._seeds(samples), **self.options)
         labels = pack_labels(ids, loss_mask, noise, p)
         return {"input_ids": noisy, "attention_mask": batch["attention_mask"], "labels": labels}
+
+    def _seeds(self, samples: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
+        if self.seed_field is not None:
+            seeds = torch.tensor([sample[self.seed_field] for sample in samples], device="cpu")
+            return seeds + self._epoch * FAR_APART
+        if self.options.get("generator") is not None:
+            return None
+        drawn = torch.empty(len(samples), dtype=torch.int64, device="cpu").random_(generator=self._drawn_from())
+        rank = torch.tensor(_process_rank() if self.rank is None else self.rank, device="cpu")
+        return drawn + rank * FAR_APART
+
+    def _drawn_from(self) -> torch.Generator | None:
+        """The default generator; in a worker one of its own, which processes that load the same samples share."""
+        worker = torch.utils.data.get_worker_info()
+        if worker is None:
+            return None
+        if self._generator is None or self._generator[0] != worker.seed:
+            self._generator = worker.seed, torch.Generator().manual_seed(worker.seed)
+        return self._generator[1]
+
+    def _apart(self, **changes: Any) -> MaskedDiffusionCollator:
+        """A copy in epoch 0, whose epoch is its own."""
+        other = copy.copy(self)
+        vars(other).update(changes, _epoch=_shared_zero())
+        return other
+
+
+def _shared_zero() -> torch.Tensor:
+    """Seen by the workers of a ``DataLoader`` also when it changes, for those that live through several epochs."""
+    zero = torch.zeros((), dtype=torch.int64, device="cpu")
+    zero.share_memory_()  # type: ignore[no-untyped-call]
+    return zero
+
+
+def _process_rank() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", "0"))
 
 
 def mdlm_loss_func(
     outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The ``compute_loss_func`` of a plain ``Trainer``: the masked-diffusion loss from logits.
+    """The ``compute_loss_func`` of a plain ``Trainer``: the masked-diffusion loss from logits, for any head.
+
+    What the mixin does besides is left to the caller: a callback that hands each epoch to the collator's ``set_epoch``,
+    where its samples have seeds; and a causal model's labels are counted from position 1 on, which leaves out a first token
+    only if that is supervised.
 
     Args:
         outputs: of the model: with ``logits`` ``[B, L, V]``, or a tuple that begins with them.
@@ -240,6 +313,35 @@ class MaskedDiffusionTrainerMixin:
         self._wants_logits = False
         self._in_head: list[torch.Tensor] | None = None
         self._handed_through = False
+        self._follow_epochs()
+
+    def _follow_epochs(self) -> None:
+        """The collator is told of each epoch, and ranks that load the same samples draw the same noise."""
+        collator, tensor_parallel = getattr(self, "data_collator", None), getattr(self, "get_tp_size", lambda: 1)()
+        if isinstance(collator, MaskedDiffusionCollator):
+            if collator.rank is None and tensor_parallel > 1:
+                self.data_collator: Any = collator._apart(rank=self.args.process_index // tensor_parallel)
+            self.add_callback(_epoch_callback(self))  # type: ignore[attr-defined]
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.get_eval_dataloader``, with noise that is the same whenever it evaluates (``seed_field``)."""
+        with self._noise_of_epoch_0():
+            return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """As ``Trainer.get_test_dataloader``, likewise."""
+        with self._noise_of_epoch_0():
+            return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    @contextlib.contextmanager
+    def _noise_of_epoch_0(self) -> Iterator[None]:
+        training = self.data_collator
+        if isinstance(training, MaskedDiffusionCollator):
+            self.data_collator = training._apart()
+        try:
+            yield
+        finally:
+            self.data_collator = training
 
     def compute_loss(
         self,
@@ -299,3 +401,25 @@ class MaskedDiffusionTrainerMixin:
             )
         # A cap or a scale leaves 0, infinity and NaN as they are: such a loss does not show it, the next one is looked at.
         self._handed_through = bool(loss.isfinite() & (loss != 0))
+
+
+def _epoch_callback(trainer: Any) -> Any:
+    """Tells the trainer's collator which epoch begins, before its batches are loaded, also after a resumption."""
+    from transformers import TrainerCallback
+
+    class EpochCallback(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.epoch = int(state.epoch or 0)
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.tell(self.epoch)
+            self.epoch += 1
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.tell(0)
+
+        def tell(self, epoch: int) -> None:
+            if isinstance(trainer.data_collator, MaskedDiffusionCollator):  # another may have taken its place
+                trainer.data_collator.set_epoch(epoch)
+
+    return EpochCallback()
