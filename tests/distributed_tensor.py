@@ -1,5 +1,6 @@
 """Checks of tensor parallelism: split vocabularies, in logits and in heads."""
 
+import itertools
 import math
 
 import pytest
@@ -33,12 +34,12 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEW = ("token_nll", "hybrid, one tensor", "dflash")
 
 
-def logits_draw(case, dtype):
-    return lambda _: ([(3 * torch.randn(B, L * case.width, V)).to(dtype)], upstream(case))
+def logits_draw(case, dtype, columns=V):
+    return lambda _: ([(3 * torch.randn(B, L * case.width, columns)).to(dtype)], upstream(case))
 
 
-def hidden_draw(case, dtype):
-    shapes = (B, L * case.width, D), (V, D), (V,)
+def hidden_draw(case, dtype, columns=V):
+    shapes = (B, L * case.width, D), (columns, D), (columns,)
     return lambda _: ([torch.randn(shape).to(dtype) for shape in shapes], upstream(case))
 
 
@@ -318,6 +319,52 @@ def fewer_columns_than_ranks():
             close(grads[1][1], grads[0][1])
     x = torch.randn(0, V)
     assert ops.token_nll(shard(x, mesh, Shard(1)), torch.zeros(0, dtype=torch.long)).nll.shape == (0,)
+
+
+@check(4, name=FEW)
+def a_rank_without_columns(name):
+    """V = 5 as 2, 2, 1, 0, every parameter trained: the last rank holds no column of logits, head or bias."""
+    case, mesh, columns = BY_NAME[name], mesh_of("tp"), 5
+    torch.manual_seed(0)
+    inputs = case.draw(B, L, columns)
+    for dtype in DTYPES:
+        assert_parity(
+            lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, dtype, columns),
+        )
+        for chunk_size in (5, None):
+            assert_parity(
+                lambda h, w, b, n=chunk_size: case.hidden_form(
+                    h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, chunk_size=n, backend="torch"
+                ),
+                linear_oracle(case, inputs),
+                hidden_draw(case, dtype, columns),
+            )
+
+
+@check(4, loss=("weighted_linear_nll", "linear_token_nll"))
+def a_rank_without_columns_gets_an_empty_gradient(loss):
+    """Leaves that are DTensors; the weight frozen or not, the bias trained; both backends."""
+    mesh, columns = mesh_of("tp"), 3
+    h, w, b = torch.randn(B, L, D), torch.randn(columns, D), torch.randn(columns)
+    y, weights = torch.randint(0, columns, (B, L)), torch.ones(B, L)
+
+    def gradients(hidden, weight, bias, backend, trained):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained), bias.clone().requires_grad_()
+        rows = {"weighted_linear_nll": (y, weights), "linear_token_nll": (y,)}[loss]
+        getattr(ops, loss)(*leaves[:2], *rows, bias=leaves[2], backend=backend)[0].sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    split = shard(w, mesh, Shard(0)).detach(), shard(b, mesh, Shard(0)).detach()
+    for backend, trained in itertools.product(("torch", "triton"), (True, False)):
+        expected = gradients(h, w, b, "torch", trained)
+        got = gradients(h, *split, backend, trained)
+        assert (got[1] is not None) == trained
+        assert got[2].to_local().numel() == (mesh.get_local_rank() < columns)
+        for a, e in zip(got, expected, strict=True):
+            if e is not None:
+                close(a, e)
 
 
 @check(2)

@@ -1,8 +1,8 @@
-"""The processes of the distributed tests: ``python -m tests.distributed_workers WORLD FOLDER HOW``.
+"""The processes of the distributed tests: ``python -m tests.distributed_workers WORLD FOLDER HOW [ONLY]``.
 
 Starting processes is slow, so one start serves all checks of a world size: each rank runs them in order and writes, after
 every check, what became of it. ``tests/test_distributed.py`` reads that and shows one test a check. Where the system can
-fork, what the ranks import is imported once, before they are.
+fork, what the ranks import is imported once, before they are. ONLY names some checks, all that begin so.
 """
 
 import contextlib
@@ -41,11 +41,13 @@ def join(rank, world, folder, seconds):
     )  # fmt: skip
 
 
-def run_checks(rank, world, folder):
-    """Run all; a check that fails on one rank may leave others waiting, whose wait ends with the group's timeout."""
+def run_checks(rank, world, folder, only):
+    """Run all that begin with ``only``; a check that fails on one rank may leave others waiting, whose wait ends with the group's timeout."""
     join(rank, world, folder, 30)
     results = {}
     for name, function in CHECKS[world].items():
+        if not name.startswith(only):
+            continue
         start = time.perf_counter()
         try:
             torch.manual_seed(0)
@@ -77,8 +79,8 @@ def lose_a_peer(rank, world, folder, killed):
     os._exit(0)  # without the farewell to a peer that is gone
 
 
-def main(world, folder, how):
-    target, more = (run_checks, ()) if how == "checks" else (lose_a_peer, (how == "killed",))
+def main(world, folder, how, only=""):
+    target, more = (run_checks, (only,)) if how == "checks" else (lose_a_peer, (how == "killed",))
     processes = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     ranks = [processes.Process(target=target, args=(rank, world, folder, *more)) for rank in range(world)]
     for process in ranks:
@@ -90,4 +92,4 @@ def main(world, folder, how):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), *sys.argv[2:])

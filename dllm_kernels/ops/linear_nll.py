@@ -477,7 +477,7 @@ def _add_product_by_slabs(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
 
 def _add_column_sums(out: torch.Tensor, a: torch.Tensor) -> None:
     """Out += column sums of ``a`` in the dtype of out; on CPU a widening sum copies its operand, hence slabs."""
-    slab = a.shape[1] if a.is_cuda or a.dtype == out.dtype else SLAB
+    slab = max(a.shape[1], 1) if a.is_cuda or a.dtype == out.dtype else SLAB  # a rank may hold no columns
     for v in range(0, a.shape[1], slab):
         out[v : v + slab] += a[:, v : v + slab].sum(0, dtype=out.dtype)
 
