@@ -292,6 +292,46 @@ def fsdp_gradient_divide_factor(name):
         compare(name, summing, factor=1)
 
 
+def replace_parameters(model, how):
+    """The same values in other parameters, before the first forward: what loading into a sharded model does."""
+    values = {key: t.clone() for key, t in model.state_dict().items()}
+    if how == "to_empty":
+        model.to_empty(device="cpu")
+    model.load_state_dict(values, assign=how == "assign")
+
+
+@check(2, how=("assign", "to_empty"))
+def fsdp_gradient_divide_factor_outlives_the_parameters(how):
+    """``load_state_dict(assign=True)`` replaces them, ``to_empty`` swaps all that they hold."""
+    for setup in (own_unit, in_root):
+
+        def summing(model, setup=setup, **options):
+            run = setup(model, **options)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+            set_gradient_divide_factor(model.lm_head.parameters(), 1.0)
+            before = dict(model.named_parameters())
+            replace_parameters(model, how)
+            assert (model.lm_head.weight is before["lm_head.weight"]) == (how == "to_empty")
+            return run
+
+        compare("mdlm, counted", summing, factor=1)
+
+
+@check(2)
+def gradient_divide_factor_of_a_parameter_without_a_module():
+    """It is kept with the parameter."""
+    hidden, y, w = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L)), torch.randn(V, D).double()
+    grads = []
+    for factor in (1.0, 4.0):
+        head = nn.Parameter(distribute_tensor(w, mesh_of("dp"), [Shard(0)]))
+        set_gradient_divide_factor([head], factor)
+        ops.weighted_linear_nll(hidden, head, y, torch.ones(B, L)).loss.backward()
+        grads.append(head.grad)
+    close(4 * grads[1], grads[0].full_tensor())
+
+
 @check(2, name=FEW)
 def fsdp_accumulation(name):
     """Two micro-batches a rank, the first without synchronisation."""
@@ -368,6 +408,50 @@ def fsdp_mixed_precision(name):
             error = largest_error([p[k] for p in plain_grads], exact_k)
             assert_as_good_as_plain([g[k] for g in got], exact_k, error, label, (V, D, B * L))
             assert got[0][k].dtype == torch.float32
+
+
+OUTPUT_IN_BF16 = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+
+
+def rounding_loss_head(model, **options):
+    """:class:`LossHead` with a policy that rounds what its forward returns."""
+    model.lm_head = LossHead.of(model.lm_head)
+    fully_shard(model.lm_head, mp_policy=OUTPUT_IN_BF16, **options)
+    fully_shard(model, **options)
+    return lambda ids, loss: model.lm_head(model(ids), loss)
+
+
+@check(2, name=NAMES)
+def fsdp_output_dtype(name):
+    """Neither the loss is rounded nor the gradient that comes to it; FSDP2's hooks run as ever."""
+    for reshard in (False, True):
+        compare(name, rounding_loss_head, reshard_after_forward=reshard)
+
+
+@check(2)
+def fsdp_output_dtype_of_counts():
+    """301 is no bfloat16; logits are rounded as the policy says; the head in a unit of several modules too."""
+    hidden, mask = torch.randn(301, 3, D), torch.ones(301, 3)
+    head = LossHead.of(Model().float().lm_head)
+    ids = head(hidden).argmax(-1)
+
+    def loss(h, weight, bias):
+        return ours.DFlashDecayLoss().forward_fused(h, weight, ids, mask, block_size=4, lm_head_bias=bias)
+
+    expected = head(hidden, loss)
+    assert expected.draft_correct_per_pos.tolist() == [301.0] * 3
+    for alone in (True, False):
+        model = Model().float()
+        model.lm_head = LossHead.of(model.lm_head)
+        fully_shard(model.lm_head if alone else [model.body, model.lm_head], mp_policy=OUTPUT_IN_BF16)
+        fully_shard(model)
+        model(ids)
+        out = model.lm_head(hidden, loss)
+        assert type(out) is type(expected)
+        for got, plain in zip(out, expected, strict=True):
+            assert got.dtype == torch.float32
+            close(got, plain.detach())
+        assert not alone or model.lm_head(hidden).dtype == torch.bfloat16
 
 
 @check(2)

@@ -42,7 +42,10 @@ def join(rank, world, folder, seconds):
 
 
 def run_checks(rank, world, folder, only):
-    """Run all that begin with ``only``; a check that fails on one rank may leave others waiting, whose wait ends with the group's timeout."""
+    """Run all that begin with ``only``.
+
+    A check that fails on one rank may leave others waiting, whose wait ends with the group's timeout.
+    """
     join(rank, world, folder, 30)
     results = {}
     for name, function in CHECKS[world].items():

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dllm_kernels.distributed import global_token_count
+from dllm_kernels import ops
+from dllm_kernels.distributed import LossHead, global_token_count
 from tests import distributed_workers
 from tests.distributed_checks import CHECKS, TABLE
 
@@ -127,6 +128,25 @@ def test_readme_claims_what_is_tested():
             assert cell.startswith(("yes", "no")), (row, cell)
             assert cell.startswith("yes") == bool(checks), (row, cell)
             assert set(checks) <= registered, (row, set(checks) - registered)
+
+
+def test_loss_head_in_one_graph():
+    """Without FSDP2 a step with it compiles whole; the value and the gradients are those of the eager step."""
+    torch.manual_seed(0)
+    head, y = LossHead.of(torch.nn.Linear(8, 19)), torch.randint(0, 19, (2, 6))
+    hidden = torch.randn(2, 6, 8)
+
+    def step(hidden):
+        loss = head(hidden.tanh(), lambda h, w, b: ops.weighted_linear_nll(h, w, y, torch.ones(2, 6), bias=b)).loss
+        return loss + head(hidden).sum()
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = hidden.clone().requires_grad_(), *head.parameters()
+        value = function(leaves[0])
+        results.append((value.detach(), *torch.autograd.grad(value, leaves)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 def test_counts_without_a_process_group():

@@ -16,8 +16,10 @@ copy whose gradient goes nowhere, and is an error here.
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -38,7 +40,10 @@ from dllm_kernels.ops._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.ops.linear_nll import compute_dtype
 
 Result = TypeVar("Result")
-_FACTOR = "_dllm_kernels_gradient_divide_factor"
+# Where a parameter stands -> what its gradient is divided by. The parameter itself forgets: ``to_empty`` swaps all that it
+# holds and ``load_state_dict(assign=True)`` replaces it.
+_FACTORS: weakref.WeakKeyDictionary[nn.Module, dict[str, float]] = weakref.WeakKeyDictionary()
+_FACTOR = "_dllm_kernels_gradient_divide_factor"  # on a parameter that stands in no module
 
 
 class LossHead(nn.Linear):
@@ -51,6 +56,9 @@ class LossHead(nn.Linear):
         fully_shard(model)
         ...
         out = model.lm_head(hidden, lambda h, weight, bias: loss_fn.forward_fused(h, weight, target_ids, ...))
+
+    FSDP2 rounds what a forward returns to the ``output_dtype`` of its ``MixedPrecisionPolicy``: the logits, but not what a
+    loss returns from here, whose float32 stays. Another unit around this one rounds what its own forward returns.
     """
 
     @classmethod
@@ -71,13 +79,27 @@ class LossHead(nn.Linear):
         head.weight, head.bias = linear.weight, linear.bias
         return head
 
+    def __call__(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
+        """:meth:`forward` with its hooks; the result of a loss as the loss made it, whatever dtype they cast it to."""
+        if loss is None:
+            return super().__call__(hidden)
+        made: list[Any] = []
+
+        def remembered(*head: Any) -> Any:
+            made.append(loss(*head))
+            return made[-1]
+
+        super().__call__(hidden, remembered)  # in backward FSDP2 waits for the very tensors that the loss made
+        return made[-1]
+
     def forward(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
         """The logits, or ``loss(hidden, weight, bias)`` with the gathered parameters.
 
         Args:
             hidden: ``[..., D]``.
             loss: called with ``hidden``, the weight ``[V, D]`` and the bias ``[V]`` or None. Its result may be a tensor
-                or a (named) tuple of tensors, which FSDP2 looks through for what to wait for in backward.
+                or a (named) tuple of tensors, which FSDP2 looks through for what to wait for in backward. No forward hook
+                can put another result in its place.
         """
         return super().forward(hidden) if loss is None else loss(hidden, self.weight, self.bias)
 
@@ -89,14 +111,35 @@ def set_gradient_divide_factor(parameters: Iterable[nn.Parameter], factor: float
     """What the gradient of a sharded head is divided by when it is gathered here, like FSDP2's method of that name.
 
     FSDP2 keeps its factor where a parameter cannot be asked for it, so a training loop that changes it, as by
-    ``model.set_gradient_divide_factor(1.0)``, has to say so here too.
+    ``model.set_gradient_divide_factor(1.0)``, has to say so here too. It holds for what later stands in their place, as
+    after ``to_empty`` or ``load_state_dict(assign=True)``.
 
     Args:
         parameters: the head's, such as ``model.lm_head.parameters()``, after ``fully_shard``.
         factor: the default is the number of data-parallel ranks.
     """
+    parameters = list(parameters)
     for parameter in parameters:
         setattr(parameter, _FACTOR, factor)
+    for module, name in _places(parameters):
+        _FACTORS.setdefault(module, {})[name] = factor
+
+
+def _places(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that hold the parameters, with their names there. Only the garbage collector knows of all modules."""
+    wanted = {id(parameter) for parameter in parameters}
+    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]:
+        held = vars(module).get("_parameters", {})
+        yield from ((module, name) for name, parameter in held.items() if id(parameter) in wanted)
+
+
+def _divide_factor(weight: DTensor, default: float) -> float:
+    """What :func:`set_gradient_divide_factor` said of the parameter or of its place."""
+    said = (
+        f for module, factors in _FACTORS.items() for name, f in factors.items() if getattr(module, name, 0) is weight
+    )
+    factor: float = next(said, getattr(weight, _FACTOR, default))
+    return factor
 
 
 @outside_the_graph
@@ -192,7 +235,7 @@ class _Gather(torch.autograd.Function):
         placements: list[Placement] = [Replicate() if d is None else Shard(d) for d in splits]
         ctx.weight_layout = (weight.device_mesh, weight.placements, weight.shape, weight.stride(), weight.dtype)
         ctx.piece_layout = (mesh, placements, shape)
-        ctx.factor = getattr(weight, _FACTOR, mesh.size())
+        ctx.factor = _divide_factor(weight, mesh.size())
         local = weight.to_local().to(dtype)
         piece = DTensor.from_local(
             local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous_stride(shape)
