@@ -1,8 +1,6 @@
 """Checks of data parallelism: any split of a batch over ranks and micro-batches has the gradients of one process."""
 
 import itertools
-import re
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -34,7 +32,7 @@ from tests.distributed_checks import (
 FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
 # What each count counts, of the inputs of one call.
 COUNTED = {
-    "num_diffusion_tokens": lambda i: i["loss_mask"] * i["noise_mask"] if "noise_mask" in i else i["loss_mask"],
+    "num_diffusion_tokens": lambda i: i["loss_mask"],
     "num_ar_tokens": lambda i: i["loss_mask_ar"][:, 1:],
     "num_tokens": lambda i: i["block_mask"] if "block_mask" in i else i["valid_mask"][:, :-1] & i["valid_mask"][:, 1:],
     "num_label_tokens": lambda i: i["labels"] != -100,
@@ -339,66 +337,3 @@ def draft_accuracy_over_ranks():
     assert 0 < expected["draft_acc"] < 1
     for name, value in expected.items():
         close(got[name], value)
-
-
-class ReadmeModel(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = torch.nn.ModuleList([torch.nn.Embedding(V, D), torch.nn.Linear(D, D)])
-        self.lm_head = torch.nn.Linear(D, V, bias=False)
-
-    def forward(self, ids):
-        return self.layers[1](self.layers[0](ids)).tanh()
-
-
-def readme_names(model, i):
-    names = {"model": model, "world": 2, "rank": dist.get_rank(), "device": "cpu", **i, "ids": i["target_ids"]}
-    names |= {
-        "noisy": i["target_ids"].clamp(min=0),
-        "labels": i["target_ids"],
-        "logits": torch.randn(*i["target_ids"].shape, V),
-    }
-    names["loss_fn"] = ours.MDLMCrossEntropyLoss()
-    count = global_token_count(i["noise_mask"] * i["loss_mask"])
-    names["masks"] = (names["ids"], i["noise_mask"], i["p_mask"], i["loss_mask"], count)
-    return names
-
-
-def readme_loss(names):
-    return names["loss_fn"].forward_fused(
-        names["model"](names["noisy"]), names["model"].lm_head.weight, *names["masks"]
-    )
-
-
-@check(2)
-def readme_examples():
-    """The section's code as printed: its gradients, where it calls backward, are those of one process."""
-    section = (
-        Path(__file__).parents[1].joinpath("README.md").read_text().split("\n## On many GPUs")[1].split("\n## ")[0]
-    )
-    sharded, split, counts, pipeline = re.findall(r"```py\n(.*?)```", section, re.DOTALL)
-    whole, rows = drawn(BY_NAME["mdlm"]), slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    part = {name: t[rows] for name, t in whole.items()}
-
-    reference, model = readme_names(ReadmeModel(), whole), ReadmeModel()
-    count = global_token_count(part["noise_mask"] * part["loss_mask"])
-    reference["masks"] = (*reference["masks"][:4], count)
-    (2 * readme_loss(reference).total_loss).backward()  # as often as the example
-    exec(sharded, readme_names(model, part))
-    same_gradients(model, {name: p.grad for name, p in reference["model"].named_parameters()})
-
-    reference, model = readme_names(ReadmeModel(), whole), ReadmeModel()
-    readme_loss(reference).total_loss.backward()
-    exec(split, readme_names(model, whole))
-    same_gradients(model, {name: p.grad for name, p in reference["model"].named_parameters()})
-
-    names = readme_names(ReadmeModel(), part)
-    exec(
-        counts, names | vars(ours) | {"loss_fn": ours.MDLMCrossEntropyLoss(), "global_token_count": global_token_count}
-    )
-    model = ReadmeModel().lm_head if dist.get_rank() else torch.nn.Embedding(V, D)
-    model.get_output_embeddings = lambda: model
-    names = readme_names(model, whole) | {"part_of_the_model": model, "device": torch.device("cpu")}
-    exec(pipeline, names)
-    assert model.weight.grad.abs().sum() > 0

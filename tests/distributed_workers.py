@@ -23,7 +23,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from dllm_kernels import ops
-from tests import distributed_data, distributed_fsdp, distributed_pipeline, distributed_tensor  # noqa: F401
+from tests import (  # noqa: F401
+    distributed_data,
+    distributed_fsdp,
+    distributed_pipeline,
+    distributed_readme,
+    distributed_tensor,
+)
 from tests.distributed_checks import CHECKS
 
 with contextlib.suppress(ImportError):

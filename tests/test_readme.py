@@ -1,22 +1,172 @@
+"""Every fence of README runs, as printed, and gives the numbers that the text around it promises.
+
+Here those for one process; those for many are checks of ``distributed_readme.py``, run by ``test_distributed.py``.
+"""
+
+import inspect
+import math
 import re
-from pathlib import Path
 
-README = Path(__file__).parent.parent / "README.md"
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dllm_kernels as ours
+from tests.distributed_checks import CHECKS
+from tests.distributed_workers import distributed_readme
+from tests.readme import README, fences, run
+
+ROOT = README.parent
 
 
-def test_the_examples_run_as_printed():
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    code = "\n".join(block for block in blocks if "nemo_automodel" not in block and "transformers" not in block)
-    assert "forward_fused" in code
-    assert "weighted_linear_nll" in code
+def drop_in(code):
+    """The line in the comment is the one replaced: both classes make the same of the same arguments."""
+    found, replaced = {}, {}
+    run(code, found)
+    assert found["MDLMCrossEntropyLoss"] is ours.MDLMCrossEntropyLoss
+    pytest.importorskip("nemo_automodel")
+    run(code.replace("# ", "", 1).splitlines()[0], replaced)
+    assert replaced["MDLMCrossEntropyLoss"] is not ours.MDLMCrossEntropyLoss
+    masks = (torch.rand(2, 8) < 0.5, torch.rand(2, 8).clamp(min=0.1), torch.ones(2, 8))
+    given = torch.randn(2, 8, 11), torch.randint(0, 11, (2, 8)), *masks
+    out, theirs = (f["MDLMCrossEntropyLoss"]()(*given, num_diffusion_tokens=16) for f in (found, replaced))
+    assert out._fields == theirs._fields
+    torch.testing.assert_close(out.total_loss, theirs.total_loss)
+
+
+def two_commands(code):
+    """Not run here: ``make test`` is what CI runs, this suite; ``test_demo.py`` runs the program of ``make demo``."""
+    commands = [line.split("#")[0].strip() for line in code.splitlines()]
+    assert commands == ["make test", "make demo"]
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^make test$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    assert re.search(r"^test: .*\n\t.* -m pytest", makefile, re.MULTILINE)
+    assert re.search(r"^demo: .*\n\t.* -m benchmarks train", makefile, re.MULTILINE)
+
+
+def losses_and_primitives(losses, primitives):
+    """Values and gradients are those of the plain formulas, in float64."""
+    torch.manual_seed(0)
     names = {}
-    exec(compile(code, str(README), "exec"), names)
-    assert names["loss"].isfinite()
-    assert names["hidden"].grad.isfinite().all()
-    assert names["head"].grad.abs().sum() > 0
+    run(losses, names)
+    x, h, w = (names[name].detach().double().requires_grad_() for name in ("logits", "hidden", "head"))
+    ids, noise_mask, p_mask = names["ids"], names["noise_mask"], names["p_mask"].double()
+
+    def mdlm(logits):
+        nll = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+        return (nll * noise_mask / p_mask).sum() / ids.numel()
+
+    assert 0 < noise_mask.sum() < ids.numel()
+    mdlm(x).backward()
+    expected = mdlm(h @ w.T)
+    expected.backward()
+    torch.testing.assert_close(names["out"].total_loss.double(), expected, check_dtype=False)
+    for name, leaf in (("logits", x), ("hidden", h), ("head", w)):
+        torch.testing.assert_close(names[name].grad, leaf.grad.float())
+
+    run(primitives, names)
+    for prefix, logits in (("", x), ("linear_", h @ w.T)):
+        nll = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
+        torch.testing.assert_close(names[prefix + "nll"], nll.float())
+        torch.testing.assert_close(names[prefix + "loss"], (nll * names["weights"]).sum().float())
 
 
-def test_the_two_commands_are_make_targets():
-    targets = (README.parent / "Makefile").read_text()
-    for command in re.findall(r"^make (\w+)", README.read_text(), re.MULTILINE):
-        assert re.search(rf"^{command}:", targets, re.MULTILINE), command
+def framework(code):
+    """What its losses are afterwards, and what the report says."""
+    automodel = pytest.importorskip("dllm_kernels.integrations.nemo_automodel")
+    theirs = pytest.importorskip("nemo_automodel.components.loss.dllm_loss")
+    try:
+        run(code, {})
+        assert theirs.MDLMCrossEntropyLoss is ours.MDLMCrossEntropyLoss
+    finally:
+        automodel.unpatch()
+    assert theirs.MDLMCrossEntropyLoss is not ours.MDLMCrossEntropyLoss
+
+
+def trainer(code):
+    """The class that the examples build on: the loss is the mixin's. ``test_integrations_transformers.py`` trains with it."""
+    transformers = pytest.importorskip("transformers")
+    names = {}
+    run(code, names)
+    made, mixin = names["DiffusionTrainer"], names["MaskedDiffusionTrainerMixin"]
+    assert issubclass(made, transformers.Trainer)
+    assert made.compute_loss is mixin.compute_loss is not transformers.Trainer.compute_loss
+    assert callable(names["MaskedDiffusionCollator"])
+
+
+# Name of a paragraph -> what runs its fences, all of them: it takes as many as the paragraph has.
+HERE = {
+    "dllm_kernels": drop_in,
+    "Two commands": two_commands,
+    "What it does": losses_and_primitives,
+    "NeMo AutoModel": framework,
+    "Hugging Face Trainer": trainer,
+}
+
+
+@pytest.mark.parametrize("paragraph", HERE)
+def test_the_example_runs_as_printed(paragraph):
+    HERE[paragraph](*fences(README.read_text())[paragraph])
+
+
+def not_run(text):
+    """Paragraphs with a fence that no test runs, or without one that a test looks for."""
+    found, runners = fences(text), HERE | distributed_readme.SCENARIOS
+    missing = found.keys() ^ runners.keys()
+    for paragraph in found.keys() & runners.keys():
+        if len(inspect.signature(runners[paragraph]).parameters) != len(found[paragraph]):
+            missing.add(paragraph)
+    return missing
+
+
+def test_no_fence_goes_without_a_test():
+    text = README.read_text()
+    assert not_run(text) == set()
+    assert not HERE.keys() & distributed_readme.SCENARIOS.keys()
+    assert {f"readme[{paragraph}]" for paragraph in distributed_readme.SCENARIOS} <= CHECKS[
+        distributed_readme.WORLD
+    ].keys()
+    assert sum(len(codes) for codes in fences(text).values()) == text.count("```") / 2
+
+
+@pytest.mark.parametrize("fence", ["```python\nx = 1\n```", "~~~\nmake x\n~~~", "- a list\n\n  ```py\n  x = 1\n  ```"])
+def test_a_fence_more_or_less_is_found(fence):
+    """In a paragraph of its own, and in one that has fences already."""
+    text = README.read_text()
+    assert not_run(f"{text}\n\n**Something new.** See:\n\n{fence}\n") == {"Something new"}
+    assert not_run(text.replace("## Inside a framework", f"{fence}\n\n## Inside a framework")) == {"What it does"}
+    assert not_run(text.replace("## How it is checked", f"{fence}\n\n## How it is checked")) == {"Pipeline"}
+    assert not_run(text.split("**Pipeline.**")[0]) == {"Pipeline"}
+
+
+def test_the_other_documents_hold_no_code():
+    """Their fences are pictures of the tree."""
+    for path in {*ROOT.glob("*.md")} - {README}:
+        for codes in fences(path.read_text()).values():
+            assert all(code.startswith("dllm_kernels/\n") for code in codes), path
+
+
+def test_what_the_wrong_count_would_do():
+    """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
+    assert "`eps=1e-3`, the loss of a model that knows nothing averages about seven times log V" in _one_line()
+    assert inspect.signature(ours.corrupt_uniform).parameters["eps"].default == 1e-3
+    N, L = 400, 500
+    ids, loss_mask = torch.zeros(N, L, dtype=torch.long), torch.ones(N, L)
+    _, noise_mask, p_mask = ours.corrupt_uniform(ids, loss_mask, 1, seeds=torch.arange(N))
+    weights, masked = (noise_mask / p_mask.double()).sum(1), noise_mask.sum(1)
+    torch.testing.assert_close((weights / masked)[masked > 0], (1 / p_mask[:, 0].double())[masked > 0])
+    right = weights / L
+    assert abs(right.mean() - 1) < 5 * right.std() / math.sqrt(N)
+    t = (torch.arange(100_000).double() + 0.5) / 100_000
+    assert round((1 / ((1 - 1e-3) * t + 1e-3)).mean().item()) == round(math.log(1e3) / (1 - 1e-3)) == 7
+
+
+def _one_line():
+    return " ".join(README.read_text().split())
+
+
+def test_the_first_claim_says_what_was_not_run():
+    """Beside the first claim, not at the end."""
+    first = README.read_text().split("\n\n")[1]
+    assert "Triton kernels" in first
+    assert "have not been run on a GPU yet" in " ".join(first.split())

@@ -24,10 +24,12 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
 def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """How many entries of a mask are nonzero over all ranks: the denominator of a loss split over them.
 
+    Of masked and of block diffusion that is the number of supervised tokens, corrupted or not.
+
     Args:
-        mask: this rank's mask, any shape and dtype.
-        group: the ranks that hold the other parts of the batch; None: all. Without an initialised process group the
-            count is this process's own.
+        mask: this rank's mask, such as ``loss_mask``, any shape and dtype.
+        group: the ranks that hold the other parts of the batch; None: all. Ranks that share their rows, as those of tensor
+            parallelism, would each count them. Without an initialised process group the count is this process's own.
 
     Returns:
         0-d int64 on the mask's device, not read by the host: pass it to a loss as its ``num_..._tokens``.
