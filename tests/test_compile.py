@@ -3,7 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
 
+from dllm_kernels.mtp import FusedLinearCrossEntropy, MaskedCrossEntropy, calculate_mtp_loss
 from dllm_kernels.ops import _compiled_linear_nll as compiled_linear
 from dllm_kernels.ops import _compiled_token_nll as compiled_token
 from dllm_kernels.ops import linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
@@ -113,6 +116,100 @@ def test_shapes_that_change(shapes):
         weights = torch.rand(2, N, device=DEVICE)
         for a, b in zip(compiled(x, targets, weights), step(x, targets, weights), strict=True):
             torch.testing.assert_close(a, b)
+
+
+STEPS = 20
+COUNTS = {"int": int, "float": lambda n: n + 0.5, "tensor": lambda n: torch.tensor(n, device=DEVICE)}
+counts = pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+# the rest of the cases take their counts through the same code
+COUNTED = ("mdlm, counted", "block diffusion, counted", "hybrid", "hybrid, one tensor", "dflash", "encoder AR")
+
+
+def assert_few_graphs(step, draws, most):
+    """No break, at most so many graphs over all steps, and in each the value and gradients of eager mode."""
+    counters.clear()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for leaves, rest in draws:
+        results = []
+        for function in (step, compiled):
+            fresh = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+            value = function(*fresh, *rest)
+            results.append((value.detach(), *torch.autograd.grad(value, fresh)))
+        torch.testing.assert_close(*results)
+    assert not counters["graph_break"]
+    assert 1 <= counters["stats"]["unique_graphs"] <= most
+
+
+def assert_few_graphs_of(case, form, lengths, count=None):
+    """Twenty steps of one case, of so many lengths; ``count`` makes the counts, each step other ones, else they stay."""
+    names = ["num_tokens"] if case.name == "encoder AR" else [n for n in case.draw(1, 3, V) if n.startswith("num_")]
+
+    def step(h, w, b, inputs):
+        if form == "logits":
+            return case.logits_form(F.linear(h, w, b), inputs).square().sum()
+        return case.hidden_form(h, w, b, inputs, chunk_size=5).square().sum()
+
+    def draws():
+        torch.manual_seed(0)
+        for k in range(STEPS):
+            L = 3 * (2 + k % lengths)
+            inputs = {name: t.to(DEVICE) for name, t in case.draw(2, L, V).items()}
+            if count is not None:
+                inputs |= {name: count(5 + (3 * k + i) % 17) for i, name in enumerate(names)}
+            yield [torch.randn(s, device=DEVICE) for s in ((2, L * case.width, D), (V, D), (V,))], [inputs]
+
+    assert_few_graphs(step, draws(), 1 if lengths == 1 and count in (None, COUNTS["tensor"]) else 2)
+
+
+@counts
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("name", COUNTED)
+def test_counts_and_lengths_that_change_from_step_to_step(name, form, count):
+    """One graph of what the first step brings, and one for any number and length."""
+    assert_few_graphs_of(BY_NAME[name], form, 7, count)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name not in COUNTED], ids=lambda case: case.name)
+def test_lengths_that_change_from_step_to_step(case, form):
+    assert_few_graphs_of(case, form, 7)
+
+
+@counts
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_counts_that_change_while_the_length_stays(form, count):
+    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 1, count)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(D, V, bias=False, device=DEVICE)
+
+
+@counts
+@pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
+def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
+    model, loss_fn = Head(), base()
+
+    def step(first, second, labels, n):
+        rest = [model.lm_head.weight] if base is FusedLinearCrossEntropy else []
+        main = loss_fn(first if rest else model.lm_head(first), labels, *rest, num_label_tokens=n)
+        depths = [first, second]
+        return main + calculate_mtp_loss(
+            loss_fn, mtp_per_depth_h=depths, labels=labels, model=model, num_label_tokens=n
+        )
+
+    def draws():
+        torch.manual_seed(0)
+        for k in range(STEPS):
+            shape = (2, 6 + k % 7)
+            yield (
+                [torch.randn(*shape, D, device=DEVICE) for _ in range(2)],
+                [torch.randint(0, V, shape, device=DEVICE), count(5 + 3 * k % 17)],
+            )
+
+    assert_few_graphs(step, draws(), 2)
 
 
 def test_float16_weights_under_compile():

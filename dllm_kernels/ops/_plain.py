@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 def is_dtensor(t: Any) -> bool:
-    """Whether ``t`` is a DTensor, found out without loading torch.distributed."""
-    return hasattr(t, "device_mesh")
+    """Whether ``t`` is a DTensor, found out without loading torch.distributed.
+
+    Only tensors are asked: a count that changes from step to step is a symbol while a graph is traced, which has no
+    attributes to look for.
+    """
+    return isinstance(t, torch.Tensor) and hasattr(t, "device_mesh")
 
 
 def plain(t: Any) -> Any:
