@@ -1,12 +1,15 @@
 """torch.compile with no graph break, and what torch asks of a custom op."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import FusedLinearCrossEntropy, MaskedCrossEntropy, calculate_mtp_loss
+from dllm_kernels.ops import _compiled_checks as compiled_checks
 from dllm_kernels.ops import _compiled_linear_nll as compiled_linear
 from dllm_kernels.ops import _compiled_token_nll as compiled_token
 from dllm_kernels.ops import linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
@@ -179,6 +182,69 @@ def test_lengths_that_change_from_step_to_step(case, form):
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_counts_that_change_while_the_length_stays(form, count):
     assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 1, count)
+
+
+@pytest.mark.parametrize("number", [np.int64, np.float32], ids=lambda n: n.__name__)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_counts_of_numpy(form, number):
+    """Dynamo makes arrays of them, so that one graph serves them all."""
+    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 7, number)
+
+
+@pytest.mark.parametrize("count", [0, 1, -3, 0.25, float("inf")], ids=str)
+def test_a_count_below_one_in_a_graph_of_changing_counts(count):
+    loss = torch.ones(3)
+    compiled = torch.compile(lambda x, n: divide(x, n), backend="aot_eager", fullgraph=True)
+    for n in (5, 7, 9.5, 8.5, count):
+        assert torch.equal(compiled(loss, n), loss / max(n, 1))
+
+
+def message_of(step, *arguments):
+    with pytest.raises(IndexError) as caught:
+        step(*arguments)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["token_nll", "weighted_nll", "mdlm", "hybrid, one tensor", "dflash", "encoder AR"])
+def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
+    """The check is part of the compiled step: it runs each time, and says what it says in eager mode."""
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    counters.clear()
+    case = BY_NAME[name]
+    inputs, leaves = draw(case)
+    target = next(key for key in inputs if key in ("targets", "target_ids", "input_ids"))
+
+    def step(h, w, b, targets):
+        return step_of(case, form, inputs | {target: targets})(h, w, b)
+
+    compiled = torch.compile(step, backend="inductor" if name == "mdlm" else "aot_eager", fullgraph=True)
+    good = inputs[target]
+    bad = good.clone()
+    bad[1, 4] = V
+    for grad in (True, False):
+        arguments = [leaf.requires_grad_(grad) for leaf in leaves]
+        torch.testing.assert_close(compiled(*arguments, good), step(*arguments, good))
+        message = message_of(compiled, *arguments, bad)
+        assert f"[0, {V}) or be -100, got {V} at position (1, " in message
+        assert message == message_of(step, *arguments, bad)
+        torch.testing.assert_close(compiled(*arguments, good), step(*arguments, good))
+    assert not counters["graph_break"]
+
+
+def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    x, bad = torch.randn(2, V, device=DEVICE), torch.tensor([1, V], device=DEVICE)
+    options = {"backend": "aot_eager", "fullgraph": True}
+    unchecked = torch.compile(lambda x, y: token_nll(x, y, check_targets=False).nll, **options)
+    assert unchecked(x, bad).isnan().tolist() == [False, True]
+    monkeypatch.delenv("DLLM_KERNELS_CHECK")
+    checked = torch.compile(lambda x, y: token_nll(x, y, check_targets=True).nll, **options)
+    assert message_of(checked, x, bad).endswith("got 19 at position (1,)")
+
+
+def test_opcheck_of_the_check_of_targets():
+    torch.library.opcheck(compiled_checks._target_range_op, (torch.tensor([0, 3, -100], device=DEVICE), V, -100))
 
 
 class Head(nn.Module):

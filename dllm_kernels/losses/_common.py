@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.ops import _checks
-from dllm_kernels.ops._plain import all_plain, plain
+from dllm_kernels.ops._plain import all_plain, plain_count
 
 P_MASK_MIN = 1e-8
 
@@ -37,12 +37,12 @@ def single_loss(loss: torch.Tensor) -> DLLMLossOutput:
 
 def divide(loss: torch.Tensor, count: int | float | torch.Tensor | None) -> torch.Tensor:
     """Loss / max(count, 1), or the loss itself when there is no count; a tensor count is never read by the host."""
-    count = plain(count)
+    count = plain_count(count)
     if count is None:
         return loss
     if isinstance(count, torch.Tensor):
         return loss / count.detach().reshape(()).clamp(min=1).to(loss.dtype)  # 0-d by 0-d would promote
-    return loss / max(count, 1)
+    return loss if count <= 1 else loss / count  # not max(): before torch 2.13 it made each float a graph of its own
 
 
 def normalized(weights: torch.Tensor, count: int | float | torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -82,15 +84,18 @@ def check_count(name: str, value: object) -> None:
     """Raise unless ``value`` is None, a number, or a tensor with one element."""
     if value is None or (not isinstance(value, bool) and isinstance(value, numbers.Real)):  # NumPy's numbers too
         return
-    if isinstance(value, torch.Tensor):
-        if value.numel() != 1:
+    if isinstance(value, (torch.Tensor, np.ndarray)):  # NumPy's numbers are arrays while a graph is traced
+        if math.prod(value.shape) != 1:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         return
     raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
 
 
 def targets_checked(check_targets: bool | None) -> bool:
-    """Whether to look for out-of-range targets: the argument, else the environment variable."""
+    """Whether to look for out-of-range targets: the argument, else the environment variable.
+
+    A compiled function reads the variable when it is traced, and does not look again.
+    """
     if check_targets is None:
         return os.environ.get("DLLM_KERNELS_CHECK", "0") == "1"
     return check_targets
@@ -99,8 +104,14 @@ def targets_checked(check_targets: bool | None) -> bool:
 def check_target_range(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
     """Raise an IndexError naming the first target outside [0, vocab_size) that is not ``ignore_index``.
 
-    Reads the targets back to the host (a sync), hence only on request.
+    Reads the targets back to the host (a sync), hence only on request. While a graph is traced, one op stands for it, so
+    that the graph stays whole and the check runs with it.
     """
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_checks import _target_range_op
+
+        _target_range_op(targets, vocab_size, ignore_index)
+        return
     targets = targets.long()  # compared as int8 or uint8, a vocabulary size or -100 would wrap around
     bad = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
     if bool(bad.any()):

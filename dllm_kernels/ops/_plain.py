@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -24,3 +25,8 @@ def plain(t: Any) -> Any:
 def all_plain(*tensors: Any) -> tuple[Any, ...]:
     """:func:`plain` of each."""
     return tuple(plain(t) for t in tensors)
+
+
+def plain_count(count: Any) -> Any:
+    """A count as a number or a plain tensor; a number of NumPy's is an array while a graph is traced."""
+    return torch.as_tensor(count) if isinstance(count, np.ndarray) else plain(count)
