@@ -54,8 +54,8 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, tuple[C
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)
-    flags: dict[str, Any] = {"ignore_index": -100, "with_correct": False}
-    nll, row_max, log_sum, _, _ = token_nll.row_stats(logits, targets, None, **flags)
+    flags: dict[str, Any] = {"with_correct": False}
+    nll, row_max, log_sum, _, _ = token_nll.row_stats(logits, targets, **flags)
     scale = torch.rand_like(nll)
     out = torch.empty_like(logits)
     chunk = logits[0, :2048].clone()
@@ -63,13 +63,13 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, tuple[C
     nbytes = logits.nbytes
 
     def backward() -> None:
-        token_nll.row_grad(logits, targets, None, scale, row_max, log_sum, out, ignore_index=-100)
+        token_nll.row_grad(logits, targets, scale, row_max, log_sum, out)
 
     return {
-        "token_nll_fwd": (lambda: token_nll.row_stats(logits, targets, None, **flags), nbytes),
+        "token_nll_fwd": (lambda: token_nll.row_stats(logits, targets, **flags), nbytes),
         "token_nll_bwd": (backward, 2 * nbytes),
         "linear_nll_rows": (
-            lambda: linear_nll.row_nll_grad_(chunk, targets[:rows], None, scale[:rows], **flags),
+            lambda: linear_nll.row_nll_grad_(chunk, targets[:rows], scale[:rows], **flags),
             2 * chunk.nbytes,
         ),
     }

@@ -30,11 +30,19 @@ from dllm_kernels.mtp import (
     calculate_mtp_loss,
 )
 from dllm_kernels.ops import gumbel_topk_mask, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._route import handlers_from
 
 __version__ = "0.1.0"
 
 _batched_gumbel_topk = batched_gumbel_topk
 _compute_per_token_nll = compute_per_token_nll
+
+
+def _register_dtensor_handlers() -> None:
+    from dllm_kernels.distributed import linear, vocab_parallel  # noqa: F401  (they register themselves)
+
+
+handlers_from(_register_dtensor_handlers)
 
 __all__ = [
     "BlockDiffusionCrossEntropyLoss",

@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels.ops import _active_rows, _torch_rows, linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops._plan import Needs, Plan
 from tests.conftest import DEVICE
 from tests.parity import (
     assert_as_good_as_plain,
@@ -190,14 +191,24 @@ def test_chunks_change_nothing(chunk, path):
 
 
 def test_the_memory_budget_bounds_the_chunk():
-    V, itemsize = 1000, 4
+    V, dtype, itemsize = 1000, torch.float32, 4
     for budget in (1, V * itemsize, 10 * V * itemsize, 300 * V * itemsize):
-        rows = _active_rows.choose_chunk(10_000, V, itemsize, True, False, budget)
+        plan = Plan(dtype, False, memory_budget=budget, needs=Needs(True, True))
+        rows = min(_active_rows.choose_chunk(10_000, V, 64, plan, sms) for sms in (None, 132))
         assert rows == 1 or rows * V * itemsize <= budget
         assert rows >= 1
-    free = _active_rows.choose_chunk(10_000, V, itemsize, True, True, None)
-    assert free % 128 == 0
-    assert _active_rows.choose_chunk(0, V, itemsize, True, False, None) >= 1
+    free = Plan(dtype, False, needs=Needs(True, True))
+    assert _active_rows.choose_chunk(10_000, V, 64, free, 132) % 128 == 0
+    assert _active_rows.choose_chunk(0, V, 64, free, None) >= 1
+
+
+@pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])
+def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
+    """Tiles of 128 x 256 of the product with the fewest of them, grad_hidden's, on the 132 of an H100 or H200."""
+    size = _active_rows.choose_chunk(rows, V, D, Plan(torch.bfloat16, True, needs=Needs(True)), 132)
+    chunks = [min(size, rows - start) for start in range(0, rows, size)]
+    waves = sum(math.ceil(math.ceil(c / 128) * (D / 256) / 132) for c in chunks)
+    assert waves <= 1.05 * (rows / 128) * (D / 256) / 132 + 1
 
 
 def test_a_memory_budget_changes_no_result(path):
@@ -266,13 +277,7 @@ def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
     leaves, targets, weights = inputs()
     leaves[0][weights == 0] = NAN
     expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
-    init = _active_rows.ActiveRows.__init__
-
-    def capturing(self, mask, num_active):
-        init(self, torch.ones_like(mask), None)
-        self.mask = mask
-
-    monkeypatch.setattr(_active_rows.ActiveRows, "__init__", capturing)
+    monkeypatch.setattr(_active_rows, "_captured", lambda mask: True)
     got = value_and_grads(
         lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss,
         leaves,

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels import ops
-from dllm_kernels.ops import _torch_rows, token_nll, weighted_nll
+from dllm_kernels.ops import _plan, _torch_rows, token_nll, weighted_nll
 from tests.conftest import DEVICE
 from tests.parity import (
     assert_as_good_as_plain,
@@ -609,8 +608,8 @@ def test_autocast_changes_nothing(backend):
 def test_the_environment_chooses_the_backend(monkeypatch):
     logits, targets = inputs()
     used = []
-    rows = ops.token_nll.__globals__["row_primitives"]
-    monkeypatch.setitem(ops.token_nll.__globals__, "row_primitives", lambda triton: used.append(triton) or rows(triton))
+    rows = _plan.row_primitives
+    monkeypatch.setattr(_plan, "row_primitives", lambda triton: used.append(triton) or rows(triton))
     monkeypatch.delenv("DLLM_KERNELS_BACKEND", raising=False)
     token_nll(logits, targets)
     monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")

@@ -37,7 +37,7 @@ from dllm_kernels.distributed._layout import (
     tensor_parallel_dims,
 )
 from dllm_kernels.ops._head import LINEAR_FORWARDS, check_plain_head
-from dllm_kernels.ops.linear_nll import compute_dtype
+from dllm_kernels.ops._plan import compute_dtype
 
 Result = TypeVar("Result")
 # Where a parameter stands -> what its gradient is divided by. The parameter itself forgets: ``to_empty`` swaps all that it

@@ -8,7 +8,8 @@ hidden states' gradient, of which each rank has the part that went through its c
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,6 @@ from dllm_kernels.distributed._layout import (
     check_local_shape,
     layout,
     local_piece,
-    outside_the_graph,
     rows_of,
     shard_dim,
     sum_gradient_over,
@@ -28,152 +28,76 @@ from dllm_kernels.distributed._layout import (
 )
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard, whole_rows
-from dllm_kernels.ops import linear_nll as ops
-from dllm_kernels.ops._active_rows import choose_chunk
-from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops.token_nll import TokenNLL, WeightedNLL
+from dllm_kernels.ops import _run
+from dllm_kernels.ops._active_rows import choose_chunk, multiprocessors
+from dllm_kernels.ops._checks import check_linear_dtypes
+from dllm_kernels.ops._plan import LinearJob, Plan
+from dllm_kernels.ops._results import TokenNLL, WeightedNLL
+from dllm_kernels.ops._route import handles
 
 
-@outside_the_graph
-def weighted_linear_nll(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    active: torch.Tensor | None,
-    with_lse: bool,
-    round_nll: bool,
-    **options: Any,
-) -> WeightedNLL:
-    """:func:`dllm_kernels.ops.weighted_linear_nll` where hidden, weight or bias are DTensors, already checked.
+@handles(_run.weighted_linear_nll)
+def weighted_linear_nll(job: LinearJob, plan: Plan) -> WeightedNLL:
+    """The weighted sum where hidden, weight or bias are DTensors: plain tensors, the same on every tensor-parallel rank.
 
-    Args:
-        hidden: ``[..., D]``, plain (the same on every tensor-parallel rank) or a DTensor.
-        weight: ``[V, D]``, plain or a DTensor.
-        targets: ``[...]`` of the global shape of ``hidden``, plain, the same on every tensor-parallel rank.
-        weights: as ``targets``.
-        bias: ``[V]``, laid out like ``weight``, or None.
-        active: as ``targets``, or None.
-        with_lse: as in :func:`dllm_kernels.ops.weighted_linear_nll`.
-        round_nll: likewise.
-        **options: likewise.
-
-    Returns:
-        Plain tensors, the same on every tensor-parallel rank.
+    Targets and what is known of each row are plain, of the global shape, the same on every tensor-parallel rank.
 
     Raises:
         ValueError: a layout that cannot be served, with what to do.
     """
-    here = _localize(hidden, weight, bias)
-    per_row = (here.rows.local(targets), here.rows.local(weights))
-    on = None if active is None else here.rows.local(active)
-    if here.shard is None:
-        out = ops.weighted_linear_nll(
-            here.hidden, here.weight, *per_row, bias=here.bias, active=on, with_lse=with_lse, round_nll=round_nll, **options
-        )  # fmt: skip
-    else:
-        chosen = _options(here, here.shard, **options)
-        out = ops.weighted_with_options(
-            here.hidden, here.weight, *per_row, here.bias, on, with_lse=with_lse, round_nll=round_nll, options=chosen
-        )
+    here = _localize(job, plan)
+    out = _run.weighted_linear_nll(here.job, here.plan)
     if not here.rows.groups:
         return out
     return WeightedNLL(sum_over(out.loss, here.rows.groups), *whole_rows(here.rows, TokenNLL(*out[1:])))
 
 
-@outside_the_graph
-def linear_token_nll(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    bias: torch.Tensor | None,
-    active: torch.Tensor | None,
-    with_lse: bool,
-    **options: Any,
-) -> TokenNLL:
-    """:func:`dllm_kernels.ops.linear_token_nll` where hidden, weight or bias are DTensors, already checked.
-
-    Args:
-        hidden: as in :func:`weighted_linear_nll`, and so the rest.
-        weight: ``[V, D]``.
-        targets: ``[...]``.
-        bias: ``[V]`` or None.
-        active: ``[...]`` or None.
-        with_lse: as in :func:`dllm_kernels.ops.linear_token_nll`.
-        **options: likewise.
-
-    Returns:
-        Plain tensors, the same on every tensor-parallel rank; ``nll`` is differentiable.
-
-    Raises:
-        ValueError: a layout that cannot be served, with what to do.
-    """
-    here = _localize(hidden, weight, bias)
-    y, on = here.rows.local(targets), None if active is None else here.rows.local(active)
-    if here.shard is None:
-        out = ops.linear_token_nll(here.hidden, here.weight, y, bias=here.bias, active=on, with_lse=with_lse, **options)
-    else:
-        chosen = _options(here, here.shard, **options)
-        out = ops.token_with_options(here.hidden, here.weight, y, here.bias, on, with_lse=with_lse, options=chosen)
-    return whole_rows(here.rows, out)
+@handles(_run.linear_token_nll)
+def linear_token_nll(job: LinearJob, plan: Plan) -> TokenNLL:
+    """The NLL of each row, likewise; ``nll`` is differentiable."""
+    here = _localize(job, plan)
+    return whole_rows(here.rows, _run.linear_token_nll(here.job, here.plan))
 
 
 class _Local(NamedTuple):
-    """What this rank works on, as plain tensors."""
+    """What this rank does: the job in plain tensors, its plan, and which of all rows these are."""
 
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    job: LinearJob
+    plan: Plan
     rows: Rows
-    shard: VocabShard | None
 
 
-def _options(
-    here: _Local,
-    shard: VocabShard,
-    *,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    ignore_index: int,
-    with_correct: bool,
-    backend: str,
-) -> ops._Options:
-    """The options of a call on a split vocabulary.
+def _localize(job: LinearJob, plan: Plan) -> _Local:
+    """Gather and unwrap; raises where a layout cannot be served."""
+    w, b = gather_head(job.weight, job.hidden), None if job.bias is None else gather_head(job.bias, job.hidden)
+    vocab_dim = _vocab_mesh_dim(w)
+    _check_bias(w, b, vocab_dim)
+    group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
+    hidden, rows = _local_hidden(job.hidden, group)
+    split = [dist.get_process_group_ranks(g) for g in rows.groups]
+    weight, bias = _local_parameter(w, split), None if b is None else _local_parameter(b, split)
+    check_linear_dtypes(hidden, weight, bias)
+    per_row = (None if t is None else rows.local(t) for t in (job.targets, job.weights, job.active))
+    here = LinearJob(hidden, weight, bias, *per_row)  # type: ignore[arg-type]
+    if vocab_dim is not None and isinstance(w, DTensor):
+        shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
+        check_local_shape("weight", w, (shard.size, w.shape[1]))
+        plan = _on_shard(here, plan, shard)
+    return _Local(here, plan, rows)
+
+
+def _on_shard(job: LinearJob, plan: Plan, shard: VocabShard) -> Plan:
+    """The plan on a split vocabulary.
 
     Every rank must cut the same chunks, since each ends in a collective, whatever number of columns it holds. A chunk
     has as many more rows as the vocabulary is split: the same memory, and fewer collectives.
     """
-    hidden, weight = here.hidden, here.weight
-    dtype = ops.compute_dtype(hidden, weight)
+    chunk_size = plan.chunk_size
     if chunk_size is None:
         ranks = dist.get_world_size(shard.group)
-        rows = hidden.numel() // hidden.shape[-1]
-        chunk_size = ranks * choose_chunk(
-            -(-rows // ranks), shard.step * ranks, dtype.itemsize, weight.requires_grad, hidden.is_cuda, memory_budget
-        )
-    primitives = shard.primitives(use_triton(backend, hidden))
-    return ops._Options(dtype, chunk_size, None, num_active, ignore_index, with_correct, primitives)
-
-
-def _localize(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> _Local:
-    """Gather and unwrap; raises where a layout cannot be served."""
-    w, b = gather_head(weight, hidden), None if bias is None else gather_head(bias, hidden)
-    vocab_dim = _vocab_mesh_dim(w)
-    _check_bias(w, b, vocab_dim)
-    group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
-    h, rows = _local_hidden(hidden, group)
-    split = [dist.get_process_group_ranks(g) for g in rows.groups]
-    local_weight, local_bias = _local_parameter(w, split), None if b is None else _local_parameter(b, split)
-    shard = None
-    if vocab_dim is not None and isinstance(w, DTensor):
-        shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
-        check_local_shape("weight", w, (shard.size, w.shape[1]))
-        ops.check_dtypes(h, local_weight, local_bias)
-    return _Local(h, local_weight, local_bias, rows, shard)
+        rows, sms = -(-job.targets.numel() // ranks), multiprocessors(job.hidden.device)
+        chunk_size = ranks * choose_chunk(rows, shard.step * ranks, job.weight.shape[1], plan, sms)
+    return replace(plan, chunk_size=chunk_size, memory_budget=None, rows=shard.primitives(plan))
 
 
 def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:

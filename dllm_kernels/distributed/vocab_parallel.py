@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -31,19 +32,16 @@ from dllm_kernels.distributed._layout import (
     layout,
     local_piece,
     local_range,
-    outside_the_graph,
     rows_of,
     shard_dim,
 )
-from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._rows import RowPrimitives, row_primitives
-from dllm_kernels.ops.token_nll import TokenNLL, rows_with_primitives
+from dllm_kernels.ops import _run
+from dllm_kernels.ops._plan import LogitsJob, Plan
+from dllm_kernels.ops._results import TokenNLL
+from dllm_kernels.ops._route import handles
+from dllm_kernels.ops._rows import SKIP, RowPrimitives, Stats
 
-# The local primitives are given a mask and never ignore_index, which a target minus the first column here might equal.
-NO_IGNORE = -100
-ELSEWHERE = -1
-
-Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+ELSEWHERE = -1  # the target of a row that counts, where another rank holds its column
 
 
 class VocabShard(NamedTuple):
@@ -63,9 +61,9 @@ class VocabShard(NamedTuple):
     step: int
     group: dist.ProcessGroup
 
-    def primitives(self, triton: bool) -> RowPrimitives:
-        """Row primitives of a backend for rows that are split over the group."""
-        local = row_primitives(triton)
+    def primitives(self, plan: Plan) -> RowPrimitives:
+        """Row primitives of the plan's backend for rows that are split over the group."""
+        local = plan.primitives()
         return RowPrimitives(
             functools.partial(_row_stats, self, local),
             functools.partial(_row_grad, self, local),
@@ -74,9 +72,9 @@ class VocabShard(NamedTuple):
         )
 
     def local_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Column of each target in this shard, or ``ELSEWHERE``."""
+        """Column of each target in this shard, or ``ELSEWHERE``; ``SKIP`` stays."""
         y = targets - self.start
-        return torch.where((y >= 0) & (y < self.size), y, ELSEWHERE)
+        return torch.where((y >= 0) & (y < self.size), y, ELSEWHERE).masked_fill_(targets == SKIP, SKIP)
 
     def in_vocabulary(self, targets: torch.Tensor) -> torch.Tensor:
         """Whether any rank holds the target."""
@@ -89,51 +87,28 @@ def vocab_shard(V: int, mesh: DeviceMesh, i: int) -> VocabShard:
     return VocabShard(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
 
 
-@outside_the_graph
-def token_nll(
-    logits: DTensor,
-    targets: torch.Tensor,
-    *,
-    active: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    with_lse: bool = False,
-    with_correct: bool = False,
-    inplace_backward: bool = False,
-    backend: str = "auto",
-) -> TokenNLL:
-    """:func:`dllm_kernels.ops.token_nll` for DTensor logits ``[..., V]``, already checked.
+@handles(_run.token_nll)
+def token_nll(job: LogitsJob, plan: Plan) -> TokenNLL:
+    """The NLL of rows of DTensor logits ``[..., V]``: plain tensors of the global shape ``[...]``, the same on every rank.
 
     The vocabulary may be split over one mesh dimension and the rows over others; over the rest they are replicated.
-
-    Args:
-        logits: a DTensor with ``Shard`` and ``Replicate`` placements. Its gradient has the same placements.
-        targets: ``[...]`` of the global shape, plain, the same on every rank.
-        active: as ``targets``.
-        ignore_index: as in :func:`dllm_kernels.ops.token_nll`, and so the rest.
-        with_lse: also return the logsumexp.
-        with_correct: also return the argmax-match.
-        inplace_backward: write the gradient over this rank's piece of the logits.
-        backend: "auto", "triton" or "torch".
-
-    Returns:
-        Plain tensors of the global shape ``[...]``, the same on every rank.
+    The gradient has the placements of the logits. Targets are plain, of the global shape, the same on every rank.
 
     Raises:
         ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
     """
+    logits = job.logits
+    assert isinstance(logits, DTensor)
     vocab_dim = _vocab_mesh_dim(logits)
     mesh, V = logits.device_mesh, logits.shape[-1]
     rows = rows_of("logits", logits)
     columns = V if vocab_dim is None else local_range(V, mesh, [vocab_dim])[1]
     check_local_shape("logits", logits, (*rows.local_shape, columns))
-    local = local_piece(logits, logits.placements)
-    triton = use_triton(backend, local)
-    out = rows_with_primitives(
-        local, rows.local(targets), None if active is None else rows.local(active), ignore_index=ignore_index,
-        with_lse=with_lse, with_correct=with_correct, inplace_backward=inplace_backward,
-        triton=triton if vocab_dim is None else vocab_shard(V, mesh, vocab_dim).primitives(triton),
-    )  # fmt: skip
-    return whole_rows(rows, out)
+    if vocab_dim is not None:
+        plan = replace(plan, rows=vocab_shard(V, mesh, vocab_dim).primitives(plan))
+    active = None if job.active is None else rows.local(job.active)
+    here = LogitsJob(local_piece(logits, logits.placements), rows.local(job.targets), active)
+    return whole_rows(rows, _run.token_nll(here, plan))
 
 
 def whole_rows(rows: Rows, out: TokenNLL) -> TokenNLL:
@@ -164,28 +139,16 @@ def _vocab_mesh_dim(logits: DTensor) -> int | None:
     return found[0] if found else None
 
 
-def _on(targets: torch.Tensor, active: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    mask = targets != ignore_index
-    return mask if active is None else mask & (active != 0)
-
-
 def _row_stats(
-    shard: VocabShard,
-    local: RowPrimitives,
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    *,
-    ignore_index: int,
-    with_correct: bool,
+    shard: VocabShard, local: RowPrimitives, logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool
 ) -> Stats:
     """``row_stats`` of the whole rows, with one all-gather."""
-    mask, y = _on(targets, active, ignore_index), shard.local_targets(targets)
+    mask, y = targets != SKIP, shard.local_targets(targets)
     if shard.size:
-        stats = local.row_stats(logits, y, mask, ignore_index=NO_IGNORE, with_correct=with_correct)
+        stats = local.row_stats(logits, y, with_correct=with_correct)
     else:
         stats = _stats_of_no_columns(targets, logits.dtype)
-    parts = _gather(_four_numbers(stats, y != ELSEWHERE), shard.group)
+    parts = _gather(_four_numbers(stats, y >= 0), shard.group)
     nll, row_max, log_sum, target_logit, correct = _combine(shard, targets, parts)
     nll, row_max, log_sum, target_logit = (t.masked_fill(~mask, 0) for t in (nll, row_max, log_sum, target_logit))
     return nll, row_max, log_sum, target_logit, (correct & mask) if with_correct else None
@@ -241,22 +204,13 @@ def _row_grad(
     local: RowPrimitives,
     logits: torch.Tensor,
     targets: torch.Tensor,
-    active: torch.Tensor | None,
     scale: torch.Tensor,
-    row_max: torch.Tensor,
-    log_sum: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    ignore_index: int,
+    *stats_and_out: torch.Tensor,
 ) -> None:
     """``row_grad`` of this rank's columns; no communication."""
-    if shard.size == 0:
-        return
-    scale = torch.where(shard.in_vocabulary(targets) | (scale == 0), scale, math.nan)
-    local.row_grad(
-        logits, shard.local_targets(targets), _on(targets, active, ignore_index), scale, row_max, log_sum, out,
-        ignore_index=NO_IGNORE, whole_row=False,
-    )  # fmt: skip
+    if shard.size:
+        scale = torch.where(shard.in_vocabulary(targets) | (scale == 0), scale, math.nan)
+        local.row_grad(logits, shard.local_targets(targets), scale, *stats_and_out, whole_row=False)
 
 
 def _row_nll_grad_(
@@ -264,14 +218,11 @@ def _row_nll_grad_(
     local: RowPrimitives,
     logits: torch.Tensor,
     targets: torch.Tensor,
-    active: torch.Tensor | None,
     scale: torch.Tensor,
     *,
-    ignore_index: int,
     with_correct: bool,
 ) -> Stats:
     """``row_stats`` and ``row_grad`` at once, the gradient over the logits ``[C, columns]``."""
-    x = logits[None]
-    stats = _row_stats(shard, local, x, targets, active, ignore_index=ignore_index, with_correct=with_correct)
-    _row_grad(shard, local, x, targets, active, scale, stats[1], stats[2], x, ignore_index=ignore_index)
+    stats = _row_stats(shard, local, logits[None], targets, with_correct=with_correct)
+    _row_grad(shard, local, logits[None], targets, scale, *stats[1:3], logits[None])
     return stats

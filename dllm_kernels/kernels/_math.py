@@ -20,6 +20,7 @@ import triton.language as tl
 # since Triton is about to change its default and warns where neither is chosen.
 FUSED = {"enable_fp_fusion": True}
 
+SKIP = tl.constexpr(-100)  # the target of a row that does not count
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST_F32 = tl.constexpr(-3.4028234663852886e38)
 LOWEST_F64 = tl.constexpr(-1.7976931348623157e308)
@@ -30,15 +31,6 @@ def row_offset(n, L, stride_b, stride_l):
     """Offset in elements of row n = b * L + l; int64, since n * V passes int32 at N * V = 2**31."""
     n = n.to(tl.int64)
     return (n // L) * stride_b + (n % L) * stride_l
-
-
-@triton.jit
-def is_active(active_ptr, n, y, ignore_index, HAS_ACTIVE: tl.constexpr):
-    """A row counts when its target is not ignore_index and its entry of active, where given, is not zero."""
-    active = y != ignore_index
-    if HAS_ACTIVE:
-        active = active & (tl.load(active_ptr + n) != 0)
-    return active
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from dllm_kernels.kernels import _tiles, token_nll
 from dllm_kernels.kernels._launch import on_its_device
-from dllm_kernels.kernels._math import FUSED, column_stats, grad_columns, is_active, load_target_logit
+from dllm_kernels.kernels._math import FUSED, SKIP, column_stats, grad_columns, load_target_logit
 from dllm_kernels.kernels._specimen import Specimen
 from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
 
@@ -30,16 +30,16 @@ def _zero_row(row_ptr, V, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _linear_nll_rows(
-    logits_ptr, target_ptr, active_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
-    stride_n, V, ignore_index,
-    HAS_ACTIVE: tl.constexpr, WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
+    stride_n, V,
+    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row_ptr = logits_ptr + n.to(tl.int64) * stride_n
     lanes = tl.arange(0, BLOCK_V)
-    if is_active(active_ptr, n, y, ignore_index, HAS_ACTIVE):
+    if y != SKIP:
         target_logit = load_target_logit(row_ptr, y, V, ACC)
         row_max, row_sum, beaten = column_stats(row_ptr, 0, V, y, target_logit, BLOCK_V, ACC, WITH_CORRECT)
         _finish_row(
@@ -82,28 +82,24 @@ def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
 def row_nll_grad_(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    active: torch.Tensor | None,
     scale: torch.Tensor,
     *,
-    ignore_index: int,
     with_correct: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``ops._rows`` for the contract."""
     C, V = logits.shape
     if C < _tiles.TARGET_PROGRAMS // 2:
-        stats = token_nll.row_stats(logits[None], targets, active, ignore_index=ignore_index, with_correct=with_correct)
+        stats = token_nll.row_stats(logits[None], targets, with_correct=with_correct)
         nll, row_max, log_sum, target_logit, correct = stats
-        token_nll.row_grad(
-            logits[None], targets, active, scale, row_max, log_sum, logits[None], ignore_index=ignore_index
-        )
+        token_nll.row_grad(logits[None], targets, scale, row_max, log_sum, logits[None])
         return nll, row_max, log_sum, target_logit, correct
     acc = torch.promote_types(logits.dtype, torch.float32)
     nll, row_max, log_sum, target_logit = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(4))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
     tile = _tiles.linear_nll_rows(V, logits.element_size())
     _linear_nll_rows[(C,)](
-        logits, targets, active, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V, ignore_index,
-        HAS_ACTIVE=active is not None, WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, ACC=_acc(acc),
+        logits, targets, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V,
+        WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, ACC=_acc(acc),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
     return nll, row_max, log_sum, target_logit, correct
@@ -120,10 +116,10 @@ def specimens() -> list[Specimen]:
             Specimen(
                 f"linear_nll_rows[{dtype}]",
                 _linear_nll_rows,
-                {"logits_ptr": f"*{dtype}", "target_ptr": "*i64", "active_ptr": f"*{acc}"}
+                {"logits_ptr": f"*{dtype}", "target_ptr": "*i64"}
                 | stats
-                | {"correct_ptr": "*i1", "stride_n": "i32", "V": "i32", "ignore_index": "i32"},
-                {"HAS_ACTIVE": True, "WITH_CORRECT": True, "BLOCK_V": tile.block_v,
+                | {"correct_ptr": "*i1", "stride_n": "i32", "V": "i32"},
+                {"WITH_CORRECT": True, "BLOCK_V": tile.block_v,
                  "ACC": tl.float64 if dtype == "fp64" else tl.float32},
                 tile.num_warps,
                 ("stride_n", "V"),

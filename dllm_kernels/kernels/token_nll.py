@@ -6,7 +6,7 @@ Forward reads each active row once (``_math.column_stats``) and keeps (M, log S)
 
 Where there are few rows each is split over several programs, whose partial (M, S, beaten) a second kernel merges:
 M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row: the gradient,
-or zeros. Inactive rows (target = ignore_index, or a zero in ``active``) are never read.
+or zeros. Inactive rows (target = SKIP) are never read.
 """
 
 import torch
@@ -18,9 +18,9 @@ from dllm_kernels.kernels._launch import on_its_device
 from dllm_kernels.kernels._math import (
     FUSED,
     LOG2E,
+    SKIP,
     column_stats,
     grad_columns,
-    is_active,
     load_target_logit,
     row_offset,
 )
@@ -54,13 +54,13 @@ def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, W
 
 @triton.jit
 def _token_nll_fwd(
-    logits_ptr, target_ptr, active_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
-    L, stride_b, stride_l, V, ignore_index,
-    HAS_ACTIVE: tl.constexpr, WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
+    L, stride_b, stride_l, V,
+    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
-    if is_active(active_ptr, n, y, ignore_index, HAS_ACTIVE):
+    if y != SKIP:
         row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(row_ptr, y, V, ACC)
         row_max, row_sum, beaten = column_stats(row_ptr, 0, V, y, target_logit, BLOCK_V, ACC, WITH_CORRECT)
@@ -73,14 +73,14 @@ def _token_nll_fwd(
 
 @triton.jit
 def _token_nll_fwd_split(
-    logits_ptr, target_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
-    L, stride_b, stride_l, V, ignore_index, COLUMNS, SPLITS,
-    HAS_ACTIVE: tl.constexpr, WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
+    L, stride_b, stride_l, V, COLUMNS, SPLITS,
+    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
     y = tl.load(target_ptr + n)
-    if is_active(active_ptr, n, y, ignore_index, HAS_ACTIVE):
+    if y != SKIP:
         row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(row_ptr, y, V, ACC)
         start = k * COLUMNS
@@ -94,14 +94,14 @@ def _token_nll_fwd_split(
 
 @triton.jit
 def _token_nll_merge(
-    logits_ptr, target_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
+    logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
-    L, stride_b, stride_l, V, ignore_index, SPLITS,
-    HAS_ACTIVE: tl.constexpr, WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+    L, stride_b, stride_l, V, SPLITS,
+    WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
-    if is_active(active_ptr, n, y, ignore_index, HAS_ACTIVE):
+    if y != SKIP:
         row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(row_ptr, y, V, ACC)
         k = tl.arange(0, BLOCK_K)
@@ -121,16 +121,16 @@ def _token_nll_merge(
 
 @triton.jit
 def _token_nll_bwd(
-    logits_ptr, target_ptr, active_ptr, scale_ptr, max_ptr, log_sum_ptr, out_ptr,
-    L, stride_b, stride_l, out_stride_b, out_stride_l, V, ignore_index, TILES,
-    HAS_ACTIVE: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    logits_ptr, target_ptr, scale_ptr, max_ptr, log_sum_ptr, out_ptr,
+    L, stride_b, stride_l, out_stride_b, out_stride_l, V, TILES,
+    WHOLE_ROW: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // TILES
     v = (tl.program_id(0) % TILES) * BLOCK_V + tl.arange(0, BLOCK_V)
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row_out_ptr = out_ptr + row_offset(n, L, out_stride_b, out_stride_l)
-    if is_active(active_ptr, n, y, ignore_index, HAS_ACTIVE) & (scale != 0):
+    if (y != SKIP) & (scale != 0):
         if WHOLE_ROW:  # a target that no column has: the row's NLL is NaN, and so is its gradient
             scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
         row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
@@ -147,12 +147,7 @@ def _acc(dtype: torch.dtype) -> tl.dtype:
 
 @on_its_device
 def row_stats(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    *,
-    ignore_index: int,
-    with_correct: bool,
+    logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch the forward pass; see ``ops._rows`` for the contract."""
     B, L, V = logits.shape
@@ -163,12 +158,12 @@ def row_stats(
     if N == 0:
         return nll, row_max, log_sum, target_logit, correct
     tile = _tiles.token_nll_fwd(N, V, logits.element_size())
-    sizes = (L, logits.stride(0), logits.stride(1), V, ignore_index)
+    sizes = (L, logits.stride(0), logits.stride(1), V)
     outputs = (nll, row_max, log_sum, target_logit, correct)
-    flags = {"HAS_ACTIVE": active is not None, "WITH_CORRECT": with_correct, "ACC": _acc(acc)}
+    flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     if tile.splits == 1:
         _token_nll_fwd[(N,)](
-            logits, targets, active, *outputs, *sizes, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
+            logits, targets, *outputs, *sizes, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
         )
         return outputs
     columns = triton.cdiv(triton.cdiv(V, tile.splits), tile.block_v) * tile.block_v
@@ -179,10 +174,10 @@ def row_stats(
         torch.empty(N, splits, dtype=torch.bool, device=logits.device),
     )
     _token_nll_fwd_split[(N * splits,)](
-        logits, targets, active, *parts, *sizes, columns, splits, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
+        logits, targets, *parts, *sizes, columns, splits, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
     )  # fmt: skip
     _token_nll_merge[(N,)](
-        logits, targets, active, *parts, *outputs, *sizes, splits, **flags,
+        logits, targets, *parts, *outputs, *sizes, splits, **flags,
         BLOCK_K=triton.next_power_of_2(splits), num_warps=1, **FUSED
     )  # fmt: skip
     return outputs
@@ -192,13 +187,11 @@ def row_stats(
 def row_grad(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    active: torch.Tensor | None,
     scale: torch.Tensor,
     row_max: torch.Tensor,
     log_sum: torch.Tensor,
     out: torch.Tensor,
     *,
-    ignore_index: int,
     whole_row: bool = True,
 ) -> None:
     """Launch the backward pass; see ``ops._rows`` for the contract."""
@@ -208,9 +201,9 @@ def row_grad(
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles = triton.cdiv(V, tile.block_v)
     _token_nll_bwd[(B * L * tiles,)](
-        logits, targets, active, scale, row_max, log_sum, out,
-        L, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), V, ignore_index, tiles,
-        HAS_ACTIVE=active is not None, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
+        logits, targets, scale, row_max, log_sum, out,
+        L, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), V, tiles,
+        WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
 
@@ -218,17 +211,17 @@ def row_grad(
 def specimens() -> list[Specimen]:
     """The kernels of this file at the tiles of real models."""
     out = []
-    sizes = {"L": "i32", "stride_b": "i64", "stride_l": "i32", "V": "i32", "ignore_index": "i32"}
+    sizes = {"L": "i32", "stride_b": "i64", "stride_l": "i32", "V": "i32"}
     divisible = ("L", "stride_b", "stride_l", "out_stride_b", "out_stride_l", "V")
     for dtype, itemsize in (("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp64", 8)):
         acc = "fp64" if dtype == "fp64" else "fp32"
         ACC = tl.float64 if dtype == "fp64" else tl.float32
-        head = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64", "active_ptr": f"*{acc}"}
+        head = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64"}
         stats = {f"{name}_ptr": f"*{acc}" for name in ("nll", "max", "log_sum", "target_logit")} | {
             "correct_ptr": "*i1"
         }
         parts = {"part_max_ptr": f"*{acc}", "part_sum_ptr": f"*{acc}", "part_beaten_ptr": "*i1"}
-        flags = {"HAS_ACTIVE": True, "WITH_CORRECT": True, "ACC": ACC}
+        flags = {"WITH_CORRECT": True, "ACC": ACC}
         fwd = _tiles.token_nll_fwd(4096, 126464, itemsize)
         bwd = _tiles.token_nll_bwd(126464, itemsize)
         out.append(
@@ -248,7 +241,7 @@ def specimens() -> list[Specimen]:
             Specimen(f"token_nll_bwd[{dtype}]", _token_nll_bwd,
                      head | {f"{name}_ptr": f"*{acc}" for name in ("scale", "max", "log_sum")} | {"out_ptr": f"*{dtype}"}
                      | {"L": "i32", "stride_b": "i64", "stride_l": "i32", "out_stride_b": "i64", "out_stride_l": "i32",
-                        "V": "i32", "ignore_index": "i32", "TILES": "i32"},
-                     {"HAS_ACTIVE": True, "WHOLE_ROW": True, "BLOCK_V": bwd.block_v, "ACC": ACC}, bwd.num_warps, divisible)
+                        "V": "i32", "TILES": "i32"},
+                     {"WHOLE_ROW": True, "BLOCK_V": bwd.block_v, "ACC": ACC}, bwd.num_warps, divisible)
         )  # fmt: skip
     return out

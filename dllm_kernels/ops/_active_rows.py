@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from dllm_kernels.ops._plan import Plan
+from dllm_kernels.ops._rows import SKIP
+
 ROW_MULTIPLE = 128
 
 
@@ -12,29 +15,27 @@ class ActiveRows:
 
     Attributes:
         count: how many rows are worked on.
-        mask: ``[N]`` bool, the rows that really count; None when every row of ``count`` does.
         total: number of rows of the caller, N.
+        overflow: where ``num_active`` was given, whether it was too small (0-d bool); else None.
     """
 
-    def __init__(self, mask: torch.Tensor, num_active: int | None) -> None:
-        """List the rows where ``mask [N]`` is True.
+    def __init__(self, targets: torch.Tensor, num_active: int | None) -> None:
+        """List the rows whose target, of ``targets [N]``, is not ``SKIP``.
 
         Reading their number back is a host sync on a GPU; it pays since the matrix products then run on these rows only.
-        It is skipped inside CUDA-graph capture, where all rows are taken and the mask is applied to the gradient, and
-        when the caller gives ``num_active``, an upper bound of it.
+        It is skipped inside CUDA-graph capture, where all rows are taken, and when the caller gives ``num_active``, an
+        upper bound of it.
         """
-        self.total = mask.numel()
-        self.mask: torch.Tensor | None = None
+        self.total = targets.numel()
+        self._targets = targets
         self.overflow: torch.Tensor | None = None
         self._index: torch.Tensor | None = None
         self._padded = num_active is not None
+        mask = targets != SKIP
         if num_active is not None:
             self._index = torch.nonzero_static(mask, size=num_active, fill_value=self.total).squeeze(1)
-            self.mask = self._index < self.total
             self.overflow = mask.sum() > num_active
-        elif mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            self.mask = mask
-        else:
+        elif not _captured(mask):
             index = mask.nonzero().squeeze(1)
             self._index = index if index.numel() < self.total else None
         self.count = self.total if self._index is None else self._index.numel()
@@ -46,9 +47,12 @@ class ActiveRows:
         index = self._index[chunk]
         return t.index_select(0, index.clamp(max=self.total - 1) if self._padded else index)
 
-    def take_mask(self, chunk: slice) -> torch.Tensor | None:
-        """Which rows of the chunk really count, or None when all do."""
-        return None if self.mask is None else self.mask[chunk]
+    def take_targets(self, chunk: slice) -> torch.Tensor:
+        """The chunk's targets; ``SKIP`` in the padding of a given ``num_active``."""
+        targets = self.take(self._targets, chunk)
+        if self._index is None or not self._padded:
+            return targets
+        return targets.masked_fill(self._index[chunk] == self.total, SKIP)
 
     def empty(self, *columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A per-row result that :meth:`put` fills; rows that are not listed are zero."""
@@ -70,20 +74,52 @@ class ActiveRows:
         return out[: self.total].clone() if out.dim() == 1 else out[: self.total]
 
 
-def choose_chunk(rows: int, V: int, itemsize: int, trains_head: bool, on_gpu: bool, memory_budget: int | None) -> int:
-    """Rows of logits that exist at a time.
+def _captured(t: torch.Tensor) -> bool:
+    """Whether a CUDA graph records what is done, in which nothing can be read back."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
-    A trainable head wants larger chunks, since each reads and writes its gradient once (8 V D bytes). On CPU the chunk
-    only has to keep the matrix products efficient. ``memory_budget`` bounds the chunk of logits, in bytes. Chunks are
-    of equal size, in multiples of 128 rows. The GPU sizes come from others' measurements; not measured here on a GPU.
+
+def multiprocessors(device: torch.device) -> int | None:
+    """How many multiprocessors a GPU has; None for a CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
+
+
+def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
+    """Rows of logits of V columns that exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
+
+    On a CPU (None) chunks only have to keep the matrix products efficient, and are of equal size. On a GPU the fewest
+    waves win, see :func:`_gpu_cost`. The plan's ``memory_budget`` bounds the bytes of a chunk of logits.
     """
-    if on_gpu:
-        chunk = 4096 if trains_head else 2048
-    else:
-        chunk = 512
-    if memory_budget is not None:
-        chunk = min(chunk, max(1, memory_budget // (V * itemsize)))
-    chunks = max(1, -(-rows // chunk))
-    even = -(-rows // chunks)
-    rounded = -(-even // ROW_MULTIPLE) * ROW_MULTIPLE
-    return max(1, min(chunk, rounded))
+    most = 512 if sms is None else 4096 if plan.needs.weight else 2048
+    if plan.memory_budget is not None:
+        most = min(most, max(1, plan.memory_budget // max(V * plan.dtype.itemsize, 1)))
+    if most <= ROW_MULTIPLE or rows <= ROW_MULTIPLE:
+        return most
+    if sms is None:
+        even = -(-rows // -(-rows // most))
+        return min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE)
+    sizes = range(ROW_MULTIPLE, min(most, rows + ROW_MULTIPLE - 1) + 1, ROW_MULTIPLE)
+    return min(sizes, key=lambda size: (_gpu_cost(size, rows, V, D, plan.needs.weight, sms), size))
+
+
+def _gpu_cost(size: int, rows: int, V: int, D: int, trains_head: bool, sms: int) -> float:
+    """A model of the time of all chunks, in steps of the inner dimension of one wave of 128 x 256 output tiles.
+
+    The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C / 128)
+    ceil(D / 256) of V steps: few and long ones, so a wave begun for some tiles more costs most (at 7,680 rows and
+    D = 2,560, 1,920 rows a chunk make 150 tiles for 132 multiprocessors, 1,664 make 130). A trainable head reads and
+    writes its float32 gradient with every chunk, 8 V D bytes: on an H200 about V D / 6,000 steps. Not run on a GPU.
+    """
+
+    def waves(tiles: int) -> int:
+        return -(-tiles // sms)
+
+    def chunk(c: int) -> float:
+        high = -(-c // 128)
+        steps = waves(high * -(-V // 256)) * D + waves(high * -(-D // 256)) * V
+        if trains_head:
+            steps += waves(-(-V // 128) * -(-D // 256)) * c + V * D // 6000
+        return steps + 2000  # launches and the tail of a product
+
+    whole, rest = divmod(rows, size)
+    return whole * chunk(size) + (chunk(rest) if rest else 0)

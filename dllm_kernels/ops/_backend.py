@@ -8,6 +8,8 @@ import os
 
 import torch
 
+from dllm_kernels.ops._rows import RowPrimitives
+
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -59,3 +61,14 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
             "set TRITON_INTERPRET=1 before the first import to run the kernels on CPU tensors"
         )
     return True
+
+
+def row_primitives(triton: bool) -> RowPrimitives:
+    """The row primitives of a backend; Triton is imported only when asked for."""
+    if triton:
+        from dllm_kernels.kernels import linear_nll, token_nll
+
+        return RowPrimitives(token_nll.row_stats, token_nll.row_grad, linear_nll.row_nll_grad_, linear_nll.scale_)
+    from dllm_kernels.ops import _torch_rows
+
+    return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from dllm_kernels.ops._plain import is_dtensor
+
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
@@ -120,3 +122,18 @@ def check_target_range(targets: torch.Tensor, vocab_size: int, ignore_index: int
         raise IndexError(
             f"targets must lie in [0, {vocab_size}) or be {ignore_index}, got {value} at position {tuple(where)}"
         )
+
+
+def check_linear_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise unless weight and bias have the dtype of hidden, or autocast will give them one.
+
+    A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
+    """
+    dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:  # which autocast leaves alone
+        return
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype and not is_dtensor(tensor):
+            raise ValueError(
+                f"{name} must have the dtype of hidden, {hidden.dtype}, unless torch.autocast is on, got {tensor.dtype}"
+            )

@@ -2,18 +2,19 @@
 
 Both backends (``ops/_torch_rows.py``, ``kernels/token_nll.py`` with ``kernels/linear_nll.py``) have these functions.
 ``logits`` is ``[B, L, V]`` with any batch and position strides and columns side by side; everything else has one entry
-a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits.
+a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64, is
+``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
 
-``row_stats(logits, targets, active, *, ignore_index, with_correct)``
+``row_stats(logits, targets, *, with_correct)``
     Reads each active row once. Returns (nll, row_max, log_sum, target_logit, correct): ``[N]`` of dtype acc, and a bool
     ``[N]`` or None. ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows.
 
-``row_grad(logits, targets, active, scale, row_max, log_sum, out, *, ignore_index, whole_row=True)``
+``row_grad(logits, targets, scale, row_max, log_sum, out, *, whole_row=True)``
     Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out`` (same shape as the logits, its own strides,
     may be the logits themselves), zeros for inactive rows. With ``whole_row=False`` the columns are one shard of a
     longer row, and a target outside of them only means that the one-hot lies in another shard.
 
-``row_nll_grad_(logits [C, V], targets, active, scale, *, ignore_index, with_correct)``
+``row_nll_grad_(logits [C, V], targets, scale, *, with_correct)``
     ``row_stats`` and ``row_grad`` at once, the gradient over the logits.
 
 ``scale_(t, factor)``
@@ -28,30 +29,17 @@ from typing import NamedTuple
 
 import torch
 
+SKIP = -100
+Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
 
 class RowPrimitives(NamedTuple):
     """One backend's row primitives."""
 
-    row_stats: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
+    row_stats: Callable[..., Stats]
     row_grad: Callable[..., None]
-    row_nll_grad_: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]]
+    row_nll_grad_: Callable[..., Stats]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
-
-
-def row_primitives(triton: bool | RowPrimitives) -> RowPrimitives:
-    """The row primitives of a backend; Triton is imported only when asked for.
-
-    Primitives themselves are returned as they are: those of a sharded vocabulary stand where a backend would.
-    """
-    if isinstance(triton, RowPrimitives):
-        return triton
-    if triton:
-        from dllm_kernels.kernels import linear_nll, token_nll
-
-        return RowPrimitives(token_nll.row_stats, token_nll.row_grad, linear_nll.row_nll_grad_, linear_nll.scale_)
-    from dllm_kernels.ops import _torch_rows
-
-    return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_)
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

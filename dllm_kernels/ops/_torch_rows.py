@@ -11,22 +11,17 @@ from collections.abc import Iterator
 
 import torch
 
+from dllm_kernels.ops._rows import SKIP, Stats
+
 # Bytes of the buffer that a block of rows is worked on in. On two AMD EPYC cores 2 MiB and 4 MiB were equally fast,
 # 1 MiB 10 % slower and 256 KiB half as fast: it has to stay in cache, give each core a few rows, and (the larger of
 # the equals) start few parallel regions, each of which waits for a core that another process may hold.
 BLOCK_BYTES = 4 << 20
 
-Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype sums are made in: float64 for float64, float32 for everything else."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def _active_mask(targets: torch.Tensor, active: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    mask = targets != ignore_index
-    return mask if active is None else mask & (active != 0)
 
 
 def _blocks(rows: torch.Tensor, V: int, itemsize: int) -> Iterator[torch.Tensor]:
@@ -100,19 +95,12 @@ def _store(stats: Stats, rows: torch.Tensor, block: Stats) -> None:
             whole.index_copy_(0, rows, part)
 
 
-def row_stats(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    *,
-    ignore_index: int,
-    with_correct: bool,
-) -> Stats:
+def row_stats(logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool) -> Stats:
     """See ``ops._rows``."""
     B, L, V = logits.shape
     acc = acc_dtype(logits.dtype)
     stats = _empty_stats(B * L, acc, logits.device, with_correct)
-    active_rows = _active_mask(targets, active, ignore_index).nonzero().squeeze(1)
+    active_rows = (targets != SKIP).nonzero().squeeze(1)
     for rows in _blocks(active_rows, V, acc.itemsize):
         x = _gather(logits, rows, acc)
         _store(stats, rows, _block_stats(x, targets[rows], with_correct))
@@ -123,19 +111,17 @@ def row_stats(
 def row_grad(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    active: torch.Tensor | None,
     scale: torch.Tensor,
     row_max: torch.Tensor,
     log_sum: torch.Tensor,
     out: torch.Tensor,
     *,
-    ignore_index: int,
     whole_row: bool = True,
 ) -> None:
     """See ``ops._rows``."""
     V = logits.shape[2]
     acc = acc_dtype(logits.dtype)
-    mask = _active_mask(targets, active, ignore_index) & (scale != 0)
+    mask = (targets != SKIP) & (scale != 0)
     _scatter(out, (~mask).nonzero().squeeze(1), 0)
     for rows in _blocks(mask.nonzero().squeeze(1), V, acc.itemsize):
         x = _gather(logits, rows, acc)
@@ -148,20 +134,12 @@ def row_grad(
         del x
 
 
-def row_nll_grad_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    scale: torch.Tensor,
-    *,
-    ignore_index: int,
-    with_correct: bool,
-) -> Stats:
+def row_nll_grad_(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, *, with_correct: bool) -> Stats:
     """See ``ops._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
     C, V = logits.shape
     acc = acc_dtype(logits.dtype)
     stats = _empty_stats(C, acc, logits.device, with_correct)
-    mask = _active_mask(targets, active, ignore_index)
+    mask = targets != SKIP
     inert = ~mask | (scale == 0)
     scale = torch.where((targets >= 0) & (targets < V), scale, math.nan)
     size = max(1, BLOCK_BYTES // max(V * acc.itemsize, 1))

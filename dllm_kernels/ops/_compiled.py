@@ -1,0 +1,194 @@
+"""The ops as torch.compile sees them: opaque and functional, so that a compiled step has no graph break.
+
+The whole chunk loop is one op each way. What an op returns is all it writes, and a tensor: an empty one stands for None.
+The plan travels packed, as a list of integers. Loaded only while a graph is traced, since registering costs import time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dllm_kernels.ops import _chunks
+from dllm_kernels.ops._plan import LinearJob, Needs, Plan
+from dllm_kernels.ops._rows import as_blv
+
+Tensors = tuple[Tensor, ...]
+Three = tuple[Tensor, Tensor, Tensor]
+Four = tuple[Tensor, Tensor, Tensor, Tensor]
+Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def token_nll(logits: Tensor, targets: Tensor, plan: Plan) -> Tensors:
+    """As ``_eager.token_nll``."""
+    out: Four = _token_nll(logits, targets, plan.pack())
+    return out
+
+
+def weighted_linear_nll(job: LinearJob, plan: Plan) -> Tensors:
+    """As ``_eager.weighted_linear_nll``."""
+    out: Nine = _weighted_linear_nll(*job[:5], plan.pack())
+    return out[:5]
+
+
+def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
+    """As ``_eager.linear_token_nll``."""
+    out: Five = _linear_token_nll(*job[:4], plan.pack())
+    return out[:4]
+
+
+def _present(t: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0) if t is None else t
+
+
+def _fake_rows(targets: Tensor, plan: Plan) -> list[Tensor]:
+    """(nll, row_max, log_sum, correct)."""
+    dtypes = (plan.acc, plan.acc, plan.acc, torch.bool)
+    return [targets.new_empty(targets.shape[0], dtype=dtype) for dtype in dtypes]
+
+
+def _fake_gradients(job: LinearJob, plan: Plan, head: torch.dtype | None = None) -> list[Tensor]:
+    """Contiguous, whatever the strides of the inputs; those of the head in the dtype ``head``, or its own."""
+    wanted = zip(job[:3], plan.needs, (None, head, head), strict=True)
+    return [
+        t.new_empty(t.shape, dtype=dtype) if need and t is not None else job.hidden.new_empty(0)
+        for t, need, dtype in wanted
+    ]
+
+
+@torch.library.custom_op("dllm_kernels::token_nll", mutates_args=())
+def _token_nll(logits: Tensor, targets: Tensor, packed: list[int]) -> Four:
+    plan = Plan.unpack(packed)
+    nll, row_max, log_sum, _, correct = plan.primitives().row_stats(
+        as_blv(logits), targets, with_correct=plan.with_correct
+    )
+    return nll, row_max, log_sum, _present(correct, nll).to(torch.bool)
+
+
+@_token_nll.register_fake
+def _(logits: Tensor, targets: Tensor, packed: list[int]) -> Tensors:
+    *rows, correct = _fake_rows(targets, plan := Plan.unpack(packed))
+    return (*rows, correct if plan.with_correct else correct.new_empty(0))
+
+
+@torch.library.custom_op("dllm_kernels::token_nll_backward", mutates_args=())
+def _token_nll_backward(
+    logits: Tensor, targets: Tensor, grad_nll: Tensor, row_max: Tensor, log_sum: Tensor, packed: list[int]
+) -> Tensor:
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    Plan.unpack(packed).primitives().row_grad(
+        as_blv(logits), targets, grad_nll.contiguous(), row_max, log_sum, as_blv(grad)
+    )
+    return grad
+
+
+@_token_nll_backward.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _token_nll_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *saved, ctx.packed = inputs
+    _, row_max, log_sum, correct = output
+    ctx.save_for_backward(*saved, row_max, log_sum)
+    ctx.mark_non_differentiable(row_max, log_sum, correct)
+
+
+def _token_nll_grad(ctx: Any, grad_nll: Tensor, *_: Any) -> tuple[Any, ...]:
+    logits, targets, row_max, log_sum = ctx.saved_tensors
+    return _token_nll_backward(logits, targets, grad_nll, row_max, log_sum, ctx.packed), None, None
+
+
+_token_nll.register_autograd(_token_nll_grad, setup_context=_token_nll_setup)
+
+
+@torch.library.custom_op("dllm_kernels::weighted_linear_nll", mutates_args=())
+def _weighted_linear_nll(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor, packed: list[int]
+) -> Nine:
+    job = LinearJob(hidden, weight, bias, targets, weights)
+    out = _chunks.weighted_forward(job, Plan.unpack(packed))
+    grads = (_present(t, out.loss if t is out.headroom else hidden) for t in out.gradients)
+    return (out.loss, *(t.clone() for t in out.rows), *grads)  # type: ignore[return-value]
+
+
+@_weighted_linear_nll.register_fake
+def _(*args: Any) -> Tensors:
+    job, plan = LinearJob(*args[:-1]), Plan.unpack(args[-1])
+    loss = job.hidden.new_empty((), dtype=plan.acc)
+    makes_headroom = plan.dtype == torch.float16 and any(plan.needs)
+    grads = _fake_gradients(job, plan, plan.acc if makes_headroom else None)
+    return (loss, *_fake_rows(job.targets, plan), *grads, loss.new_empty(() if makes_headroom else 0))
+
+
+def _weighted_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    ctx.needs = Plan.unpack(inputs[-1]).needs
+    ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs[:3])
+    ctx.save_for_backward(*output[5:])
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _weighted_grad(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
+    *grads, headroom = ctx.saved_tensors
+    factor = grad_loss * headroom if headroom.dim() == 0 else grad_loss
+    # widened first: a float16 gradient times a 0-d factor would round the factor to float16
+    scaled = [
+        (grad.to(factor.dtype) * factor).to(dtype) if need else None
+        for grad, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
+    ]
+    return *scaled, None, None, None
+
+
+_weighted_linear_nll.register_autograd(_weighted_grad, setup_context=_weighted_setup)
+
+
+@torch.library.custom_op("dllm_kernels::linear_token_nll", mutates_args=())
+def _linear_token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, packed: list[int]) -> Five:
+    rows, unit_grad = _chunks.token_forward(LinearJob(hidden, weight, bias, targets), Plan.unpack(packed))
+    return (*(t.clone() for t in rows), _present(unit_grad, hidden))  # type: ignore[return-value]
+
+
+@_linear_token_nll.register_fake
+def _(*args: Any) -> Tensors:
+    job, plan = LinearJob(*args[:-1]), Plan.unpack(args[-1])
+    unit_grad, *_ = _fake_gradients(job, replace(plan, needs=Needs(plan.needs.frozen)))
+    return (*_fake_rows(job.targets, plan), unit_grad)
+
+
+@torch.library.custom_op("dllm_kernels::linear_token_nll_backward", mutates_args=())
+def _linear_token_nll_backward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, stats: list[Tensor], packed: list[int]
+) -> Three:
+    row_max, log_sum, grad_nll = stats
+    job, plan = LinearJob(hidden, weight, bias, targets), Plan.unpack(packed)
+    grads = _chunks.token_backward(job, plan, (row_max, log_sum), grad_nll)
+    return tuple(_present(g, hidden) for g in grads)  # type: ignore[return-value]
+
+
+@_linear_token_nll_backward.register_fake
+def _(*args: Any) -> Tensors:
+    return tuple(_fake_gradients(LinearJob(*args[:4]), Plan.unpack(args[-1])))
+
+
+def _linear_token_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *job, ctx.packed = inputs
+    _, row_max, log_sum, _, unit_grad = output
+    ctx.frozen = Plan.unpack(ctx.packed).needs.frozen
+    ctx.save_for_backward(*((unit_grad,) if ctx.frozen else (*job, row_max, log_sum)))
+    ctx.mark_non_differentiable(*output[1:])
+
+
+def _linear_token_grad(ctx: Any, grad_nll: Tensor, *_: Any) -> tuple[Any, ...]:
+    if ctx.frozen:
+        return _chunks.scale_rows(ctx.saved_tensors[0], grad_nll), None, None, None, None
+    *job, row_max, log_sum = ctx.saved_tensors
+    grads = _linear_token_nll_backward(*job, [row_max, log_sum, grad_nll], ctx.packed)
+    wanted = (g if need else None for g, need in zip(grads, Plan.unpack(ctx.packed).needs, strict=True))
+    return *wanted, None, None
+
+
+_linear_token_nll.register_autograd(_linear_token_grad, setup_context=_linear_token_setup)

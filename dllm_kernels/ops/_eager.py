@@ -1,0 +1,146 @@
+"""The ops as autograd Functions, for eager mode."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dllm_kernels.ops import _chunks
+from dllm_kernels.ops._first_order import first_order_only
+from dllm_kernels.ops._plan import LinearJob, Plan
+from dllm_kernels.ops._rows import as_blv
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def token_nll(logits: torch.Tensor, targets: torch.Tensor, plan: Plan) -> Tensors:
+    """(nll, row_max, log_sum, correct) of each row; only nll is differentiable."""
+    return _TokenNLL.apply(logits, targets, plan)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def weighted_linear_nll(job: LinearJob, plan: Plan) -> Tensors:
+    """(loss, nll, row_max, log_sum, correct); only loss is differentiable, and its gradients are ready made."""
+    return _WeightedLinearNLL.apply(*job, plan)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
+    """(nll, row_max, log_sum, correct), nll differentiable with any gradient per row."""
+    return _LinearTokenNLL.apply(*job, plan)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _TokenNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: Plan) -> tuple[Any, ...]:
+        nll, row_max, log_sum, _, correct = plan.primitives().row_stats(
+            as_blv(logits), targets, with_correct=plan.with_correct
+        )
+        ctx.save_for_backward(logits, targets, row_max, log_sum)
+        ctx.plan = plan
+        ctx.mark_non_differentiable(*(t for t in (row_max, log_sum, correct) if t is not None))
+        ctx.set_materialize_grads(False)
+        return nll, row_max, log_sum, correct
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad_nll is None:
+            return None, None, None
+        logits, targets, row_max, log_sum = ctx.saved_tensors
+        plan: Plan = ctx.plan
+        if plan.inplace_backward:
+            grad = logits.detach()
+            _check_inplace(grad)
+        else:
+            grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        scale = grad_nll.reshape(-1).contiguous()
+        plan.primitives().row_grad(as_blv(logits), targets, scale, row_max, log_sum, as_blv(grad))
+        if plan.inplace_backward:
+            torch.autograd.graph.increment_version(logits)
+        return grad, None, None
+
+
+def _check_inplace(logits: torch.Tensor) -> None:
+    """Raise where two rows of the logits share memory, or no view of them has the layout of the row primitives."""
+    rows = as_blv(logits)
+    shared = any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True))
+    if shared or rows.data_ptr() != logits.data_ptr():
+        raise ValueError(
+            "inplace_backward=True needs logits whose rows can be written in place, got shape "
+            f"{tuple(logits.shape)} with strides {logits.stride()}"
+        )
+
+
+class _WeightedLinearNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *job_and_plan: Any) -> tuple[torch.Tensor, ...]:
+        job, plan = LinearJob(*job_and_plan[:-1]), job_and_plan[-1]
+        out = _chunks.weighted_forward(job, plan)
+        ctx.save_for_backward(*out.gradients)
+        ctx.plan, ctx.consumed = plan, False
+        ctx.dtypes = tuple(None if t is None else t.dtype for t in job[:3])
+        trained = zip((job.weight, job.bias), plan.needs[1:], strict=True)
+        ctx.head = [weakref.ref(t) for t, trains in trained if trains and t is not None]
+        ctx.mark_non_differentiable(*out.rows)
+        ctx.set_materialize_grads(False)
+        return (out.loss, *out.rows)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad_loss is None:
+            return (None,) * 7
+        if ctx.consumed:
+            raise RuntimeError(
+                "weighted_linear_nll made its gradients in the forward pass and gave them away in the first backward; "
+                "call the loss again for a second one, or use linear_token_nll"
+            )
+        ctx.consumed = True
+        _check_still_gathered(ctx.head)
+        *grads, headroom = ctx.saved_tensors
+        factor = grad_loss if headroom is None else grad_loss * headroom
+        for grad in grads:
+            if grad is not None:
+                ctx.plan.primitives().scale_(grad, factor)
+        narrow = (None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True))
+        return (*narrow, *(None,) * 4)
+
+
+class _LinearTokenNLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *job_and_plan: Any) -> tuple[torch.Tensor, ...]:
+        job, plan = LinearJob(*job_and_plan[:-1]), job_and_plan[-1]
+        rows, unit_grad = _chunks.token_forward(job, plan)
+        _, row_max, log_sum, _ = rows
+        ctx.save_for_backward(*((unit_grad,) if plan.needs.frozen else (*job, row_max, log_sum)))
+        ctx.plan = plan
+        ctx.mark_non_differentiable(*rows[1:])
+        ctx.set_materialize_grads(False)
+        return rows
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if grad_nll is None:
+            return (None,) * 7
+        if ctx.plan.needs.frozen:
+            return (_chunks.scale_rows(ctx.saved_tensors[0], grad_nll), *(None,) * 6)
+        *job, row_max, log_sum = ctx.saved_tensors
+        grads = _chunks.token_backward(LinearJob(*job), ctx.plan, (row_max, log_sum), grad_nll)
+        return (*grads, *(None,) * 4)
+
+
+def _check_still_gathered(head: Iterable[weakref.ref[torch.Tensor]]) -> None:
+    """Raise where FSDP2 has freed the gathered head before its gradient came: there the gradient would be lost.
+
+    Backward does not read the head here, so nothing else would notice.
+    """
+    for parameter in (ref() for ref in head):
+        if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
+            raise RuntimeError(
+                "weight or bias was freed before its gradient came, which would be lost: under fully_shard with "
+                "reshard_after_forward=False, run the loss inside the head's forward (dllm_kernels.distributed.LossHead) "
+                "where the head is also called by itself in the same step"
+            )

@@ -1,0 +1,137 @@
+"""What is to be computed (a job: a few tensors) and how (one frozen plan), as every layer below the public doors takes it.
+
+A door checks its arguments, makes both once, and hands them to ``ops/_route.py``. A new option is a new field of the plan,
+read where it is needed; nothing between has to know of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from dllm_kernels.ops._backend import row_primitives
+from dllm_kernels.ops._rows import SKIP, RowPrimitives
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class LogitsJob(NamedTuple):
+    """Rows of logits ``[..., V]`` and their targets ``[...]``; ``active [...]`` or None, zero where a row is off."""
+
+    logits: torch.Tensor
+    targets: torch.Tensor
+    active: torch.Tensor | None = None
+
+
+class LinearJob(NamedTuple):
+    """Hidden states ``[..., D]``, the head ``[V, D]`` and ``[V]``, targets ``[...]``, and what is known of each row.
+
+    ``weights [...]`` are those of a weighted sum, else None; ``active`` as in :class:`LogitsJob`.
+    """
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    targets: torch.Tensor
+    weights: torch.Tensor | None = None
+    active: torch.Tensor | None = None
+
+
+class Needs(NamedTuple):
+    """Which inputs of a linear job want a gradient."""
+
+    hidden: bool = False
+    weight: bool = False
+    bias: bool = False
+
+    @classmethod
+    def of(cls, *inputs: torch.Tensor | None) -> Needs:
+        """Asked at the door: inside a Function's forward they would seem to, even under ``torch.no_grad``."""
+        grad = torch.is_grad_enabled()
+        return cls(*(t is not None and t.requires_grad and grad for t in inputs))
+
+    @property
+    def frozen(self) -> bool:
+        """Only hidden wants one, each row of which depends on the upstream gradient of that row alone."""
+        return self.hidden and not self.weight and not self.bias
+
+
+NO_GRADIENTS = Needs()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job is done.
+
+    Attributes:
+        dtype: of the logits.
+        triton: whether the Triton kernels run, or plain torch.
+        ignore_index: the target that switches a row off.
+        with_lse: return the logsumexp.
+        with_correct: return the argmax-match.
+        round_nll: round each NLL to ``dtype`` before it is weighted.
+        read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
+        inplace_backward: write the gradient over the logits.
+        chunk_size: rows of logits that exist at a time; None chooses.
+        memory_budget: bytes of such a chunk where ``chunk_size`` is None.
+        num_active: an upper bound of the number of active rows, where the caller gave one.
+        needs: which inputs want a gradient.
+        rows: row primitives that stand where the backend's would: those of a split vocabulary.
+    """
+
+    dtype: torch.dtype
+    triton: bool
+    ignore_index: int = SKIP
+    with_lse: bool = False
+    with_correct: bool = False
+    round_nll: bool = False
+    read_beyond: bool = False
+    inplace_backward: bool = False
+    chunk_size: int | None = None
+    memory_budget: int | None = None
+    num_active: int | None = None
+    needs: Needs = NO_GRADIENTS
+    rows: RowPrimitives | None = None
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The dtype sums are made in."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    def primitives(self) -> RowPrimitives:
+        """The row primitives to work with."""
+        return row_primitives(self.triton) if self.rows is None else self.rows
+
+    def pack(self) -> list[int]:
+        """What a compiled op has to know below the doors, as the integers that its schema can carry."""
+        flags = (self.triton, self.with_correct, self.round_nll, self.read_beyond, *self.needs)
+        sizes = (self.chunk_size, self.memory_budget, self.num_active)
+        return [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
+
+    @classmethod
+    def unpack(cls, packed: Sequence[int]) -> Plan:
+        """The plan of :meth:`pack`."""
+        dtype, *flags, chunk_size, memory_budget, num_active = packed
+        triton, with_correct, round_nll, read_beyond, *needs = (bool(f) for f in flags)
+        return cls(
+            _DTYPES[dtype],
+            triton,
+            with_correct=with_correct,
+            round_nll=round_nll,
+            read_beyond=read_beyond,
+            chunk_size=None if chunk_size < 0 else chunk_size,
+            memory_budget=None if memory_budget < 0 else memory_budget,
+            num_active=None if num_active < 0 else num_active,
+            needs=Needs(*needs),
+        )
+
+
+def compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
+    """The dtype of the logits, as ``F.linear`` would choose it, autocast included."""
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(device)
+    return hidden.dtype
