@@ -9,10 +9,9 @@ from torch._dynamo.utils import counters
 
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import FusedLinearCrossEntropy, MaskedCrossEntropy, calculate_mtp_loss
+from dllm_kernels.ops import _compiled, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops import _compiled_checks as compiled_checks
-from dllm_kernels.ops import _compiled_linear_nll as compiled_linear
-from dllm_kernels.ops import _compiled_token_nll as compiled_token
-from dllm_kernels.ops import linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._plan import Needs, Plan
 from tests.cases import BY_NAME, CASES
 from tests.conftest import DEVICE
 
@@ -317,61 +316,67 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_correct", [False, True])
 def test_opcheck_token_nll(dtype, with_correct, backend):
-    logits, targets, active = rows(dtype)
-    triton = backend == "triton"
+    logits, targets, _ = rows(dtype)
+    packed = Plan(dtype, backend == "triton", with_correct=with_correct).pack()
     checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
     for x in (logits, logits.clone().requires_grad_()):
-        for mask in (None, active):
-            torch.library.opcheck(
-                compiled_token._token_nll_op, (x, targets, mask, -100, with_correct, triton), **checked
-            )
-    stats = compiled_token._token_nll_op(logits, targets, active, -100, False, triton)
-    grad = torch.randn_like(stats[0])
-    arguments = (logits, targets, active, grad, stats[1], stats[2], -100, triton)
-    torch.library.opcheck(compiled_token._token_nll_backward_op, arguments)
+        torch.library.opcheck(_compiled._token_nll, (x, targets, packed), **checked)
+    nll, row_max, log_sum, _ = _compiled._token_nll(logits, targets, packed)
+    arguments = (logits, targets, torch.randn_like(nll), row_max, log_sum, packed)
+    torch.library.opcheck(_compiled._token_nll_backward, arguments)
 
 
 def linear_inputs(dtype, needs):
-    _, targets, active = rows(dtype)
+    _, targets, weights = rows(dtype)
     leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((5, D), (V, D), (V,))]
     for leaf, need in zip(leaves, needs, strict=True):
         leaf.requires_grad_(need)
-    return leaves, targets, active
+    return leaves, targets, weights
+
+
+def linear_plan(dtype, needs, **options):
+    return Plan(dtype, False, with_correct=True, needs=Needs(*needs), **options).pack()
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_linear(dtype, needs):
-    leaves, targets, active = linear_inputs(dtype, needs)
-    options = (dtype, 2, None, None, -100, True, False)
+    leaves, targets, weights = linear_inputs(dtype, needs)
+    packed = linear_plan(dtype, needs, chunk_size=2)
     # float16 differs between two ways of rounding the same gradient; its autograd is compared above
     checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
-    weighted = (*leaves, targets, active, active, False, False, *needs, *options)
-    torch.library.opcheck(compiled_linear._weighted_op, weighted, **checked)
-    torch.library.opcheck(compiled_linear._token_op, (*leaves, targets, active, *needs, *options), **checked)
+    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, packed), **checked)
+    torch.library.opcheck(_compiled._linear_token_nll, (*leaves, targets, packed), **checked)
     detached = [leaf.detach() for leaf in leaves]
-    nll, row_max, log_sum, *_ = compiled_linear._token_op(*detached, targets, active, *needs, *options)
+    nll, row_max, log_sum, *_ = _compiled._linear_token_nll(*detached, targets, packed)
     if any(needs):
-        grad = torch.randn_like(nll)
-        backward = (*detached, targets, active, row_max, log_sum, grad, *needs, *options)
-        torch.library.opcheck(compiled_linear._token_backward_op, backward)
+        backward = (*detached, targets, [row_max, log_sum, torch.randn_like(nll)], packed)
+        torch.library.opcheck(_compiled._linear_token_nll_backward, backward)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=str)
 @pytest.mark.parametrize("N", [0, 5])
 def test_opcheck_of_float16_without_a_row(needs, N):
-    leaves, targets, active = linear_inputs(torch.float16, needs)
+    leaves, targets, weights = linear_inputs(torch.float16, needs)
     leaves[0] = leaves[0].detach()[:N].requires_grad_(needs[0])
-    options = (torch.float16, None, None, None, -100, True, False)
-    arguments = (*leaves, targets[:N], active[:N], active[:N], False, False, *needs, *options)
-    torch.library.opcheck(compiled_linear._weighted_op, arguments, test_utils=TESTS[:3])
+    arguments = (*leaves, targets[:N], weights[:N], linear_plan(torch.float16, needs))
+    torch.library.opcheck(_compiled._weighted_linear_nll, arguments, test_utils=TESTS[:3])
 
 
 def test_opcheck_with_a_given_number_of_active_rows():
-    leaves, targets, active = linear_inputs(torch.float32, (True, True, True))
-    options = (torch.float32, 2, None, 4, -100, True, False)
-    weighted = (*leaves, targets, active, active, False, False, True, True, True, *options)
-    torch.library.opcheck(compiled_linear._weighted_op, weighted, test_utils=TESTS[:3])
+    needs = (True, True, True)
+    leaves, targets, weights = linear_inputs(torch.float32, needs)
+    packed = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
+    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, packed), test_utils=TESTS[:3])
+
+
+def test_a_plan_survives_packing():
+    """But for what is read above the compiled ops: the results asked for, and the target that switches a row off."""
+    plans = [
+        Plan(torch.bfloat16, True, with_correct=True, needs=Needs(True, False, True)),
+        Plan(torch.float64, False, round_nll=True, read_beyond=True, chunk_size=7, memory_budget=9, num_active=0),
+    ]
+    assert [Plan.unpack(plan.pack()) for plan in plans] == plans
 
 
 @pytest.mark.gpu

@@ -112,8 +112,9 @@ def _weighted_linear_nll(
 ) -> Nine:
     job = LinearJob(hidden, weight, bias, targets, weights)
     out = _chunks.weighted_forward(job, Plan.unpack(packed))
-    grads = (_present(t, out.loss if t is out.headroom else hidden) for t in out.gradients)
-    return (out.loss, *(t.clone() for t in out.rows), *grads)  # type: ignore[return-value]
+    *grads, headroom = out.gradients
+    made = (*(_present(g, hidden) for g in grads), _present(headroom, out.loss))
+    return (out.loss, *(t.clone() for t in out.rows), *made)  # type: ignore[return-value]
 
 
 @_weighted_linear_nll.register_fake
