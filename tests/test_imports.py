@@ -62,15 +62,62 @@ def test_frameworks_only_in_integrations(path):
         ]
 
 
-UPPER = ("dllm_kernels.losses", "dllm_kernels.mtp", "dllm_kernels.corruption", "dllm_kernels.collate")
+def home(module):
+    """The file of a module of the package, or None: of a name that a module holds, or of others' packages."""
+    base = ROOT.joinpath(*module.split("."))
+    return next((p for p in (base.with_suffix(".py"), base / "__init__.py") if p.exists()), None)
 
 
-def test_ops_do_not_look_up_and_reach_kernels_and_distributed_lazily():
+def import_graph():
+    """Every file of the package with the files that it imports, at the top or inside a function.
+
+    ``from package import name`` is an import of the package's own file only where name is no module of it.
+    """
+    graph = {}
+    for path in everything():
+        homes = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                homes |= {home(alias.name) for alias in node.names if within(alias.name, "dllm_kernels")}
+            elif isinstance(node, ast.ImportFrom) and within(node.module, "dllm_kernels"):
+                homes |= {home(f"{node.module}.{alias.name}") or home(node.module) for alias in node.names}
+        graph[path] = homes - {path, None}
+    return graph
+
+
+# From the ground up; a file imports from its own layer and from those below. CONTRIBUTING.md says what each is for.
+LAYERS = (("kernels",), ("ops",), ("distributed",), ("losses",), ("mtp", "corruption", "collate"), ("__init__",), ("integrations",))
+
+
+def floor(path):
+    return next(i for i, names in enumerate(LAYERS) if layer(path) in names)
+
+
+def test_no_import_runs_up():
+    up = [(a, b) for a, imported in import_graph().items() for b in imported if floor(b) > floor(a)]
+    assert not up
+
+
+def test_no_circle_of_imports():
+    """Lazy imports included: what is left when files that import nothing more are taken away, again and again."""
+    left = import_graph()
+    while ready := [path for path, imported in left.items() if not imported & left.keys()]:
+        for path in ready:
+            del left[path]
+    assert not {path.name: [p.name for p in imported & left.keys()] for path, imported in left.items()}
+
+
+def test_contributing_names_the_layers_in_their_order():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    places = [text.index(f"  {name}") for names in reversed(LAYERS) for name in names]
+    assert places == sorted(places)
+
+
+def test_ops_reach_kernels_lazily_and_never_name_distributed():
     for path in files("ops"):
         for module, at_top in imports(path):
-            assert not within(module, *UPPER), (path, module)
-            if within(module, "dllm_kernels.kernels", "dllm_kernels.distributed"):
-                assert not at_top, (path, module)
+            assert not within(module, "dllm_kernels.distributed"), (path, module)
+            assert not (at_top and within(module, "dllm_kernels.kernels")), (path, module)
 
 
 def test_kernels_know_only_each_other():
@@ -81,8 +128,8 @@ def test_kernels_know_only_each_other():
 
 
 def test_losses_and_their_like_do_not_reach_past_ops():
-    for part in ("losses", "mtp.py", "corruption.py", "collate.py"):
-        for path in files(part):
+    for path in everything():
+        if layer(path) in ("losses", "mtp", "corruption", "collate"):
             for module, at_top in imports(path):
                 assert not within(module, "dllm_kernels.kernels"), (path, module)
                 if within(module, "dllm_kernels.distributed"):
