@@ -26,6 +26,8 @@ PADDING = -100
 FROM_LOGITS = "take a base loss from logits, such as MaskedCrossEntropy, whose logits come from the head itself"
 REDUCTIONS = ("sum", "mean", "none")
 Count = int | torch.Tensor | None
+LOGITS = _checks.Names("logits", "labels")
+HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class MaskedCrossEntropy(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _checks.check_float("logits", logits)
+        _check_rows(LOGITS, self.ignore_index, logits, labels)
         weights = _position_weights(logits, labels, self.ignore_index, mask, loss_weights)
         targets = _targets(labels, self.ignore_index)
         if self.reduction == "none":
@@ -172,7 +174,7 @@ class FusedLinearCrossEntropy(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _checks.check_float("hidden_states", hidden_states)
+        _check_rows(HIDDEN, self.ignore_index, hidden_states, labels, lm_weight, lm_bias)
         weights = _position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
         targets = _targets(labels, self.ignore_index)
         options: dict[str, Any] = {"bias": lm_bias, "chunk_size": self.chunk_size, "backend": self.backend}
@@ -188,11 +190,20 @@ def _checked_reduction(reduction: str) -> str:
     return reduction
 
 
+def _check_rows(
+    names: _checks.Names, ignore_index: int, rows: torch.Tensor, labels: torch.Tensor, *head: torch.Tensor | None
+) -> None:
+    V = _checks.check_rows(names, rows, labels, *head)
+    _checks.check_shape(names.targets, labels, rows.shape[:-1], f"that of {names.rows} without its last dimension")
+    _checks.check_target_range(None, names.targets, _targets(labels, ignore_index), V)
+
+
 def _check_sum_only(reduction: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None and reduction != "sum":
             raise ValueError(f"{name} is only supported when reduction is 'sum', got reduction={reduction!r}")
     _checks.check_count("num_label_tokens", options.get("num_label_tokens"))
+    _checks.check_constant("num_label_tokens", options.get("num_label_tokens"))
 
 
 def _position_weights(
@@ -215,6 +226,7 @@ def _position_weights(
         return counts.to(dtype)
     _checks.check_mask("loss_weights", loss_weights, labels.shape, "that of labels")
     _checks.check_same_device("labels", labels, loss_weights=loss_weights)
+    _checks.check_constant("loss_weights", loss_weights)
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
 
@@ -526,24 +538,33 @@ def calculate_mtp_loss(
             that is more than its weight and bias (an adapter, hooks) and not handed over as ``lm_weight``.
     """
     own_index = _checked_ignore_index(ignore_index, loss_fn)
+    _checks.check_ids("labels", labels)
     outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
         targets = _given_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
+        origins = [(f"mtp_per_depth_targets[{k}]", 0) for k in range(len(outputs))]
     else:
         packed = _sub_sequences(labels, cu_seqlens, seq_idx)
         targets = [mtp_labels(labels, k, own_index, packed) for k in range(len(outputs))]
+        origins = [("labels", k + 1) for k in range(len(outputs))]
     factor = scaling_factor / len(outputs)
     common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
     if _is_our_linear(loss_fn) and loss_fn.reduction != "none":
         weight = _head_weight(model) if lm_weight is None else lm_weight
-        total, losses = _fused_depths(
-            loss_fn, outputs, targets, weight, _head_bias(model), factor, return_per_depth, **common
-        )
+        bias = _head_bias(model)
+        for k, (output, target, origin) in enumerate(zip(outputs, targets, origins, strict=True)):
+            names = HIDDEN._replace(rows=f"mtp_per_depth_h[{k}]", targets=origin[0])
+            _checks.check_rows(names, output, target, weight, bias)
+            _check_targets(loss_fn, target, weight.shape[0], *origin)
+        total, losses = _fused_depths(loss_fn, outputs, targets, weight, bias, factor, return_per_depth, **common)
     else:
         common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
         if _is_linear(loss_fn):
             common["lm_weight"] = _gathered_once(_head_weight(model) if lm_weight is None else lm_weight, outputs[0])
-        losses = [_depth_loss(loss_fn, o, t, are_logits, **common) for o, t in zip(outputs, targets, strict=True)]
+        losses = [
+            _depth_loss(loss_fn, output, target, are_logits, origin, **common)
+            for output, target, origin in zip(outputs, targets, origins, strict=True)
+        ]
         total = torch.stack(losses).sum(0) * factor
     return MTPLossOutput(total, losses) if return_per_depth else total
 
@@ -564,6 +585,8 @@ def _depth_outputs(
     outputs = list(hidden if hidden is not None else logits or [])
     if not outputs:
         raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
+    for k, output in enumerate(outputs):
+        _checks.check_float(f"mtp_per_depth_{'h' if logits is None else 'logits'}[{k}]", output)
     if labels.dim() == 1:
         outputs = [o.squeeze(0) if o.dim() == 3 and o.shape[0] == 1 else o for o in outputs]
     for k, output in enumerate(outputs):
@@ -587,16 +610,30 @@ def _given_targets(
     if len(targets) != depths:
         raise ValueError(f"mtp_per_depth_targets must hold {depths} tensors, one per depth, got {len(targets)}")
     for k, target in enumerate(targets):
+        _checks.check_ids(f"mtp_per_depth_targets[{k}]", target)
         _checks.check_shape(f"mtp_per_depth_targets[{k}]", target, labels.shape, "that of labels")
     return list(targets)
 
 
+def _check_targets(loss_fn: nn.Module, targets: torch.Tensor, V: int, name: str, shift: int) -> None:
+    """On request, look for bad targets of one depth; the message says where the caller's own tensor has them."""
+    if isinstance(loss_fn, MaskedCrossEntropy | FusedLinearCrossEntropy):
+        _checks.check_target_range(None, name, _targets(targets, loss_fn.ignore_index), V, shift=shift)
+
+
 def _depth_loss(
-    loss_fn: nn.Module, output: torch.Tensor, labels: torch.Tensor, are_logits: bool, **common: Any
+    loss_fn: nn.Module,
+    output: torch.Tensor,
+    labels: torch.Tensor,
+    are_logits: bool,
+    origin: tuple[str, int],
+    **common: Any,
 ) -> torch.Tensor:
     if _is_linear(loss_fn):
+        _check_targets(loss_fn, labels, common["lm_weight"].shape[0], *origin)
         return calculate_loss(loss_fn, hidden_states=output, labels=labels, **common)
     logits = output if are_logits else _logits_of(output, common["model"])
+    _check_targets(loss_fn, labels, logits.shape[-1], *origin)
     return calculate_loss(loss_fn, logits=logits, labels=labels, **common)
 
 

@@ -9,8 +9,7 @@ from torch._dynamo.utils import counters
 
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import FusedLinearCrossEntropy, MaskedCrossEntropy, calculate_mtp_loss
-from dllm_kernels.ops import _compiled, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
-from dllm_kernels.ops import _compiled_checks as compiled_checks
+from dllm_kernels.ops import _compiled, _compiled_checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plan import Needs, Plan
 from tests.cases import BY_NAME, CASES
 from tests.conftest import DEVICE
@@ -243,7 +242,7 @@ def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):
 
 
 def test_opcheck_of_the_check_of_targets():
-    torch.library.opcheck(compiled_checks._target_range_op, (torch.tensor([0, 3, -100], device=DEVICE), V, -100))
+    torch.library.opcheck(_compiled_checks.target_range, (torch.tensor([0, 3, -100], device=DEVICE), "targets", V, -100, 0))
 
 
 class Head(nn.Module):

@@ -1,17 +1,22 @@
 """Bad input: each message names the argument, what was expected and what came, before any kernel runs."""
 
+import functools
 import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
+    FusedLinearCrossEntropy,
     HybridDiffusionLLMLoss,
+    MaskedCrossEntropy,
     MDLMCrossEntropyLoss,
+    calculate_mtp_loss,
     compute_per_token_nll,
     encoder_ar_loss,
     encoder_ar_loss_fused,
@@ -119,6 +124,7 @@ def test_linear_ops(op):
     raises(ValueError, "num_active must be an int in [0, 6], got 7", op, H, W, Y, num_active=7)
     raises(ValueError, "num_active must be an int in [0, 6], got -1", op, H, W, Y, num_active=-1)
     raises(ValueError, "num_active must be an int in [0, 6], got 2.0", op, H, W, Y, num_active=2.0)
+    raises(ValueError, "num_active must be an int in [0, 6], got True", op, H, W, Y, num_active=True)
     raises(ValueError, "backend must be one of auto, triton, torch, got None", op, H, W, Y, backend=None)
 
 
@@ -151,11 +157,6 @@ def test_targets_out_of_range_are_named_on_request(op, by, bad, where, monkeypat
         raises(IndexError, message, op, y)
         op(y, check_targets=False)
     op(Y, check_targets=True)
-
-
-def test_the_losses_check_targets_too(monkeypatch):
-    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
-    raises(IndexError, "targets must lie in [0, 5) or be -100, got 6", MDLMCrossEntropyLoss(), X, Y + 6, ON, ON, ON)
 
 
 LOSSES = {
@@ -219,7 +220,160 @@ def test_diffusion_losses(name, form):
         )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+def caller(name, form):
+    """A call of a diffusion loss in either form, every argument with a good default."""
+    loss = LOSSES[name]()
+
+    def call(x=X if form == "logits" else H, y=Y, noise=ON, p=ON, mask=ON, **options):
+        return (
+            loss(x, y, noise, p, mask, **options)
+            if form == "logits"
+            else loss.forward_fused(x, W, y, noise, p, mask, **options)
+        )
+
+    return call
+
+
+forms = pytest.mark.parametrize("form", ["logits", "hidden"])
+diffusion = pytest.mark.parametrize("name", LOSSES)
+
+
+@forms
+@diffusion
+def test_loss_mask_ar_is_checked_whether_it_is_used_or_not(name, form):
+    """A count handed over in its place does not vanish."""
+    call = caller(name, form)
+    raises(TypeError, "loss_mask_ar must be a torch.Tensor, got int", call, loss_mask_ar=6)
+    of = "(that of target_ids)"
+    for count in (torch.tensor(6), torch.tensor([6.0])):
+        message = f"loss_mask_ar must have shape (2, 3) {of}, got {tuple(count.shape)}"
+        raises(ValueError, message, call, loss_mask_ar=count)
+    raises(ValueError, f"loss_mask_ar must have shape (2, 3) {of}, got (2, 2)", call, loss_mask_ar=ON[:, :2])
+    raises(ValueError, "loss_mask_ar must have dtype bool, ", call, loss_mask_ar=ON.to(torch.complex64))
+    raises(ValueError, "loss_mask_ar must be on cpu like target_ids, got meta", call, loss_mask_ar=ON.to(META))
+    for mask in (None, ON, ON.bool(), ON.long()):
+        assert torch.equal(call(loss_mask_ar=mask).total_loss, call().total_loss)
+
+
+@forms
+@diffusion
+def test_what_a_loss_does_not_use_is_of_the_right_type(name, form):
+    call, causal = caller(name, form), "causal_logits" if form == "logits" else "causal_hidden"
+    names = {"noisy_input_ids": Y, causal: X if form == "logits" else H}
+    if form == "hidden" and name != "hybrid":
+        del names[causal]
+    if name == "block":
+        names |= {"noise": ON, "p": ON * 7}
+    for argument, good in names.items():
+        shown = {"noise": "noise_mask", "p": "p_mask"}.get(argument, argument)
+        raises(TypeError, f"{shown} must be a torch.Tensor, got int", call, **{argument: 6})
+        for value in (None, good, good[:1]):  # as the original, which does not look at them
+            assert torch.equal(call(**{argument: value}).total_loss, call().total_loss)
+    raises(TypeError, "num_ar_tokens must be a number or a 0-d tensor, got list", call, num_ar_tokens=[6])
+    message = "num_ar_tokens must be a number or a 0-d tensor, got a tensor of shape (2, 3)"
+    raises(ValueError, message, call, num_ar_tokens=ON)
+
+
+@forms
+@diffusion
+def test_swapped_masks_are_found(name, form):
+    call = caller(name, form)
+    noise, p = torch.tensor([[True, False, True]] * B), torch.full((B, L), 0.5)
+    message = "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?"
+    raises(ValueError, message, call, noise=p, p=noise)
+    raises(ValueError, message, call, noise=noise, p=noise)
+    if name == "block":  # which uses neither
+        assert call(noise=p, p=7 * p).total_loss == call().total_loss
+        return
+    message = "noise_mask must hold no fractions, got 0.5 at position (0, 0); are noise_mask and p_mask swapped?"
+    raises(ValueError, message, call, noise=p, p=noise.float())
+    raises(ValueError, message, call, noise=p, p=noise.long())
+    with_nan, unsupervised = p.clone(), ON.clone()
+    with_nan[0, 1], unsupervised[0, 1] = float("nan"), 0
+    for kind in (torch.bool, torch.int64, torch.float32, torch.bfloat16):
+        assert call(noise=noise.to(kind), p=p).total_loss == call(noise=noise, p=p).total_loss
+    call(noise=p * 0 + torch.tensor([1.0, 0.5, 3.0]), mask=torch.tensor([[1, 0, 1]] * B))  # unsupervised: not looked at
+
+
+@pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf"), 2])
+@forms
+@pytest.mark.parametrize("name", ["mdlm", "hybrid"])
+def test_probabilities_lie_between_0_and_1_where_they_are_used(name, form, bad):
+    call = caller(name, form)
+    p = ON.clone() if isinstance(bad, float) else ON.long()
+    p[1, 2] = bad
+    message = f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 2)"
+    raises(ValueError, message, call, p=p)
+    off = ON.clone()
+    off[1, 2] = 0
+    assert call(p=p, noise=off).total_loss.isfinite()
+    assert call(p=p, mask=off).total_loss.isfinite()
+    for good in (torch.zeros(B, L), ON, ON.long(), ON.half()):
+        assert call(p=good).total_loss.isfinite()
+
+
+@pytest.mark.parametrize("name", ["mdlm", "hybrid"])
+def test_no_value_is_looked_at_while_compiling(name):
+    call = caller(name, "logits")
+    compiled = torch.compile(lambda p: call(p=p).total_loss, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ON / 2), call(p=ON / 2).total_loss)
+    compiled(ON * 2)
+
+
+@pytest.mark.parametrize("name", ["mdlm", "hybrid"])
+@pytest.mark.gpu
+def test_no_value_is_looked_at_on_a_gpu(name):
+    x, y, on = X.cuda(), Y.cuda(), ON.cuda()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        LOSSES[name](backend="triton")(x, y, on, 2 * on, on)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+LEARNT = {
+    "p_mask": lambda t: MDLMCrossEntropyLoss()(X, Y, ON, t, ON),
+    "p_mask, fused": lambda t: MDLMCrossEntropyLoss().forward_fused(H, W, Y, ON, t, ON),
+    "p_mask, hybrid": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, t, ON),
+    "loss_mask_ar": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, ON, ON, t, causal_logits=X),
+    "loss_mask_ar, fused": lambda t: HybridDiffusionLLMLoss().forward_fused(H, W, Y, ON, ON, ON, t, causal_hidden=H),
+    "block_mask": lambda t: DFlashDecayLoss()(X, Y, t),
+    "block_mask, fused": lambda t: DFlashDecayLoss().forward_fused(H, W, Y, t),
+    "loss_weights": lambda t: MaskedCrossEntropy()(X, Y, loss_weights=t),
+    "loss_weights, fused": lambda t: FusedLinearCrossEntropy()(H, Y, W, loss_weights=t),
+    "alpha": lambda t: HybridDiffusionLLMLoss(t[0, 0])(X, Y, ON, ON, ON),
+    "alpha, parameter": lambda t: HybridDiffusionLLMLoss(torch.nn.Parameter(t[0, 0].detach()))(X, Y, ON, ON, ON),
+    "alpha, fused": lambda t: HybridDiffusionLLMLoss(t[0, 0]).forward_fused(H, W, Y, ON, ON, ON),
+    "num_diffusion_tokens": lambda t: MDLMCrossEntropyLoss()(X, Y, ON, ON, ON, num_diffusion_tokens=t.sum()),
+    "num_diffusion_tokens, block": lambda t: BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON, None, t.sum()),
+    "num_ar_tokens": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, ON, ON, num_ar_tokens=t.sum()),
+    "num_tokens": lambda t: encoder_ar_loss(X, Y, num_tokens=t.sum()),
+    "num_label_tokens": lambda t: MaskedCrossEntropy()(X, Y, num_label_tokens=t.sum()),
+}
+
+
+@pytest.mark.parametrize("name", LEARNT)
+def test_what_is_taken_as_a_constant_must_not_require_a_gradient(name):
+    """The original would give it one."""
+    message = f"{name.split(',')[0]} must not require a gradient, since it is taken as a constant; detach it"
+    raises(ValueError, message, LEARNT[name], torch.ones(B, L, requires_grad=True))
+    with torch.no_grad():
+        LEARNT[name](torch.ones(B, L, requires_grad=True))
+    if name != "alpha, parameter":
+        LEARNT[name](torch.ones(B, L))
+
+
+def test_masks_that_are_only_compared_may_require_a_gradient():
+    """They have none in the original either."""
+    on = torch.ones(B, L, requires_grad=True)
+    for loss in LOSSES.values():
+        assert torch.equal(loss()(X, Y, ON, ON, on).total_loss, loss()(X, Y, ON, ON, ON).total_loss)
+    assert torch.equal(encoder_ar_loss(X, Y, on), encoder_ar_loss(X, Y, ON))
+    out = MDLMCrossEntropyLoss()(X, Y, ON, ON, ON, loss_mask_ar=on, causal_logits=on)
+    assert torch.equal(out.total_loss, MDLMCrossEntropyLoss()(X, Y, ON, ON, ON).total_loss)
+
+
+@forms
 def test_dflash(form):
     def call(x=X if form == "logits" else H, y=Y, mask=ON, **options):
         loss = DFlashDecayLoss()
@@ -240,6 +394,48 @@ def test_dflash_settings():
     raises(ValueError, "loss_gamma must be positive or None, got 0", DFlashDecayLoss, 0)
     raises(ValueError, "loss_gamma must be positive or None, got nan", DFlashDecayLoss, float("nan"))
     raises(ValueError, "chunk_size must be at least 1, got 0", DFlashDecayLoss, chunk_size=0)
+
+
+SIZES = ((TypeError, "must be an int, got str", "8"), (TypeError, "must be an int, got float", 1.5),
+         (TypeError, "must be an int, got bool", True), (ValueError, "must be at least 1, got 0", 0))  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "message", "size"), SIZES, ids=str)
+def test_chunk_sizes(error, message, size):
+    """Wherever a chunk size is taken, and where the attribute is assigned after construction."""
+    message = f"chunk_size {message}"
+    raises(error, message, DFlashDecayLoss, chunk_size=size)
+    raises(error, message, FusedLinearCrossEntropy, chunk_size=size)
+    raises(error, message, encoder_ar_loss_fused, H, W, Y, chunk_size=size)
+    for loss in LOSSES.values():
+        raises(error, message, loss().forward_fused, H, W, Y, ON, ON, ON, chunk_size=size)
+    dflash, linear = DFlashDecayLoss(), FusedLinearCrossEntropy()
+    dflash.chunk_size = linear.chunk_size = size
+    raises(error, message, dflash.forward_fused, H, W, Y, ON)
+    raises(error, message, dflash, X, Y, ON)
+    raises(error, message, linear, H, Y, W)
+
+
+def test_dflash_settings_assigned_after_construction():
+    for name, value, message in (
+        ("normalize", "sum", "normalize must be one of tokens, mean, got 'sum'"),
+        ("loss_gamma", -1.0, "loss_gamma must be positive or None, got -1.0"),
+        ("loss_gamma", torch.nn.Parameter(torch.tensor(2.0)), "loss_gamma must not require a gradient"),
+    ):
+        loss = DFlashDecayLoss()
+        setattr(loss, name, value)
+        raises(ValueError, message, loss, X, Y, ON)
+        raises(ValueError, message, loss.forward_fused, H, W, Y, ON)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_integers_of_numpy_are_integers(integer):
+    sizes = {"num_active": 6, "chunk_size": 2, "memory_budget": 999}
+    numpys = {name: integer(min(size, 255)) for name, size in sizes.items()}
+    for op in (LINEAR_OPS["linear_token_nll"], LINEAR_OPS["weighted_linear_nll"]):
+        torch.testing.assert_close(op(H, W, Y, **numpys).nll, op(H, W, Y, **sizes).nll)
+    loss = DFlashDecayLoss(chunk_size=integer(2))
+    torch.testing.assert_close(loss.forward_fused(H, W, Y, ON)[:2], DFlashDecayLoss().forward_fused(H, W, Y, ON)[:2])
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -271,7 +467,217 @@ def test_encoder_ar_calls_its_ids_by_their_name():
 
 def test_compute_per_token_nll():
     raises(TypeError, "logits must be a torch.Tensor, got NoneType", compute_per_token_nll, None, Y)
-    raises(ValueError, "targets must have shape (2, 3)", compute_per_token_nll, X, Y[:, :2])
+    raises(TypeError, "target_ids must be a torch.Tensor, got list", compute_per_token_nll, X, [[0] * L] * B)
+    raises(
+        ValueError,
+        "target_ids must have shape (2, 3) (that of logits without its last dimension), got (2, 2)",
+        compute_per_token_nll, X, Y[:, :2],
+    )  # fmt: skip
+    raises(ValueError, "target_ids must be on cpu like logits, got meta", compute_per_token_nll, X, Y.to(META))
+    raises(
+        ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", compute_per_token_nll, X[..., :0], Y
+    )
+
+
+FUSED = {
+    "mdlm": (
+        lambda h, w, y, b=None: MDLMCrossEntropyLoss().forward_fused(h, w, y, ON, ON, ON, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
+    "block": (
+        lambda h, w, y, b=None: BlockDiffusionCrossEntropyLoss().forward_fused(h, w, y, ON, ON, ON, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
+    "hybrid": (
+        lambda h, w, y, b=None: HybridDiffusionLLMLoss().forward_fused(h, w, y, ON, ON, ON, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
+    "hybrid, the other branch": (
+        lambda h, w, y, b=None: HybridDiffusionLLMLoss().forward_fused(
+            torch.zeros(B, L, W.shape[1]), w, y, ON, ON, ON, ON, causal_hidden=h, lm_head_bias=b
+        ),
+        ("causal_hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
+    "dflash": (
+        lambda h, w, y, b=None: DFlashDecayLoss().forward_fused(h, w, y, ON, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
+    "encoder AR": (
+        lambda h, w, y, b=None: encoder_ar_loss_fused(h, w, y, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "input_ids", "lm_head_bias"),
+    ),
+    "linear cross-entropy": (
+        lambda h, w, y, b=None: FusedLinearCrossEntropy()(h, y, w, lm_bias=b),
+        ("hidden_states", "lm_weight", "labels", "lm_bias"),
+    ),
+    "chunk of DFlash": (
+        lambda h, w, y, b=None: DFlashDecayLoss._chunk_nll(h, w, b, y),
+        ("hidden_chunk", "lm_head_weight", "target_chunk", "lm_head_bias"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "names"), FUSED.values(), ids=FUSED)
+def test_losses_from_hidden_states_call_their_arguments_as_the_caller_does(loss, names):
+    hidden, weight, targets, bias = names
+    first = "hidden" if hidden == "causal_hidden" else hidden  # what goes wrong for both branches is said of the first
+    raises(TypeError, f"{hidden} must be a torch.Tensor, got list", loss, [], W, Y)
+    raises(TypeError, f"{weight} must be a torch.Tensor, got NoneType", loss, H, None, Y)
+    raises(TypeError, f"{targets} must be a torch.Tensor, got int", loss, H, W, 3)
+    raises(TypeError, f"{bias} must be a torch.Tensor, got float", loss, H, W, Y, 0.0)
+    raises(ValueError, f"{weight} must have dtype {FLOATS}, got int64", loss, H, W.long(), Y)
+    raises(ValueError, f"{weight} must have shape [V, D], got (4,)", loss, H, W[0], Y)
+    raises(ValueError, f"{weight} must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", loss, H, W[:0], Y)
+    raises(
+        ValueError, f"{hidden} must have shape [..., 4] to go with {weight} [V, D] = (5, 4), got (2, 3, 3)",
+        loss, H[..., :3], W, Y,
+    )  # fmt: skip
+    raises(
+        ValueError, f"{bias} must have shape (5,) (one entry per row of {weight}), got (4,)", loss, H, W, Y, BIAS[1:]
+    )
+    raises(ValueError, f"{bias} must be on cpu like {first}, got meta", loss, H, W, Y, BIAS.to(META))
+    raises(ValueError, f"{weight} must be on cpu like {first}, got meta", loss, H, W.to(META), Y)
+    raises(ValueError, f"{targets} must be on cpu like {first}, got meta", loss, H, W, Y.to(META))
+    raises(
+        ValueError,
+        f"{bias} must have the dtype of {first}, torch.float32, unless torch.autocast is on, got torch.bfloat16",
+        loss, H, W, Y, BIAS.bfloat16(),
+    )  # fmt: skip
+    raises(
+        ValueError,
+        f"{weight} must have the dtype of {hidden}, torch.bfloat16, unless torch.autocast is on, got torch.float32",
+        loss, H.bfloat16(), W, Y,
+    )  # fmt: skip
+    if hidden in ("hidden_states", "hidden_chunk"):
+        raises(
+            ValueError, f"{targets} must have shape (2, 3) (that of {hidden} without its last dimension), got (2, 2)",
+            loss, H, W, Y[:, :2],
+        )  # fmt: skip
+
+
+UNFUSED = {
+    "mdlm": (lambda x, y: MDLMCrossEntropyLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
+    "block": (lambda x, y: BlockDiffusionCrossEntropyLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
+    "hybrid": (lambda x, y: HybridDiffusionLLMLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
+    "dflash": (lambda x, y: DFlashDecayLoss()(x, y, ON), "logits", "target_ids"),
+    "encoder AR": (encoder_ar_loss, "encoder_logits", "input_ids"),
+    "compute_per_token_nll": (compute_per_token_nll, "logits", "target_ids"),
+    "masked cross-entropy": (lambda x, y: MaskedCrossEntropy()(x, y), "logits", "labels"),
+}
+
+
+@pytest.mark.parametrize(("loss", "logits", "targets"), UNFUSED.values(), ids=UNFUSED)
+def test_losses_from_logits_call_their_arguments_as_the_caller_does(loss, logits, targets):
+    raises(TypeError, f"{logits} must be a torch.Tensor, got list", loss, [], Y)
+    raises(TypeError, f"{targets} must be a torch.Tensor, got int", loss, X, 3)
+    raises(ValueError, f"{targets} must have dtype {INTS}, got float32", loss, X, Y.float())
+    raises(ValueError, f"{logits} must have shape [..., V] with V >= 1, got (2, 3, 0)", loss, X[..., :0], Y)
+    raises(ValueError, f"{targets} must be on cpu like {logits}, got meta", loss, X, Y.to(META))
+
+
+def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
+    monkeypatch.setattr("dllm_kernels.losses.hybrid.weighted_nll", None)
+    call = functools.partial(HybridDiffusionLLMLoss(), X, Y, ON, ON, ON, ON)
+    raises(ValueError, f"causal_logits must have dtype {FLOATS}, got int64", call, causal_logits=X.long())
+    raises(
+        ValueError,
+        "causal_logits must have shape (2, 3, 5) to go with target_ids of shape (2, 3), got (2, 2, 5)",
+        call, causal_logits=X[:, :2],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("loss", "names"), FUSED.values(), ids=FUSED)
+def test_bad_targets_of_losses_from_hidden_states(loss, names, monkeypatch):
+    assert_bad_targets_are_named(lambda y: loss(H, W, y), names[2], monkeypatch)
+
+
+@pytest.mark.parametrize(("loss", "logits", "targets"), UNFUSED.values(), ids=UNFUSED)
+def test_bad_targets_of_losses_from_logits(loss, logits, targets, monkeypatch):
+    assert_bad_targets_are_named(lambda y: loss(X, y), targets, monkeypatch)
+
+
+def assert_bad_targets_are_named(loss, name, monkeypatch):
+    """By the position in the caller's tensor, also where the loss shifts it; the first token predicts, and is no target."""
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    message = f"{name} must lie in [0, {V}) or be -100, got 7 at position "
+    for where in ((1, 2), (0, 1)):
+        y = Y.clone()
+        y[where], y[1, 1] = 7, -100
+        raises(IndexError, message + str(where), loss, y)
+    first = Y.clone()
+    first[:, 0] = 7
+    if name == "input_ids":
+        loss(first)
+    else:
+        raises(IndexError, message + "(0, 0)", loss, first)
+
+
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = torch.nn.Linear(D, V)
+
+
+class Subclass(FusedLinearCrossEntropy):
+    def forward(self, hidden_states, labels, lm_weight, **options):
+        return super().forward(hidden_states, labels, lm_weight, **options)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    "loss_fn", [MaskedCrossEntropy(), FusedLinearCrossEntropy(), Subclass()], ids=lambda f: type(f).__name__
+)
+@pytest.mark.parametrize("made_from", ["h", "logits"])
+def test_bad_labels_of_mtp_are_named_where_the_caller_has_them(loss_fn, made_from, flat, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    if made_from == "logits" and not isinstance(loss_fn, MaskedCrossEntropy):
+        made_from = "h"
+    depths = [torch.randn(1, 6, D if made_from == "h" else V) for _ in range(2)]
+
+    def call(labels, **options):
+        labels = labels.flatten() if flat else labels
+        return calculate_mtp_loss(
+            loss_fn, labels=labels, model=Head(), **{f"mtp_per_depth_{made_from}": depths}, **options
+        )
+
+    for place in (1, 4, 5):
+        labels = torch.zeros(1, 6, dtype=torch.long)
+        labels[0, place] = 7
+        where = (place,) if flat else (0, place)
+        raises(IndexError, f"labels must lie in [0, {V}) or be -100, got 7 at position {where}", call, labels)
+        given = [torch.zeros_like(labels), labels]
+        given = [t.flatten() for t in given] if flat else given
+        message = f"mtp_per_depth_targets[1] must lie in [0, {V}) or be -100, got 7 at position {where}"
+        raises(IndexError, message, call, torch.zeros_like(labels), mtp_per_depth_targets=given)
+    labels = torch.full((1, 6), -100)
+    labels[0, 0] = 7  # no depth has it as a target
+    assert call(labels).item() == 0
+
+
+def test_mtp_calls_its_arguments_as_the_caller_does():
+    h, labels = [torch.randn(B, L, D)] * 2, Y
+    fused = functools.partial(calculate_mtp_loss, FusedLinearCrossEntropy(), labels=labels, model=Head())
+    masked = functools.partial(calculate_mtp_loss, MaskedCrossEntropy(), labels=labels, model=Head())
+    raises(TypeError, "labels must be a torch.Tensor, got list", fused, mtp_per_depth_h=h, labels=[0])
+    raises(TypeError, "mtp_per_depth_h[1] must be a torch.Tensor, got list", fused, mtp_per_depth_h=[h[0], []])
+    for call in (fused, masked):
+        raises(
+            ValueError, f"mtp_per_depth_h[0] must have dtype {FLOATS}, got int64", call, mtp_per_depth_h=[h[0].long()]
+        )
+    logits = [torch.zeros(B, L, V).long()]
+    raises(
+        ValueError, f"mtp_per_depth_logits[0] must have dtype {FLOATS}, got int64", masked, mtp_per_depth_logits=logits
+    )
+    raises(ValueError, "lm_weight must have shape [V, D], got (4,)", fused, mtp_per_depth_h=h, lm_weight=W[0])
+    raises(
+        ValueError, "mtp_per_depth_h[1] must have shape [..., 4] to go with lm_weight [V, D] = (5, 4), got (2, 3, 3)",
+        fused, mtp_per_depth_h=[h[0], h[1][..., :3]],
+    )  # fmt: skip
+    targets = [Y, Y.float()]
+    raises(
+        ValueError, f"mtp_per_depth_targets[1] must have dtype {INTS}, got float32",
+        fused, mtp_per_depth_h=h, mtp_per_depth_targets=targets,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("loss", [MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss])

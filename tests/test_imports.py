@@ -86,7 +86,15 @@ def import_graph():
 
 
 # From the ground up; a file imports from its own layer and from those below. CONTRIBUTING.md says what each is for.
-LAYERS = (("kernels",), ("ops",), ("distributed",), ("losses",), ("mtp", "corruption", "collate"), ("__init__",), ("integrations",))
+LAYERS = (
+    ("kernels",),
+    ("ops",),
+    ("distributed",),
+    ("losses",),
+    ("mtp", "corruption", "collate"),
+    ("__init__",),
+    ("integrations",),
+)
 
 
 def floor(path):

@@ -261,7 +261,7 @@ def test_block_diffusion_ignores_what_it_does_not_use():
     expected = BlockDiffusionCrossEntropyLoss()(x, **i).total_loss
     i["noise_mask"], i["p_mask"] = torch.zeros_like(i["noise_mask"]), torch.full_like(i["p_mask"], NAN)
     rest = {
-        "loss_mask_ar": torch.ones(1),
+        "loss_mask_ar": torch.full_like(i["p_mask"], NAN),
         "num_ar_tokens": 3,
         "causal_logits": x[:1],
         "noisy_input_ids": i["target_ids"],

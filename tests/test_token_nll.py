@@ -1,6 +1,7 @@
 """Token NLL: parity over dtypes, shapes and strides; extreme and bad rows; the backward pass; memory; in place."""
 
 import gc
+import itertools
 import math
 import weakref
 
@@ -527,18 +528,50 @@ def test_a_second_reader_after_inplace_backward_is_an_error(backend):
         second.backward()
 
 
-@pytest.mark.parametrize("kind", ["expanded batch", "expanded positions", "transposed columns"])
+@pytest.mark.parametrize("kind", ["expanded batch", "expanded positions", "transposed columns", "four, sliced"])
 def test_inplace_backward_needs_rows_of_their_own(kind, backend):
     torch.manual_seed(0)
     logits = strided(kind).to(DEVICE).requires_grad_()
-    before = logits.detach().clone()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=DEVICE)
-    out = token_nll(logits, targets, inplace_backward=True, backend=backend).nll
-    with pytest.raises(
-        ValueError, match=r"inplace_backward=True needs logits whose rows can be written in place, got shape"
-    ):
-        out.sum().backward()
-    assert torch.equal(logits, before)
+    message = r"inplace_backward=True needs logits whose rows can be written in place, got shape"
+    with pytest.raises(ValueError, match=message):
+        token_nll(logits, targets, inplace_backward=True, backend=backend)
+    with torch.no_grad():  # nothing to write
+        assert token_nll(logits, targets, inplace_backward=True, backend=backend).nll.isfinite().all()
+
+
+def shares_memory(x):
+    """Whether two entries of a tensor are one."""
+    where = sum(torch.arange(n).view(-1, *[1] * (x.dim() - d - 1)) * x.stride(d) for d, n in enumerate(x.shape))
+    return where.unique().numel() < x.numel()
+
+
+@pytest.mark.parametrize("B", [1, 2, 3])
+@pytest.mark.parametrize("L", [1, 2, 4])
+def test_inplace_backward_finds_every_overlap_of_rows(B, L):
+    V, base = 3, torch.randn(64)
+    targets = torch.zeros(B, L, dtype=torch.long)
+    for strides in itertools.product(range(13), range(13)):
+        x = base.as_strided((B, L, V), (*strides, 1)).requires_grad_()
+        try:
+            token_nll(x, targets, inplace_backward=True)
+        except ValueError as error:
+            assert "rows can be written in place" in str(error)  # noqa: PT017
+        else:
+            assert not shares_memory(x)
+
+
+@pytest.mark.parametrize("kind", ["batch slice", "position slice", "every second position", "transposed batch", "no batch",
+                                  "four dimensions", "two, sliced", "one dimension", "one column"])  # fmt: skip
+def test_inplace_backward_takes_every_layout_whose_rows_lie_apart(kind):
+    torch.manual_seed(0)
+    z = strided(kind).requires_grad_()
+    upstream = torch.randn(z.shape[:-1])
+    targets = torch.zeros(z.shape[:-1], dtype=torch.long)
+    (expected,) = torch.autograd.grad(token_nll(z, targets).nll, z, upstream)
+    (grad,) = torch.autograd.grad(token_nll(z, targets, inplace_backward=True).nll, z, upstream)
+    assert torch.equal(grad, expected)
+    assert torch.equal(z.detach(), grad)
 
 
 def test_without_inplace_backward_the_logits_stay(path):

@@ -28,9 +28,8 @@ from dllm_kernels.distributed._layout import (
 )
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard, whole_rows
-from dllm_kernels.ops import _run
+from dllm_kernels.ops import _checks, _run
 from dllm_kernels.ops._active_rows import choose_chunk, multiprocessors
-from dllm_kernels.ops._checks import check_linear_dtypes
 from dllm_kernels.ops._plan import LinearJob, Plan
 from dllm_kernels.ops._results import TokenNLL, WeightedNLL
 from dllm_kernels.ops._route import handles
@@ -76,7 +75,7 @@ def _localize(job: LinearJob, plan: Plan) -> _Local:
     hidden, rows = _local_hidden(job.hidden, group)
     split = [dist.get_process_group_ranks(g) for g in rows.groups]
     weight, bias = _local_parameter(w, split), None if b is None else _local_parameter(b, split)
-    check_linear_dtypes(hidden, weight, bias)
+    _checks.check_dtypes(_checks.LINEAR, hidden, weight, bias)
     per_row = (None if t is None else rows.local(t) for t in (job.targets, job.weights, job.active))
     here = LinearJob(hidden, weight, bias, *per_row)  # type: ignore[arg-type]
     if vocab_dim is not None and isinstance(w, DTensor):

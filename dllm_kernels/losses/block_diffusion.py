@@ -5,9 +5,20 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dllm_kernels.losses._common import DLLMLossOutput, check_bl, check_masks, divide, normalized, single_loss
+from dllm_kernels.losses._common import (
+    HIDDEN,
+    LOGITS,
+    DLLMLossOutput,
+    check_bl,
+    check_counts,
+    check_masks,
+    check_not_swapped,
+    check_optional,
+    divide,
+    normalized,
+    single_loss,
+)
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
-from dllm_kernels.ops._checks import check_count
 from dllm_kernels.ops._plain import all_plain
 
 
@@ -66,7 +77,11 @@ class BlockDiffusionCrossEntropyLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit.
         """
-        check_bl(logits, "logits", target_ids)
+        check_bl(LOGITS, logits, target_ids)
+        check_counts(num_diffusion_tokens=num_diffusion_tokens, num_ar_tokens=num_ar_tokens)
+        unused = {"noise_mask": noise_mask, "p_mask": p_mask, "causal_logits": causal_logits}
+        check_optional(target_ids, loss_mask_ar, noisy_input_ids=noisy_input_ids, **unused)
+        check_not_swapped(p_mask)
         weights, count = _weights(target_ids, loss_mask, num_diffusion_tokens)
         rows = weighted_nll(logits, target_ids, weights, round_nll=not self.fp32_upcast, backend=self.backend)
         return single_loss(divide(rows.loss, count))
@@ -110,7 +125,11 @@ class BlockDiffusionCrossEntropyLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit.
         """
-        check_bl(hidden, "hidden", target_ids)
+        check_bl(HIDDEN, hidden, target_ids, lm_head_weight, lm_head_bias)
+        check_counts(num_diffusion_tokens=num_diffusion_tokens, num_ar_tokens=num_ar_tokens)
+        unused = {"noise_mask": noise_mask, "p_mask": p_mask}
+        check_optional(target_ids, loss_mask_ar, noisy_input_ids=noisy_input_ids, **unused)
+        check_not_swapped(p_mask)
         weights, count = _weights(target_ids, loss_mask, num_diffusion_tokens)
         rows = weighted_linear_nll(
             hidden, lm_head_weight, target_ids, normalized(weights, count, hidden), bias=lm_head_bias, chunk_size=chunk_size,
@@ -124,6 +143,5 @@ def _weights(
 ) -> tuple[torch.Tensor, int | torch.Tensor]:
     target_ids, loss_mask = all_plain(target_ids, loss_mask)
     check_masks(target_ids, loss_mask=loss_mask)
-    check_count("num_diffusion_tokens", count)
     supervised = loss_mask.bool()
     return supervised, supervised.sum() if count is None else count

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_kernels.losses._common import DLLMLossOutput, check_bl, check_masks, divide, single_loss
+from dllm_kernels.losses._common import HIDDEN, LOGITS, DLLMLossOutput, check_bl, check_masks, divide, single_loss
 from dllm_kernels.ops import _checks, linear_token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plain import all_plain, plain
 
@@ -47,18 +47,12 @@ class DFlashDecayLoss(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if normalize not in NORMALIZE:
-            raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {normalize!r}")
-        if loss_gamma is not None and not loss_gamma > 0:
-            raise ValueError(f"loss_gamma must be positive or None, got {loss_gamma}")
-        if chunk_size is not None:
-            chunk_size = int(chunk_size)
-            _checks.check_positive_int("chunk_size", chunk_size)
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.use_fused_linear_ce = bool(use_fused_linear_ce)
         self.chunk_size = chunk_size
         self.normalize = normalize
         self.backend = backend
+        self._check_settings()
 
     def forward(
         self,
@@ -87,7 +81,7 @@ class DFlashDecayLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
-        check_bl(logits, "logits", target_ids)
+        check_bl(LOGITS, logits, target_ids)
         weights = self._row_weights(logits, target_ids, block_mask, num_tokens, block_size)
         rows = weighted_nll(logits, target_ids, weights, active=block_mask, with_correct=True, backend=self.backend)
         loss = self._normalized(rows.loss, weights, num_tokens)
@@ -124,7 +118,7 @@ class DFlashDecayLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
-        check_bl(hidden, "hidden", target_ids)
+        check_bl(HIDDEN, hidden, target_ids, lm_head_weight, lm_head_bias)
         weights = self._row_weights(hidden, target_ids, block_mask, num_tokens, block_size)
         scale = self._normalized(weights, weights, num_tokens)
         rows = weighted_linear_nll(
@@ -132,6 +126,16 @@ class DFlashDecayLoss(nn.Module):
             chunk_size=self.chunk_size, backend=self.backend,
         )  # fmt: skip
         return self._output(rows.loss, rows.correct, block_mask, block_size)
+
+    def _check_settings(self) -> None:
+        """Also at each call, since they are attributes that may have been assigned since."""
+        _checks.check_constant("loss_gamma", self.loss_gamma)
+        if self.normalize not in NORMALIZE:
+            raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {self.normalize!r}")
+        if self.loss_gamma is not None and not self.loss_gamma > 0:
+            raise ValueError(f"loss_gamma must be positive or None, got {self.loss_gamma}")
+        if self.chunk_size is not None:
+            _checks.check_positive_int("chunk_size", self.chunk_size)
 
     def _decay_weights(
         self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype
@@ -188,6 +192,8 @@ class DFlashDecayLoss(nn.Module):
         target_chunk: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """NLL and argmax-match ``[chunk]`` of rows ``[chunk, D]``, the NLL with a gradient per row."""
+        names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
+        _checks.check_row_targets(names, hidden_chunk, target_chunk, lm_head_weight, lm_head_bias)
         rows = linear_token_nll(hidden_chunk, lm_head_weight, target_chunk, bias=lm_head_bias, with_correct=True)
         assert rows.correct is not None
         return rows.nll, rows.correct
@@ -200,8 +206,10 @@ class DFlashDecayLoss(nn.Module):
         num_tokens: int | torch.Tensor | None,
         block_size: int | None,
     ) -> torch.Tensor:
+        self._check_settings()
         target_ids, block_mask = all_plain(target_ids, block_mask)
         check_masks(target_ids, block_mask=block_mask)
+        _checks.check_constant("block_mask", block_mask)
         _checks.check_count("num_tokens", num_tokens)
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.losses._common import check_bl, divide, normalized, shift_left
+from dllm_kernels.losses._common import HIDDEN, LOGITS, check_bl, check_counts, divide, normalized, shift_left
 from dllm_kernels.ops import _checks, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plain import all_plain
 
@@ -24,6 +24,7 @@ def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor, *, bac
         TypeError: an argument is not a tensor.
         ValueError: shapes, dtypes or devices that do not fit.
     """
+    _checks.check_row_targets(LOGITS, logits, target_ids)
     return token_nll(logits, target_ids, backend=backend).nll
 
 
@@ -55,7 +56,7 @@ def encoder_ar_loss(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    check_bl(encoder_logits, "encoder_logits", input_ids, ids_name="input_ids")
+    check_bl(_checks.Names("encoder_logits", "input_ids"), encoder_logits, input_ids, shift=1)
     targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
     return divide(weighted_nll(encoder_logits, targets, weights, backend=backend).loss, count)
 
@@ -90,7 +91,7 @@ def encoder_ar_loss_fused(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    check_bl(hidden, "hidden", input_ids, ids_name="input_ids")
+    check_bl(HIDDEN._replace(targets="input_ids"), hidden, input_ids, lm_head_weight, lm_head_bias, shift=1)
     targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
     rows = weighted_linear_nll(
         hidden,
@@ -109,7 +110,7 @@ def _shifted(
 ) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
     """Next-token targets, the mask of scored positions (False in the last column), the denominator."""
     input_ids, valid_mask = all_plain(input_ids, valid_mask)
-    _checks.check_count("num_tokens", num_tokens)
+    check_counts(num_tokens=num_tokens)
     if valid_mask is None:
         valid = torch.ones(input_ids.shape, dtype=torch.bool, device=input_ids.device)
     else:

@@ -8,16 +8,19 @@ import torch
 from torch import nn
 
 from dllm_kernels.losses._common import (
+    HIDDEN,
+    LOGITS,
     DLLMLossOutput,
     check_bl,
-    check_masks,
+    check_counts,
+    check_optional,
     divide,
     mdlm_weights,
     normalized,
     shift_left,
 )
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
-from dllm_kernels.ops._checks import check_count
+from dllm_kernels.ops._checks import check_constant
 from dllm_kernels.ops._plain import all_plain
 
 Count = int | torch.Tensor | None
@@ -81,21 +84,23 @@ class HybridDiffusionLLMLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit.
         """
-        self._check_counts(num_diffusion_tokens, num_ar_tokens)
         concatenated = causal_logits is None and _is_concatenated(logits, target_ids)
-        _, L = check_bl(
-            logits, "logits", target_ids, _width(logits, target_ids, loss_mask_ar) if concatenated else None
-        )
+        width = _width(logits, target_ids, loss_mask_ar) if concatenated else None
+        check_bl(LOGITS, logits, target_ids, width=width)
+        check_counts(num_diffusion_tokens=num_diffusion_tokens, num_ar_tokens=num_ar_tokens)
+        check_optional(target_ids, loss_mask_ar, causal_logits=causal_logits, noisy_input_ids=noisy_input_ids)
+        self._check_constants(loss_mask_ar)
+        if causal_logits is not None and loss_mask_ar is not None:
+            check_bl(LOGITS._replace(rows="causal_logits"), causal_logits, target_ids)
         weights = mdlm_weights(logits, target_ids, noise_mask, p_mask, loss_mask)
         summed = functools.partial(weighted_nll, round_nll=not self.fp32_upcast, backend=self.backend)
         if concatenated:
             targets, both = self._both(logits, target_ids, weights, loss_mask_ar, num_diffusion_tokens, num_ar_tokens)
             rows = summed(logits, targets, both)
-            return DLLMLossOutput(rows.loss, _diffusion_part(rows.nll, both, L))
+            return DLLMLossOutput(rows.loss, _diffusion_part(rows.nll, both, target_ids.shape[1]))
         diffusion = divide(summed(logits, target_ids, self.alpha * weights).loss, num_diffusion_tokens)
         if causal_logits is None or loss_mask_ar is None:
             return DLLMLossOutput(diffusion, diffusion.detach().clone())
-        check_bl(causal_logits, "causal_logits", target_ids)
         ar = summed(causal_logits, shift_left(target_ids), _ar_weights(target_ids, loss_mask_ar))
         return DLLMLossOutput(diffusion + divide(ar.loss, num_ar_tokens), diffusion.detach().clone())
 
@@ -140,19 +145,22 @@ class HybridDiffusionLLMLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit.
         """
-        self._check_counts(num_diffusion_tokens, num_ar_tokens)
         concatenated = causal_hidden is None and _is_concatenated(hidden, target_ids)
-        _, L = check_bl(
-            hidden, "hidden", target_ids, _width(hidden, target_ids, loss_mask_ar) if concatenated else None
-        )
-        weights = mdlm_weights(hidden, target_ids, noise_mask, p_mask, loss_mask)
+        width = _width(hidden, target_ids, loss_mask_ar) if concatenated else None
+        check_bl(HIDDEN, hidden, target_ids, lm_head_weight, lm_head_bias, width=width)
+        check_counts(num_diffusion_tokens=num_diffusion_tokens, num_ar_tokens=num_ar_tokens)
+        check_optional(target_ids, loss_mask_ar, causal_hidden=causal_hidden, noisy_input_ids=noisy_input_ids)
+        self._check_constants(loss_mask_ar)
         stacked = causal_hidden is not None and loss_mask_ar is not None
+        if causal_hidden is not None and stacked:
+            names = HIDDEN._replace(rows="causal_hidden")
+            check_bl(names, causal_hidden, target_ids, lm_head_weight, lm_head_bias)
+        weights = mdlm_weights(hidden, target_ids, noise_mask, p_mask, loss_mask)
         if concatenated or stacked:
             targets, both = self._both(hidden, target_ids, weights, loss_mask_ar, num_diffusion_tokens, num_ar_tokens)
         else:
             targets, both = target_ids, self.alpha * normalized(weights, num_diffusion_tokens, hidden)
         if causal_hidden is not None and stacked:
-            check_bl(causal_hidden, "causal_hidden", target_ids)
             # Along a new dimension: of DTensors split along the sequence, cat along it would gather the whole.
             hidden = torch.stack([hidden, causal_hidden])
             targets, both = (torch.stack(t.chunk(2, dim=1)) for t in (targets, both))
@@ -161,12 +169,11 @@ class HybridDiffusionLLMLoss(nn.Module):
             round_nll=not self.fp32_upcast, backend=self.backend,
         )  # fmt: skip
         diffusion = (rows.nll[0], both[0]) if stacked else (rows.nll, both)
-        return DLLMLossOutput(rows.loss, _diffusion_part(*diffusion, L))
+        return DLLMLossOutput(rows.loss, _diffusion_part(*diffusion, target_ids.shape[1]))
 
-    @staticmethod
-    def _check_counts(num_diffusion_tokens: Count, num_ar_tokens: Count) -> None:
-        check_count("num_diffusion_tokens", num_diffusion_tokens)
-        check_count("num_ar_tokens", num_ar_tokens)
+    def _check_constants(self, loss_mask_ar: torch.Tensor | None) -> None:
+        check_constant("alpha", self.alpha)
+        check_constant("loss_mask_ar", loss_mask_ar)
 
     def _both(
         self,
@@ -200,7 +207,6 @@ def _width(x: torch.Tensor, target_ids: torch.Tensor, loss_mask_ar: torch.Tensor
 def _ar_weights(target_ids: torch.Tensor, loss_mask_ar: torch.Tensor) -> torch.Tensor:
     """The AR mask of the token each position predicts; fractions are kept as weights."""
     target_ids, loss_mask_ar = all_plain(target_ids, loss_mask_ar)
-    check_masks(target_ids, loss_mask_ar=loss_mask_ar)
     dtype = torch.promote_types(loss_mask_ar.dtype, torch.float32)
     return torch.nn.functional.pad(loss_mask_ar[:, 1:].to(dtype), (0, 1))[:, : target_ids.shape[1]]
 

@@ -5,9 +5,19 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dllm_kernels.losses._common import DLLMLossOutput, check_bl, divide, mdlm_weights, normalized, single_loss
+from dllm_kernels.losses._common import (
+    HIDDEN,
+    LOGITS,
+    DLLMLossOutput,
+    check_bl,
+    check_counts,
+    check_optional,
+    divide,
+    mdlm_weights,
+    normalized,
+    single_loss,
+)
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
-from dllm_kernels.ops._checks import check_count
 
 
 class MDLMCrossEntropyLoss(nn.Module):
@@ -67,8 +77,9 @@ class MDLMCrossEntropyLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit.
         """
-        check_bl(logits, "logits", target_ids)
-        check_count("num_diffusion_tokens", num_diffusion_tokens)
+        check_bl(LOGITS, logits, target_ids)
+        check_counts(num_diffusion_tokens=num_diffusion_tokens, num_ar_tokens=num_ar_tokens)
+        check_optional(target_ids, loss_mask_ar, causal_logits=causal_logits, noisy_input_ids=noisy_input_ids)
         weights = mdlm_weights(logits, target_ids, noise_mask, p_mask, loss_mask)
         rows = weighted_nll(logits, target_ids, weights, round_nll=not self.fp32_upcast, backend=self.backend)
         return single_loss(divide(rows.loss, num_diffusion_tokens))
@@ -112,8 +123,9 @@ class MDLMCrossEntropyLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit.
         """
-        check_bl(hidden, "hidden", target_ids)
-        check_count("num_diffusion_tokens", num_diffusion_tokens)
+        check_bl(HIDDEN, hidden, target_ids, lm_head_weight, lm_head_bias)
+        check_counts(num_diffusion_tokens=num_diffusion_tokens, num_ar_tokens=num_ar_tokens)
+        check_optional(target_ids, loss_mask_ar, noisy_input_ids=noisy_input_ids)
         weights = mdlm_weights(hidden, target_ids, noise_mask, p_mask, loss_mask)
         rows = weighted_linear_nll(
             hidden, lm_head_weight, target_ids, normalized(weights, num_diffusion_tokens, hidden),

@@ -6,14 +6,36 @@ import math
 import numbers
 import os
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from dllm_kernels.ops._plain import is_dtensor
+from dllm_kernels.ops._plain import is_dtensor, plain
+from dllm_kernels.ops._target_range import raise_bad_target
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+class Names(NamedTuple):
+    """What the function that was called calls its arguments: the checks that several functions share say these.
+
+    Attributes:
+        rows: the logits ``[..., V]`` or, with an LM head, the hidden states ``[..., D]``.
+        targets: the target ids ``[...]``.
+        weight: the LM head ``[V, D]``; "" without one.
+        bias: its bias ``[V]``; "" without an LM head.
+    """
+
+    rows: str
+    targets: str
+    weight: str = ""
+    bias: str = ""
+
+
+LOGITS = Names("logits", "targets")
+LINEAR = Names("hidden", "targets", "weight", "bias")
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:
@@ -66,6 +88,12 @@ def check_same_device(first_name: str, first: torch.Tensor, **others: torch.Tens
             raise ValueError(f"{name} must be on {first.device} like {first_name}, got {tensor.device}")
 
 
+def check_constant(name: str, value: object) -> None:
+    """Raise a ValueError where ``value`` wants a gradient, which it would not get."""
+    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} must not require a gradient, since it is taken as a constant; detach it")
+
+
 def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") -> None:
     """Raise unless ``value`` is a bool, integer or floating mask of the expected shape."""
     check_tensor(name, value)
@@ -74,9 +102,14 @@ def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") 
     check_shape(name, value, expected, of)
 
 
-def check_positive_int(name: str, value: object) -> None:
+def is_int(value: object) -> bool:
+    """Whether ``value`` is an int, NumPy's too, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def check_positive_int(name: str, value: Any) -> None:
     """Raise unless ``value`` is an int of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):  # NumPy's integers too
+    if not is_int(value):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
@@ -93,6 +126,75 @@ def check_count(name: str, value: object) -> None:
     raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
 
 
+def check_rows(
+    names: Names,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> int:
+    """Check what makes rows of logits, and the targets but for their shape and range; returns V."""
+    check_float(names.rows, rows)
+    if names.weight:
+        check_float(names.weight, weight)
+    check_ids(names.targets, targets)
+    if names.weight and weight is not None:
+        _check_head(names, rows, weight, bias)
+        check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
+        check_dtypes(names, rows, weight, bias)
+        return weight.shape[0]
+    if rows.dim() == 0 or rows.shape[-1] == 0:
+        raise ValueError(f"{names.rows} must have shape [..., V] with V >= 1, got {tuple(rows.shape)}")
+    check_same_device(names.rows, rows, **{names.targets: targets})
+    return rows.shape[-1]
+
+
+def check_row_targets(
+    names: Names,
+    rows: torch.Tensor,
+    targets: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    *,
+    check_targets: bool | None = None,
+    ignore_index: int = -100,
+) -> None:
+    """:func:`check_rows` of any shape, one target each, and on request :func:`check_target_range`."""
+    V = check_rows(names, rows, targets, weight, bias)
+    check_shape(names.targets, targets, rows.shape[:-1], f"that of {names.rows} without its last dimension")
+    check_target_range(check_targets, names.targets, targets, V, ignore_index)
+
+
+def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    check_ndim(names.weight, weight, 2, "[V, D]")
+    V, D = weight.shape
+    if 0 in (V, D):
+        raise ValueError(f"{names.weight} must have shape [V, D] with V >= 1 and D >= 1, got {(V, D)}")
+    if hidden.dim() == 0 or hidden.shape[-1] != D:
+        raise ValueError(
+            f"{names.rows} must have shape [..., {D}] to go with {names.weight} [V, D] = {(V, D)}, got {tuple(hidden.shape)}"
+        )
+    if bias is not None:
+        check_float(names.bias, bias)
+        check_shape(names.bias, bias, (V,), f"one entry per row of {names.weight}")
+
+
+def check_dtypes(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise unless weight and bias have the dtype of hidden, or autocast will give them one.
+
+    A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
+    """
+    dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
+    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:  # which autocast leaves alone
+        return
+    for name, tensor in ((names.weight, weight), (names.bias, bias)):
+        if tensor is not None and tensor.dtype != hidden.dtype and not is_dtensor(tensor):
+            raise ValueError(
+                f"{name} must have the dtype of {names.rows}, {hidden.dtype}, unless torch.autocast is on, "
+                f"got {tensor.dtype}"
+            )
+
+
 def targets_checked(check_targets: bool | None) -> bool:
     """Whether to look for out-of-range targets: the argument, else the environment variable.
 
@@ -103,37 +205,73 @@ def targets_checked(check_targets: bool | None) -> bool:
     return check_targets
 
 
-def check_target_range(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    """Raise an IndexError naming the first target outside [0, vocab_size) that is not ``ignore_index``.
+def check_target_range(
+    check_targets: bool | None, name: str, targets: torch.Tensor, V: int, ignore_index: int = -100, *, shift: int = 0
+) -> None:
+    """On request, raise an IndexError naming the first target outside [0, V) that is not ``ignore_index``.
 
     Reads the targets back to the host (a sync), hence only on request. While a graph is traced, one op stands for it, so
-    that the graph stays whole and the check runs with it.
+    that the graph stays whole and the check runs with it. ``shift``: how many positions further on the caller's tensor,
+    which the message is about, has them.
     """
-    if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_checks import _target_range_op
-
-        _target_range_op(targets, vocab_size, ignore_index)
+    if not targets_checked(check_targets):
         return
-    targets = targets.long()  # compared as int8 or uint8, a vocabulary size or -100 would wrap around
-    bad = ((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)
-    if bool(bad.any()):
-        where = bad.nonzero()[0].tolist()
-        value = int(targets[tuple(where)])
-        raise IndexError(
-            f"targets must lie in [0, {vocab_size}) or be {ignore_index}, got {value} at position {tuple(where)}"
+    if torch.compiler.is_compiling():
+        from dllm_kernels.ops._compiled_checks import target_range
+
+        target_range(plain(targets), name, V, ignore_index, shift)
+    else:
+        raise_bad_target(plain(targets), name, V, ignore_index, shift)
+
+
+def check_inplace(logits: torch.Tensor, rows: torch.Tensor) -> None:
+    """Raise unless the gradient can be written over the logits, seen as ``rows [B, L, V]``: no copy, no shared memory."""
+    if torch.compiler.is_compiling():
+        raise ValueError("inplace_backward must be False under torch.compile, got True")
+    wanted = logits.requires_grad and torch.is_grad_enabled()
+    if wanted and (rows.data_ptr() != logits.data_ptr() or _rows_overlap(rows)):
+        raise ValueError(
+            "inplace_backward=True needs logits whose rows can be written in place, got shape "
+            f"{tuple(logits.shape)} with strides {logits.stride()}"
         )
 
 
-def check_linear_dtypes(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise unless weight and bias have the dtype of hidden, or autocast will give them one.
+def _rows_overlap(x: torch.Tensor) -> bool:
+    """Whether rows of ``x [B, L, V]`` may share memory.
 
-    A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
+    They do not where the steps along B and L nest, each at least as long as what the smaller ones span. Steps that
+    interleave without touching count as an overlap; no slice, transpose or expansion makes such.
     """
-    dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
-    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:  # which autocast leaves alone
-        return
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype and not is_dtensor(tensor):
-            raise ValueError(
-                f"{name} must have the dtype of hidden, {hidden.dtype}, unless torch.autocast is on, got {tensor.dtype}"
-            )
+    span = x.shape[2]
+    for stride, size in sorted(zip(x.stride()[:2], x.shape[:2], strict=True)):
+        if size > 1 and stride < span:
+            return True
+        span += stride * (size - 1)
+    return False
+
+
+def checked_sizes(rows: int, num_active: Any, **at_least_one: Any) -> dict[str, Any]:
+    """All as Python's ints, which do not overflow; None passes, else an int of at least 1, ``num_active`` in [0, rows]."""
+    for name, value in at_least_one.items():
+        if value is not None:
+            check_positive_int(name, value)
+    if num_active is not None and not (is_int(num_active) and 0 <= num_active <= rows):
+        raise ValueError(f"num_active must be an int in [0, {rows}], got {num_active!r}")
+    sizes = {"num_active": num_active, **at_least_one}
+    return {name: value if value is None or type(value) is int else int(value) for name, value in sizes.items()}
+
+
+def check_active(active: torch.Tensor | None, targets: torch.Tensor) -> None:
+    """Raise unless ``active`` is None or a mask of the targets."""
+    if active is not None:
+        check_mask("active", active, targets.shape, "that of targets")
+        check_same_device("targets", targets, active=active)
+
+
+def checked_weights(weights: torch.Tensor, targets: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Check weights and bring them, detached, to the dtype that sums are made in."""
+    check_tensor("targets", targets)
+    check_mask("weights", weights, targets.shape, "that of targets")
+    check_same_device("targets", targets, weights=weights)
+    acc = torch.promote_types(like.dtype, torch.float32) if isinstance(like, torch.Tensor) else torch.float32
+    return weights.detach().to(acc)

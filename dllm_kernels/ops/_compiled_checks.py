@@ -8,18 +8,19 @@ from __future__ import annotations
 import torch
 from torch._library.effects import EffectType
 
-from dllm_kernels.ops import _checks
+from dllm_kernels.ops._target_range import raise_bad_target
 
 
 # It reads the targets back to the host, which no CUDA graph can hold.
 @torch.library.custom_op("dllm_kernels::check_target_range", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _target_range_op(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
-    _checks.check_target_range(targets, vocab_size, ignore_index)
+def target_range(targets: torch.Tensor, name: str, V: int, ignore_index: int, shift: int) -> None:
+    """As :func:`raise_bad_target`."""
+    raise_bad_target(targets, name, V, ignore_index, shift)
 
 
-@_target_range_op.register_fake
-def _(targets: torch.Tensor, vocab_size: int, ignore_index: int) -> None:
+@target_range.register_fake
+def _(*_: object) -> None:
     return None
 
 
-_target_range_op.register_effect(EffectType.ORDERED)
+target_range.register_effect(EffectType.ORDERED)

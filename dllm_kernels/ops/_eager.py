@@ -50,27 +50,13 @@ class _TokenNLL(torch.autograd.Function):
             return None, None, None
         logits, targets, row_max, log_sum = ctx.saved_tensors
         plan: Plan = ctx.plan
-        if plan.inplace_backward:
-            grad = logits.detach()
-            _check_inplace(grad)
-        else:
-            grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        inplace = plan.inplace_backward
+        grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         scale = grad_nll.reshape(-1).contiguous()
         plan.primitives().row_grad(as_blv(logits), targets, scale, row_max, log_sum, as_blv(grad))
-        if plan.inplace_backward:
+        if inplace:
             torch.autograd.graph.increment_version(logits)
         return grad, None, None
-
-
-def _check_inplace(logits: torch.Tensor) -> None:
-    """Raise where two rows of the logits share memory, or no view of them has the layout of the row primitives."""
-    rows = as_blv(logits)
-    shared = any(size > 1 and stride == 0 for size, stride in zip(rows.shape, rows.stride(), strict=True))
-    if shared or rows.data_ptr() != logits.data_ptr():
-        raise ValueError(
-            "inplace_backward=True needs logits whose rows can be written in place, got shape "
-            f"{tuple(logits.shape)} with strides {logits.stride()}"
-        )
 
 
 class _WeightedLinearNLL(torch.autograd.Function):

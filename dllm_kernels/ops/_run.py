@@ -7,12 +7,16 @@ from types import ModuleType
 import torch
 
 from dllm_kernels.ops import _eager
+from dllm_kernels.ops._checks import check_inplace
 from dllm_kernels.ops._plan import LinearJob, LogitsJob, Plan
 from dllm_kernels.ops._results import TokenNLL, WeightedNLL, row_targets
+from dllm_kernels.ops._rows import as_blv
 
 
 def token_nll(job: LogitsJob, plan: Plan) -> TokenNLL:
     """NLL of rows of logits, with a gradient a row."""
+    if plan.inplace_backward:
+        check_inplace(job.logits, as_blv(job.logits))
     y = row_targets(job.targets, job.active, plan)
     return TokenNLL.of(plan, job.targets.shape, *_implementation().token_nll(job.logits, y, plan))
 

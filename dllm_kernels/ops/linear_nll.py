@@ -22,7 +22,6 @@ from dllm_kernels.ops._plain import all_plain
 from dllm_kernels.ops._plan import LinearJob, Needs, Plan, compute_dtype
 from dllm_kernels.ops._results import TokenNLL, WeightedNLL
 from dllm_kernels.ops._route import route
-from dllm_kernels.ops.token_nll import check_weights
 
 
 def weighted_linear_nll(
@@ -79,24 +78,16 @@ def weighted_linear_nll(
         RuntimeError: a second backward pass through the same loss.
     """
     targets, weights, active = all_plain(targets, weights, active)
-    weights = check_weights(weights, targets, hidden)
-    _check(
-        hidden,
-        weight,
-        bias,
-        targets,
-        active,
-        chunk_size,
-        memory_budget,
-        num_active,
-        check_targets,
-        ignore_index,
+    weights = _checks.checked_weights(weights, targets, hidden)
+    _checks.check_row_targets(
+        _checks.LINEAR, hidden, targets, weight, bias, check_targets=check_targets, ignore_index=ignore_index
     )
+    _checks.check_active(active, targets)
+    sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     job = LinearJob(hidden, weight, bias, targets, weights, weights if active is None else active)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll,
-        read_beyond=active is not None, chunk_size=chunk_size, memory_budget=memory_budget, num_active=num_active,
-        needs=Needs.of(hidden, weight, bias),
+        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), **sizes,
     )  # fmt: skip
     return route(_run.weighted_linear_nll, job, plan)  # type: ignore[no-any-return]
 
@@ -148,62 +139,14 @@ def linear_token_nll(
         IndexError: ``check_targets`` found a bad target.
     """
     targets, active = all_plain(targets, active)
-    _check(
-        hidden,
-        weight,
-        bias,
-        targets,
-        active,
-        chunk_size,
-        memory_budget,
-        num_active,
-        check_targets,
-        ignore_index,
+    _checks.check_row_targets(
+        _checks.LINEAR, hidden, targets, weight, bias, check_targets=check_targets, ignore_index=ignore_index
     )
+    _checks.check_active(active, targets)
+    sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct,
-        chunk_size=chunk_size, memory_budget=memory_budget, num_active=num_active, needs=Needs.of(hidden, weight, bias),
+        needs=Needs.of(hidden, weight, bias), **sizes,
     )  # fmt: skip
     job = LinearJob(hidden, weight, bias, targets, active=active)
     return route(_run.linear_token_nll, job, plan)  # type: ignore[no-any-return]
-
-
-def _check(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    targets: torch.Tensor,
-    active: torch.Tensor | None,
-    chunk_size: int | None,
-    memory_budget: int | None,
-    num_active: int | None,
-    check_targets: bool | None,
-    ignore_index: int,
-) -> None:
-    _checks.check_float("hidden", hidden)
-    _checks.check_float("weight", weight)
-    _checks.check_ids("targets", targets)
-    _checks.check_ndim("weight", weight, 2, "[V, D]")
-    V, D = weight.shape
-    if 0 in (V, D):
-        raise ValueError(f"weight must have shape [V, D] with V >= 1 and D >= 1, got {(V, D)}")
-    if hidden.dim() == 0 or hidden.shape[-1] != D:
-        raise ValueError(
-            f"hidden must have shape [..., {D}] to go with weight [V, D] = {(V, D)}, got {tuple(hidden.shape)}"
-        )
-    _checks.check_shape("targets", targets, hidden.shape[:-1], "that of hidden without its last dimension")
-    if active is not None:
-        _checks.check_mask("active", active, targets.shape, "that of targets")
-    if bias is not None:
-        _checks.check_float("bias", bias)
-        _checks.check_shape("bias", bias, (V,), "one entry per row of weight")
-    _checks.check_same_device("hidden", hidden, weight=weight, bias=bias, targets=targets, active=active)
-    _checks.check_linear_dtypes(hidden, weight, bias)
-    for name, value in (("chunk_size", chunk_size), ("memory_budget", memory_budget)):
-        if value is not None:
-            _checks.check_positive_int(name, value)
-    is_int = isinstance(num_active, int) and not isinstance(num_active, bool)
-    if num_active is not None and not (is_int and 0 <= num_active <= targets.numel()):
-        raise ValueError(f"num_active must be an int in [0, {targets.numel()}], got {num_active!r}")
-    if _checks.targets_checked(check_targets):
-        _checks.check_target_range(targets, V, ignore_index)

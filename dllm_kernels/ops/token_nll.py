@@ -61,8 +61,9 @@ def token_nll(
         IndexError: ``check_targets`` found a bad target.
     """
     targets, active = all_plain(targets, active)
+    _checks.check_row_targets(_checks.LOGITS, logits, targets, check_targets=check_targets, ignore_index=ignore_index)
+    _checks.check_active(active, targets)
     job = LogitsJob(logits, targets, active)
-    _check(job, ignore_index, inplace_backward, check_targets)
     plan = Plan(
         logits.dtype,
         use_triton(backend, logits),
@@ -118,36 +119,12 @@ def weighted_nll(
         IndexError: ``check_targets`` found a bad target.
     """
     targets, weights, active = all_plain(targets, weights, active)
-    weights = check_weights(weights, targets, logits)
+    weights = _checks.checked_weights(weights, targets, logits)
+    _checks.check_row_targets(_checks.LOGITS, logits, targets, check_targets=check_targets, ignore_index=ignore_index)
+    _checks.check_active(active, targets)
     job = LogitsJob(logits, targets, weights if active is None else active)
-    _check(job, ignore_index, inplace_backward, check_targets)
     plan = Plan(
         logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll,
         read_beyond=active is not None, inplace_backward=inplace_backward,
     )  # fmt: skip
     return WeightedNLL.of(plan, route(_run.token_nll, job, plan), weights)
-
-
-def check_weights(weights: torch.Tensor, targets: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Check weights and bring them, detached, to the dtype that sums are made in."""
-    _checks.check_tensor("targets", targets)
-    _checks.check_mask("weights", weights, targets.shape, "that of targets")
-    _checks.check_same_device("targets", targets, weights=weights)
-    acc = torch.promote_types(like.dtype, torch.float32) if isinstance(like, torch.Tensor) else torch.float32
-    return weights.detach().to(acc)
-
-
-def _check(job: LogitsJob, ignore_index: int, inplace_backward: bool, check_targets: bool | None) -> None:
-    logits, targets, active = job
-    _checks.check_float("logits", logits)
-    _checks.check_ids("targets", targets)
-    if logits.dim() == 0 or logits.shape[-1] == 0:
-        raise ValueError(f"logits must have shape [..., V] with V >= 1, got {tuple(logits.shape)}")
-    _checks.check_shape("targets", targets, logits.shape[:-1], "that of logits without its last dimension")
-    if active is not None:
-        _checks.check_mask("active", active, targets.shape, "that of targets")
-    _checks.check_same_device("logits", logits, targets=targets, active=active)
-    if _checks.targets_checked(check_targets):
-        _checks.check_target_range(targets, logits.shape[-1], ignore_index)
-    if inplace_backward and torch.compiler.is_compiling():
-        raise ValueError("inplace_backward must be False under torch.compile, got True")
