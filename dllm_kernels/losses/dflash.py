@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_kernels.losses._common import HIDDEN, LOGITS, DLLMLossOutput, check_bl, check_masks, divide, single_loss
-from dllm_kernels.ops import _checks, linear_token_nll, weighted_linear_nll, weighted_nll
-from dllm_kernels.ops._plain import all_plain, plain
+from dllm_kernels.losses._common import Count, DLLMLossOutput, check_masks, divide, single_loss
+from dllm_kernels.losses._rows import Rows
+from dllm_kernels.ops import _checks, linear_token_nll
+from dllm_kernels.ops._plain import all_plain
 
 NORMALIZE = ("tokens", "mean")
 
@@ -81,11 +82,7 @@ class DFlashDecayLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
-        check_bl(LOGITS, logits, target_ids)
-        weights = self._row_weights(logits, target_ids, block_mask, num_tokens, block_size)
-        rows = weighted_nll(logits, target_ids, weights, active=block_mask, with_correct=True, backend=self.backend)
-        loss = self._normalized(rows.loss, weights, num_tokens)
-        return self._output(loss, rows.correct, block_mask, block_size)
+        return self._loss(Rows.of_logits(logits, backend=self.backend), target_ids, block_mask, num_tokens, block_size)
 
     def forward_fused(
         self,
@@ -118,14 +115,28 @@ class DFlashDecayLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
-        check_bl(HIDDEN, hidden, target_ids, lm_head_weight, lm_head_bias)
-        weights = self._row_weights(hidden, target_ids, block_mask, num_tokens, block_size)
-        scale = self._normalized(weights, weights, num_tokens)
-        rows = weighted_linear_nll(
-            hidden, lm_head_weight, target_ids, scale, bias=lm_head_bias, active=block_mask, with_correct=True,
-            chunk_size=self.chunk_size, backend=self.backend,
-        )  # fmt: skip
-        return self._output(rows.loss, rows.correct, block_mask, block_size)
+        rows = Rows.of_hidden(hidden, lm_head_weight, lm_head_bias, chunk_size=self.chunk_size, backend=self.backend)
+        return self._loss(rows, target_ids, block_mask, num_tokens, block_size)
+
+    def _loss(
+        self, rows: Rows, target_ids: torch.Tensor, block_mask: torch.Tensor, num_tokens: Count, block_size: int | None
+    ) -> DLLMLossOutput:
+        rows.check(target_ids)
+        self._check_settings()
+        target_ids, block_mask = all_plain(target_ids, block_mask)
+        check_masks(target_ids, block_mask=block_mask)
+        _checks.check_constant("block_mask", block_mask)
+        _checks.check_count("num_tokens", num_tokens)
+        if block_size is not None:
+            _checks.check_positive_int("block_size", block_size)
+        decay = self._decay_weights(target_ids.shape[1], block_size, target_ids.device, rows.acc)
+        weights = decay * block_mask.detach().to(rows.acc)
+        out = rows.weighted(
+            target_ids, self._normalized(weights, weights, num_tokens), active=block_mask, with_correct=True
+        )
+        assert out.correct is not None
+        hits, count = self._draft_acc_per_pos(out.correct, block_mask, block_size)
+        return single_loss(out.loss)._replace(draft_correct_per_pos=hits, draft_count_per_pos=count)
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
@@ -198,43 +209,12 @@ class DFlashDecayLoss(nn.Module):
         assert rows.correct is not None
         return rows.nll, rows.correct
 
-    def _row_weights(
-        self,
-        like: torch.Tensor,
-        target_ids: torch.Tensor,
-        block_mask: torch.Tensor,
-        num_tokens: int | torch.Tensor | None,
-        block_size: int | None,
-    ) -> torch.Tensor:
-        self._check_settings()
-        target_ids, block_mask = all_plain(target_ids, block_mask)
-        check_masks(target_ids, block_mask=block_mask)
-        _checks.check_constant("block_mask", block_mask)
-        _checks.check_count("num_tokens", num_tokens)
-        if block_size is not None:
-            _checks.check_positive_int("block_size", block_size)
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        decay = self._decay_weights(target_ids.shape[1], block_size, target_ids.device, dtype)
-        return decay * block_mask.detach().to(dtype)
-
     def _normalized(
         self, x: torch.Tensor, weights: torch.Tensor, num_tokens: int | torch.Tensor | None
     ) -> torch.Tensor:
         if self.normalize == "mean":
             return x / (weights.sum() + 1e-6)
         return divide(x, num_tokens)
-
-    def _output(
-        self,
-        loss: torch.Tensor,
-        correct: torch.Tensor | None,
-        block_mask: torch.Tensor,
-        block_size: int | None,
-    ) -> DLLMLossOutput:
-        assert correct is not None
-        out = single_loss(loss)
-        hits, count = self._draft_acc_per_pos(correct, plain(block_mask), block_size)
-        return out._replace(draft_correct_per_pos=hits, draft_count_per_pos=count)
 
 
 def _check_blocks(T: int, block_size: int) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.losses._common import HIDDEN, LOGITS, check_bl, check_counts, divide, normalized, shift_left
-from dllm_kernels.ops import _checks, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.losses._common import Count, check_counts, divide, shift_left
+from dllm_kernels.losses._rows import Rows
+from dllm_kernels.ops import _checks, token_nll
 from dllm_kernels.ops._plain import all_plain
 
 
@@ -24,7 +25,7 @@ def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor, *, bac
         TypeError: an argument is not a tensor.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    _checks.check_row_targets(LOGITS, logits, target_ids)
+    _checks.check_row_targets(_checks.Names("logits", "target_ids"), logits, target_ids)
     return token_nll(logits, target_ids, backend=backend).nll
 
 
@@ -56,9 +57,8 @@ def encoder_ar_loss(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    check_bl(_checks.Names("encoder_logits", "input_ids"), encoder_logits, input_ids, shift=1)
-    targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
-    return divide(weighted_nll(encoder_logits, targets, weights, backend=backend).loss, count)
+    rows = Rows.of_logits(encoder_logits, names=_checks.Names("encoder_logits", "input_ids"), backend=backend)
+    return _next_token(rows, input_ids, valid_mask, num_tokens)
 
 
 def encoder_ar_loss_fused(
@@ -91,24 +91,15 @@ def encoder_ar_loss_fused(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    check_bl(HIDDEN._replace(targets="input_ids"), hidden, input_ids, lm_head_weight, lm_head_bias, shift=1)
-    targets, weights, count = _shifted(input_ids, valid_mask, num_tokens)
-    rows = weighted_linear_nll(
-        hidden,
-        lm_head_weight,
-        targets,
-        normalized(weights, count, hidden),
-        bias=lm_head_bias,
-        chunk_size=chunk_size,
-        backend=backend,
-    )
-    return rows.loss
+    names = _checks.Names("hidden", "input_ids", "lm_head_weight", "lm_head_bias")
+    rows = Rows.of_hidden(hidden, lm_head_weight, lm_head_bias, names=names, chunk_size=chunk_size, backend=backend)
+    return _next_token(rows, input_ids, valid_mask, num_tokens)
 
 
-def _shifted(
-    input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: int | torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, int | torch.Tensor]:
-    """Next-token targets, the mask of scored positions (False in the last column), the denominator."""
+def _next_token(
+    rows: Rows, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count
+) -> torch.Tensor:
+    rows.check(input_ids, shift=1)
     input_ids, valid_mask = all_plain(input_ids, valid_mask)
     check_counts(num_tokens=num_tokens)
     if valid_mask is None:
@@ -118,4 +109,5 @@ def _shifted(
         _checks.check_same_device("input_ids", input_ids, valid_mask=valid_mask)
         valid = valid_mask.bool()
     scored = torch.nn.functional.pad(valid[:, :-1] & valid[:, 1:], (0, 1), value=False)[:, : valid.shape[1]]
-    return shift_left(input_ids), scored, scored.sum() if num_tokens is None else num_tokens
+    weights = divide(scored.to(rows.acc), scored.sum() if num_tokens is None else num_tokens)
+    return rows.weighted(shift_left(input_ids), weights).loss

@@ -261,11 +261,11 @@ def checked_sizes(rows: int, num_active: Any, **at_least_one: Any) -> dict[str, 
     return {name: value if value is None or type(value) is int else int(value) for name, value in sizes.items()}
 
 
-def check_active(active: torch.Tensor | None, targets: torch.Tensor) -> None:
-    """Raise unless ``active`` is None or a mask of the targets."""
+def check_active(names: Names, rows: torch.Tensor, active: torch.Tensor | None) -> None:
+    """Raise unless ``active`` is None or a mask of the rows ``[..., C]``."""
     if active is not None:
-        check_mask("active", active, targets.shape, "that of targets")
-        check_same_device("targets", targets, active=active)
+        check_mask("active", active, rows.shape[:-1], f"that of {names.targets}")
+        check_same_device(names.rows, rows, active=active)
 
 
 def checked_weights(weights: torch.Tensor, targets: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -82,7 +82,7 @@ def weighted_linear_nll(
     _checks.check_row_targets(
         _checks.LINEAR, hidden, targets, weight, bias, check_targets=check_targets, ignore_index=ignore_index
     )
-    _checks.check_active(active, targets)
+    _checks.check_active(_checks.LINEAR, hidden, active)
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     job = LinearJob(hidden, weight, bias, targets, weights, weights if active is None else active)
     plan = Plan(
@@ -142,7 +142,7 @@ def linear_token_nll(
     _checks.check_row_targets(
         _checks.LINEAR, hidden, targets, weight, bias, check_targets=check_targets, ignore_index=ignore_index
     )
-    _checks.check_active(active, targets)
+    _checks.check_active(_checks.LINEAR, hidden, active)
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct,

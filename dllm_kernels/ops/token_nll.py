@@ -62,7 +62,7 @@ def token_nll(
     """
     targets, active = all_plain(targets, active)
     _checks.check_row_targets(_checks.LOGITS, logits, targets, check_targets=check_targets, ignore_index=ignore_index)
-    _checks.check_active(active, targets)
+    _checks.check_active(_checks.LOGITS, logits, active)
     job = LogitsJob(logits, targets, active)
     plan = Plan(
         logits.dtype,
@@ -121,7 +121,7 @@ def weighted_nll(
     targets, weights, active = all_plain(targets, weights, active)
     weights = _checks.checked_weights(weights, targets, logits)
     _checks.check_row_targets(_checks.LOGITS, logits, targets, check_targets=check_targets, ignore_index=ignore_index)
-    _checks.check_active(active, targets)
+    _checks.check_active(_checks.LOGITS, logits, active)
     job = LogitsJob(logits, targets, weights if active is None else active)
     plan = Plan(
         logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll,

@@ -1,0 +1,193 @@
+"""The base of the diffusion losses: their one signature, in both forms, and its checks.
+
+A loss says what its rows weigh, in :meth:`DiffusionLoss._weights`, and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
+from dllm_kernels.losses._rows import Rows
+from dllm_kernels.ops import _checks
+from dllm_kernels.ops._target_range import first_true
+from dllm_kernels.ops._plain import all_plain
+
+P_MASK_MIN = 1e-8
+
+
+class Batch(NamedTuple):
+    """What is known of the tokens ``[B, L]``, as :meth:`DiffusionLoss.forward` describes it, in plain tensors."""
+
+    target_ids: torch.Tensor
+    noise_mask: torch.Tensor
+    p_mask: torch.Tensor
+    loss_mask: torch.Tensor
+    loss_mask_ar: torch.Tensor | None
+    num_diffusion_tokens: Count
+    num_ar_tokens: Count
+
+    @classmethod
+    def of(cls, *fields: Any) -> Batch:
+        """The fields in their order; those that are DTensors are gathered."""
+        return cls(*all_plain(*fields))
+
+    def check_used_or_not(self, **tensors: torch.Tensor | None) -> None:
+        """Check what a loss may not look at: what was meant for another argument must not vanish in it."""
+        check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
+        if self.loss_mask_ar is not None:
+            check_masks(self.target_ids, loss_mask_ar=self.loss_mask_ar)
+        for name, value in tensors.items():
+            if value is not None:
+                _checks.check_tensor(name, value)
+
+    def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
+        """(noise_mask & loss_mask) / max(p_mask, 1e-8) over the count, 0 outside the masks whatever p_mask holds there."""
+        check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
+        check_not_swapped(self.p_mask)
+        _checks.check_constant("p_mask", self.p_mask)
+        self._check_probabilities()
+        inverse = self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN).reciprocal()
+        weights = torch.where(self.noise_mask.bool() & self.loss_mask.bool(), inverse, 0.0)
+        return divide(weights, self.num_diffusion_tokens)
+
+    def _check_probabilities(self) -> None:
+        """Raise where they are out of range, or stand in the mask; on CPU, for a GPU would have to be waited for."""
+        p_mask, noise_mask, supervised = self.p_mask, self.noise_mask, self.loss_mask.bool()
+        if p_mask.device.type != "cpu" or torch.compiler.is_compiling():
+            return
+        where = first_true(supervised & noise_mask.bool() & ~((p_mask >= 0) & (p_mask <= 1)))
+        if where is not None:
+            raise ValueError(
+                f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
+            )
+        where = first_true(supervised & (noise_mask > 0) & (noise_mask < 1))
+        if where is not None:
+            raise ValueError(
+                f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; "
+                "are noise_mask and p_mask swapped?"
+            )
+
+
+def check_not_swapped(p_mask: torch.Tensor | None) -> None:
+    """Raise where ``p_mask`` can only be a mask, found without looking at its values."""
+    if p_mask is not None and p_mask.dtype == torch.bool:
+        raise ValueError("p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?")
+
+
+class DiffusionLoss(nn.Module):
+    """A loss of tokens ``[B, L]``, from logits or from hidden states.
+
+    Args:
+        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
+            to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
+        backend: "auto", "triton" or "torch".
+    """
+
+    def __init__(self, fp32_upcast: bool = True, *, backend: str = "auto") -> None:
+        super().__init__()
+        self.fp32_upcast = fp32_upcast
+        self.backend = backend
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        target_ids: torch.Tensor,
+        noise_mask: torch.Tensor,
+        p_mask: torch.Tensor,
+        loss_mask: torch.Tensor,
+        loss_mask_ar: torch.Tensor | None = None,
+        num_diffusion_tokens: int | torch.Tensor | None = None,
+        num_ar_tokens: int | torch.Tensor | None = None,
+        causal_logits: torch.Tensor | None = None,
+        noisy_input_ids: torch.Tensor | None = None,
+    ) -> DLLMLossOutput:
+        """Compute the loss from logits. All losses are called alike; what one of them does not use, it checks all the same.
+
+        Args:
+            logits: ``[B, L, V]``, any float dtype; for the hybrid loss also ``[B, 2 L, V]``, the diffusion logits followed
+                by the AR logits.
+            target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
+            noise_mask: ``[B, L]``, nonzero where the token was masked (not used by block diffusion).
+            p_mask: ``[B, L]``, the probability with which it was, a constant (not used by block diffusion).
+            loss_mask: ``[B, L]``, nonzero where the token is supervised.
+            loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, fractions kept; None: no AR part (hybrid).
+            num_diffusion_tokens: divides the diffusion sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, for
+                block diffusion the number of supervised positions here.
+            num_ar_tokens: divides the AR sum likewise (hybrid).
+            causal_logits: ``[B, L, V]`` AR logits of their own; None: those in ``logits``, if it has them (hybrid).
+            noisy_input_ids: not used.
+
+        Returns:
+            :class:`DLLMLossOutput`: ``dllm_loss`` is the diffusion part of ``total_loss``, detached.
+
+        Raises:
+            TypeError: an argument that should be a tensor is not.
+            ValueError: shapes, dtypes or devices that do not fit, or masks that were swapped.
+        """
+        masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
+        batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
+        rows = Rows.of_logits(logits, backend=self.backend, round_nll=not self.fp32_upcast)
+        return self._loss(rows, batch, causal_logits, noisy_input_ids)
+
+    def forward_fused(
+        self,
+        hidden: torch.Tensor,
+        lm_head_weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        noise_mask: torch.Tensor,
+        p_mask: torch.Tensor,
+        loss_mask: torch.Tensor,
+        loss_mask_ar: torch.Tensor | None = None,
+        num_diffusion_tokens: int | torch.Tensor | None = None,
+        num_ar_tokens: int | torch.Tensor | None = None,
+        noisy_input_ids: torch.Tensor | None = None,
+        *,
+        causal_hidden: torch.Tensor | None = None,
+        lm_head_bias: torch.Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> DLLMLossOutput:
+        """Compute the same loss from hidden states and the LM head; the logits exist one chunk at a time.
+
+        Args:
+            hidden: ``[B, L, D]``; for the hybrid loss also ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
+            lm_head_weight: ``[V, D]``.
+            target_ids: as in :meth:`forward`, and so the masks and counts.
+            noise_mask: as in :meth:`forward`.
+            p_mask: as in :meth:`forward`.
+            loss_mask: as in :meth:`forward`.
+            loss_mask_ar: as in :meth:`forward`.
+            num_diffusion_tokens: as in :meth:`forward`.
+            num_ar_tokens: as in :meth:`forward`.
+            noisy_input_ids: not used.
+            causal_hidden: ``[B, L, D]`` of the AR branch; None: those in ``hidden``, if it has them (hybrid).
+            lm_head_bias: ``[V]`` or None.
+            chunk_size: rows of logits that exist at a time; None chooses.
+
+        Returns:
+            :class:`DLLMLossOutput` as in :meth:`forward`.
+
+        Raises:
+            TypeError: an argument that should be a tensor is not.
+            ValueError: shapes, dtypes or devices that do not fit, or masks that were swapped.
+        """
+        masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
+        batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
+        rows = Rows.of_hidden(
+            hidden, lm_head_weight, lm_head_bias, chunk_size=chunk_size, backend=self.backend, round_nll=not self.fp32_upcast
+        )  # fmt: skip
+        return self._loss(rows, batch, causal_hidden, noisy_input_ids)
+
+    def _loss(
+        self, rows: Rows, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+    ) -> DLLMLossOutput:
+        rows.check(batch.target_ids)
+        batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
+        return single_loss(rows.weighted(batch.target_ids, self._weights(batch, rows.acc)).loss)
+
+    def _weights(self, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+        """What each row's NLL weighs, ``[B, L]``, the denominator included; 0 for rows that are not to be read."""
+        raise NotImplementedError

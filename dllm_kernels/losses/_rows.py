@@ -1,0 +1,89 @@
+"""Rows of logits, given or made from hidden states by an LM head: all that tells the two forms of a loss apart."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dllm_kernels.ops import _checks, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._plain import plain
+from dllm_kernels.ops._results import WeightedNLL
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a loss is computed from.
+
+    Attributes:
+        x: logits ``[..., V]``, or hidden states ``[..., D]``.
+        names: what the caller calls them, the targets and the LM head.
+        options: for the ops, the same in every call.
+        weight: LM head ``[V, D]`` with hidden states.
+        bias: ``[V]`` or None.
+    """
+
+    x: torch.Tensor
+    names: _checks.Names
+    options: dict[str, Any]
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @classmethod
+    def of_logits(cls, logits: torch.Tensor, *, names: _checks.Names | None = None, **options: Any) -> Rows:
+        """Rows of logits."""
+        return cls(logits, names or _checks.Names("logits", "target_ids"), options)
+
+    @classmethod
+    def of_hidden(
+        cls,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        names: _checks.Names | None = None,
+        **options: Any,
+    ) -> Rows:
+        """Rows that an LM head makes of hidden states, one chunk at a time."""
+        names = names or _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
+        return cls(hidden, names, options, weight, bias)
+
+    def of(self, x: torch.Tensor, name: str) -> Rows:
+        """Other rows of the same kind, which the caller calls ``name``."""
+        return replace(self, x=x, names=self.names._replace(rows=name))
+
+    @property
+    def fused(self) -> bool:
+        """Whether there is an LM head."""
+        return bool(self.names.weight)
+
+    @property
+    def acc(self) -> torch.dtype:
+        """The dtype that sums over the rows are made in."""
+        return torch.promote_types(self.x.dtype, torch.float32)
+
+    def check(self, target_ids: torch.Tensor, *, width: int | None = None, shift: int = 0) -> None:
+        """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any.
+
+        ``shift``: how many positions before a token stands the row that it is the target of.
+        """
+        names, x = self.names, self.x
+        V = _checks.check_rows(names, x, target_ids, self.weight, self.bias)
+        _checks.check_ndim(names.rows, x, 3, "[B, L, D]" if self.fused else "[B, L, V]")
+        _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
+        B, L = target_ids.shape
+        expected = (B, L if width is None else width)
+        if tuple(x.shape[:2]) != expected:
+            raise ValueError(
+                f"{names.rows} must have shape {(*expected, x.shape[2])} to go with {names.targets} of shape {(B, L)}, "
+                f"got {tuple(x.shape)}"
+            )
+        targets = plain(target_ids)[:, shift:] if shift else target_ids
+        _checks.check_target_range(None, names.targets, targets, V, shift=shift)
+
+    def weighted(self, targets: torch.Tensor, weights: torch.Tensor, **flags: Any) -> WeightedNLL:
+        """The sum of weights * NLL: every loss is one of these."""
+        if self.weight is None:
+            return weighted_nll(self.x, targets, weights, **self.options, **flags)
+        return weighted_linear_nll(self.x, self.weight, targets, weights, bias=self.bias, **self.options, **flags)
