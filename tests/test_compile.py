@@ -242,7 +242,9 @@ def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):
 
 
 def test_opcheck_of_the_check_of_targets():
-    torch.library.opcheck(_compiled_checks.target_range, (torch.tensor([0, 3, -100], device=DEVICE), "targets", V, -100, 0))
+    torch.library.opcheck(
+        _compiled_checks.target_range, (torch.tensor([0, 3, -100], device=DEVICE), "targets", V, -100, 0)
+    )
 
 
 class Head(nn.Module):

@@ -13,8 +13,8 @@ from torch import nn
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.ops import _checks
-from dllm_kernels.ops._target_range import first_true
 from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops._target_range import first_true
 
 P_MASK_MIN = 1e-8
 
