@@ -576,7 +576,7 @@ def test_losses_from_logits_call_their_arguments_as_the_caller_does(loss, logits
 
 
 def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
-    monkeypatch.setattr("dllm_kernels.losses.hybrid.weighted_nll", None)
+    monkeypatch.setattr("dllm_kernels.losses._rows.weighted_nll", None)
     call = functools.partial(HybridDiffusionLLMLoss(), X, Y, ON, ON, ON, ON)
     raises(ValueError, f"causal_logits must have dtype {FLOATS}, got int64", call, causal_logits=X.long())
     raises(
