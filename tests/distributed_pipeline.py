@@ -172,10 +172,12 @@ def pipeline_of_a_diffusion_loss(form):
 
     def loss_fn(output, target):
         ids, noise_mask, p_mask, loss_mask = target.unbind(1)
-        loss, masks = ours.MDLMCrossEntropyLoss(), (ids.long(), noise_mask, p_mask, loss_mask, count)
+        loss, masks = ours.MDLMCrossEntropyLoss(), (ids.long(), noise_mask, p_mask, loss_mask)
+        options = {"num_diffusion_tokens": count}
         if form == "logits":
-            return loss(output, *masks).total_loss
-        return loss.forward_fused(output, last.lm_head.weight, *masks, lm_head_bias=last.lm_head.bias).total_loss
+            return loss(output, *masks, **options).total_loss
+        options["lm_head_bias"] = last.lm_head.bias
+        return loss.forward_fused(output, last.lm_head.weight, *masks, **options).total_loss
 
     ids = batch(form)[0]
     first, last = FirstStage(), LastStage(form)

@@ -55,7 +55,7 @@ class Batch(NamedTuple):
         return divide(weights, self.num_diffusion_tokens)
 
     def _check_probabilities(self) -> None:
-        """Raise where they are out of range, or stand in the mask; on CPU, for a GPU would have to be waited for."""
+        """Raise where they are out of range or stand in the mask; on a GPU that would cost a sync, so not there."""
         p_mask, noise_mask, supervised = self.p_mask, self.noise_mask, self.loss_mask.bool()
         if p_mask.device.type != "cpu" or torch.compiler.is_compiling():
             return
@@ -64,7 +64,8 @@ class Batch(NamedTuple):
             raise ValueError(
                 f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
             )
-        where = first_true(supervised & (noise_mask > 0) & (noise_mask < 1))
+        fractions = noise_mask.is_floating_point()
+        where = first_true(supervised & (noise_mask > 0) & (noise_mask < 1)) if fractions else None
         if where is not None:
             raise ValueError(
                 f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; "
@@ -112,9 +113,10 @@ class DiffusionLoss(nn.Module):
                 by the AR logits.
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
             noise_mask: ``[B, L]``, nonzero where the token was masked (not used by block diffusion).
-            p_mask: ``[B, L]``, the probability with which it was, a constant (not used by block diffusion).
+            p_mask: ``[B, L]``, the probability with which it was, in [0, 1], a constant (not used by block diffusion).
             loss_mask: ``[B, L]``, nonzero where the token is supervised.
-            loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, fractions kept; None: no AR part (hybrid).
+            loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, a constant, fractions kept; None: no AR
+                part (hybrid).
             num_diffusion_tokens: divides the diffusion sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, for
                 block diffusion the number of supervised positions here.
             num_ar_tokens: divides the AR sum likewise (hybrid).
@@ -126,7 +128,8 @@ class DiffusionLoss(nn.Module):
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or masks that were swapped.
+            ValueError: shapes, dtypes or devices that do not fit; on CPU, a ``p_mask`` outside [0, 1] where it is used;
+                masks that are swapped, as far as it shows; a constant or count that requires a gradient.
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
@@ -172,7 +175,8 @@ class DiffusionLoss(nn.Module):
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or masks that were swapped.
+            ValueError: shapes, dtypes or devices that do not fit; on CPU, a ``p_mask`` outside [0, 1] where it is used;
+                masks that are swapped, as far as it shows; a constant or count that requires a gradient.
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)

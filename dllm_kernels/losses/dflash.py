@@ -35,7 +35,8 @@ class DFlashDecayLoss(nn.Module):
         backend: "auto", "triton" or "torch".
 
     Raises:
-        ValueError: ``normalize`` is neither, or ``chunk_size`` < 1.
+        TypeError: ``chunk_size`` is not an int.
+        ValueError: ``normalize`` is neither, or ``chunk_size`` < 1. Both also at a call, for attributes assigned since.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class DFlashDecayLoss(nn.Module):
         Args:
             logits: ``[B, T, V]`` of the predicted positions, T = blocks * (block_size - 1).
             target_ids: ``[B, T]`` integers; -100 counts as NLL 0 and never as correct.
-            block_mask: ``[B, T]``, 0 where there is nothing to predict; fractions are kept as weights.
+            block_mask: ``[B, T]``, 0 where there is nothing to predict; fractions are kept as weights, constant ones.
             num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself. Not used with
                 ``normalize="mean"``.
             block_size: positions of a block, the anchor included: the decay restarts with each block, and accuracy is

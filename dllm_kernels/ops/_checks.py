@@ -172,7 +172,8 @@ def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: 
         raise ValueError(f"{names.weight} must have shape [V, D] with V >= 1 and D >= 1, got {(V, D)}")
     if hidden.dim() == 0 or hidden.shape[-1] != D:
         raise ValueError(
-            f"{names.rows} must have shape [..., {D}] to go with {names.weight} [V, D] = {(V, D)}, got {tuple(hidden.shape)}"
+            f"{names.rows} must have shape [..., {D}] to go with {names.weight} [V, D] = {(V, D)}, "
+            f"got {tuple(hidden.shape)}"
         )
     if bias is not None:
         check_float(names.bias, bias)

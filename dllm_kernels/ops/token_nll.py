@@ -46,8 +46,8 @@ def token_nll(
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
         with_correct: also return whether the target is the argmax.
-        inplace_backward: write the gradient over ``logits`` instead of allocating it. Nothing else may read the logits
-            afterwards: autograd raises an error if another backward pass tries to.
+        inplace_backward: write the gradient over ``logits`` instead of allocating it; no two rows may share memory.
+            Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
         check_targets: raise an IndexError that names the first bad target; reads the targets back to the host. None
             follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
