@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, shift_left
+from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, shift_left, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.ops._checks import check_constant
 
@@ -75,6 +75,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         elif beyond:
             targets, weights = F.pad(targets.long(), (0, beyond), value=-100), F.pad(weights, (0, beyond))
         out = rows.weighted(targets, weights)
+        if not beyond:
+            return single_loss(out.loss)
         L = batch.target_ids.shape[1]
         return DLLMLossOutput(out.loss, _sum(out.nll[:, :L], weights[:, :L]))
 
