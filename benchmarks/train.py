@@ -13,10 +13,10 @@ import json
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -47,14 +47,51 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 #: A step of some modes costs more: hybrid runs the model twice, mtp the head three times. Shares of "steps".
 STEPS_SHARE = {"hybrid": 0.5, "mtp": 0.4}
+#: Where not 1: the tokenizer begins with 256 bytes and 2 special tokens, a drafted block with a token that is known.
+LEAST = {"length": 2, "vocab": 258, "draft_block": 2}
 
 
-def options_from(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse; what is not given comes from the preset of the device, or from "tiny"."""
+def _whole(low: int) -> Callable[[str], int]:
+    """Parses an int of at least ``low``."""
+
+    def parse(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if (value := int(text)) >= low:
+                return value
+        raise argparse.ArgumentTypeError(f"must be an int of at least {low}, got {text!r}")
+
+    return parse
+
+
+def _real(zero: bool) -> Callable[[str], float]:
+    """Parses a finite number above 0, or 0 too."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if math.isfinite(value := float(text)) and (value > 0 or (zero and value == 0)):
+                return value
+        raise argparse.ArgumentTypeError(
+            f"must be a finite number {'of at least' if zero else 'above'} 0, got {text!r}"
+        )
+
+    return parse
+
+
+def _device(text: str) -> str:
+    try:
+        kind = torch.device(text).type
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"must be a device of torch, got {text!r}") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError(f"must be a device that is here, got {text!r}")
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks train", description=__doc__)
     add = parser.add_argument
     add("--mode", choices=tuple(TASKS), default="mdlm")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--backend", choices=("auto", "triton", "torch"), default="auto", help="of our loss")
     add(
         "--corruption",
@@ -63,16 +100,22 @@ def options_from(argv: Sequence[str]) -> argparse.Namespace:
         help="whose corruption both runs train on",
     )
     add("--out", type=Path, default=Path("demo-out"), help="folder for the picture, the curves and the text")
-    add("--seed", type=int, default=0)
-    add("--threads", type=int, help="CPU threads of torch")
+    add("--seed", type=_whole(0), default=0)
+    add("--threads", type=_whole(1), help="CPU threads of torch")
     add("--dtype", choices=tuple(measure.DTYPES), help="of autocast; default: bfloat16 on a GPU, none on CPU")
     add("--tiny", action="store_true", help="a model and a corpus for tests")
-    add("--alpha", type=float, default=0.3, help="weight of the diffusion part, hybrid")
-    add("--temperature", type=float, default=0.7, help="of the sample; 0 takes the most likely tokens")
+    add("--alpha", type=_real(zero=True), default=0.3, help="weight of the diffusion part, hybrid")
+    add("--temperature", type=_real(zero=True), default=0.7, help="of the sample; 0 takes the most likely tokens")
     add("--cache", type=Path, help="where the tokens are kept, default ~/.cache/dllm-kernels-demo")
     for name, value in PRESETS["cpu"].items():
-        add("--" + name.replace("_", "-"), type=type(value), help=f"on CPU: {value}")
-    options = parser.parse_args(argv)
+        kind = _real(zero=False) if isinstance(value, float) else _whole(LEAST.get(name, 1))
+        add("--" + name.replace("_", "-"), type=kind, help=f"on CPU: {value}")
+    return parser
+
+
+def options_from(argv: Sequence[str]) -> argparse.Namespace:
+    """Parse and check; what is not given comes from the preset of the device, or from "tiny"."""
+    options = _parser().parse_args(argv)
     preset = "tiny" if options.tiny else "gpu" if torch.device(options.device).type == "cuda" else "cpu"
     for name, value in PRESETS[preset].items():
         if getattr(options, name) is None:
@@ -80,7 +123,36 @@ def options_from(argv: Sequence[str]) -> argparse.Namespace:
             setattr(options, name, type(value)(value * share))
     on_gpu = torch.device(options.device).type == "cuda"
     options.dtype = measure.DTYPES[options.dtype or ("bfloat16" if on_gpu else "float32")]
+    _check(options)
     return options
+
+
+def _refuse(name: str, problem: str) -> NoReturn:
+    """End as the parser does, with status 2."""
+    _parser().error(f"argument --{name}: {problem}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    """What must hold between the arguments, whether given or from a preset."""
+    if options.seed >= 2**32:  # rows are seeded by a multiple of it, in 64 bits
+        _refuse("seed", f"must be less than 2**32, got {options.seed}")
+    if options.width % (2 * options.heads):
+        _refuse("heads", f"must divide --width {options.width} into even parts, got {options.heads}")
+    # A causal model writes on from a prompt of one token at least, a draft fills what comes after one.
+    causal = options.mode in ("dflash", "mtp")
+    most, named = (
+        options.length - causal,
+        f"--length less 1, {options.length - 1}" if causal else f"--length {options.length}",
+    )
+    for name in ("block_size", "draft_block") if options.mode == "dflash" else ("block_size",):
+        if getattr(options, name) > most:
+            _refuse(name.replace("_", "-"), f"must be at most {named}, got {getattr(options, name)}")
+
+
+def _check_corpus(corpus: train_data.Corpus, options: argparse.Namespace) -> None:
+    tokens = min(len(corpus.train), len(corpus.heldout))
+    if tokens <= options.length:
+        _refuse("corpus-bytes", f"must give texts longer than --length {options.length} tokens, got {tokens}")
 
 
 @dataclass
@@ -279,9 +351,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def largest_difference(runs: Sequence[Run], steps: int | None = None) -> float:
-    """Largest difference between the two training curves, relative to the loss, over all or the first steps."""
-    plain, ours = (run.train[:steps] for run in runs)
-    return max(abs(a - b) / max(abs(a), 1e-12) for a, b in zip(plain, ours, strict=True))
+    """Largest difference between the two training curves, relative to the loss, over all or the first steps.
+
+    NaN where a loss is, which Python's ``max`` would pass over.
+    """
+    plain, ours = (torch.tensor(run.train[:steps], dtype=torch.float64) for run in runs)
+    return float(((plain - ours).abs() / plain.abs().clamp(min=1e-12)).max())
 
 
 def _indented(text: str) -> str:
@@ -343,6 +418,7 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(options.threads)
     start = time.perf_counter()
     corpus = train_data.load(options.vocab, options.corpus_bytes, options.cache)
+    _check_corpus(corpus, options)
     print(
         f"text: {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held out, "
         f"vocabulary {corpus.vocab_size:,} ({time.perf_counter() - start:.1f} s)"
@@ -356,4 +432,4 @@ def main(argv: list[str]) -> int:
         sample = task.sample(runs[1].model.eval(), text)
     report(task, runs, eval_steps, guess, sample, options)
     print(f"done in {time.perf_counter() - start:.0f} s")
-    return int(options.steps >= 10 and runs[1].heldout[-1] >= runs[1].heldout[0])
+    return int(options.steps >= 10 and not runs[1].heldout[-1] < runs[1].heldout[0])  # NaN did not fall

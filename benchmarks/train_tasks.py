@@ -311,7 +311,7 @@ class DFlash(Task):
             return found
 
         ids, gained = train_sampler.speculate(
-            lambda ids: self.target(ids, causal=True), draft, prompt, len(truth) - room
+            lambda ids: self.target(ids, causal=True), draft, prompt, max(len(truth) - room, 1)
         )
         made = self.corpus.decode(ids[len(prompt) :])
         note = f"{sum(gained) / len(gained):.2f} tokens for each check by the target (1.00 without a draft)"

@@ -164,3 +164,78 @@ def test_learning_rate_warms_up_and_decays():
     assert rates[0] == pytest.approx(0.2)
     assert max(rates) == 1.0
     assert rates[-1] == pytest.approx(0.1 + 0.45 * (1 + math.cos(math.pi * 94 / 95)))  # a step before the tenth
+
+
+REFUSED = {
+    "--steps 0": "argument --steps: must be an int of at least 1, got '0'",
+    "--steps -3": "argument --steps: must be an int of at least 1, got '-3'",
+    "--steps 2.5": "argument --steps: must be an int of at least 1, got '2.5'",
+    "--batch 0": "argument --batch: must be an int of at least 1, got '0'",
+    "--length 1": "argument --length: must be an int of at least 2, got '1'",
+    "--width 0": "argument --width: must be an int of at least 1",
+    "--layers 0": "argument --layers: must be an int of at least 1",
+    "--heads 0": "argument --heads: must be an int of at least 1",
+    "--width 32 --heads 3": "argument --heads: must divide --width 32 into even parts, got 3",
+    "--width 6 --heads 2": "argument --heads: must divide --width 6 into even parts, got 2",
+    "--vocab 100": "argument --vocab: must be an int of at least 258, got '100'",
+    "--corpus-bytes 0": "argument --corpus-bytes: must be an int of at least 1",
+    "--evals 0": "argument --evals: must be an int of at least 1",
+    "--heldout 0": "argument --heldout: must be an int of at least 1",
+    "--block-size 0": "argument --block-size: must be an int of at least 1",
+    "--block-size 33": "argument --block-size: must be at most --length 32, got 33",
+    "--mode mtp --block-size 32": "argument --block-size: must be at most --length less 1, 31, got 32",
+    "--draft-block 1": "argument --draft-block: must be an int of at least 2, got '1'",
+    "--mode dflash --draft-block 32": "argument --draft-block: must be at most --length less 1, 31, got 32",
+    "--blocks 0": "argument --blocks: must be an int of at least 1",
+    "--lr 0": "argument --lr: must be a finite number above 0, got '0'",
+    "--lr nan": "argument --lr: must be a finite number above 0, got 'nan'",
+    "--alpha inf": "argument --alpha: must be a finite number of at least 0, got 'inf'",
+    "--temperature -1": "argument --temperature: must be a finite number of at least 0, got '-1'",
+    "--temperature hot": "argument --temperature: must be a finite number of at least 0, got 'hot'",
+    "--threads 0": "argument --threads: must be an int of at least 1, got '0'",
+    "--seed -1": "argument --seed: must be an int of at least 0",
+    f"--seed {2**40}": "argument --seed: must be less than 2**32, got 1099511627776",
+    "--device nowhere": "argument --device: must be a device of torch, got 'nowhere'",
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_an_argument_that_cannot_be_is_refused_before_anything_is_read(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--tiny", "--device", "cpu", *arguments.split()])
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert REFUSED[arguments] in printed.err
+    assert not printed.out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_gpu_that_is_not_there_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--tiny", "--device", "cuda"])
+    assert "argument --device: must be a device that is here, got 'cuda'" in capsys.readouterr().err
+
+
+def test_a_text_shorter_than_the_windows_is_refused(tmp_path, cache, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run("mdlm", tmp_path, cache, "--corpus-bytes", "1")
+    assert stopped.value.code == 2
+    assert "argument --corpus-bytes: must give texts longer than --length 32 tokens, got " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mode", TASKS)
+def test_the_smallest_that_is_accepted_runs(mode, tmp_path, cache):
+    last = mode in ("dflash", "mtp")
+    least = {"steps": 1, "batch": 1, "length": 3, "width": 2, "layers": 1, "heads": 1, "vocab": 258, "evals": 1}
+    least |= {"heldout": 1, "block-size": 2 if last else 3, "draft-block": 2, "blocks": 1, "temperature": 0, "alpha": 0}
+    status, result = run(mode, tmp_path, cache, *(str(x) for k, v in least.items() for x in (f"--{k}", v)))
+    assert status == 0
+    assert len(result["curves"]["ours"]["train"]) == 1
+
+
+def test_a_training_that_diverges_is_still_reported(tmp_path, cache, capsys):
+    status, result = run("mdlm", tmp_path, cache, "--lr", "1e30", "--steps", "12")
+    assert status == 1
+    assert not math.isfinite(result["table"][1]["heldout_last"])
+    assert math.isnan(result["largest_difference"])
+    assert "nan over all steps" in capsys.readouterr().out
