@@ -11,6 +11,9 @@ Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2, eq. 24 an
 from __future__ import annotations
 
 import inspect
+import itertools
+import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, overload
@@ -20,7 +23,7 @@ from torch import nn
 
 from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._head import check_plain_head, projects
-from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops._plain import all_plain, is_dtensor, plain_count
 
 PADDING = -100
 FROM_LOGITS = "take a base loss from logits, such as MaskedCrossEntropy, whose logits come from the head itself"
@@ -54,6 +57,7 @@ class MaskedCrossEntropy(nn.Module):
         backend: "auto", "triton" or "torch".
 
     Raises:
+        TypeError: an ``ignore_index`` that is not an int.
         ValueError: an unknown ``reduction``.
     """
 
@@ -62,7 +66,7 @@ class MaskedCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         self.fp32_upcast = fp32_upcast
-        self.ignore_index = ignore_index
+        self.ignore_index = _checked_index(ignore_index)
         self.reduction = _checked_reduction(reduction)
         self.backend = backend
 
@@ -78,10 +82,11 @@ class MaskedCrossEntropy(nn.Module):
 
         Args:
             logits: ``[..., V]``, any float dtype.
-            labels: ``[...]`` integers; not modified.
-            mask: ``[...]`` or None; 0 leaves a position out.
+            labels: ``[...]`` integers; not modified. Leading dimensions may be merged in one of both, as in ``[B, S, V]``
+                with ``[B * S]``; ``[S, B]`` beside ``[B, S, V]`` is refused, though it has as many entries.
+            mask: one entry a label, in any shape, or one for all, or None; 0 leaves a position out.
             num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor. Only with ``reduction="sum"``.
-            loss_weights: ``[...]`` or None, a factor per position. Only with ``reduction="sum"``.
+            loss_weights: of the shape of ``labels`` or None, a factor per position. Only with ``reduction="sum"``.
 
         Returns:
             0-d loss; with ``reduction="none"`` one number a position, flattened.
@@ -92,8 +97,9 @@ class MaskedCrossEntropy(nn.Module):
         """
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         _check_rows(LOGITS, self.ignore_index, logits, labels)
-        weights = _position_weights(logits, labels, self.ignore_index, mask, loss_weights)
-        targets = _targets(labels, self.ignore_index)
+        rows = _rows_of(logits, labels)
+        weights = _position_weights(logits, labels, self.ignore_index, mask, loss_weights).reshape(rows)
+        targets = _targets(labels, self.ignore_index).reshape(rows)
         if self.reduction == "none":
             nll = token_nll(logits, targets, active=weights, ignore_index=PADDING, backend=self.backend).nll.flatten()
             return nll if self.fp32_upcast else nll.to(logits.dtype).to(nll.dtype)
@@ -115,6 +121,7 @@ class FusedLinearCrossEntropy(nn.Module):
         backend: "auto", "triton" or "torch".
 
     Raises:
+        TypeError: an ``ignore_index`` or a ``chunk_size`` that is not an int.
         ValueError: an unknown ``reduction``, ``chunk_size`` < 1, or ``logit_softcapping`` other than 0.
     """
 
@@ -136,7 +143,7 @@ class FusedLinearCrossEntropy(nn.Module):
             )
         if chunk_size is not None:
             _checks.check_positive_int("chunk_size", chunk_size)
-        self.ignore_index = ignore_index
+        self.ignore_index = _checked_index(ignore_index)
         self.logit_softcapping = logit_softcapping
         self.reduction = _checked_reduction(reduction)
         self.impl = impl
@@ -175,6 +182,7 @@ class FusedLinearCrossEntropy(nn.Module):
         """
         _check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         _check_rows(HIDDEN, self.ignore_index, hidden_states, labels, lm_weight, lm_bias)
+        _checks.check_shape("labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension")
         weights = _position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
         targets = _targets(labels, self.ignore_index)
         options: dict[str, Any] = {"bias": lm_bias, "chunk_size": self.chunk_size, "backend": self.backend}
@@ -194,8 +202,32 @@ def _check_rows(
     names: _checks.Names, ignore_index: int, rows: torch.Tensor, labels: torch.Tensor, *head: torch.Tensor | None
 ) -> None:
     V = _checks.check_rows(names, rows, labels, *head)
-    _checks.check_shape(names.targets, labels, rows.shape[:-1], f"that of {names.rows} without its last dimension")
     _checks.check_target_range(None, names.targets, _targets(labels, ignore_index), V)
+
+
+def _checked_index(ignore_index: int) -> int:
+    if isinstance(ignore_index, bool) or not isinstance(ignore_index, numbers.Integral):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    return int(ignore_index)
+
+
+def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
+    """Shape of the rows of logits, which that of labels equals once adjacent dimensions of the one are merged."""
+    _checks.check_ids("labels", labels)
+    rows, shape = logits.shape[:-1], labels.shape
+    if shape != rows and not (rows.numel() == shape.numel() and (_merges(rows, shape) or _merges(shape, rows))):
+        raise ValueError(
+            f"labels must have shape {tuple(rows)} like logits without its last dimension, or that with dimensions merged, "
+            f"got {tuple(shape)}"
+        )
+    _checks.check_same_device("logits", logits, labels=labels)
+    return rows
+
+
+def _merges(fine: torch.Size, coarse: torch.Size) -> bool:
+    """Whether dimensions of ``fine`` that lie side by side, merged, are ``coarse``; both have as many entries."""
+    ends = list(itertools.accumulate(fine, operator.mul, initial=1))
+    return all(end in ends for end in itertools.accumulate(coarse, operator.mul))
 
 
 def _check_sum_only(reduction: str, **options: object) -> None:
@@ -214,12 +246,14 @@ def _position_weights(
     loss_weights: torch.Tensor | None,
 ) -> torch.Tensor:
     """Weight of every position, 0 where its label is ignored or its mask is 0; in the dtype of sums over ``like``."""
-    labels, mask, loss_weights = all_plain(labels, mask, loss_weights)
-    _checks.check_tensor("labels", labels)
+    mask, loss_weights = all_plain(mask, loss_weights)
+    labels = _widened(labels)
     dtype = torch.promote_types(like.dtype, torch.float32)
     counts = (labels != ignore_index) & (labels != PADDING)
     if mask is not None:
-        _checks.check_mask("mask", mask.reshape(-1), (labels.numel(),), "one entry per label")
+        _checks.check_tensor("mask", mask)
+        mask = mask.reshape(-1).expand(labels.numel()) if mask.numel() == 1 else mask.reshape(-1)
+        _checks.check_mask("mask", mask, (labels.numel(),), "one entry per label")
         _checks.check_same_device("labels", labels, mask=mask)
         counts = counts & (mask.reshape(labels.shape) != 0)
     if loss_weights is None:
@@ -232,20 +266,28 @@ def _position_weights(
 
 def _targets(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Labels as the ops take them, -100 where they are ignored; a label that the loss ignores is no bad target."""
-    (labels,) = all_plain(labels)
+    labels = _widened(labels)
     return labels if ignore_index == PADDING else labels.masked_fill(labels == ignore_index, PADDING)
+
+
+def _widened(labels: torch.Tensor) -> torch.Tensor:
+    """Labels, whole, as int64: a narrower type may not hold -100, and 156 equals it as uint8."""
+    (labels,) = all_plain(labels)
+    _checks.check_ids("labels", labels)
+    return labels.long()
 
 
 def _normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
     """Weights over their denominator; a denominator of 0 gives weights of 0, never NaN."""
     if reduction == "mean":
         return weights / weights.sum().clamp(min=1)
-    if num_label_tokens is None:
+    count = plain_count(num_label_tokens)
+    if count is None:
         return weights
-    if isinstance(num_label_tokens, torch.Tensor):
-        count = num_label_tokens.detach().reshape(())
-        return torch.where(count != 0, weights / torch.where(count != 0, count, 1), 0.0)
-    return weights / num_label_tokens if num_label_tokens else torch.zeros_like(weights)
+    if isinstance(count, torch.Tensor):
+        count = count.detach().reshape(()).to(weights.dtype)
+        return weights / torch.where(count != 0, count, torch.inf)
+    return weights / count if count else torch.zeros_like(weights)
 
 
 def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
@@ -255,16 +297,17 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
         loss_fn: a loss whose ``forward`` takes ``lm_weight`` (then it gets hidden states and the head) or ``logits``.
         **kwargs: ``labels``; ``logits`` or ``hidden_states``; ``model`` (for its LM head), ``lm_weight`` (the head, when
             the caller has it already), ``num_label_tokens``, ``loss_weights``, ``grad_reduce_group``, ``logits_dtype``.
-            What ``loss_fn`` does not take is not passed on.
+            ``grad_reduce_group`` and ``logits_dtype`` are passed on where ``loss_fn`` takes them.
 
     Returns:
         The loss, 0-d.
 
     Raises:
         ValueError: the loss needs an LM head and the model has none, or one that is more than its weight and bias (an
-            adapter, hooks) and not handed over as ``lm_weight``; or its input is missing.
+            adapter, hooks) and not handed over as ``lm_weight``; its input is missing; or it does not take what its value
+            depends on: a count, weights, the bias of the LM head.
     """
-    labels = _normalized_labels(kwargs["labels"], _ignore_index(loss_fn))
+    labels = _normalized_labels(_required(kwargs, "labels", loss_fn), _ignore_index(loss_fn))
     offered: dict[str, Any] = {
         "labels": labels,
         **{k: kwargs.get(k) for k in ("num_label_tokens", "loss_weights", "grad_reduce_group", "logits_dtype")},
@@ -287,16 +330,29 @@ def _required(kwargs: Mapping[str, Any], name: str, loss_fn: nn.Module) -> Any:
 
 def _call(loss_fn: nn.Module, offered: Mapping[str, Any]) -> torch.Tensor:
     """Call with the arguments that the loss takes; those that are None are left to its defaults."""
-    parameters = inspect.signature(loss_fn.forward).parameters
+    parameters = _forward_parameters(loss_fn)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    known = {k: v for k, v in offered.items() if v is not None and (takes_all or k in parameters)}
+    given = {k: v for k, v in offered.items() if v is not None}
+    known = given if takes_all else {k: v for k, v in given.items() if k in parameters}
+    for name in ("num_label_tokens", "loss_weights", "lm_bias"):
+        if name in given and name not in known:
+            raise ValueError(f"{name} must be None for {type(loss_fn).__name__}, whose forward does not take it")
     loss: torch.Tensor = loss_fn(**known)
     return loss
 
 
+def _forward_parameters(loss_fn: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Parameters of ``forward``, of the class where the loss has none of its own.
+
+    A method bound to a loss that is made inside a compiled function cannot be inspected there.
+    """
+    forward = vars(loss_fn).get("forward")
+    return inspect.signature(type(loss_fn).forward if forward is None else forward).parameters
+
+
 def _is_linear(loss_fn: nn.Module) -> bool:
     """Whether the loss takes hidden states and the LM head instead of logits."""
-    return "lm_weight" in inspect.signature(loss_fn.forward).parameters
+    return "lm_weight" in _forward_parameters(loss_fn)
 
 
 def _is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
@@ -309,7 +365,7 @@ def _is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
 
 def _ignore_index(loss_fn: nn.Module) -> int:
     value = getattr(loss_fn, "ignore_index", PADDING)
-    return value if isinstance(value, int) else PADDING
+    return int(value) if isinstance(value, numbers.Integral) else PADDING
 
 
 def _checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
@@ -322,7 +378,7 @@ def _checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
 
 def _normalized_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Labels with the padding of the data set, -100, written as the loss's own ``ignore_index``."""
-    return labels if ignore_index == PADDING else labels.masked_fill(labels == PADDING, ignore_index)
+    return labels if ignore_index == PADDING else labels.long().masked_fill(labels.long() == PADDING, ignore_index)
 
 
 def _unwrapped(model: nn.Module | None) -> nn.Module | None:
@@ -387,7 +443,7 @@ def _logits_of(hidden: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
 def _gathered_once(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     """A sharded head gathered for several uses, so that they share one gather and one reduction of its gradient."""
-    if not hasattr(weight, "device_mesh"):
+    if not is_dtensor(weight):
         return weight
     from dllm_kernels.distributed.fsdp import gather_head
 
@@ -407,8 +463,9 @@ def mtp_labels(
         seq_idx: as ``labels``; equal numbers mark one packed sub-sequence. None: no packing.
 
     Returns:
-        A new tensor of the shape and dtype of ``labels``.
+        A new int64 tensor of the shape of ``labels``.
     """
+    labels = _widened(labels)
     shift = min(depth + 1, labels.shape[-1])
     shifted = nn.functional.pad(labels[..., shift:], (0, shift), value=ignore_index)
     if seq_idx is None:
@@ -421,7 +478,10 @@ def _sub_sequences(
     labels: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None
 ) -> torch.Tensor | None:
     """Index of the packed sub-sequence of every label; ``seq_idx`` wins over ``cu_seqlens``."""
+    cu_seqlens, seq_idx = all_plain(cu_seqlens, seq_idx)
     if seq_idx is not None:
+        _checks.check_tensor("seq_idx", seq_idx)
+        _checks.check_same_device("labels", labels, seq_idx=seq_idx)
         if seq_idx.dim() == 1 and labels.dim() == 2:
             seq_idx = seq_idx.unsqueeze(0).expand(labels.shape[0], -1)
         elif seq_idx.dim() == 2 and labels.dim() == 1 and seq_idx.shape[0] == 1:
@@ -434,9 +494,13 @@ def _sub_sequences(
         return seq_idx
     if cu_seqlens is None:
         return None
+    _checks.check_tensor("cu_seqlens", cu_seqlens)
     boundaries = cu_seqlens.squeeze(0) if cu_seqlens.dim() == 2 and cu_seqlens.shape[0] == 1 else cu_seqlens
     _checks.check_ndim("cu_seqlens", boundaries, 1, "[num_seqs + 1]")
-    positions = torch.arange(labels.shape[-1], device=labels.device, dtype=boundaries.dtype)
+    _checks.check_ids("cu_seqlens", boundaries)
+    _checks.check_same_device("labels", labels, cu_seqlens=boundaries)
+    boundaries = boundaries.long()  # a short type may hold them, and not every position
+    positions = torch.arange(labels.shape[-1], device=labels.device)
     # right=True: the position of a boundary is the first of the new sequence.
     return torch.searchsorted(boundaries[1:].contiguous(), positions, right=True).expand(labels.shape)
 
@@ -539,6 +603,7 @@ def calculate_mtp_loss(
     """
     own_index = _checked_ignore_index(ignore_index, loss_fn)
     _checks.check_ids("labels", labels)
+    labels = _widened(labels)
     outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
         targets = _given_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
@@ -722,8 +787,8 @@ class PipelineCausalLMLoss(nn.Module):
         """Compute the loss of one micro-batch.
 
         Args:
-            output: logits ``[B, S, V]`` (hidden states ``[B, S, H]`` where ``loss_fn`` takes those); an object with
-                ``logits`` and, for MTP, ``mtp_per_depth_h`` or ``mtp_per_depth_logits`` and
+            output: logits ``[B, S, V]`` (hidden states ``[B, S, H]`` where ``loss_fn`` takes those); an object or mapping
+                with ``logits`` and, for MTP, ``mtp_per_depth_h`` or ``mtp_per_depth_logits`` and
                 ``mtp_loss_scaling_factor``; or a tuple ``(logits, *mtp_per_depth_h[, seq_idx])`` with ``seq_idx`` a
                 ``[B, S]`` int32 tensor.
             labels: ``[B, S]`` integers, not shifted for MTP.
@@ -744,7 +809,7 @@ class PipelineCausalLMLoss(nn.Module):
                 )
             output = self._from_tuple(output)
         hidden = output if isinstance(output, torch.Tensor) else _final_hidden(output)
-        logits = getattr(output, "logits", output)
+        logits = _field(output, "logits") if hasattr(output, "logits") or isinstance(output, Mapping) else output
         common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
         if linear:
             common["lm_weight"] = self._lm_weight(_required({"hidden_states": hidden}, "hidden_states", self.loss_fn))
@@ -766,16 +831,14 @@ class PipelineCausalLMLoss(nn.Module):
 
     @staticmethod
     def _depths(output: Any) -> dict[str, Any] | None:
-        for name in ("mtp_per_depth_h", "mtp_per_depth_logits"):
-            value = getattr(output, name, None)
-            if value is not None:
-                return {name: list(value)}
-        return None
+        depths = {name: _field(output, name) for name in ("mtp_per_depth_h", "mtp_per_depth_logits")}
+        given = {name: list(value) for name, value in depths.items() if value is not None}
+        return given or None
 
     def _scaling(self, output: Any) -> float:
         if self.scaling_factor is not None:
             return self.scaling_factor
-        value = getattr(output, "mtp_loss_scaling_factor", None)
+        value = _field(output, "mtp_loss_scaling_factor")
         return mtp_loss_scaling_factor(self.model) if value is None else float(value)
 
 
@@ -786,9 +849,15 @@ class _StageOutput:
     mtp_per_depth_logits: list[torch.Tensor] | None = None
 
 
+def _field(output: Any, name: str) -> Any:
+    """A field of a model output, be it an object or a mapping; None where it has none of that name."""
+    value = getattr(output, name, None)
+    return output.get(name) if value is None and isinstance(output, Mapping) else value
+
+
 def _final_hidden(output: Any) -> torch.Tensor | None:
     """The last hidden states of a model output: its ``hidden_states``, or the last of them."""
-    states = output.get("hidden_states") if isinstance(output, Mapping) else getattr(output, "hidden_states", None)
+    states = _field(output, "hidden_states")
     if isinstance(states, (list, tuple)):
         states = next((s for s in reversed(states) if s is not None), None)
     return states if isinstance(states, torch.Tensor) else None

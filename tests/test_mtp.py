@@ -1,5 +1,7 @@
+import functools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -485,3 +487,271 @@ def test_every_depth_goes_through_the_loss_as_it_is(how):
         loss_fn.forward = lambda hidden_states, labels, lm_weight: 2 * plain(hidden_states, labels, lm_weight)
     expected = 2 * calculate_mtp_loss(FusedLinearCrossEntropy(), **common)
     torch.testing.assert_close(calculate_mtp_loss(loss_fn, **common), expected)
+
+
+LAYOUTS = {  # of logits without their last dimension, and of labels
+    "flat labels": ((2, 12), (24,)),
+    "flat logits": ((24,), (2, 12)),
+    "both flat": ((24,), (24,)),
+    "packed": ((1, 24), (24,)),
+    "packed labels": ((24,), (1, 24)),
+    "heads": ((2, 3, 4), (2, 12)),
+    "merged in part": ((2, 12), (2, 3, 4)),
+    "ones": ((2, 1, 12, 1), (1, 2, 12)),
+    "one row": ((), (1,)),
+    "one label": ((1,), ()),
+    "none": ((0, 3), (0,)),
+    "empty rows": ((3, 0), (0, 3)),
+}
+
+
+def host_loss(**options):
+    """The loss that ours stands in for, where it is installed."""
+    return pytest.importorskip("nemo_automodel.components.loss.masked_ce").MaskedCrossEntropy(**options)
+
+
+def documented_loss(logits, labels, mask=None, num_label_tokens=None, loss_weights=None, reduction="sum"):
+    """What the documents say of any layout: rows and entries flattened, one beside the other."""
+    rows, targets = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if mask is not None:
+        targets = torch.where(mask.reshape(-1) != 0, targets, -100)
+    if loss_weights is None:
+        return reference.masked_cross_entropy(rows, targets, None, num_label_tokens, reduction=reduction)
+    loss = (reference.token_nll(rows, targets) * loss_weights.reshape(-1)).sum()
+    return loss if num_label_tokens is None else loss / num_label_tokens
+
+
+def masks(shape):
+    mask = (torch.arange(torch.Size(shape).numel()) + 1) % 3
+    return {"none": None, "same": mask.reshape(shape), "flat": mask, "column": mask.float()[:, None], "bool": mask > 0}
+
+
+@pytest.mark.parametrize("mask", masks((1,)))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_labels_in_another_layout_than_logits(layout, mask):
+    torch.manual_seed(0)
+    rows, shape = LAYOUTS[layout]
+    logits, labels = torch.randn(*rows, V), torch.randint(0, V, shape)
+    labels.reshape(-1)[1::5] = -100
+    weights, mask = torch.rand(shape), masks(shape)[mask]
+    calls = [("sum", {}), ("sum", {"num_label_tokens": 5, "loss_weights": weights}), ("none", {})]
+    for reduction, options in calls + [("mean", {})] * bool(labels.numel()):
+        leaves = [logits.clone().requires_grad_() for _ in range(3)]
+        ours = MaskedCrossEntropy(reduction=reduction)(leaves[0], labels, mask, **options)
+        plain = documented_loss(leaves[1], labels, mask, **options, reduction=reduction)
+        host = host_loss(reduction=reduction)(leaves[2], labels.clone(), mask, **options)
+        for leaf, other in zip(leaves[1:], (plain, host), strict=True):
+            torch.testing.assert_close(ours, other)
+            grads = [
+                torch.autograd.grad(v.sum(), x, retain_graph=True)[0] for v, x in ((ours, leaves[0]), (other, leaf))
+            ]
+            torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_one_entry_of_mask_is_for_every_label(on):
+    logits, labels = torch.randn(B, S, V), torch.randint(0, V, (B, S))
+    mask = torch.tensor([on])
+    ours = MaskedCrossEntropy()(logits, labels, mask)
+    torch.testing.assert_close(ours, MaskedCrossEntropy()(logits, labels) * on)
+    torch.testing.assert_close(ours, host_loss()(logits, labels.clone(), mask))
+
+
+def test_labels_that_lie_otherwise_than_the_logits():
+    loss_fn, logits = MaskedCrossEntropy(), torch.randn(2, 6, V)
+    for shape in ((6, 2), (3, 4), (2, 5), (2, 6, 1, 2), (1,), ()):
+        message = f"labels must have shape (2, 6) like logits without its last dimension, or .*, got {shape}"
+        with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+            loss_fn(logits, torch.zeros(shape, dtype=torch.long))
+    with pytest.raises(ValueError, match="labels must be on cpu like logits, got meta"):
+        loss_fn(logits, torch.zeros(12, dtype=torch.long, device="meta"))
+    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
+        loss_fn(logits, [1])
+    with pytest.raises(TypeError, match=r"mask must be a torch.Tensor, got list"):
+        loss_fn(logits, torch.zeros(2, 6, dtype=torch.long), mask=[1])
+    with pytest.raises(ValueError, match=r"loss_weights must have shape \(12,\) \(that of labels\), got \(2, 6\)"):
+        loss_fn(logits, torch.zeros(12, dtype=torch.long), loss_weights=torch.ones(2, 6))
+
+
+NARROW = [torch.uint8, torch.int8, torch.int16, torch.int32]
+
+
+@pytest.mark.parametrize("packing", ["none", "seq_idx"])
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("base", BASES)
+def test_labels_of_a_narrow_type(base, dtype, packing):
+    """-100 does not fit into uint8, where 156 would stand for it."""
+    torch.manual_seed(12)
+    size = 200 if dtype == torch.uint8 else 100
+    model, hidden = Model(torch.randn(size, H, dtype=torch.float64)), hiddens()
+    labels = torch.randint(0, size, (B, S))
+    if dtype == torch.uint8:
+        labels[:, 2::3] = 156
+    options = packings()[packing]
+    narrow, wide = (
+        calculate_mtp_loss(base(), mtp_per_depth_h=hidden, labels=y, model=model, **options)
+        for y in (labels.to(dtype), labels)
+    )
+    assert torch.equal(narrow, wide)
+    torch.testing.assert_close(
+        wide, reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1, **options).loss
+    )
+    rest = (model.lm_head.weight,) if base is FusedLinearCrossEntropy else ()
+    first = hidden[0] if rest else model.lm_head(hidden[0])
+    for index in (-100, 300):
+        narrow, wide = (calculate_loss_of(base(index), first, y, rest) for y in (labels.to(dtype), labels))
+        assert torch.equal(narrow, wide)
+
+
+def calculate_loss_of(loss_fn, first, labels, rest):
+    """The same through both doors."""
+    direct = loss_fn(first, labels, *rest)
+    named = {"hidden_states": first, "lm_weight": rest[0]} if rest else {"logits": first}
+    assert torch.equal(calculate_loss(loss_fn, labels=labels, **named), direct)
+    return direct
+
+
+def test_the_labels_of_a_depth_have_room_for_every_ignore_index():
+    labels = torch.tensor([[200, 156, 3, 7]], dtype=torch.uint8)
+    assert mtp.mtp_labels(labels, 0).tolist() == [[156, 3, 7, -100]]
+    assert mtp.mtp_labels(labels, 1, 1000, torch.tensor([[0, 0, 1, 1]])).tolist() == [[1000] * 4]
+    assert mtp.mtp_labels(labels, 1).dtype == torch.int64
+
+
+def test_a_short_type_of_cu_seqlens_holds_its_boundaries_only():
+    torch.manual_seed(13)
+    model = Model()
+    hidden, labels = [torch.randn(1, 300, H, dtype=torch.float64)], torch.randint(0, V, (1, 300))
+    boundaries = torch.tensor([0, 100, 120])
+    expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1, cu_seqlens=boundaries).loss
+    for dtype in (torch.int8, torch.int32):
+        got = calculate_mtp_loss(
+            MaskedCrossEntropy(), mtp_per_depth_h=hidden, labels=labels, model=model, cu_seqlens=boundaries.to(dtype)
+        )
+        torch.testing.assert_close(got, expected)
+
+
+def test_what_marks_the_packing_is_checked():
+    call = {"mtp_per_depth_h": hiddens(), "labels": labels_with_padding(), "model": Model()}
+    loss_fn, meta = MaskedCrossEntropy(), torch.zeros(B, S, dtype=torch.int32, device="meta")
+    with pytest.raises(TypeError, match=r"seq_idx must be a torch.Tensor, got list"):
+        calculate_mtp_loss(loss_fn, seq_idx=[0], **call)
+    with pytest.raises(ValueError, match="seq_idx must be on cpu like labels, got meta"):
+        calculate_mtp_loss(loss_fn, seq_idx=meta, **call)
+    with pytest.raises(TypeError, match=r"cu_seqlens must be a torch.Tensor, got list"):
+        calculate_mtp_loss(loss_fn, cu_seqlens=[0, 4], **call)
+    with pytest.raises(ValueError, match=r"cu_seqlens must have dtype int64, .*, got float32"):
+        calculate_mtp_loss(loss_fn, cu_seqlens=torch.tensor([0.0, 4.0]), **call)
+    with pytest.raises(ValueError, match="cu_seqlens must be on cpu like labels, got meta"):
+        calculate_mtp_loss(loss_fn, cu_seqlens=meta[0], **call)
+    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
+        calculate_mtp_loss(loss_fn, **(call | {"labels": [1]}))
+    with pytest.raises(ValueError, match="labels is needed by MaskedCrossEntropy, got None"):
+        calculate_loss(loss_fn, logits=torch.randn(B, S, V))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_an_ignore_index_is_an_int(base):
+    loss_fn = base(ignore_index=np.int64(7))
+    assert type(loss_fn.ignore_index) is int
+    with pytest.raises(TypeError, match="ignore_index must be an int, got NoneType"):
+        base(ignore_index=None)
+    with pytest.raises(TypeError, match="ignore_index must be an int, got bool"):
+        base(ignore_index=True)
+
+
+def test_an_ignore_index_of_numpy_in_a_loss_of_somebody_else():
+    class Theirs(MaskedCrossEntropy):
+        ignore_index = property(lambda self: np.int64(7), lambda self, value: None)
+
+    assert PipelineCausalLMLoss(Theirs(), Model(), ignore_index=7).ignore_index == 7
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("count", [5, 5.0, np.int64(5), np.float32(5), torch.tensor([5]), torch.tensor(5.0).double(), 0,
+                                   np.int64(0), 0.0, torch.tensor(0.0)], ids=repr)  # fmt: skip
+def test_counts_are_numbers_or_tensors(base, count):
+    torch.manual_seed(14)
+    model, hidden = Model(torch.randn(V, H)), hiddens(torch.float32)
+    labels = labels_with_padding()
+    rest = (model.lm_head.weight,) if base is FusedLinearCrossEntropy else ()
+    first = hidden[0] if rest else model.lm_head(hidden[0])
+    got = base()(first, labels, *rest, num_label_tokens=count)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, base()(first, labels, *rest) * (0.2 if float(count) else 0))
+    with pytest.raises(TypeError, match="num_label_tokens must be a number or a 0-d tensor, got str"):
+        base()(first, labels, *rest, num_label_tokens="5")
+
+
+class Plain(nn.Module):
+    """A loss that takes no more than it must."""
+
+    def forward(self, logits, labels):
+        return reference.masked_cross_entropy(logits, labels)
+
+
+class PlainLinear(nn.Module):
+    def forward(self, hidden_states, labels, lm_weight):
+        return reference.masked_cross_entropy(hidden_states @ lm_weight.t(), labels)
+
+
+@pytest.mark.parametrize("loss_fn", [Plain(), PlainLinear()])
+def test_what_a_loss_depends_on_does_not_vanish(loss_fn):
+    """A count, weights or the bias of the head, where the base loss does not take them, would train another loss."""
+    model, hidden, labels = Model(), hiddens(), labels_with_padding()
+    call = {"mtp_per_depth_h": hidden, "labels": labels, "model": model}
+    expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss
+    torch.testing.assert_close(calculate_mtp_loss(loss_fn, grad_reduce_group=object(), **call), expected)
+    for option in ({"num_label_tokens": 3}, {"loss_weights": torch.ones(B, S)}):
+        message = f"{next(iter(option))} must be None for {type(loss_fn).__name__}, whose forward does not take it"
+        with pytest.raises(ValueError, match=message):
+            calculate_mtp_loss(loss_fn, **call, **option)
+    call["model"] = Model(bias=torch.randn(V, dtype=torch.float64))
+    if isinstance(loss_fn, PlainLinear):
+        with pytest.raises(ValueError, match="lm_bias must be None for PlainLinear"):
+            calculate_mtp_loss(loss_fn, **call)
+    else:
+        expected = reference.mtp_loss([call["model"].lm_head(h) for h in hidden], labels, 0.1).loss
+        torch.testing.assert_close(calculate_mtp_loss(loss_fn, **call), expected)
+
+
+def test_a_decorated_a_compiled_and_a_replaced_forward_are_called_with_what_they_take():
+    class Decorated(Plain):
+        @functools.wraps(Plain.forward)
+        def forward(self, *args, **options):
+            return super().forward(*args, **options)
+
+    replaced, labels, model = Plain(), labels_with_padding(), Model()
+    replaced.forward = lambda hidden_states, labels, lm_weight: PlainLinear()(hidden_states, labels, lm_weight)
+    compiled = torch.compile(MaskedCrossEntropy(), backend="eager")
+    hidden = hiddens(grad=False)
+    expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss
+    for loss_fn in (Decorated(), replaced, compiled):
+        got = calculate_mtp_loss(loss_fn, mtp_per_depth_h=hidden, labels=labels, model=model)
+        torch.testing.assert_close(got, expected)
+
+
+def test_pipeline_loss_of_a_mapping():
+    """A dict has its depths under a key; left there, they would train nothing."""
+    torch.manual_seed(15)
+    model, hidden, labels = Stage(), hiddens(), labels_with_padding()
+    logits = model.lm_head(hidden[0])
+    expected = main_and_mtp(model, logits, hidden[1:], labels, 0.4)
+    output = {
+        "logits": logits,
+        "hidden_states": hidden[0],
+        "mtp_per_depth_h": hidden[1:],
+        "mtp_loss_scaling_factor": 0.4,
+    }
+    for base in BASES:
+        torch.testing.assert_close(PipelineCausalLMLoss(base(), model)(output, labels), expected)
+    with pytest.raises(ValueError, match="logits is needed by MaskedCrossEntropy, got None"):
+        PipelineCausalLMLoss(MaskedCrossEntropy(), model)({"hidden_states": hidden[0]}, labels)
+
+
+def test_pipeline_loss_with_depths_in_both_forms():
+    model, hidden, labels = Stage(), hiddens(), labels_with_padding()
+    logits = model.lm_head(hidden[0])
+    output = SimpleNamespace(logits=logits, mtp_per_depth_h=hidden, mtp_per_depth_logits=[logits])
+    with pytest.raises(ValueError, match=r"exactly one of mtp_per_depth_h and mtp_per_depth_logits .* got both"):
+        PipelineCausalLMLoss(MaskedCrossEntropy(), model)(output, labels)
