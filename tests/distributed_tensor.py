@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import dllm_kernels as ours
 from dllm_kernels import ops
 from tests.cases import BY_NAME, CASES
+from tests.distributed_checks import BY_NAME as WITH_MTP
 from tests.distributed_checks import (
     B,
     D,
@@ -471,14 +472,14 @@ def autocast_with_a_split_head():
 @check(2)
 def targets_and_masks_as_dtensors():
     mesh = mesh_of("tp")
-    for name in NAMES:
-        case = BY_NAME[name]
+    for case in WITH_MTP.values():
         inputs = drawn(case)
         x = torch.randn(B, L * case.width, V).double()
         expected = case.logits_form(x, inputs, backend="torch")
         for placement in (Replicate(), Shard(0)):
             spread = {k: distribute_tensor(t, mesh, [placement if t.dim() else Replicate()]) for k, t in inputs.items()}
             close(case.logits_form(shard(x, mesh, Shard(2)), spread, backend="torch"), expected)
+            close(case.logits_form(x, spread, backend="torch"), expected)
 
 
 @check(2)
