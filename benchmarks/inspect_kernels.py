@@ -1,47 +1,81 @@
-"""Compile every kernel at its real tiles for GPUs that need not be here, and report what the compiler made of it.
+"""Compile every kernel that the public functions launch, for GPUs that need not be here, and report its static roofline.
 
 Registers, spills and shared memory come from ``cuobjdump --dump-resource-usage`` (it ships with Triton) for NVIDIA and
-from the code object's metadata for AMD. Occupancy is the theoretical one: how many of the warps that a multiprocessor
-(compute unit) can hold fit beside each other, by registers, shared memory and warps.
+from the code object's metadata for AMD. Occupancy is the theoretical one: how many programs fit on a multiprocessor
+(compute unit) by registers, shared memory, warps and number.
+
+For sm_80 and sm_90 the machine code is counted besides, each loop over memory (``machine_code``), or the whole kernel
+where it has none: issue slots and ALU slots of an element, loads on their way at a time in a thread and, with the programs
+that fit, bytes on their way in a multiprocessor. Beside the rates of a GPU (``gpus``) four shares of its copy bandwidth
+follow, and the lowest is the bound:
+
+    issue     slots that pass in the time of the element's bytes / slots that it takes
+    ALU       the same for the pipe of integer arithmetic, comparisons and selections, which has half the slots
+    latency   bytes of a turn, times the warps that fit / (waits of a turn, one latency each + its instructions)
+    memory    1: the kernel moves what it must at the speed of a copy
+
+**What the model leaves out**: how long an instruction waits for the result of another one, all pipes but ALU, predicated
+instructions that do nothing (they count), what happens before and after the loop, hits in L2, uneven ends, clocks that
+sag. It is an upper bound, made to tell which of two kernels is better and what holds one back. Kernels that search their
+keys in memory read them as often as the data demand, and merges are too small to matter: neither gets a roofline.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
-import pkgutil
 import re
-import subprocess
 import sys
-import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from benchmarks import machine_code
+from benchmarks.gpus import GPUS, REGISTER_UNIT, TARGETS, Limits
+from benchmarks.record import markdown
+
+if TYPE_CHECKING:
+    from benchmarks.mock_gpu import Specimen
+
+CALLS = ("real", "odd")
+COUNTED = tuple(dict.fromkeys(gpu.target for gpu in GPUS.values()))
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What one multiprocessor or compute unit offers: 32-bit registers, shared memory in bytes, warps."""
+class Roof:
+    """What bounds one pass on one GPU: shares of its copy bandwidth, and the name of the lowest."""
 
-    backend: str
-    arch: int | str
-    warp_size: int
-    registers: int
-    shared: int
-    warps: int
-    register_unit: int
+    issue: float
+    alu: float
+    latency: float
+    bound: str
+    share: float
 
 
-# CUDA C++ Programming Guide, table "Technical Specifications per Compute Capability"; AMD CDNA 3 ISA guide and white
-# paper (gfx942: 4 SIMDs of 512 vector registers a lane and 8 waves each).
-TARGETS = {
-    "sm_80": Limits("cuda", 80, 32, 65536, 163 * 1024, 64, 8),
-    "sm_90": Limits("cuda", 90, 32, 65536, 227 * 1024, 64, 8),
-    "sm_100": Limits("cuda", 100, 32, 65536, 227 * 1024, 64, 8),
-    "gfx942": Limits("hip", "gfx942", 64, 4 * 512 * 64, 64 * 1024, 32, 8),
-}
+@dataclass(frozen=True)
+class Pass:
+    """One loop over memory, or a whole kernel without one.
+
+    Attributes:
+        slots: issue slots an element.
+        alu_slots: those on the ALU pipe.
+        bytes: bytes moved an element.
+        load_width: bytes of a load.
+        loads_in_flight: loads of a thread on their way at a time.
+        bytes_in_flight: bytes of a multiprocessor on their way at a time.
+        roofs: by GPU.
+    """
+
+    slots: float
+    alu_slots: float
+    bytes: float
+    load_width: int
+    loads_in_flight: int
+    bytes_in_flight: int
+    roofs: dict[str, Roof]
 
 
 @dataclass(frozen=True)
@@ -50,69 +84,62 @@ class Report:
 
     Attributes:
         kernel: name of the specimen.
+        function: name of the kernel.
+        dtype: Triton's name for the type of what it works on.
+        constants: compile-time numbers and flags.
         target: ``sm_80`` and so on.
         registers: vector registers of a thread.
         spills: bytes of stack a thread (NVIDIA) or spilled registers and scratch bytes (AMD); 0 is the only good number.
         shared: bytes of shared memory a program.
         widest_access: bytes of the widest global load or store a thread issues.
         num_warps: warps a program.
+        programs: how many fit on a multiprocessor.
         occupancy: theoretical share of the warps that a multiprocessor can hold.
+        passes: the static roofline, where there is one.
     """
 
     kernel: str
+    function: str
+    dtype: str
+    constants: dict[str, bool | int]
     target: str
     registers: int
     spills: int
     shared: int
     widest_access: int
     num_warps: int
+    programs: int
     occupancy: float
+    passes: list[Pass] = field(default_factory=list)
 
 
-def specimens() -> list[Any]:
-    """The specimens of every module in ``dllm_kernels.kernels`` that has some."""
-    package = importlib.import_module("dllm_kernels.kernels")
-    found: list[Any] = []
-    for module in pkgutil.iter_modules(package.__path__):
-        if not module.name.startswith("_"):
-            found += importlib.import_module(f"dllm_kernels.kernels.{module.name}").specimens()
-    return found
-
-
-def compile_specimen(specimen: Any, limits: Limits) -> Any:
-    """Compile one specimen for one target, as ``triton.compile`` would at its first launch there."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    names = specimen.kernel.arg_names
-    signature = {name: specimen.signature.get(name, "constexpr") for name in names}
-    aligned = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or name in specimen.divisible
-    }
-    source = ASTSource(specimen.kernel, signature, constexprs=specimen.constexprs, attrs=aligned)
-    options = {
-        "num_warps": specimen.num_warps,
-        "num_stages": specimen.num_stages,
-        "enable_fp_fusion": specimen.fp_fusion,
-    }
-    target = GPUTarget(limits.backend, limits.arch, limits.warp_size)
-    return triton.compile(source, target=target, options=options)
+def report(name: str, specimen: Specimen, target: str) -> Report:
+    """Compile one specimen for one target and look at what came out."""
+    limits = TARGETS[target]
+    compiled = specimen.compile(target)
+    asm, shared, num_warps = compiled.asm, int(compiled.metadata.shared), int(compiled.metadata.num_warps)
+    registers, spills = _nvidia_resources(asm["cubin"]) if "cubin" in asm else _amd_resources(asm["amdgcn"])
+    programs = _programs(limits, registers, shared, num_warps)
+    return Report(
+        kernel=name,
+        function=specimen.kernel,
+        dtype=specimen.dtype,
+        constants={k: v for k, v in specimen.constants.items() if isinstance(v, int)},
+        target=target,
+        registers=registers,
+        spills=spills,
+        shared=shared,
+        widest_access=_widest_access(asm),
+        num_warps=num_warps,
+        programs=programs,
+        occupancy=programs * num_warps / limits.warps,
+        passes=_passes(specimen, asm["cubin"], target, num_warps, programs) if target in COUNTED else [],
+    )
 
 
 def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
     """(registers, stack bytes) of the one kernel in a cubin."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = machine_code.cuobjdump("--dump-resource-usage", cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+) .*?LOCAL:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump reported no resources: {text!r}")
@@ -123,14 +150,14 @@ def _nvidia_resources(cubin: bytes) -> tuple[int, int]:
 def _amd_resources(assembly: str) -> tuple[int, int]:
     """(vector registers, spilled registers + scratch bytes) from the metadata of an AMD code object."""
 
-    def field(name: str) -> int:
+    def number(name: str) -> int:
         found = re.search(rf"\.{name}:\s*(\d+)", assembly)
         if found is None:
             raise RuntimeError(f"the AMD metadata has no {name}")
         return int(found.group(1))
 
-    spills = field("vgpr_spill_count") + field("sgpr_spill_count") + field("private_segment_fixed_size")
-    return field("vgpr_count"), spills
+    spills = number("vgpr_spill_count") + number("sgpr_spill_count") + number("private_segment_fixed_size")
+    return number("vgpr_count"), spills
 
 
 def _widest_access(asm: dict[str, Any]) -> int:
@@ -143,81 +170,141 @@ def _widest_access(asm: dict[str, Any]) -> int:
     return max((words.get(name, 0) for name in found), default=0)
 
 
-def _occupancy(limits: Limits, registers: int, shared: int, num_warps: int) -> float:
-    unit = limits.register_unit
-    per_warp = -(-max(registers, 1) // unit) * unit * limits.warp_size
-    programs = min(
+def _programs(limits: Limits, registers: int, shared: int, num_warps: int) -> int:
+    """How many programs fit on a multiprocessor."""
+    per_warp = -(-max(registers, 1) // REGISTER_UNIT) * REGISTER_UNIT * limits.warp_size
+    return min(
         limits.registers // per_warp // num_warps,
         limits.warps // num_warps,
-        limits.shared // shared if shared else limits.warps,
+        limits.shared // shared if shared else limits.programs,
+        limits.programs,
     )
-    return programs * num_warps / limits.warps
 
 
-def inspect(targets: list[str] | None = None, names: list[str] | None = None) -> list[dict[str, Any]]:
+def _passes(specimen: Specimen, cubin: bytes, target: str, num_warps: int, programs: int) -> list[Pass]:
+    """The static roofline of each loop over memory, or of the kernel."""
+    constants, threads = specimen.constants, 32 * num_warps
+    if "key_ptr" in specimen.types or "BLOCK_K" in constants:
+        return []
+    code = machine_code.disassemble(cubin)
+    itemsize = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}.get(specimen.dtype)
+    loops = machine_code.passes(code)
+    if loops and itemsize:
+        return [_pass(cost, cost.loaded / itemsize, target, num_warps, programs) for cost in loops]
+    tile = constants.get("R", 1) * constants.get("BLOCK_V", constants.get("BLOCK", 0))
+    return [_pass(machine_code.whole(code), max(1, tile / threads), target, num_warps, programs)]
+
+
+def _pass(cost: machine_code.Cost, elements: float, target: str, num_warps: int, programs: int) -> Pass:
+    return Pass(
+        slots=cost.slots / elements,
+        alu_slots=cost.alu_slots / elements,
+        bytes=(cost.loaded + cost.stored) / elements,
+        load_width=cost.load_width,
+        loads_in_flight=cost.in_flight,
+        bytes_in_flight=cost.in_flight * cost.load_width * 32 * num_warps * programs,
+        roofs={name: _roof(cost, name, num_warps * programs) for name, gpu in GPUS.items() if gpu.target == target},
+    )
+
+
+def _roof(cost: machine_code.Cost, name: str, warps: int) -> Roof:
+    """The shares of the copy bandwidth that the docstring above defines."""
+    gpu, moved = GPUS[name], cost.loaded + cost.stored
+    slots = gpu.slots(moved)
+    turn = cost.waits * gpu.latency * gpu.clock + max(cost.slots, 2 * cost.alu_slots)
+    shares = {
+        "issue": slots / cost.slots,
+        "ALU": slots / 2 / max(cost.alu_slots, 1),
+        "latency": warps * 32 * moved / turn * gpu.multiprocessors * gpu.clock / gpu.copy_bandwidth,
+        "memory": 1.0,
+    }
+    bound = min(shares, key=lambda share: (shares[share], share != "memory"))
+    return Roof(shares["issue"], shares["ALU"], shares["latency"], bound, shares[bound])
+
+
+def inspect(targets: Iterable[str] = TARGETS, names: Iterable[str] | None = None, calls: str = "real") -> list[Report]:
     """Compile and report.
 
     Args:
-        targets: names out of ``TARGETS``; None: all.
-        names: only specimens whose name contains one of these; None: all.
+        targets: names out of ``TARGETS``.
+        names: only kernels whose name contains one of these; None: all.
+        calls: which calls of ``benchmarks.launches`` launch them: "real" or "odd".
 
     Returns:
-        One record per specimen and target, the fields of :class:`Report`.
+        One report a kernel and target.
     """
-    records = []
-    for specimen in specimens():
-        if names is not None and not any(name in specimen.name for name in names):
-            continue
-        for target in targets or list(TARGETS):
-            limits = TARGETS[target]
-            compiled = compile_specimen(specimen, limits)
-            asm = compiled.asm
-            nvidia = limits.backend == "cuda"
-            registers, spills = _nvidia_resources(asm["cubin"]) if nvidia else _amd_resources(asm["amdgcn"])
-            shared = int(compiled.metadata.shared)
-            occupancy = _occupancy(limits, registers, shared, specimen.num_warps)
-            records.append(
-                asdict(
-                    Report(
-                        specimen.name,
-                        target,
-                        registers,
-                        spills,
-                        shared,
-                        _widest_access(asm),
-                        specimen.num_warps,
-                        occupancy,
-                    )
-                )
-            )
-    return records
+    from benchmarks import launches  # which loads the kernels
+
+    wanted = []
+    for target in targets:
+        for name, specimen in launches.specimens(target, getattr(launches, calls)).items():
+            if names is None or any(part in name for part in names):
+                wanted.append((name, specimen, target))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Triton's passes and its tools do not hold the interpreter's lock
+        return list(pool.map(lambda work: report(*work), wanted))
 
 
-def _print_table(records: list[dict[str, Any]]) -> None:
-    print("| kernel | target | registers | spills | shared | widest access | warps | occupancy |")
-    print("|---|---|---:|---:|---:|---:|---:|---:|")
-    for r in records:
-        print(
-            f"| {r['kernel']} | {r['target']} | {r['registers']} | {r['spills']} | {r['shared']} | "
-            f"{r['widest_access']} | {r['num_warps']} | {r['occupancy']:.0%} |"
-        )
+def _rows(reports: Iterable[Report]) -> list[dict[str, str]]:
+    rows = []
+    for r in reports:
+        resources = {
+            "kernel": r.kernel, "target": r.target, "registers": str(r.registers), "spills": str(r.spills),
+            "shared": str(r.shared), "access": str(r.widest_access), "warps": str(r.num_warps),
+            "programs": str(r.programs), "occupancy": f"{r.occupancy:.0%}",
+        }  # fmt: skip
+        rows += [resources | _roofline_cells(p) for p in r.passes] or [resources]
+    return rows
+
+
+def _roofline_cells(p: Pass) -> dict[str, str]:
+    return {
+        "slots": f"{p.slots:.2f}",
+        "ALU": f"{p.alu_slots:.2f}",
+        "bytes": f"{p.bytes:.3g}",
+        "loads": f"{p.loads_in_flight} x {p.load_width}",
+        "in flight": f"{p.bytes_in_flight / 1e3:.0f} kB",
+        "bound": ", ".join(f"{name} {roof.bound} {roof.share:.0%}" for name, roof in p.roofs.items()),
+    }
+
+
+def _print_tables(reports: list[Report]) -> None:
+    print("At the speed of a copy, for each bf16 logit that is read once:\n")
+    budgets = [
+        {
+            "GPU": name,
+            "slots": f"{gpu.slots(2):.1f}",
+            "ALU": f"{gpu.slots(2) / 2:.1f}",
+            "in flight": f"{gpu.bytes_in_flight() / 1e3:.0f} kB",
+            "copy": f"{gpu.copy_bandwidth / 1e12:.3g} TB/s",
+        }
+        for name, gpu in GPUS.items()
+    ]
+    print(markdown(budgets) + "\n\nSlots, ALU slots and bytes are of one element.\n\n" + markdown(_rows(reports)))
 
 
 def main(argv: list[str]) -> int:
-    """Print the table; returns 1 when a kernel spills."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks inspect", description=__doc__)
+    """Print the tables; returns 1 when a kernel spills."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--kernel", action="append", help="only kernels whose name contains this")
+    parser.add_argument("--calls", choices=CALLS, default="real", help="of which calls: sizes of training, or odd ones")
+    parser.add_argument("--json", action="store_true", help="print the records as JSON instead of the tables")
     parser.add_argument("--out", type=Path, help="also write the records as JSON")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("TRITON_INTERPRET=1 leaves nothing to compile: unset it", file=sys.stderr)
         return 2
-    records = inspect(args.target, args.kernel)
-    _print_table(records)
+    reports = inspect(args.target or list(TARGETS), args.kernel, args.calls)
+    records = json.dumps([asdict(r) for r in reports], indent=1)
+    if args.json:
+        print(records)
+    else:
+        _print_tables(reports)
     if args.out:
-        args.out.write_text(json.dumps(records, indent=1))
-    spilling = [f"{r['kernel']} on {r['target']}" for r in records if r["spills"]]
+        args.out.write_text(records)
+    spilling = [f"{r.kernel} on {r.target} ({r.spills} bytes)" for r in reports if r.spills]
     if spilling:
         print(f"these spill: {', '.join(spilling)}", file=sys.stderr)
     return 1 if spilling else 0

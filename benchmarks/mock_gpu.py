@@ -59,6 +59,11 @@ class Specimen:
         return str(self.source.fn.__name__).lstrip("_")
 
     @property
+    def dtype(self) -> str:
+        """Triton's name for the type of what it works on, which its first argument points at."""
+        return str(self.source.signature[self.source.fn.arg_names[0]]).removeprefix("*")
+
+    @property
     def constants(self) -> dict[str, Any]:
         """Compile-time values: those declared so, None for a pointer that is not given, 1 for an integer that is 1."""
         names = self.source.fn.arg_names
