@@ -113,8 +113,8 @@ class Report:
     passes: list[Pass] = field(default_factory=list)
 
 
-def report(name: str, specimen: Specimen, target: str) -> Report:
-    """Compile one specimen for one target and look at what came out."""
+def report(name: str, specimen: Specimen, target: str, roofline: bool = True) -> Report:
+    """Compile one specimen for one target and look at what came out; the disassembler takes as long as the compiler."""
     limits = TARGETS[target]
     compiled = specimen.compile(target)
     asm, shared, num_warps = compiled.asm, int(compiled.metadata.shared), int(compiled.metadata.num_warps)
@@ -133,7 +133,7 @@ def report(name: str, specimen: Specimen, target: str) -> Report:
         num_warps=num_warps,
         programs=programs,
         occupancy=programs * num_warps / limits.warps,
-        passes=_passes(specimen, asm["cubin"], target, num_warps, programs) if target in COUNTED else [],
+        passes=_passes(specimen, asm["cubin"], target, num_warps, programs) if roofline and target in COUNTED else [],
     )
 
 
@@ -222,13 +222,16 @@ def _roof(cost: machine_code.Cost, name: str, warps: int) -> Roof:
     return Roof(shares["issue"], shares["ALU"], shares["latency"], bound, shares[bound])
 
 
-def inspect(targets: Iterable[str] = TARGETS, names: Iterable[str] | None = None, calls: str = "real") -> list[Report]:
+def inspect(
+    targets: Iterable[str] = TARGETS, names: Iterable[str] | None = None, calls: str = "real", roofline: bool = True
+) -> list[Report]:
     """Compile and report.
 
     Args:
         targets: names out of ``TARGETS``.
         names: only kernels whose name contains one of these; None: all.
         calls: which calls of ``benchmarks.launches`` launch them: "real" or "odd".
+        roofline: whether to count instructions.
 
     Returns:
         One report a kernel and target.
@@ -241,7 +244,7 @@ def inspect(targets: Iterable[str] = TARGETS, names: Iterable[str] | None = None
             if names is None or any(part in name for part in names):
                 wanted.append((name, specimen, target))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Triton's passes and its tools do not hold the interpreter's lock
-        return list(pool.map(lambda work: report(*work), wanted))
+        return list(pool.map(lambda work: report(*work, roofline), wanted))
 
 
 def _rows(reports: Iterable[Report]) -> list[dict[str, str]]:
@@ -290,13 +293,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--kernel", action="append", help="only kernels whose name contains this")
     parser.add_argument("--calls", choices=CALLS, default="real", help="of which calls: sizes of training, or odd ones")
+    parser.add_argument("--no-roofline", action="store_true", help="leave the machine code uncounted, which is faster")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of the tables")
     parser.add_argument("--out", type=Path, help="also write the records as JSON")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("TRITON_INTERPRET=1 leaves nothing to compile: unset it", file=sys.stderr)
         return 2
-    reports = inspect(args.target or list(TARGETS), args.kernel, args.calls)
+    reports = inspect(args.target or list(TARGETS), args.kernel, args.calls, not args.no_roofline)
     records = json.dumps([asdict(r) for r in reports], indent=1)
     if args.json:
         print(records)

@@ -1,77 +1,171 @@
 """Calls of the public functions whose launches are all the kernels there are: what is compiled and inspected.
 
 ``real`` holds the sizes of real training, both sides of every choice that a launcher makes (a row whole or split, with or
-without the correct flag, registers or memory) in every dtype. ``odd`` holds what a caller may bring besides: vocabularies
-and strides that 16 bytes do not divide, masks of every kind, sizes of 1, offsets past 2**31.
+without the correct flag, keys in registers or in memory), in every dtype. ``odd`` holds what a caller may bring besides:
+vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes of 1, offsets past 2**31.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.mock_gpu import MockGPU, Specimen
-from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, HYBRID, LLADA_SHORT, Shape
-from dllm_kernels import corruption, ops
+from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
+from dllm_kernels import ops
+from dllm_kernels.corruption import corrupt_all_masked, corrupt_blockwise, corrupt_uniform, corrupt_uniform_random
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+REAL_LOGITS = (LLADA_SHORT.batch, LLADA_SHORT.length, LLADA_SHORT.vocab)
+FEW_ROWS = (GEMMA_CANVAS.batch, GEMMA_CANVAS.length, GEMMA_CANVAS.vocab)
+REAL_HIDDEN = (DFLASH_4B.batch, DFLASH_4B.length, DFLASH_4B.vocab)
 
-# Runs on the mock GPU, which is also the default device then.
-Call = Callable[[MockGPU], object]
+Call = Callable[[], object]
 
 
 def real() -> Iterator[Call]:
     """Calls at the sizes of real training."""
     for dtype in DTYPES:
-        yield from _from_logits(dtype)
-        yield from _from_hidden(dtype)
+        for shape in (REAL_LOGITS, FEW_ROWS):
+            yield partial(token_nll, shape, dtype, with_correct=True)
+            yield partial(weighted_nll, shape, dtype)
+        yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=True)
+        yield partial(from_hidden, REAL_HIDDEN, dtype, num_active=5000)
     for size in (32, 4096, 131072):
-        yield lambda _, size=size: _topk(size)
-        yield lambda _, size=size: corruption.corrupt_blockwise(*_batch(8, size), 5, block_size=size)
-    yield lambda _: corruption.corrupt_uniform(*_batch(8, 4096), 5)
-    yield lambda _: corruption.corrupt_uniform_random(*_batch(8, 4096), 126464)
-    yield lambda _: corruption.corrupt_uniform_random(*_batch(8, 4096), 126464, block_size=32)
-    yield lambda _: corruption.corrupt_all_masked(*_batch(8, 4096), 5)
+        yield partial(topk, 8, size)
+        yield partial(topk, 8, size, given=True)
+        yield partial(corrupt, corrupt_blockwise, 8, max(size, 4096), block_size=size)
+    for routine in (corrupt_uniform, corrupt_all_masked, corrupt_uniform_random):
+        yield partial(corrupt, routine, 8, 4096)
+    yield partial(corrupt, corrupt_uniform_random, 8, 4096, block_size=32)
 
 
 def odd() -> Iterator[Call]:
     """Calls with what else a caller may bring."""
     for dtype in (torch.bfloat16, torch.float32):
-        for shape in ((8, 512, 50257), (1, 96, 50257), (1, 1, 1), (3, 1, 129), (2, 17, 1)):
-            yield lambda _, dtype=dtype, shape=shape: _backward(_token(_logits(shape, dtype), with_correct=True))
-            yield lambda _, dtype=dtype, shape=shape: _linear(dtype, shape, with_correct=True)
-    for change in (_shifted, _of_longer_rows, _transposed, _misaligned):
-        yield lambda _, change=change: _backward(_token(change(_logits((4, 1025, 126464), torch.bfloat16))))
-    for rows in (None, torch.bool, torch.int64, torch.float16, torch.float64):
-        yield lambda _, rows=rows: _backward(_token(_logits((4, 1024, 126464), torch.bfloat16), rows))
-        yield lambda _, rows=rows: _backward(_token(_logits((1, 64, 126464), torch.bfloat16), rows))
-        yield lambda gpu, rows=rows: _captured(gpu, rows)
-    yield lambda _: _backward(_token(_logits((1, 131072, 32768), torch.bfloat16)))  # 2**32 logits
-    yield lambda _: _backward(_token(_logits((2, 65536, 50257), torch.bfloat16)))
-    for ids in (torch.int32, torch.int64):
-        for mask in (torch.bool, torch.int64, torch.float32):
-            for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
-                yield lambda _, r=routine, ids=ids, mask=mask: r(*_batch(8, 4096, ids, mask), 5)
+        yield partial(token_nll, (8, 512, 50257), dtype, with_correct=True)
+        yield partial(from_hidden, (8, 512, 50257), dtype, frozen=True)
+    for shape in ((1, 96, 50257), (1, 1, 1), (2, 17, 1), (3, 1, 129)):
+        yield partial(token_nll, shape, torch.bfloat16)
+    yield partial(from_hidden, (1, 1, 1), torch.bfloat16, D=1)
+    for view in (_shifted, _of_longer_rows, _transposed, _misaligned):
+        yield partial(token_nll, (4, 1025, 126464), torch.bfloat16, view=view)
+    for rows in (torch.bool, torch.int64, torch.float16):
+        yield partial(token_nll, REAL_LOGITS, torch.bfloat16, rows=rows)
+    yield partial(weighted_nll, REAL_LOGITS, torch.bfloat16, with_correct=True)
+    for shape in ((1, 131072, 32768), (2, 65536, 50257)):  # 2**32 logits and more
+        yield partial(token_nll, shape, torch.bfloat16)
+    for ids, mask in ((torch.int32, torch.bool), (torch.int64, torch.float32)):
+        yield partial(corrupt, corrupt_uniform, 8, 4096, ids=ids, mask=mask)
+        yield partial(corrupt, corrupt_blockwise, 8, 4096, ids=ids, mask=mask, block_size=32)
     for B, L, size in ((1, 1, 1), (1, 50, 32), (3, 100, 7), (7, 5000, None), (524288, 4160, 32)):
-        yield lambda _, B=B, L=L, size=size: corruption.corrupt_blockwise(*_batch(B, L), 5, block_size=size)
-        yield lambda _, B=B, L=L, size=size: corruption.corrupt_uniform_random(*_batch(B, L), 9, block_size=size)
-    yield lambda _: corruption.corrupt_blockwise(torch.zeros(8, 64, dtype=torch.int64), None, 5, block_size=4)
-    yield lambda _: corruption.corrupt_blockwise(*(t.t() for t in _batch(4096, 8)), 5, seeds=_seeds(8))
-    yield lambda _: corruption.corrupt_uniform(*(t[:, 1:] for t in _batch(8, 4097)), 5, seeds=_seeds(8))
-    for dtype in (torch.bfloat16, torch.float64):
-        for shape in ((1, 1), (5, 33), (524288, 4160)):
-            yield lambda _, d=dtype, s=shape: ops.gumbel_topk_mask(torch.empty(s, dtype=d), 3, seeds=_seeds(s[0]))
-    yield lambda _: ops.gumbel_topk_mask(torch.empty(4096, 64).t(), torch.zeros(64, dtype=torch.int32))
+        yield partial(corrupt, corrupt_blockwise, B, L, block_size=size, own_seeds=True)
+    for L, size in ((100, 7), (5000, None)):
+        yield partial(corrupt, corrupt_uniform_random, 3, L, block_size=size, own_seeds=True)
+    yield partial(corrupt, corrupt_blockwise, 8, 64, mask=None, block_size=4)
+    for view in (_shifted, _transposed):
+        yield partial(corrupt, corrupt_blockwise, 9, 4097, view=view, block_size=32)
+        yield partial(corrupt, corrupt_uniform, 9, 4097, view=view)
+    for dtype, (N, D) in ((torch.float64, (1, 1)), (torch.bfloat16, (5, 33)), (torch.bfloat16, (524288, 4160))):
+        yield partial(topk, N, D, dtype, k=3)
+    yield partial(topk, 4096, 64, view=_transposed)
 
 
 def specimens(target: str, calls: Callable[[], Iterator[Call]] = real) -> dict[str, Specimen]:
     """The kernels that the calls launch, by a name that tells them apart."""
     with MockGPU(target) as gpu, torch.device("cuda"):
         for call in calls():
-            call(gpu)
+            call()
     return named(gpu.specimens)
+
+
+def token_nll(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    rows: torch.dtype | None = None,
+    view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    **options: Any,
+) -> None:
+    """``ops.token_nll`` forward and backward; ``rows`` is the dtype of the mask of active rows."""
+    logits = view(torch.empty(shape, dtype=dtype)).requires_grad_()
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
+    active = None if rows is None else torch.ones(logits.shape[:-1], dtype=rows)
+    ops.token_nll(logits, targets, active=active, **options).nll.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def weighted_nll(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> None:
+    """``ops.weighted_nll`` forward and backward."""
+    logits = torch.empty(shape, dtype=dtype, requires_grad=True)
+    targets = torch.zeros(shape[:-1], dtype=torch.int64)
+    loss = ops.weighted_nll(logits, targets, torch.rand(shape[:-1]), with_lse=True, **options).loss
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def from_hidden(
+    shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, frozen: bool = False, **options: Any
+) -> None:
+    """Both ops from hidden states: the weighted one, and the one whose backward makes the logits again."""
+    *rows, V = shape
+    hidden = torch.empty(*rows, D, dtype=dtype, requires_grad=True)
+    head = torch.empty(V, D, dtype=dtype, requires_grad=not frozen)
+    targets = torch.zeros(rows, dtype=torch.int64)
+    ops.weighted_linear_nll(hidden, head, targets, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
+    ops.linear_token_nll(hidden, head, targets, **options).nll.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def topk(
+    N: int,
+    D: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    k: int | None = None,
+    given: bool = False,
+    view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> None:
+    """``ops.gumbel_topk_mask``: a count for all or one a row, draws that are given or drawn."""
+    log_w = view(torch.empty(N, D, dtype=dtype))
+    counts = torch.zeros(log_w.shape[0], dtype=torch.int64) if k is None else k
+    ops.gumbel_topk_mask(log_w, counts, uniform=torch.rand(log_w.shape) if given else None)
+
+
+def corrupt(
+    routine: Callable[..., object],
+    B: int,
+    L: int,
+    *,
+    ids: torch.dtype = torch.int64,
+    mask: torch.dtype | None = torch.bool,
+    view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    own_seeds: bool = False,
+    **options: Any,
+) -> None:
+    """A corruption routine; without seeds of their own the rows share one."""
+    input_ids = view(torch.zeros(B, L, dtype=ids))
+    loss_mask = None if mask is None else view(torch.ones(B, L, dtype=mask))
+    if own_seeds:
+        options["seeds"] = torch.zeros(input_ids.shape[0], dtype=torch.int64)
+    routine(input_ids, loss_mask, 126000, **options)
+
+
+def _shifted(t: torch.Tensor) -> torch.Tensor:
+    return t[:, 1:]
+
+
+def _of_longer_rows(t: torch.Tensor) -> torch.Tensor:
+    return t[..., :-3]
+
+
+def _transposed(t: torch.Tensor) -> torch.Tensor:
+    return t.transpose(0, 1)
+
+
+def _misaligned(t: torch.Tensor) -> torch.Tensor:
+    return t[..., 1:]
 
 
 def named(found: list[Specimen]) -> dict[str, Specimen]:
@@ -87,14 +181,15 @@ def named(found: list[Specimen]) -> dict[str, Specimen]:
 
 def _features(specimen: Specimen) -> dict[str, str]:
     """What a name may mention, flags first."""
-    values = {"dtype": specimen.dtype} | specimen.constants | specimen.types | {"num_warps": specimen.options["num_warps"]}
+    warps = specimen.options["num_warps"]
+    values: dict[str, Any] = {"dtype": specimen.dtype} | specimen.constants | specimen.types | {"num_warps": warps}
     flags = [name for name, value in values.items() if isinstance(value, bool)]
     return {name: str(values[name]) for name in dict.fromkeys(("dtype", *flags, *values))}
 
 
 def _telling(alike: list[dict[str, str]]) -> list[list[str]]:
     """For each of them the flags that are not all alike, and what splits those that flags leave together."""
-    groups = [(features["dtype"],) for features in alike]
+    groups: list[tuple[str, ...]] = [(features["dtype"],) for features in alike]
     told: list[list[str]] = [[] for _ in alike]
     for name in dict.fromkeys(name for features in alike for name in features):
         values = [features.get(name, "") for features in alike]
@@ -113,86 +208,3 @@ def _word(name: str, value: str) -> list[str]:
     if value in ("True", "False", "None"):
         return [name.removeprefix("HAS_").removeprefix("WITH_").lower()] if value == "True" else []
     return [f"{name.removesuffix('_ptr')}={value}"]
-
-
-def _from_logits(dtype: torch.dtype) -> Iterator[Call]:
-    for shape in (LLADA_SHORT, GEMMA_CANVAS):
-        sizes = (shape.batch, shape.length, shape.vocab)
-        yield lambda _, sizes=sizes: _backward(_token(_logits(sizes, dtype), with_correct=True))
-        yield lambda _, sizes=sizes: _backward(_weighted(_logits(sizes, dtype)))
-
-
-def _from_hidden(dtype: torch.dtype) -> Iterator[Call]:
-    shape = DFLASH_4B
-    sizes = (shape.batch, shape.length, shape.vocab)
-    yield lambda _: _linear(dtype, sizes, frozen=True, with_correct=True)
-    yield lambda _: _linear(dtype, sizes, num_active=5000)
-
-
-def _logits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, requires_grad=True)
-
-
-def _token(logits: torch.Tensor, rows: torch.dtype | None = None, **options: Any) -> torch.Tensor:
-    targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-    active = None if rows is None else torch.ones(logits.shape[:-1], dtype=rows)
-    return ops.token_nll(logits, targets, active=active, **options).nll.sum()
-
-
-def _weighted(logits: torch.Tensor, **options: Any) -> torch.Tensor:
-    targets = torch.zeros(logits.shape[:-1], dtype=torch.int64)
-    return ops.weighted_nll(logits, targets, torch.rand(logits.shape[:-1]), with_lse=True, **options).loss
-
-
-def _backward(loss: torch.Tensor) -> None:
-    loss.backward()  # type: ignore[no-untyped-call]
-
-
-def _linear(dtype: torch.dtype, shape: tuple[int, int, int], frozen: bool = False, D: int = 2560, **options: Any) -> None:
-    """Both ops from hidden states, the weighted one and the one whose backward makes the logits again."""
-    *rows, V = shape
-    hidden = torch.empty(*rows, D, dtype=dtype, requires_grad=True)
-    head = torch.empty(V, D, dtype=dtype, requires_grad=not frozen)
-    targets = torch.zeros(rows, dtype=torch.int64)
-    _backward(ops.weighted_linear_nll(hidden, head, targets, torch.rand(rows), **options).loss)
-    _backward(ops.linear_token_nll(hidden, head, targets, **options).nll.sum())
-
-
-def _captured(gpu: MockGPU, rows: torch.dtype | None) -> None:
-    hidden = torch.empty(1024, 512, dtype=torch.bfloat16, requires_grad=True)
-    head = torch.empty(32000, 512, dtype=torch.bfloat16)
-    active = None if rows is None else torch.ones(1024, dtype=rows)
-    with gpu.capturing():
-        _backward(ops.linear_token_nll(hidden, head, torch.zeros(1024, dtype=torch.int64), active=active).nll.sum())
-
-
-def _shifted(logits: torch.Tensor) -> torch.Tensor:
-    return logits[:, :-1]
-
-
-def _of_longer_rows(logits: torch.Tensor) -> torch.Tensor:
-    return logits[..., :-3]
-
-
-def _transposed(logits: torch.Tensor) -> torch.Tensor:
-    return logits.transpose(0, 1)
-
-
-def _misaligned(logits: torch.Tensor) -> torch.Tensor:
-    return logits[..., 1:]
-
-
-def _batch(
-    B: int, L: int, ids: torch.dtype = torch.int64, mask: torch.dtype = torch.bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.zeros(B, L, dtype=ids), torch.ones(B, L, dtype=mask)
-
-
-def _seeds(B: int) -> torch.Tensor:
-    return torch.zeros(B, dtype=torch.int64)
-
-
-def _topk(size: int) -> None:
-    log_w, k = torch.empty(8, size), torch.zeros(8, dtype=torch.int64)
-    ops.gumbel_topk_mask(log_w, k)
-    ops.gumbel_topk_mask(log_w, k, uniform=torch.rand(8, size))

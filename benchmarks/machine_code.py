@@ -22,9 +22,9 @@ _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 # Instructions of the pipe for integer arithmetic, logic, comparisons and selections, 16 lanes a clock and scheduler
 # where there are 32 threads to a warp. Nsight Compute's documentation, "Pipelines"; products go elsewhere.
-_ALU = frozenset(
-    "BMSK CS2R FCHK FLO FMNMX FMNMX3 FSEL FSET FSETP HMNMX2 HSET2 HSETP2 I2FP IABS IADD3 IMNMX ISETP LEA LOP LOP3 MOV P2R "
-    "PLOP3 POPC PRMT R2P SEL SGXT SHF SHL SHR VABSDIFF VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE".split()
+_ALU = re.compile(
+    "BMSK|CS2R|FCHK|FLO|FMNMX3?|FSEL|FSETP?|HMNMX2|HSETP?2|I2FP|IABS|IADD3|IMNMX|ISETP|LEA|LOP3?|MOV|P2R|PLOP3|POPC|PRMT|R2P|"
+    "SEL|SGXT|SHF|SHL|SHR|VABSDIFF|VIADD|VIADDMNMX|VIMNMX3?|VOTE"
 )
 
 # Halvings until the k-th largest key is found, which no code can tell. Simulated on drawn scores: 19 on average for a row of
@@ -68,7 +68,11 @@ class Instruction:
         if self.name != "LDG":
             return frozenset()
         first = _REGISTER.search(self.rest)
-        return frozenset(range(int(first.group(1)), int(first.group(1)) + max(1, self.width // 4))) if first else frozenset()
+        return (
+            frozenset(range(int(first.group(1)), int(first.group(1)) + max(1, self.width // 4)))
+            if first
+            else frozenset()
+        )
 
 
 @dataclass(frozen=True)
@@ -96,8 +100,8 @@ class Cost:
 
 def disassemble(cubin: bytes) -> list[Instruction]:
     """The instructions of the one kernel in a cubin."""
-    found = (_LINE.match(line) for line in cuobjdump("--dump-sass", cubin).splitlines())
-    return [Instruction(int(m["address"], 16), (m["guard"] or "").strip(), m["op"], m["rest"]) for m in found if m]
+    lines = (_LINE.match(line) for line in cuobjdump("--dump-sass", cubin).splitlines())
+    return [Instruction(int(m["address"], 16), (m["guard"] or "").strip(), m["op"], m["rest"]) for m in lines if m]
 
 
 def cuobjdump(what: str, cubin: bytes) -> str:
@@ -130,8 +134,9 @@ def passes(code: Sequence[Instruction]) -> list[Cost]:
 
 def whole(code: Sequence[Instruction]) -> Cost:
     """The longest way from entry to exit, its searches taken to turn ``SEARCH_STEPS`` times."""
-    way = _longest_way(code)
-    return _cost([code[i] for i in way for _ in range(_turns(code)[i])], [code[i] for i in way])
+    turns = _turns(code)
+    way = _longest_way(code, turns)
+    return _cost([code[i] for i in way for _ in range(turns[i])], [code[i] for i in way])
 
 
 def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction]) -> Cost:
@@ -143,7 +148,7 @@ def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction]) -> Cos
     most, waits = _overlap(in_order, width)
     return Cost(
         slots=len(issued),
-        alu_slots=sum(i.name in _ALU for i in issued),
+        alu_slots=sum(_ALU.fullmatch(i.name) is not None for i in issued),
         load_width=width,
         loaded=loaded,
         stored=sum(i.width for i in in_order if i.name == "STG"),
@@ -160,7 +165,7 @@ def _overlap(body: Sequence[Instruction], width: int) -> tuple[int, int]:
     """
     on_their_way: list[Instruction] = []
     most = waits = 0
-    for turn in range(2):
+    for _ in range(2):
         waits = 0
         for instruction in body:
             if any(load.loaded & instruction.registers for load in on_their_way):
@@ -181,10 +186,9 @@ def _turns(code: Sequence[Instruction]) -> list[int]:
     return turns
 
 
-def _longest_way(code: Sequence[Instruction]) -> list[int]:
+def _longest_way(code: Sequence[Instruction], turns: Sequence[int]) -> list[int]:
     """Places of the instructions on the way with the most of them, no loop entered twice."""
     place = {instruction.address: i for i, instruction in enumerate(code)}
-    turns = _turns(code)
     length, following = [0] * (len(code) + 1), [len(code)] * len(code)
     for i in reversed(range(len(code))):
         target = place.get(code[i].branches_to or -1, -1)

@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from benchmarks.gpus import TARGETS
 
 _GPU = torch.device("cuda", 0)
-_real_device = torch._C.TensorBase.device.__get__  # type: ignore[attr-defined]
+_real_device = torch._C.TensorBase.device.__get__
 _sessions = itertools.count()
 
 
@@ -184,7 +184,7 @@ def _seems_on_gpu(tensor: torch.Tensor) -> bool:
 
 def _with_modes_of_forward(gpu: MockGPU) -> Any:
     """``backward`` of an ``autograd.Function`` under the mode that the call of ``torch.autograd.grad`` has put aside."""
-    apply = torch.autograd.function.BackwardCFunction.apply
+    apply: Any = torch.autograd.function.BackwardCFunction.apply
 
     def run(self: Any, *grads: Any) -> Any:
         with _OnMeta(gpu):

@@ -362,14 +362,12 @@ def test_compiles_without_a_graph_break(name):
 
 
 NO_FMA = """
-from benchmarks.inspect_kernels import TARGETS, compile_specimen
-from dllm_kernels.kernels import corruption, gumbel_topk
-found = [s for m in (corruption, gumbel_topk) for s in m.specimens() if s.name in ("corrupt_topk[32]", "gumbel_topk[32, given]")]
-assert len(found) == 2
-for specimen in found:
-    limits = next(t for t in TARGETS.values() if t.backend == "cuda" and t.arch == 90)
-    ptx = compile_specimen(specimen, limits).asm["ptx"]
-    assert "fma.rn.f" not in ptx and "mul.rn.f64" in ptx and "div.rn.f64" in ptx, specimen.name
+from benchmarks.launches import specimens
+found = {name: s for name, s in specimens("sm_90").items() if s.kernel in ("corrupt_topk", "gumbel_topk")}
+assert {s.kernel for s in found.values()} == {"corrupt_topk", "gumbel_topk"}
+for name, specimen in found.items():
+    ptx = specimen.compile().asm["ptx"]
+    assert "fma.rn.f" not in ptx and "mul.rn.f64" in ptx and "div.rn.f64" in ptx, name
 """
 
 

@@ -34,8 +34,13 @@ def token_nll_fwd(N: int, V: int, itemsize: int) -> Tile:
     Rows are split over several programs where there are too few of them to fill the GPU, down to four tiles each.
     """
     block = _bytes_to_block(itemsize, 8192, V)
-    most = max(1, V // (4 * block))
-    return Tile(block, 8 if block >= 2048 else 4, min(most, -(-TARGET_PROGRAMS // max(N, 1))))
+    splits = min(most_splits(V, block), -(-TARGET_PROGRAMS // max(N, 1)))
+    return Tile(block, 8 if block >= 2048 else 4, splits)
+
+
+def most_splits(V: int, block_v: int) -> int:
+    """Programs that a row may be split over, whatever the number of rows."""
+    return max(1, V // (4 * block_v))
 
 
 def token_nll_bwd(V: int, itemsize: int) -> Tile:

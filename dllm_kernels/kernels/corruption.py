@@ -29,7 +29,6 @@ from dllm_kernels.kernels._select import (
     topk,
     widen,
 )
-from dllm_kernels.kernels._specimen import Specimen
 
 _MASK = tl.constexpr(0)
 _TOKENS = tl.constexpr(1)
@@ -76,7 +75,7 @@ def _token(seed, row, block, first, vocab_size, R: tl.constexpr, BLOCK: tl.const
     return (high * vocab_size + ((low * vocab_size) >> 32)) >> 32
 
 
-@triton.jit(do_not_specialize=["token"])
+@triton.jit(do_not_specialize=["B", "token"])
 def _corrupt_independent(
     ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps,
@@ -126,7 +125,7 @@ def _position_keys(seed, row, block, first, level, rate, length, R: tl.constexpr
     return keys(score(log_w, u), i < length)
 
 
-@triton.jit(do_not_specialize=["token"])
+@triton.jit(do_not_specialize=["B", "token"])
 def _corrupt_topk(
     ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps, rate, at_least,
@@ -150,7 +149,7 @@ def _corrupt_topk(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["token"])
+@triton.jit(do_not_specialize=["B", "token"])
 def _corrupt_topk_long(
     ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr, key_ptr,
     B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps, rate, at_least,
@@ -276,40 +275,4 @@ def mask_topk(
     else:
         grid = (triton.cdiv(B * blocks, tile.rows),)
         _corrupt_topk[grid](*pointers, *numbers, **flags, R=tile.rows, **options)
-    return out
-
-
-def specimens() -> list[Specimen]:
-    """The kernels of this file at the tiles of real models."""
-    pointers = {
-        "ids_ptr": "*i64", "loss_mask_ptr": "*i1", "seed_ptr": "*i64",
-        "noisy_ptr": "*i64", "noise_ptr": "*i1", "p_ptr": "*fp32",
-    }  # fmt: skip
-    names = ("B", "L", "blocks", "size", "token", "stride_b", "mask_stride_b")
-    sizes = dict.fromkeys(names, "i32") | {"eps": "fp32", "one_minus_eps": "fp32"}
-    unit = {"stride_l": 1, "mask_stride_l": 1}
-    divisible = ("L", "size", "stride_b", "mask_stride_b")
-    out = []
-    for what, name in ((_MASK, "mask"), (_TOKENS, "tokens"), (_ALL, "all")):
-        for size in (32, 4096):
-            R, block, num_warps = _corruption_tiles.independent(size)
-            constants = {"WHAT": what.value, "SHARED_SEED": True, "R": R, "BLOCK": block} | unit
-            out.append(
-                Specimen(f"corrupt_independent[{name}, {size}]", _corrupt_independent, pointers | sizes, constants,
-                         num_warps, divisible, fp_fusion=False)
-            )  # fmt: skip
-    sizes |= {"rate": "fp32", "at_least": "i32"}
-    flags = {"HAS_MASK": True, "SHARED_SEED": True} | unit
-    for size in (4, 32, 128, 1024, 4096):
-        tile = _corruption_tiles.select(size)
-        constants = flags | {"R": tile.rows, "BLOCK": tile.block}
-        out.append(
-            Specimen(f"corrupt_topk[{size}]", _corrupt_topk, pointers | sizes, constants,
-                     tile.num_warps, divisible, fp_fusion=False)
-        )  # fmt: skip
-    tile = _corruption_tiles.select(131072, _corruption_tiles.CORRUPT_IN_MEMORY)
-    out.append(
-        Specimen("corrupt_topk_long", _corrupt_topk_long, pointers | {"key_ptr": "*i64"} | sizes,
-                 flags | {"BLOCK": tile.block}, tile.num_warps, divisible, fp_fusion=False)
-    )  # fmt: skip
     return out

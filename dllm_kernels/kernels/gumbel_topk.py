@@ -16,7 +16,6 @@ from dllm_kernels.kernels._select import (
     topk,
     widen,
 )
-from dllm_kernels.kernels._specimen import Specimen
 
 # Where ops/gumbel_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
 # literal beside a float64 tensor may pass through float32.
@@ -69,7 +68,7 @@ def _count(k_ptr, k_const, n, N, HAS_K: tl.constexpr):
         return (n * 0).to(tl.int32) + k_const
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "k_const"])
 def _gumbel_topk(
     log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr,
     N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
@@ -87,7 +86,7 @@ def _gumbel_topk(
     tl.store(out_ptr + n[:, None] * D + d, chosen, mask=(n[:, None] < N) & (d < D))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "k_const"])
 def _gumbel_topk_long(
     log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr, key_ptr,
     N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
@@ -144,28 +143,4 @@ def gumbel_topk_mask(
     else:
         grid = (triton.cdiv(N, tile.rows),)
         _gumbel_topk[grid](*pointers, *sizes, **flags, R=tile.rows, **options)
-    return out
-
-
-def specimens() -> list[Specimen]:
-    """The kernels of this file at short, long and very long rows."""
-    pointers = {"log_w_ptr": "*fp32", "k_ptr": "*i64", "uniform_ptr": "*fp32", "seed_ptr": "*i64", "out_ptr": "*i1"}
-    sizes = dict.fromkeys(("N", "D", "k_const", "stride_n", "uniform_stride_n"), "i32")
-    divisible = ("N", "D", "stride_n", "uniform_stride_n")
-    out = []
-    for given in (False, True):
-        flags = {"HAS_K": True, "HAS_UNIFORM": given, "SHARED_SEED": True, "stride_d": 1, "uniform_stride_d": 1}
-        name = "given" if given else "drawn"
-        for D in (4, 32, 128, 1024, 4096):
-            tile = _corruption_tiles.select(D)
-            constants = flags | {"R": tile.rows, "BLOCK": tile.block}
-            out.append(
-                Specimen(f"gumbel_topk[{D}, {name}]", _gumbel_topk, pointers | sizes, constants,
-                         tile.num_warps, divisible, fp_fusion=False)
-            )  # fmt: skip
-        tile = _corruption_tiles.select(131072)
-        out.append(
-            Specimen(f"gumbel_topk_long[{name}]", _gumbel_topk_long, pointers | {"key_ptr": "*i64"} | sizes,
-                     flags | {"BLOCK": tile.block}, tile.num_warps, divisible, fp_fusion=False)
-        )  # fmt: skip
     return out

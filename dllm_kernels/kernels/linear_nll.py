@@ -17,7 +17,6 @@ import triton.language as tl
 from dllm_kernels.kernels import _tiles, token_nll
 from dllm_kernels.kernels._launch import on_its_device
 from dllm_kernels.kernels._math import FUSED, SKIP, column_stats, grad_columns, load_target_logit
-from dllm_kernels.kernels._specimen import Specimen
 from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
 
 
@@ -103,30 +102,3 @@ def row_nll_grad_(
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
     return nll, row_max, log_sum, target_logit, correct
-
-
-def specimens() -> list[Specimen]:
-    """The kernel of this file at the tiles of real models."""
-    out = []
-    for dtype, itemsize in (("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp64", 8)):
-        acc = "fp64" if dtype == "fp64" else "fp32"
-        tile = _tiles.linear_nll_rows(151936, itemsize)
-        stats = {f"{name}_ptr": f"*{acc}" for name in ("scale", "nll", "max", "log_sum", "target_logit")}
-        out.append(
-            Specimen(
-                f"linear_nll_rows[{dtype}]",
-                _linear_nll_rows,
-                {"logits_ptr": f"*{dtype}", "target_ptr": "*i64"}
-                | stats
-                | {"correct_ptr": "*i1", "stride_n": "i32", "V": "i32"},
-                {"WITH_CORRECT": True, "BLOCK_V": tile.block_v,
-                 "ACC": tl.float64 if dtype == "fp64" else tl.float32},
-                tile.num_warps,
-                ("stride_n", "V"),
-            )
-        )  # fmt: skip
-        out.append(
-            Specimen(f"scale_inplace[{dtype}]", _scale_inplace, {"t_ptr": f"*{dtype}", "factor_ptr": f"*{acc}", "numel": "i64"},
-                     {"BLOCK": 4096, "ACC": tl.float64 if dtype == "fp64" else tl.float32}, 4, ("numel",))
-        )  # fmt: skip
-    return out

@@ -24,7 +24,6 @@ from dllm_kernels.kernels._math import (
     load_target_logit,
     row_offset,
 )
-from dllm_kernels.kernels._specimen import Specimen
 
 
 @triton.jit
@@ -52,7 +51,7 @@ def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, W
         tl.store(correct_ptr + n, False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L"])
 def _token_nll_fwd(
     logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
     L, stride_b, stride_l, V,
@@ -71,7 +70,7 @@ def _token_nll_fwd(
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "SPLITS"])
 def _token_nll_fwd_split(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, COLUMNS, SPLITS,
@@ -92,7 +91,7 @@ def _token_nll_fwd_split(
         tl.store(part_beaten_ptr + part, beaten)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "SPLITS"])
 def _token_nll_merge(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
@@ -119,7 +118,7 @@ def _token_nll_merge(
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["L", "TILES"])
 def _token_nll_bwd(
     logits_ptr, target_ptr, scale_ptr, max_ptr, log_sum_ptr, out_ptr,
     L, stride_b, stride_l, out_stride_b, out_stride_l, V, TILES,
@@ -141,6 +140,13 @@ def _token_nll_bwd(
         tl.store(row_out_ptr + v, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=v < V)
 
 
+def _rows_of(logits: torch.Tensor) -> tuple[int, int, int]:
+    """(L, stride_b, stride_l) of row n = b * L + l. Rows at one stride are a b each, so that no number depends on theirs."""
+    B, L, _ = logits.shape
+    stride_b, stride_l, _ = logits.stride()
+    return (1, stride_l, stride_l) if B == 1 else (L, stride_b, stride_l)
+
+
 def _acc(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
 
@@ -158,7 +164,7 @@ def row_stats(
     if N == 0:
         return nll, row_max, log_sum, target_logit, correct
     tile = _tiles.token_nll_fwd(N, V, logits.element_size())
-    sizes = (L, logits.stride(0), logits.stride(1), V)
+    sizes = (*_rows_of(logits), V)
     outputs = (nll, row_max, log_sum, target_logit, correct)
     flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     if tile.splits == 1:
@@ -178,7 +184,7 @@ def row_stats(
     )  # fmt: skip
     _token_nll_merge[(N,)](
         logits, targets, *parts, *outputs, *sizes, splits, **flags,
-        BLOCK_K=triton.next_power_of_2(splits), num_warps=1, **FUSED
+        BLOCK_K=triton.next_power_of_2(max(splits, _tiles.most_splits(V, tile.block_v))), num_warps=1, **FUSED
     )  # fmt: skip
     return outputs
 
@@ -202,46 +208,7 @@ def row_grad(
     tiles = triton.cdiv(V, tile.block_v)
     _token_nll_bwd[(B * L * tiles,)](
         logits, targets, scale, row_max, log_sum, out,
-        L, logits.stride(0), logits.stride(1), out.stride(0), out.stride(1), V, tiles,
+        *_rows_of(logits), *_rows_of(out)[1:], V, tiles,
         WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
-
-
-def specimens() -> list[Specimen]:
-    """The kernels of this file at the tiles of real models."""
-    out = []
-    sizes = {"L": "i32", "stride_b": "i64", "stride_l": "i32", "V": "i32"}
-    divisible = ("L", "stride_b", "stride_l", "out_stride_b", "out_stride_l", "V")
-    for dtype, itemsize in (("bf16", 2), ("fp16", 2), ("fp32", 4), ("fp64", 8)):
-        acc = "fp64" if dtype == "fp64" else "fp32"
-        ACC = tl.float64 if dtype == "fp64" else tl.float32
-        head = {"logits_ptr": f"*{dtype}", "target_ptr": "*i64"}
-        stats = {f"{name}_ptr": f"*{acc}" for name in ("nll", "max", "log_sum", "target_logit")} | {
-            "correct_ptr": "*i1"
-        }
-        parts = {"part_max_ptr": f"*{acc}", "part_sum_ptr": f"*{acc}", "part_beaten_ptr": "*i1"}
-        flags = {"WITH_CORRECT": True, "ACC": ACC}
-        fwd = _tiles.token_nll_fwd(4096, 126464, itemsize)
-        bwd = _tiles.token_nll_bwd(126464, itemsize)
-        out.append(
-            Specimen(f"token_nll_fwd[{dtype}]", _token_nll_fwd, head | stats | sizes,
-                     flags | {"BLOCK_V": fwd.block_v}, fwd.num_warps, divisible)
-        )  # fmt: skip
-        out.append(
-            Specimen(f"token_nll_fwd_split[{dtype}]", _token_nll_fwd_split,
-                     head | parts | sizes | {"COLUMNS": "i32", "SPLITS": "i32"},
-                     flags | {"BLOCK_V": fwd.block_v}, fwd.num_warps, (*divisible, "COLUMNS"))
-        )  # fmt: skip
-        out.append(
-            Specimen(f"token_nll_merge[{dtype}]", _token_nll_merge, head | parts | stats | sizes | {"SPLITS": "i32"},
-                     flags | {"BLOCK_K": 16}, 1, divisible)
-        )  # fmt: skip
-        out.append(
-            Specimen(f"token_nll_bwd[{dtype}]", _token_nll_bwd,
-                     head | {f"{name}_ptr": f"*{acc}" for name in ("scale", "max", "log_sum")} | {"out_ptr": f"*{dtype}"}
-                     | {"L": "i32", "stride_b": "i64", "stride_l": "i32", "out_stride_b": "i64", "out_stride_l": "i32",
-                        "V": "i32", "TILES": "i32"},
-                     {"WHOLE_ROW": True, "BLOCK_V": bwd.block_v, "ACC": ACC}, bwd.num_warps, divisible)
-        )  # fmt: skip
-    return out
