@@ -7,7 +7,6 @@ vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any

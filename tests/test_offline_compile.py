@@ -45,7 +45,18 @@ def reports(tmp_path_factory):
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not out.exists():
                 targets = [word for target in CALLS[calls] for word in ("--target", target)]
-                command = [sys.executable, "-m", "benchmarks", "inspect", "--calls", calls, *targets, *OPTIONS, "--out", str(out)]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks",
+                    "inspect",
+                    "--calls",
+                    calls,
+                    *targets,
+                    *OPTIONS,
+                    "--out",
+                    str(out),
+                ]
                 done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
                 assert out.exists(), done.stderr[-2000:]
         return json.loads(out.read_text())

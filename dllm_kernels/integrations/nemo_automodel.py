@@ -32,6 +32,7 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import mtp
+from dllm_kernels.mtp.head import head_module
 
 HOST = "nemo_automodel"
 HOMES = {
@@ -351,7 +352,7 @@ def _head_given(loss_fn: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     model, weight, group = (kwargs.get(name) for name in ("model", "lm_weight", "grad_reduce_group"))
     if weight is None:
         return _host_head(loss_fn, model, group)
-    _check_adapter(mtp._head_module(model))
+    _check_adapter(head_module(model))
     given: torch.Tensor = weight
     return given
 
@@ -361,7 +362,7 @@ def _host_head(loss_fn: Any, model: Any, group: Any) -> torch.Tensor:
 
     The host takes the weight of a head of any class, such as a linear layer of another library, and so does this.
     """
-    _check_adapter(mtp._head_module(model))
+    _check_adapter(head_module(model))
     utils = importlib.import_module(f"{HOST}.components.loss.utils")
     weight: torch.Tensor = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=group)
     return weight

@@ -38,7 +38,7 @@ from torch import nn
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.losses import MDLMCrossEntropyLoss
-from dllm_kernels.mtp import _head_module
+from dllm_kernels.mtp.head import head_module
 from dllm_kernels.ops._head import check_plain_head
 
 IGNORED = -100
@@ -262,7 +262,7 @@ def loss_in_head(
 
 
 def _linear_head(model: nn.Module) -> nn.Linear:
-    head = _head_module(model)
+    head = head_module(model)
     if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
         raise ValueError(
             f"the LM head must be an nn.Linear for the loss to run inside it, got {type(head).__name__}; {FROM_LOGITS}"

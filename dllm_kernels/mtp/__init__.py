@@ -1,0 +1,26 @@
+r"""Multi-token prediction (MTP): the auxiliary loss, the base losses it runs on, and its pipeline wrapper.
+
+Depth k = 0 .. D-1 predicts the token k + 2 positions ahead of its input, so its labels are the labels shifted left by
+k + 1; positions without such a label, and positions whose label lies in another packed sub-sequence, are ignored:
+
+    L_MTP = scaling_factor / D * sum_k CE(depth k, labels shifted by k + 1).
+
+Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2, eq. 24 and 25.
+"""
+
+from dllm_kernels.mtp.base_loss import calculate_loss
+from dllm_kernels.mtp.cross_entropy import FusedLinearCrossEntropy, MaskedCrossEntropy
+from dllm_kernels.mtp.depths import MTPLossOutput, calculate_mtp_loss, mtp_labels
+from dllm_kernels.mtp.pipeline import MTPLossConfig, PipelineCausalLMLoss, mtp_loss_scaling_factor
+
+__all__ = [
+    "FusedLinearCrossEntropy",
+    "MTPLossConfig",
+    "MTPLossOutput",
+    "MaskedCrossEntropy",
+    "PipelineCausalLMLoss",
+    "calculate_loss",
+    "calculate_mtp_loss",
+    "mtp_labels",
+    "mtp_loss_scaling_factor",
+]

@@ -1,0 +1,266 @@
+"""The base losses: cross-entropy from logits, and from hidden states and the LM head."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops._plain import all_plain, plain_count
+
+PADDING = -100
+REDUCTIONS = ("sum", "mean", "none")
+Count = int | torch.Tensor | None
+LOGITS = _checks.Names("logits", "labels")
+HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
+
+
+class MaskedCrossEntropy(nn.Module):
+    """Cross-entropy from logits that leaves out ignored and masked positions.
+
+    Args:
+        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
+            to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
+        ignore_index: label to leave out; -100 is left out as well.
+        reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
+        backend: "auto", "triton" or "torch".
+
+    Raises:
+        TypeError: an ``ignore_index`` that is not an int.
+        ValueError: an unknown ``reduction``.
+    """
+
+    def __init__(
+        self, fp32_upcast: bool = True, ignore_index: int = PADDING, reduction: str = "sum", *, backend: str = "auto"
+    ) -> None:
+        super().__init__()
+        self.fp32_upcast = fp32_upcast
+        self.ignore_index = _checked_index(ignore_index)
+        self.reduction = _checked_reduction(reduction)
+        self.backend = backend
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        num_label_tokens: Count = None,
+        loss_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the loss.
+
+        Args:
+            logits: ``[..., V]``, any float dtype.
+            labels: ``[...]`` integers; not modified. Leading dimensions may be merged in one of both, as in ``[B, S, V]``
+                with ``[B * S]``; ``[S, B]`` beside ``[B, S, V]`` is refused, though it has as many entries.
+            mask: one entry a label, in any shape, or one for all, or None; 0 leaves a position out.
+            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor. Only with ``reduction="sum"``.
+            loss_weights: of the shape of ``labels`` or None, a factor per position. Only with ``reduction="sum"``.
+
+        Returns:
+            0-d loss; with ``reduction="none"`` one number a position, flattened.
+
+        Raises:
+            TypeError: an argument that should be a tensor is not.
+            ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
+        """
+        check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
+        _check_rows(LOGITS, self.ignore_index, logits, labels)
+        rows = _rows_of(logits, labels)
+        weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights).reshape(rows)
+        targets = targets_of(labels, self.ignore_index).reshape(rows)
+        if self.reduction == "none":
+            nll = token_nll(logits, targets, active=weights, ignore_index=PADDING, backend=self.backend).nll.flatten()
+            return nll if self.fp32_upcast else nll.to(logits.dtype).to(nll.dtype)
+        weights = normalized(weights, self.reduction, num_label_tokens)
+        return weighted_nll(
+            logits, targets, weights, ignore_index=PADDING, round_nll=not self.fp32_upcast, backend=self.backend
+        ).loss
+
+
+class FusedLinearCrossEntropy(nn.Module):
+    """Cross-entropy from hidden states and the LM head; the logits exist one chunk at a time.
+
+    Args:
+        ignore_index: label to leave out; -100 is left out as well.
+        logit_softcapping: must be 0; soft-capped logits are not supported.
+        reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
+        impl: accepted so that a configuration written for another implementation still loads; there is one here.
+        chunk_size: rows of logits that exist at a time; None chooses.
+        backend: "auto", "triton" or "torch".
+
+    Raises:
+        TypeError: an ``ignore_index`` or a ``chunk_size`` that is not an int.
+        ValueError: an unknown ``reduction``, ``chunk_size`` < 1, or ``logit_softcapping`` other than 0.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = PADDING,
+        logit_softcapping: float = 0,
+        reduction: str = "sum",
+        impl: str = "cce",
+        *,
+        chunk_size: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if logit_softcapping:
+            raise ValueError(
+                f"logit_softcapping must be 0, got {logit_softcapping}: soft-capped logits are not supported; "
+                "use MaskedCrossEntropy on the capped logits"
+            )
+        if chunk_size is not None:
+            _checks.check_positive_int("chunk_size", chunk_size)
+        self.ignore_index = _checked_index(ignore_index)
+        self.logit_softcapping = logit_softcapping
+        self.reduction = _checked_reduction(reduction)
+        self.impl = impl
+        self.chunk_size = chunk_size
+        self.backend = backend
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        lm_weight: torch.Tensor,
+        num_label_tokens: Count = None,
+        grad_reduce_group: Any = None,
+        loss_weights: torch.Tensor | None = None,
+        *,
+        lm_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Compute the loss.
+
+        Args:
+            hidden_states: ``[..., D]``.
+            labels: ``[...]`` integers; not modified.
+            lm_weight: ``[V, D]``; may be sharded (a DTensor).
+            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor. Only with ``reduction="sum"``.
+            grad_reduce_group: accepted for compatibility and not needed: a sharded head carries its own mesh, over which
+                its gradient is reduced.
+            loss_weights: ``[...]`` or None, a factor per position. Only with ``reduction="sum"``.
+            lm_bias: ``[V]`` or None.
+
+        Returns:
+            0-d loss; with ``reduction="none"`` one number a position, flattened.
+
+        Raises:
+            TypeError: an argument that should be a tensor is not.
+            ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
+        """
+        check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
+        _check_rows(HIDDEN, self.ignore_index, hidden_states, labels, lm_weight, lm_bias)
+        _checks.check_shape(
+            "labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension"
+        )
+        weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
+        targets = targets_of(labels, self.ignore_index)
+        options: dict[str, Any] = {"bias": lm_bias, "chunk_size": self.chunk_size, "backend": self.backend}
+        if self.reduction == "none":
+            return linear_token_nll(hidden_states, lm_weight, targets, active=weights, **options).nll.flatten()
+        weights = normalized(weights, self.reduction, num_label_tokens)
+        return weighted_linear_nll(hidden_states, lm_weight, targets, weights, **options).loss
+
+
+def _checked_reduction(reduction: str) -> str:
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
+    return reduction
+
+
+def _check_rows(
+    names: _checks.Names, ignore_index: int, rows: torch.Tensor, labels: torch.Tensor, *head: torch.Tensor | None
+) -> None:
+    V = _checks.check_rows(names, rows, labels, *head)
+    _checks.check_target_range(None, names.targets, targets_of(labels, ignore_index), V)
+
+
+def _checked_index(ignore_index: Any) -> int:
+    if not _checks.is_int(ignore_index):
+        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
+    return int(ignore_index)
+
+
+def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
+    """Shape of the rows of logits, which that of labels equals once adjacent dimensions of the one are merged."""
+    _checks.check_ids("labels", labels)
+    rows, shape = logits.shape[:-1], labels.shape
+    if shape != rows and not (rows.numel() == shape.numel() and (_merges(rows, shape) or _merges(shape, rows))):
+        raise ValueError(
+            f"labels must have shape {tuple(rows)} like logits without its last dimension, or that with dimensions merged, "
+            f"got {tuple(shape)}"
+        )
+    _checks.check_same_device("logits", logits, labels=labels)
+    return rows
+
+
+def _merges(fine: torch.Size, coarse: torch.Size) -> bool:
+    """Whether dimensions of ``fine`` that lie side by side, merged, are ``coarse``; both have as many entries."""
+    ends = list(itertools.accumulate(fine, operator.mul, initial=1))
+    return all(end in ends for end in itertools.accumulate(coarse, operator.mul))
+
+
+def check_sum_only(reduction: str, **options: object) -> None:
+    """Check what only a sum can be divided or weighted by."""
+    for name, value in options.items():
+        if value is not None and reduction != "sum":
+            raise ValueError(f"{name} is only supported when reduction is 'sum', got reduction={reduction!r}")
+    _checks.check_count("num_label_tokens", options.get("num_label_tokens"))
+    _checks.check_constant("num_label_tokens", options.get("num_label_tokens"))
+
+
+def position_weights(
+    like: torch.Tensor,
+    labels: torch.Tensor,
+    ignore_index: int,
+    mask: torch.Tensor | None,
+    loss_weights: torch.Tensor | None,
+) -> torch.Tensor:
+    """Weight of every position, 0 where its label is ignored or its mask is 0; in the dtype of sums over ``like``."""
+    mask, loss_weights = all_plain(mask, loss_weights)
+    labels = widened(labels)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    counts = (labels != ignore_index) & (labels != PADDING)
+    if mask is not None:
+        _checks.check_tensor("mask", mask)
+        mask = mask.reshape(-1).expand(labels.numel()) if mask.numel() == 1 else mask.reshape(-1)
+        _checks.check_mask("mask", mask, (labels.numel(),), "one entry per label")
+        _checks.check_same_device("labels", labels, mask=mask)
+        counts = counts & (mask.reshape(labels.shape) != 0)
+    if loss_weights is None:
+        return counts.to(dtype)
+    _checks.check_mask("loss_weights", loss_weights, labels.shape, "that of labels")
+    _checks.check_same_device("labels", labels, loss_weights=loss_weights)
+    _checks.check_constant("loss_weights", loss_weights)
+    return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
+
+
+def targets_of(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Labels as the ops take them, -100 where they are ignored; a label that the loss ignores is no bad target."""
+    labels = widened(labels)
+    return labels if ignore_index == PADDING else labels.masked_fill(labels == ignore_index, PADDING)
+
+
+def widened(labels: torch.Tensor) -> torch.Tensor:
+    """Labels, whole, as int64: a narrower type may not hold -100, and 156 equals it as uint8."""
+    (labels,) = all_plain(labels)
+    _checks.check_ids("labels", labels)
+    return labels.long()
+
+
+def normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
+    """Weights over their denominator; a denominator of 0 gives weights of 0, never NaN."""
+    if reduction == "mean":
+        return weights / weights.sum().clamp(min=1)
+    count = plain_count(num_label_tokens)
+    if count is None:
+        return weights
+    if isinstance(count, torch.Tensor):
+        count = count.detach().reshape(()).to(weights.dtype)
+        return weights / torch.where(count != 0, count, torch.inf)
+    return weights / count if count else torch.zeros_like(weights)

@@ -1,0 +1,289 @@
+"""The auxiliary loss: labels of each depth, and the sum over depths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import torch
+from torch import nn
+
+from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, is_our_linear
+from dllm_kernels.mtp.cross_entropy import (
+    HIDDEN,
+    PADDING,
+    Count,
+    FusedLinearCrossEntropy,
+    MaskedCrossEntropy,
+    check_sum_only,
+    normalized,
+    position_weights,
+    targets_of,
+    widened,
+)
+from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
+from dllm_kernels.ops import _checks, linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops._plain import all_plain
+
+
+@dataclass(frozen=True)
+class MTPLossOutput:
+    """The auxiliary loss and its parts.
+
+    Attributes:
+        loss: 0-d, ``scaling_factor / D`` times the sum of the parts.
+        per_depth_losses: D 0-d tensors, unscaled, each with its autograd graph.
+    """
+
+    loss: torch.Tensor
+    per_depth_losses: list[torch.Tensor]
+
+
+def mtp_labels(
+    labels: torch.Tensor, depth: int, ignore_index: int = PADDING, seq_idx: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Labels of one depth: shifted left by depth + 1, ignored where there is none or it is of another sub-sequence.
+
+    Args:
+        labels: ``[B, S]`` or ``[S]`` integers.
+        depth: 0 .. D-1.
+        ignore_index: what marks a position that does not count.
+        seq_idx: as ``labels``; equal numbers mark one packed sub-sequence. None: no packing.
+
+    Returns:
+        A new int64 tensor of the shape of ``labels``.
+    """
+    labels = widened(labels)
+    shift = min(depth + 1, labels.shape[-1])
+    shifted = nn.functional.pad(labels[..., shift:], (0, shift), value=ignore_index)
+    if seq_idx is None:
+        return shifted
+    source = nn.functional.pad(seq_idx[..., shift:], (0, shift))
+    return torch.where(source == seq_idx, shifted, ignore_index)
+
+
+def _sub_sequences(
+    labels: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Index of the packed sub-sequence of every label; ``seq_idx`` wins over ``cu_seqlens``."""
+    cu_seqlens, seq_idx = all_plain(cu_seqlens, seq_idx)
+    if seq_idx is not None:
+        _checks.check_tensor("seq_idx", seq_idx)
+        _checks.check_same_device("labels", labels, seq_idx=seq_idx)
+        if seq_idx.dim() == 1 and labels.dim() == 2:
+            seq_idx = seq_idx.unsqueeze(0).expand(labels.shape[0], -1)
+        elif seq_idx.dim() == 2 and labels.dim() == 1 and seq_idx.shape[0] == 1:
+            seq_idx = seq_idx.squeeze(0)
+        if seq_idx.shape != labels.shape:
+            raise ValueError(
+                f"seq_idx must have shape {tuple(labels.shape)} like labels, or [S], got {tuple(seq_idx.shape)}; under "
+                "pipeline parallelism give each micro-batch its own piece"
+            )
+        return seq_idx
+    if cu_seqlens is None:
+        return None
+    _checks.check_tensor("cu_seqlens", cu_seqlens)
+    boundaries = cu_seqlens.squeeze(0) if cu_seqlens.dim() == 2 and cu_seqlens.shape[0] == 1 else cu_seqlens
+    _checks.check_ndim("cu_seqlens", boundaries, 1, "[num_seqs + 1]")
+    _checks.check_ids("cu_seqlens", boundaries)
+    _checks.check_same_device("labels", labels, cu_seqlens=boundaries)
+    boundaries = boundaries.long()  # a short type may hold them, and not every position
+    positions = torch.arange(labels.shape[-1], device=labels.device)
+    # right=True: the position of a boundary is the first of the new sequence.
+    return torch.searchsorted(boundaries[1:].contiguous(), positions, right=True).expand(labels.shape)
+
+
+@overload
+def calculate_mtp_loss(
+    loss_fn: nn.Module, *, return_per_depth: Literal[False] = ..., **options: Any
+) -> torch.Tensor: ...
+@overload
+def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[True], **options: Any) -> MTPLossOutput: ...
+def calculate_mtp_loss(
+    loss_fn: nn.Module,
+    *,
+    mtp_per_depth_h: list[torch.Tensor] | None = None,
+    mtp_per_depth_logits: list[torch.Tensor] | None = None,
+    mtp_per_depth_targets: Sequence[torch.Tensor] | None = None,
+    labels: torch.Tensor,
+    model: nn.Module,
+    scaling_factor: float = 0.1,
+    num_label_tokens: Count = None,
+    ignore_index: int | None = PADDING,
+    cu_seqlens: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    lm_weight: torch.Tensor | None = None,
+    logits_dtype: torch.dtype | None = None,
+    grad_reduce_group: Any = None,
+    loss_weights: torch.Tensor | None = None,
+    return_per_depth: bool = False,
+) -> torch.Tensor | MTPLossOutput:
+    r"""Compute the multi-token-prediction auxiliary loss.
+
+    .. math:: L = \frac{\text{scaling\_factor}}{D} \sum_{k=0}^{D-1} \text{loss\_fn}(\text{depth } k,\;
+              \text{labels shifted left by } k + 1)
+
+    With :class:`FusedLinearCrossEntropy` all depths go through one call: one compaction of the rows that count, one pass
+    over the LM head, which is gathered once where it is sharded.
+
+    Args:
+        loss_fn: the base loss, as on the main path.
+        mtp_per_depth_h: D tensors ``[B, S, H]`` (``[1, T, H]`` with flat labels), the hidden states of each depth.
+        mtp_per_depth_logits: D tensors ``[B, S, V]`` instead; exactly one of both.
+        mtp_per_depth_targets: D tensors shaped like ``labels``, shifted and masked already; then neither ``cu_seqlens``
+            nor ``seq_idx`` may be given.
+        labels: ``[B, S]`` or ``[T]`` integers, not shifted.
+        model: owns the LM head: ``get_output_embeddings()``, else a module named ``lm_head``, else a parameter with
+            ``lm_head`` in its name.
+        scaling_factor: weight of the auxiliary loss.
+        num_label_tokens: global number of labels that count, which divides each sum; int or 0-d tensor.
+        ignore_index: -100, or that of ``loss_fn``; either way positions without a label do not count.
+        cu_seqlens: ``[num_seqs + 1]`` offsets of packed sub-sequences; a boundary belongs to the new one.
+        seq_idx: ``[B, S]`` or ``[S]``, equal numbers within a packed sub-sequence; wins over ``cu_seqlens``.
+        lm_weight: ``[V, H]``, the head, when the caller has gathered it already or vouches for one of another class.
+        logits_dtype: passed on to a base loss that takes it.
+        grad_reduce_group: passed on to a base loss that takes it.
+        loss_weights: a factor per label, shaped like ``labels``.
+        return_per_depth: return an :class:`MTPLossOutput`. The parts carry their graphs, so with a trainable head the
+            logits are then made twice.
+
+    Returns:
+        The scaled loss, 0-d; or :class:`MTPLossOutput`.
+
+    Raises:
+        ValueError: both or none of hidden states and logits; an ``ignore_index`` other than the loss's; shapes that do
+            not fit; a base loss that takes hidden states given logits, or given a model without an LM head or with one
+            that is more than its weight and bias (an adapter, hooks) and not handed over as ``lm_weight``.
+    """
+    own_index = checked_ignore_index(ignore_index, loss_fn)
+    _checks.check_ids("labels", labels)
+    labels = widened(labels)
+    outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
+    if mtp_per_depth_targets is not None:
+        targets = _given_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
+        origins = [(f"mtp_per_depth_targets[{k}]", 0) for k in range(len(outputs))]
+    else:
+        packed = _sub_sequences(labels, cu_seqlens, seq_idx)
+        targets = [mtp_labels(labels, k, own_index, packed) for k in range(len(outputs))]
+        origins = [("labels", k + 1) for k in range(len(outputs))]
+    factor = scaling_factor / len(outputs)
+    common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
+    if is_our_linear(loss_fn) and loss_fn.reduction != "none":
+        weight = head_weight(model) if lm_weight is None else lm_weight
+        bias = head_bias(model)
+        for k, (output, target, origin) in enumerate(zip(outputs, targets, origins, strict=True)):
+            names = HIDDEN._replace(rows=f"mtp_per_depth_h[{k}]", targets=origin[0])
+            _checks.check_rows(names, output, target, weight, bias)
+            _check_targets(loss_fn, target, weight.shape[0], *origin)
+        total, losses = _fused_depths(loss_fn, outputs, targets, weight, bias, factor, return_per_depth, **common)
+    else:
+        common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
+        if is_linear(loss_fn):
+            common["lm_weight"] = gathered_once(head_weight(model) if lm_weight is None else lm_weight, outputs[0])
+        losses = [
+            _depth_loss(loss_fn, output, target, are_logits, origin, **common)
+            for output, target, origin in zip(outputs, targets, origins, strict=True)
+        ]
+        total = torch.stack(losses).sum(0) * factor
+    return MTPLossOutput(total, losses) if return_per_depth else total
+
+
+def _depth_outputs(
+    loss_fn: nn.Module,
+    hidden: list[torch.Tensor] | None,
+    logits: list[torch.Tensor] | None,
+    labels: torch.Tensor,
+) -> tuple[list[torch.Tensor], bool]:
+    if (hidden is None) == (logits is None):
+        got = "neither" if hidden is None else "both"
+        raise ValueError(f"exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got {got}")
+    if logits is not None and is_linear(loss_fn):
+        raise ValueError(
+            f"mtp_per_depth_h must be given to {type(loss_fn).__name__}, which works from hidden states, got logits"
+        )
+    outputs = list(hidden if hidden is not None else logits or [])
+    if not outputs:
+        raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
+    for k, output in enumerate(outputs):
+        _checks.check_float(f"mtp_per_depth_{'h' if logits is None else 'logits'}[{k}]", output)
+    if labels.dim() == 1:
+        outputs = [o.squeeze(0) if o.dim() == 3 and o.shape[0] == 1 else o for o in outputs]
+    for k, output in enumerate(outputs):
+        if output.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"the output of MTP depth {k} must have shape {(*labels.shape, output.shape[-1])} to go with labels, "
+                f"got {tuple(output.shape)}"
+            )
+    return outputs, logits is not None
+
+
+def _given_targets(
+    targets: Sequence[torch.Tensor],
+    depths: int,
+    labels: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    if cu_seqlens is not None or seq_idx is not None:
+        raise ValueError("mtp_per_depth_targets must not be combined with cu_seqlens or seq_idx")
+    if len(targets) != depths:
+        raise ValueError(f"mtp_per_depth_targets must hold {depths} tensors, one per depth, got {len(targets)}")
+    for k, target in enumerate(targets):
+        _checks.check_ids(f"mtp_per_depth_targets[{k}]", target)
+        _checks.check_shape(f"mtp_per_depth_targets[{k}]", target, labels.shape, "that of labels")
+    return list(targets)
+
+
+def _check_targets(loss_fn: nn.Module, targets: torch.Tensor, V: int, name: str, shift: int) -> None:
+    """On request, look for bad targets of one depth; the message says where the caller's own tensor has them."""
+    if isinstance(loss_fn, MaskedCrossEntropy | FusedLinearCrossEntropy):
+        _checks.check_target_range(None, name, targets_of(targets, loss_fn.ignore_index), V, shift=shift)
+
+
+def _depth_loss(
+    loss_fn: nn.Module,
+    output: torch.Tensor,
+    labels: torch.Tensor,
+    are_logits: bool,
+    origin: tuple[str, int],
+    **common: Any,
+) -> torch.Tensor:
+    if is_linear(loss_fn):
+        _check_targets(loss_fn, labels, common["lm_weight"].shape[0], *origin)
+        return calculate_loss(loss_fn, hidden_states=output, labels=labels, **common)
+    logits = output if are_logits else logits_of(output, common["model"])
+    _check_targets(loss_fn, labels, logits.shape[-1], *origin)
+    return calculate_loss(loss_fn, logits=logits, labels=labels, **common)
+
+
+def _fused_depths(
+    loss_fn: FusedLinearCrossEntropy,
+    outputs: list[torch.Tensor],
+    targets: list[torch.Tensor],
+    lm_weight: torch.Tensor,
+    lm_bias: torch.Tensor | None,
+    factor: float,
+    return_per_depth: bool,
+    *,
+    num_label_tokens: Count,
+    loss_weights: torch.Tensor | None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """All depths stacked along a new first dimension and sent through one call."""
+    check_sum_only(loss_fn.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
+    weights = [
+        normalized(
+            position_weights(outputs[0], t, loss_fn.ignore_index, None, loss_weights),
+            loss_fn.reduction,
+            num_label_tokens,
+        )
+        for t in targets
+    ]
+    targets = [targets_of(t, loss_fn.ignore_index) for t in targets]
+    hidden, labels, row_weights = torch.stack(outputs), torch.stack(targets), torch.stack(weights)
+    options: dict[str, Any] = {"bias": lm_bias, "chunk_size": loss_fn.chunk_size, "backend": loss_fn.backend}
+    if not return_per_depth:
+        return weighted_linear_nll(hidden, lm_weight, labels, row_weights * factor, **options).loss, []
+    nll = linear_token_nll(hidden, lm_weight, labels, active=row_weights, **options).nll
+    losses = (nll * row_weights).flatten(1).sum(1)
+    return losses.sum() * factor, list(losses.unbind())

@@ -1,0 +1,83 @@
+"""The LM head of a model: where it is, and whether a loss may use its weight in its place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from dllm_kernels.ops._head import check_plain_head, projects
+from dllm_kernels.ops._plain import is_dtensor
+
+FROM_LOGITS = "take a base loss from logits, such as MaskedCrossEntropy, whose logits come from the head itself"
+
+
+def unwrapped(model: nn.Module | None) -> nn.Module | None:
+    """The model inside DistributedDataParallel."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def head_module(model: nn.Module | None) -> nn.Module | None:
+    """The LM head: ``get_output_embeddings()``, else a module named ``lm_head`` that has a weight or can be called."""
+    model = unwrapped(model)
+    if model is None:
+        return None
+    getter = getattr(model, "get_output_embeddings", None)
+    head = getter() if callable(getter) else None
+    if isinstance(head, nn.Module):
+        return head
+    named = (m for name, m in model.named_modules() if name.split(".")[-1] == "lm_head")
+    return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
+
+
+def head_weight(model: nn.Module | None) -> torch.Tensor:
+    """The LM head's weight ``[V, D]``, to be used in its place: of the module, else of a parameter named ``lm_head``."""
+    head = head_module(model)
+    if head is not None:
+        check_plain_head(head, FROM_LOGITS)
+        if not isinstance(weight := getattr(head, "weight", None), torch.Tensor):
+            raise ValueError(f"the LM head must have a weight, got {type(head).__name__}; {FROM_LOGITS}")
+        return weight
+    model = unwrapped(model)
+    parameters = () if model is None else model.named_parameters(remove_duplicate=False)
+    for name, parameter in parameters:
+        if "lm_head" in name and not name.endswith("bias"):
+            _check_owners(model, name)
+            return parameter
+    raise ValueError(
+        "model has no LM head: it needs get_output_embeddings(), a module named lm_head or a parameter with lm_head in "
+        f"its name; got {type(model).__name__}"
+    )
+
+
+def _check_owners(model: nn.Module | None, name: str) -> None:
+    """Raise unless a parameter stands for the modules around it, from the one with ``lm_head`` in its name inwards."""
+    module, within = model, False
+    for part in name.split(".")[:-1]:
+        module, within = getattr(module, part), within or "lm_head" in part
+        if within:
+            check_plain_head(module, FROM_LOGITS)
+
+
+def head_bias(model: nn.Module | None) -> torch.Tensor | None:
+    """The bias ``[V]`` of the LM head, or None."""
+    bias = getattr(head_module(model), "bias", None)
+    return bias if isinstance(bias, torch.Tensor) else None
+
+
+def logits_of(hidden: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Logits through the head module, whose own forward gathers it where it is sharded."""
+    head = head_module(model)
+    if head is not None and projects(head):
+        logits: torch.Tensor = head(hidden)
+        return logits
+    return nn.functional.linear(hidden, head_weight(model), head_bias(model))
+
+
+def gathered_once(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """A sharded head gathered for several uses, so that they share one gather and one reduction of its gradient."""
+    if not is_dtensor(weight):
+        return weight
+    from dllm_kernels.distributed.fsdp import gather_head
+
+    gathered: torch.Tensor = gather_head(weight, hidden)
+    return gathered

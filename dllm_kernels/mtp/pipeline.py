@@ -1,0 +1,167 @@
+"""The loss of a pipeline schedule's last stage."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, required
+from dllm_kernels.mtp.cross_entropy import PADDING
+from dllm_kernels.mtp.depths import calculate_mtp_loss
+from dllm_kernels.mtp.head import gathered_once, head_weight
+
+
+def mtp_loss_scaling_factor(model: nn.Module, default: float = 0.1) -> float:
+    """``model.mtp_config.loss_scaling_factor``, or the default where the model does not say."""
+    config = getattr(model, "mtp_config", None)
+    return default if config is None else float(getattr(config, "loss_scaling_factor", default))
+
+
+class PipelineCausalLMLoss(nn.Module):
+    """The loss of a pipeline schedule's last stage: the main cross-entropy, and MTP while the model trains.
+
+    Each micro-batch brings its own ``seq_idx`` as the last element of the stage's output, a 2-d int32 tensor, which is
+    how it reaches the loss whatever the schedule.
+
+    Args:
+        loss_fn: the base loss.
+        model: the last stage's model, for its LM head, ``training`` and MTP configuration.
+        scaling_factor: weight of MTP; None takes the output's ``mtp_loss_scaling_factor``, else the model's
+            ``mtp_config.loss_scaling_factor``, else 0.1.
+        ignore_index: -100, or that of ``loss_fn``.
+        grad_reduce_group: passed on to a base loss that takes it.
+
+    Raises:
+        ValueError: an ``ignore_index`` other than the loss's.
+    """
+
+    def __init__(
+        self,
+        loss_fn: nn.Module,
+        model: nn.Module,
+        scaling_factor: float | None = None,
+        ignore_index: int | None = PADDING,
+        grad_reduce_group: Any = None,
+    ) -> None:
+        super().__init__()
+        self.loss_fn = loss_fn
+        self.model = model
+        self.scaling_factor = scaling_factor
+        self.ignore_index = checked_ignore_index(ignore_index, loss_fn)
+        self.grad_reduce_group = grad_reduce_group
+        self.cu_seqlens: torch.Tensor | None = None
+
+    @staticmethod
+    def _extract_seq_idx_tail(output: Any) -> tuple[torch.Tensor | None, Any]:
+        """(seq_idx, the rest): the trailing 2-d int32 tensor of a tuple, else (None, output)."""
+        if isinstance(output, tuple) and output:
+            last = output[-1]
+            if isinstance(last, torch.Tensor) and last.dtype == torch.int32 and last.dim() == 2:
+                return last, output[:-1]
+        return None, output
+
+    def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        """Compute the loss of one micro-batch.
+
+        Args:
+            output: logits ``[B, S, V]`` (hidden states ``[B, S, H]`` where ``loss_fn`` takes those); an object or mapping
+                with ``logits`` and, for MTP, ``mtp_per_depth_h`` or ``mtp_per_depth_logits`` and
+                ``mtp_loss_scaling_factor``; or a tuple ``(logits, *mtp_per_depth_h[, seq_idx])`` with ``seq_idx`` a
+                ``[B, S]`` int32 tensor.
+            labels: ``[B, S]`` integers, not shifted for MTP.
+
+        Returns:
+            0-d loss.
+
+        Raises:
+            ValueError: a base loss that takes hidden states given a tuple, or a head that is more than its weight and bias.
+        """
+        seq_idx, output = self._extract_seq_idx_tail(output)
+        linear = is_linear(self.loss_fn)
+        if isinstance(output, tuple):
+            if linear:
+                raise ValueError(
+                    f"output must not be a tuple for {type(self.loss_fn).__name__}, which works from hidden states: a "
+                    "pipeline stage with MTP returns logits first"
+                )
+            output = self._from_tuple(output)
+        hidden = output if isinstance(output, torch.Tensor) else _final_hidden(output)
+        logits = _field(output, "logits") if hasattr(output, "logits") or isinstance(output, Mapping) else output
+        common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
+        if linear:
+            common["lm_weight"] = self._lm_weight(required({"hidden_states": hidden}, "hidden_states", self.loss_fn))
+        loss = calculate_loss(self.loss_fn, logits=logits, hidden_states=hidden, labels=labels, **common)
+        if not self.model.training or (depths := self._depths(output)) is None:
+            return loss
+        packing: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "seq_idx": seq_idx}
+        common |= {"labels": labels, "scaling_factor": self._scaling(output), "ignore_index": self.ignore_index}
+        mtp: torch.Tensor = calculate_mtp_loss(self.loss_fn, **depths, **packing, **common)
+        return loss + mtp
+
+    def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head, gathered once for the main loss and all depths."""
+        return gathered_once(head_weight(self.model), hidden)
+
+    def _from_tuple(self, output: tuple[torch.Tensor, ...]) -> Any:
+        name = "mtp_per_depth_logits" if getattr(self.model, "mtp_outputs_are_logits", False) else "mtp_per_depth_h"
+        return _StageOutput(output[0], **{name: list(output[1:]) or None})
+
+    @staticmethod
+    def _depths(output: Any) -> dict[str, Any] | None:
+        depths = {name: _field(output, name) for name in ("mtp_per_depth_h", "mtp_per_depth_logits")}
+        given = {name: list(value) for name, value in depths.items() if value is not None}
+        return given or None
+
+    def _scaling(self, output: Any) -> float:
+        if self.scaling_factor is not None:
+            return self.scaling_factor
+        value = _field(output, "mtp_loss_scaling_factor")
+        return mtp_loss_scaling_factor(self.model) if value is None else float(value)
+
+
+@dataclass
+class _StageOutput:
+    logits: torch.Tensor
+    mtp_per_depth_h: list[torch.Tensor] | None = None
+    mtp_per_depth_logits: list[torch.Tensor] | None = None
+
+
+def _field(output: Any, name: str) -> Any:
+    """A field of a model output, be it an object or a mapping; None where it has none of that name."""
+    value = getattr(output, name, None)
+    return output.get(name) if value is None and isinstance(output, Mapping) else value
+
+
+def _final_hidden(output: Any) -> torch.Tensor | None:
+    """The last hidden states of a model output: its ``hidden_states``, or the last of them."""
+    states = _field(output, "hidden_states")
+    if isinstance(states, (list, tuple)):
+        states = next((s for s in reversed(states) if s is not None), None)
+    return states if isinstance(states, torch.Tensor) else None
+
+
+@dataclass
+class MTPLossConfig:
+    """Hyperparameters of the MTP loss.
+
+    Attributes:
+        scaling_factor: weight of MTP; None keeps the model's own.
+        ignore_index: -100, or that of the base loss.
+    """
+
+    scaling_factor: float | None = None
+    ignore_index: int | None = PADDING
+
+    def build(self, loss_fn: nn.Module, model: nn.Module, *, grad_reduce_group: Any = None) -> PipelineCausalLMLoss:
+        """Make the pipeline loss for a base loss and a model."""
+        return PipelineCausalLMLoss(
+            loss_fn,
+            model,
+            scaling_factor=self.scaling_factor,
+            ignore_index=self.ignore_index,
+            grad_reduce_group=grad_reduce_group,
+        )
