@@ -15,6 +15,7 @@ from dllm_kernels.mtp import (
     PipelineCausalLMLoss,
     calculate_loss,
     calculate_mtp_loss,
+    depths,
 )
 from tests.parity import assert_parity
 
@@ -147,9 +148,9 @@ def test_depths_come_unscaled_and_with_their_graphs(base):
 def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
     calls = []
     for name in ("weighted_linear_nll", "linear_token_nll"):
-        original = getattr(mtp, name)
+        original = getattr(depths, name)
         monkeypatch.setattr(
-            mtp, name, lambda *a, f=original, n=name, **k: (calls.append((n, a[0].shape)), f(*a, **k))[1]
+            depths, name, lambda *a, f=original, n=name, **k: (calls.append((n, a[0].shape)), f(*a, **k))[1]
         )
     calculate_mtp_loss(
         FusedLinearCrossEntropy(),

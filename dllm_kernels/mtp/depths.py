@@ -100,7 +100,7 @@ def calculate_mtp_loss(
 ) -> torch.Tensor: ...
 @overload
 def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[True], **options: Any) -> MTPLossOutput: ...
-def calculate_mtp_loss(
+def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the results apart
     loss_fn: nn.Module,
     *,
     mtp_per_depth_h: list[torch.Tensor] | None = None,
