@@ -21,7 +21,8 @@ def main():
     options = {"eps": 1e-3, "block_size": None, "half_life_ratio": None}
     noisy, noise_mask, p_mask = strategy.apply_corruption(ids, loss_mask, MASK, **options)
     embedding = torch.nn.Embedding(VOCABULARY, VOCABULARY)
-    loss = loss_fn(embedding(noisy), ids, noise_mask, p_mask, loss_mask, num_diffusion_tokens=32)
+    supervised = int(loss_mask.sum())  # masked or not
+    loss = loss_fn(embedding(noisy), ids, noise_mask, p_mask, loss_mask, num_diffusion_tokens=supervised)
     loss.total_loss.backward()
     print(f"loss {loss.total_loss:.3f} by {type(loss_fn).__module__}")
     nemo_automodel.unpatch()

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import dllm_kernels as ours
@@ -556,6 +557,13 @@ def fsdp_heads_that_do_more():
         loss(model).backward()
         model.lm_head.register_forward_hook(lambda *_: None)
         raises(ValueError, "with a hook, fsdp_heads_that_do_more", loss, model)
+    tied, split = Model(), Model()
+    fully_shard([tied.embed, tied.lm_head])
+    fully_shard(tied)
+    parallelize_module(split.lm_head, mesh_of("tp"), ColwiseParallel(use_local_output=False))
+    for model in (tied, split):
+        assert model.lm_head._forward_hooks
+        loss(model).backward()
     for setup in (own_unit, after_root):
         model = Model(head=Adapted)
         setup(model)

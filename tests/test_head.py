@@ -1,5 +1,7 @@
 """A fused loss uses a head's weight in place of the head, so only of a head that is nothing beside its weight and bias."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -189,6 +191,7 @@ def test_a_loss_head_is_made_before_sharding_adds_its_hooks():
 
     gather.__module__ = "torch.distributed.fsdp._fully_shard._fsdp_state"
     head.register_forward_pre_hook(gather)
+    head.register_forward_pre_hook(functools.partial(gather))
     in_head(Model(head), FUSED)
     main_loss(Model(head), FUSED)
     with pytest.raises(ValueError, match=r"Linear with a hook, .*gather"):

@@ -241,6 +241,18 @@ def test_the_loss_function_is_the_masked_diffusion_loss(count, wrap):
     torch.testing.assert_close(*grads)
 
 
+def test_who_knows_nothing_has_a_loss_of_log_v():
+    """On average over the noise, which holds with the supervised tokens as denominator and with no other."""
+    V, n = 16, 400
+    torch.manual_seed(4)
+    collator = MaskedDiffusionCollator(V, eps=0.1)
+    text = {"input_ids": [3] * 32, "loss_mask": [0] * 8 + [1] * 24, "attention_mask": [1] * 32}
+    losses = [mdlm_loss_func((torch.zeros(1, 32, V),), collator([text])["labels"]) for _ in range(n)]
+    mean, spread = torch.stack(losses).mean(), torch.stack(losses).std() / n**0.5
+    assert abs(mean - torch.tensor(V).log()) < 4 * spread
+    assert spread < 0.1
+
+
 # The loss inside the head ---------------------------------------------------------------------------------------------
 
 
@@ -546,6 +558,15 @@ def test_evaluation_sees_the_same_noise_whenever(ranks, tmp_path):
     assert seen == [before, before]
     assert rows(made.get_test_dataloader(ranks.samples())) == before
     assert rows([ranks.COLLATOR(ranks.samples()[:4])]) == before[:4]  # and the caller's own is as it was
+
+
+@needs_trainer
+def test_a_collator_of_another_kind_is_left_alone(ranks, tmp_path):
+    made = ranks.trainer(ranks.model(), tmp_path, 4, 1, 1, eval_dataset=ranks.samples())
+    made.data_collator = other = lambda samples: ranks.COLLATOR(samples)
+    made.train()
+    assert made.evaluate()["eval_loss"] > 0
+    assert made.data_collator is other
 
 
 @needs_trainer

@@ -89,7 +89,7 @@ class MaskedDiffusionCollator:
     that loads the data from torch's default generator, in a worker of a ``DataLoader`` from one seeded as the worker is,
     and mixed with ``rank``. So no two rows, ranks, workers or epochs share their noise; the same ``manual_seed`` gives the
     same noise again, and so does a restored state of the generator. A ``Trainer`` that resumes within an epoch has drawn
-    a batch before it restores that state, so its noise is new.
+    a batch before it restores that state, so its noise is other than it would have been.
 
     With ``seed_field`` the noise of a sample is a function of its seed, of the epoch (:meth:`set_epoch`) and of the length
     of the batch alone, on whichever rank and worker: a run resumed is the run that was interrupted, to the bit.

@@ -12,7 +12,9 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{noise} \cap \text{supervised}} \frac{\text{nll}_i}{p_i}
 
-    with :math:`p_i` the probability with which position i was masked, at least 1e-8, and N ``num_diffusion_tokens``.
+    with :math:`p_i` the probability with which position i was masked, at least 1e-8, and N ``num_diffusion_tokens``: the
+    supervised tokens of the whole step, masked or not, since 1/p makes up for those that were not. (Over the masked ones
+    alone it is neither the bound on the likelihood nor of the same size from step to step.)
     Positions outside the masks are not read: NaN there reaches neither the loss nor the gradient (an implementation that
     multiplies by 0 returns NaN).
 

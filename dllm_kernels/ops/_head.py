@@ -46,6 +46,7 @@ def _more_than_linear(head: nn.Module, tolerated: tuple[str, ...], replaced: boo
         return "a forward of its own"
     for hooks in HOOKS:
         for hook in getattr(head, hooks).values():
+            hook = getattr(hook, "func", hook)  # what a functools.partial is of
             if not tolerated or not str(getattr(hook, "__module__", "")).startswith(tolerated):
                 return f"a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
     if replaced and any(not isinstance(p, nn.Parameter | None) for p in (head.weight, head.bias)):
