@@ -73,7 +73,7 @@ def trainer(model, folder, batch_size, accumulation, steps=2, kind=DiffusionTrai
         "output_dir": str(folder), "per_device_train_batch_size": batch_size, "per_device_eval_batch_size": 4,
         "gradient_accumulation_steps": accumulation, "max_steps": steps, "remove_unused_columns": False,
         "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "max_grad_norm": 0.0,
-        "lr_scheduler_type": "constant", "logging_steps": 1,
+        "lr_scheduler_type": "constant", "logging_steps": 1, "average_tokens_across_devices": True,
     }  # fmt: skip
     args = TrainingArguments(**defaults | dict(arguments))
     options = {"data_collator": COLLATOR, "train_dataset": samples(), **more}
