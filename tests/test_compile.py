@@ -8,7 +8,13 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dllm_kernels.losses._common import divide
-from dllm_kernels.mtp import FusedLinearCrossEntropy, MaskedCrossEntropy, calculate_mtp_loss
+from dllm_kernels.mtp import (
+    FusedLinearCrossEntropy,
+    MaskedCrossEntropy,
+    MTPLossConfig,
+    PipelineCausalLMLoss,
+    calculate_mtp_loss,
+)
 from dllm_kernels.ops import _compiled, _compiled_checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plan import Needs, Plan
 from tests.cases import BY_NAME, CASES
@@ -135,7 +141,7 @@ def assert_few_graphs(step, draws, most):
         for function in (step, compiled):
             fresh = [leaf.detach().clone().requires_grad_() for leaf in leaves]
             value = function(*fresh, *rest)
-            results.append((value.detach(), *torch.autograd.grad(value, fresh)))
+            results.append((value.detach(), *torch.autograd.grad(value, fresh, materialize_grads=True)))
         torch.testing.assert_close(*results)
     assert not counters["graph_break"]
     assert 1 <= counters["stats"]["unique_graphs"] <= most
@@ -203,10 +209,7 @@ def message_of(step, *arguments):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("name", ["token_nll", "weighted_nll", "mdlm", "hybrid, one tensor", "dflash", "encoder AR"])
-def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
-    """The check is part of the compiled step: it runs each time, and says what it says in eager mode."""
+def assert_targets_are_checked(name, form, compiler, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     counters.clear()
     case = BY_NAME[name]
@@ -216,7 +219,7 @@ def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
     def step(h, w, b, targets):
         return step_of(case, form, inputs | {target: targets})(h, w, b)
 
-    compiled = torch.compile(step, backend="inductor" if name == "mdlm" else "aot_eager", fullgraph=True)
+    compiled = torch.compile(step, backend=compiler, fullgraph=True)
     good = inputs[target]
     bad = good.clone()
     bad[1, 4] = V
@@ -228,6 +231,18 @@ def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
         assert message == message_of(step, *arguments, bad)
         torch.testing.assert_close(compiled(*arguments, good), step(*arguments, good))
     assert not counters["graph_break"]
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["token_nll", "weighted_nll", "mdlm", "hybrid, one tensor", "dflash", "encoder AR"])
+def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
+    """The check is part of the compiled step: it runs each time, and says what it says in eager mode."""
+    assert_targets_are_checked(name, form, "aot_eager", monkeypatch)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_targets_are_checked_through_inductor(form, monkeypatch):
+    assert_targets_are_checked("mdlm", form, "inductor", monkeypatch)
 
 
 def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):
@@ -274,6 +289,73 @@ def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
                 [torch.randn(*shape, D, device=DEVICE) for _ in range(2)],
                 [torch.randint(0, V, shape, device=DEVICE), count(5 + 3 * k % 17)],
             )
+
+    assert_few_graphs(step, draws(), 2)
+
+
+def made_inside(base):
+    """Of a model, hidden states of three depths and labels, each way to make a loss and call it."""
+
+    def first(model, depths):
+        return depths[0] if base is FusedLinearCrossEntropy else model.lm_head(depths[0])
+
+    def direct(model, depths, y):
+        rest = [model.lm_head.weight] if base is FusedLinearCrossEntropy else []
+        loss = base(ignore_index=3)(first(model, depths), y, *rest)
+        return loss + base(reduction="mean")(first(model, depths), y, *rest)
+
+    def mtp(model, depths, y):
+        return calculate_mtp_loss(base(), mtp_per_depth_h=depths, labels=y, model=model, scaling_factor=0.3)
+
+    def per_depth(model, depths, y):
+        packing = torch.tensor([0, 2, 5], device=DEVICE)
+        loss_fn = base(reduction="mean")
+        return calculate_mtp_loss(
+            loss_fn, mtp_per_depth_h=depths, labels=y, model=model, cu_seqlens=packing, return_per_depth=True
+        ).per_depth_losses[1]
+
+    def pipeline(model, depths, y):
+        output = {"logits": model.lm_head(depths[0]), "hidden_states": depths[0], "mtp_per_depth_h": depths[1:]}
+        return PipelineCausalLMLoss(base(), model, scaling_factor=0.3)(output, y)
+
+    def stage(model, depths, y):
+        packing = (torch.arange(y.shape[1], device=DEVICE) // 4).int().expand(y.shape)
+        output = depths[0] if base is FusedLinearCrossEntropy else (model.lm_head(depths[0]), *depths[1:], packing)
+        return MTPLossConfig(scaling_factor=0.3).build(base(), model)(output, y)
+
+    return {"direct": direct, "mtp": mtp, "per depth": per_depth, "pipeline": pipeline, "stage": stage}
+
+
+@pytest.mark.parametrize("way", made_inside(None))
+@pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
+def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):
+    model, function = Head(), made_inside(base)[way]
+
+    def step(first, second, third, labels):
+        return function(model, [first, second, third], labels)
+
+    def draws():
+        torch.manual_seed(0)
+        for L in (6, 7, 9):
+            leaves = [torch.randn(2, L, D, device=DEVICE) for _ in range(3)]
+            yield leaves, [torch.randint(0, V, (2, L), device=DEVICE)]
+
+    assert_few_graphs(step, draws(), 2)
+
+
+@pytest.mark.parametrize("layout", ["flat labels", "flat logits", "merged in part"])
+def test_layouts_of_labels_in_a_graph(layout):
+    def step(x, labels, mask):
+        if layout == "flat logits":
+            return MaskedCrossEntropy()(x.flatten(0, 1), labels, mask)
+        labels = labels.flatten() if layout == "flat labels" else labels.unflatten(1, (3, -1))
+        return MaskedCrossEntropy()(x, labels, mask)
+
+    def draws():
+        torch.manual_seed(0)
+        for L in (6, 9, 12):
+            labels = torch.randint(0, V, (2, L), device=DEVICE)
+            yield [torch.randn(2, L, V, device=DEVICE)], [labels.to(torch.uint8), labels % 3]
 
     assert_few_graphs(step, draws(), 2)
 
