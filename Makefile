@@ -10,13 +10,14 @@ HOST := nemo-automodel==0.7.0
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help test demo lint types bench-smoke ci clean
+.PHONY: help test test-variation demo lint types bench-smoke ci clean
 help:
-	@echo "make test         install into $(VENV) and run the test suite"
-	@echo "make demo         train a small diffusion LM on real text, reference loss beside ours  (ARGS='--mode block')"
-	@echo "make lint types   ruff; mypy --strict"
-	@echo "make bench-smoke  every benchmark at toy size"
-	@echo "make ci           all of the above but the demo"
+	@echo "make test            install into $(VENV) and run the test suite"
+	@echo "make demo            train a small diffusion LM on real text, reference loss beside ours  (ARGS='--mode block')"
+	@echo "make test-variation  the tests of numbers as an older processor would run them"
+	@echo "make lint types      ruff; mypy --strict"
+	@echo "make bench-smoke     every benchmark at toy size"
+	@echo "make ci              all of the above but the demo"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
@@ -27,6 +28,13 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n auto $(ARGS)
+
+# Every file that judges by the parity rule, and those that compare two runs.
+test-variation: export ATEN_CPU_CAPABILITY = default
+test-variation: export MKL_CBWR = COMPATIBLE
+test-variation: export OMP_NUM_THREADS = 1
+test-variation: $(STAMP)
+	$(BIN)/python -m pytest -n auto $(shell grep -l tests.parity tests/test_*.py) tests/test_compile.py tests/test_distributed.py $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks train $(ARGS)
@@ -42,7 +50,7 @@ bench-smoke: $(STAMP)
 	$(BIN)/python -m benchmarks smoke
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:cacheprovider -q
 
-ci: test lint types bench-smoke
+ci: test test-variation lint types bench-smoke
 
 clean:
 	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis

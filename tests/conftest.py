@@ -1,6 +1,8 @@
 """Run the kernels on the GPU where there is one, else on CPU tensors under Triton's interpreter."""
 
 import os
+import tempfile
+from pathlib import Path
 
 import torch
 
@@ -9,7 +11,13 @@ if not torch.cuda.is_available():
 
 import pytest
 
-if os.environ.get("PYTEST_XDIST_WORKER"):
+# Inductor's cache on disk does not ask for which vectors its code was written: what it finds there from another kind of
+# processor, or from a run with another ATEN_CPU_CAPABILITY, does not compile or gives wrong numbers (torch 2.13).
+VECTORS = torch.backends.cpu.get_cpu_capability().lower()
+CACHE = Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}_{VECTORS}")
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(CACHE))
+
+if os.environ.get("PYTEST_XDIST_WORKER") and "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -41,7 +41,6 @@ def join(rank, world, folder, seconds):
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", rank=rank, world_size=world, init_method=f"file://{folder}/store", timeout=datetime.timedelta(seconds=seconds)
     )  # fmt: skip

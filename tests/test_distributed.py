@@ -24,7 +24,7 @@ DEADLINE = 300  # seconds for all checks of a world size; the group's own timeou
 def start(world, folder, how):
     """Start the process that starts the ranks; the output of each goes to a file."""
     folder.mkdir(parents=True, exist_ok=True)
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TRITON_INTERPRET": "1"}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
     command = [sys.executable, "-W", "ignore", "-m", distributed_workers.__name__, str(world), str(folder), how]

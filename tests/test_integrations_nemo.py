@@ -62,7 +62,7 @@ def assert_identical(before, after):
 def steps(tmp_path_factory):
     out = tmp_path_factory.mktemp("recipe") / "steps.pt"
     command = [sys.executable, "-W", "ignore", "-m", "tests.nemo_recipe", str(out)]
-    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return torch.load(out, weights_only=False)
 

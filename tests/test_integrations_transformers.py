@@ -504,7 +504,7 @@ def two_ranks(tmp_path_factory):
     """What the two ranks found, see ``trainer_ranks.main``."""
     out = tmp_path_factory.mktemp("ranks") / "ranks.pt"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.trainer_ranks"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
     command = [sys.executable, "-W", "ignore", *launcher, str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
