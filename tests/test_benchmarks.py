@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import time
 
 import pytest
 import torch
@@ -44,12 +45,11 @@ def test_hot_runs_the_same_call_untimed_just_before():
 
 def test_preparation_is_not_timed():
     def slow(index):
-        for _ in range(20):
-            torch.randn(200_000)
+        time.sleep(0.05)
         return index
 
     timing = measure.measure({"a": measure.Candidate(lambda _: None, slow)}, device=CPU, samples=3)["a"]
-    assert timing.quantile(1.0) < 1e-3
+    assert timing.median < 0.05
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def imports(path):
 
 def files(*parts):
     place = PACKAGE.joinpath(*parts)
+    assert place.exists(), f"{place}: there would be nothing to check"
     return [place] if place.suffix == ".py" else sorted(place.rglob("*.py"))
 
 
