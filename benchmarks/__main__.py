@@ -35,7 +35,11 @@ SUBJECTS = {
     "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
     "collate": Subject("benchmarks.collate", "the collator"),
     "losses": Subject("benchmarks.losses", "every loss class against the plain one"),
-    "inspect": Subject("benchmarks.inspect_kernels", "registers, spills, occupancy of every kernel", ((),)),
+    "inspect": Subject(
+        "benchmarks.inspect_kernels",
+        "registers, spills, occupancy and the static roofline of every kernel",
+        (("--target", "sm_90", "--kernel", "bf16"),),
+    ),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
     "all": Subject(
         "benchmarks.suite", "every measurement with JSON, tables and plots", ((*TOY[0], "--subject", "collate"),)

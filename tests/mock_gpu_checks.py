@@ -1,0 +1,239 @@
+"""Checks of the package on a GPU that is not there: ``python -m tests.mock_gpu_checks FILE`` writes what became of each.
+
+In a process of their own, where Triton compiles instead of interpreting; ``tests/test_mock_gpu.py`` shows a test for each.
+"""
+
+import functools
+import json
+import math
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import launches
+from benchmarks.gpus import GRID
+from benchmarks.mock_gpu import MockGPU
+from dllm_kernels import corruption, ops
+from tests.cases import CASES
+
+CHECKS = {}
+
+
+def check(function):
+    """Register a check."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def on_each(*targets):
+    """Run a check on these targets, inside the mock, with the GPU as the default device."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def run():
+            for target in targets:
+                with MockGPU(target) as gpu, torch.device("cuda"):
+                    function(gpu)
+
+        return run
+
+    return decorate
+
+
+def launched(gpu):
+    return {launch.specimen.kernel for launch in gpu.launches}
+
+
+@check
+@on_each("sm_90", "gfx942")
+def tensors_pass_for_those_of_a_gpu(gpu):
+    t = torch.empty(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    assert t.is_cuda
+    assert (t * 2).device == torch.device("cuda", 0)
+    assert torch.tensor([1], device="cpu").device.type == "cpu"
+    assert torch.autograd.grad(t.sum(), t)[0].is_cuda
+
+
+@check
+def nothing_stays_behind():
+    before = torch.Tensor.device, torch.Tensor.is_cuda, torch.cuda.is_current_stream_capturing, torch.version.hip
+    with MockGPU("gfx942"):
+        pass
+    assert before == (
+        torch.Tensor.device,
+        torch.Tensor.is_cuda,
+        torch.cuda.is_current_stream_capturing,
+        torch.version.hip,
+    )
+    assert torch.empty(1, device="meta").device.type == "meta"
+
+
+@check
+@on_each("sm_90")
+def reading_back_raises(gpu):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.ones(3).sum().item()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.ones(3).cpu()
+
+
+@check
+@on_each("sm_90", "gfx942")
+def the_types_are_those_of_real_launches(gpu):
+    launches.corrupt(corruption.corrupt_uniform, 8, 4096)
+    (specimen,) = gpu.specimens
+    assert specimen.types["noise_ptr"].startswith("*u1 D")
+    assert ("S" in specimen.types["noise_ptr"]) == (gpu.limits.backend == "hip")  # below 2 GiB, which only AMD asks
+
+
+@check
+@on_each("sm_90")
+def alignment_is_seen(gpu):
+    for V in (126464, 50257):
+        launches.token_nll((8, 512, V), torch.bfloat16)
+    launches.token_nll((8, 512, 126464), torch.bfloat16, view=lambda t: t[..., 1:])
+    forward = [s.types for s in gpu.specimens if s.kernel == "token_nll_fwd"]
+    assert [types["V"] for types in forward] == ["i32 D", "i32", "i32"]
+    assert [types["logits_ptr"] for types in forward] == ["*bf16 D", "*bf16 D", "*bf16"]
+
+
+@check
+@on_each("sm_90", "gfx942")
+def every_loss_launches_kernels_forward_and_backward(gpu):
+    B, L, V, D = 2, 12, 97, 16
+    for case in CASES:
+        inputs, rows = case.draw(B, L, V), case.width * L
+        shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
+        t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
+        case.logits_form(t["logits"], inputs).sum().backward()
+        assert launched(gpu) == {"token_nll_fwd", "token_nll_bwd"}, (case.name, launched(gpu))
+        gpu.launches.clear()
+        case.hidden_form(t["hidden"], t["weight"], t["bias"], inputs).sum().backward()
+        assert launched(gpu) >= {"token_nll_fwd", "token_nll_bwd"}, (case.name, launched(gpu))
+        gpu.launches.clear()
+        assert all(tensor.grad is not None for tensor in t.values()), case.name
+
+
+@check
+@on_each("sm_90", "gfx942")
+def grids_are_within_the_limits(gpu):
+    for call in (*launches.real(), *launches.odd()):
+        call()
+    launches.token_nll((1, 65536, 262144), torch.bfloat16, with_correct=True)
+    assert gpu.launches
+    for launch in gpu.launches:
+        assert grid_fits(launch, gpu.limits), (launch.specimen.kernel, launch.grid)
+
+
+@check
+@on_each("gfx942")
+def grids_of_gradients_beyond_a_card_of_80_gb(gpu):
+    launches.token_nll((1, 131072, 262144), torch.bfloat16)
+    assert all(grid_fits(launch, gpu.limits) for launch in gpu.launches)
+
+
+def grid_fits(launch, limits):
+    threads = launch.grid[0] * launch.specimen.options["num_warps"] * limits.warp_size
+    programs_fit = all(0 < n <= most for n, most in zip(launch.grid, GRID, strict=True))
+    return programs_fit and threads <= (limits.threads_of_grid or math.inf)
+
+
+def specimens_of(calls):
+    """For each call the kernels it launches, by what makes them others."""
+    out = []
+    for call in calls:
+        with MockGPU("sm_90") as gpu, torch.device("cuda"):
+            call()
+            out.append({specimen.key for specimen in gpu.specimens})
+    return out
+
+
+@check
+def kernels_do_not_depend_on_the_number_of_rows():
+    for V in (126464, 50257):
+        whole = [(1, N, V) for N in (1024, 1025, 4096, 65536, 2**31 // V + 1)]
+        few = [(1, N, V) for N in (1, 2, 3, 16, 100, 300)]
+        for shapes in (whole, few):
+            first, *rest = specimens_of(functools.partial(launches.token_nll, s, torch.bfloat16) for s in shapes)
+            assert all(other == first for other in rest), V
+    batches = [functools.partial(launches.token_nll, (B, 1024, 126464), torch.bfloat16) for B in (2, 3, 16)]
+    first, *rest = specimens_of(batches)
+    assert all(other == first for other in rest)
+
+
+@check
+def corruption_does_not_depend_on_the_number_of_rows():
+    for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise, corruption.corrupt_all_masked):
+        first, *rest = specimens_of(functools.partial(launches.corrupt, routine, B, 4096) for B in (1, 2, 7, 16, 1000))
+        assert all(other == first for other in rest), routine
+    first, *rest = specimens_of(
+        functools.partial(launches.topk, N, 64, k=k) for N, k in ((1, 1), (2, 3), (16, 16), (99, 64))
+    )
+    assert all(other == first for other in rest)
+
+
+def needs_nothing_new(gpu, step):
+    """A warm-up, then the same under capture, where a kernel that is new would have to be loaded, which a graph refuses."""
+    step()
+    warm = len(gpu.specimens)
+    with gpu.capturing():
+        step()
+    new = [(s.kernel, s.types.get("active_ptr")) for s in gpu.specimens[warm:]]
+    assert warm, "the warm-up launched nothing"
+    assert not new, new
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_from_logits_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, lambda: launches.weighted_nll((4, 1024, 126464), torch.bfloat16, with_correct=True))
+    needs_nothing_new(gpu, lambda: launches.token_nll((1, 256, 126464), torch.bfloat16))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_of_corruption_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, lambda: launches.corrupt(corruption.corrupt_blockwise, 8, 4096, block_size=32))
+    needs_nothing_new(gpu, lambda: launches.corrupt(corruption.corrupt_uniform, 8, 4096))
+    needs_nothing_new(gpu, lambda: launches.topk(8, 4096))
+
+
+def from_hidden(rows):
+    hidden = torch.empty(rows, 512, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.empty(32000, 512, dtype=torch.bfloat16, requires_grad=True)
+    ops.weighted_linear_nll(hidden, head, torch.zeros(rows, dtype=torch.int64), torch.rand(rows)).loss.backward()
+
+
+@check
+@on_each("sm_90")
+def capture_from_hidden_states_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, lambda: from_hidden(8192))
+
+
+@check
+@on_each("sm_90")
+def capture_from_few_hidden_states_needs_no_new_kernel(gpu):
+    gpu.active_share = 0.25
+    needs_nothing_new(gpu, lambda: from_hidden(1024))
+
+
+def main(out):
+    """Run all and write name -> traceback, or nothing where it held."""
+    results = {}
+    for name, function in CHECKS.items():
+        start = time.perf_counter()
+        try:
+            function()
+            results[name] = ""
+        except (Exception, pytest.fail.Exception):
+            results[name] = traceback.format_exc()
+        print(f"{name}: {time.perf_counter() - start:.2f} s {'' if results[name] == '' else 'FAILED'}", flush=True)
+    Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
