@@ -244,7 +244,7 @@ def inspect(
             if names is None or any(part in name for part in names):
                 wanted.append((name, specimen, target))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Triton's passes and its tools do not hold the interpreter's lock
-        return list(pool.map(lambda work: report(*work, roofline), wanted))
+        return list(pool.map(lambda w: report(w[0], w[1], w[2], roofline), wanted))
 
 
 def _rows(reports: Iterable[Report]) -> list[dict[str, str]]:
