@@ -64,7 +64,7 @@ class GPU:
     multiprocessors: int
     clock: float
     copy_bandwidth: float
-    latency: float = 700e-9  # of a load from memory while many are under way, assumed
+    latency: float = 720e-9  # of a load from memory while many are under way, assumed
 
     def slots(self, nbytes: float) -> float:
         """Issue slots of a thread in the time that ``nbytes`` take at the bandwidth of a copy."""

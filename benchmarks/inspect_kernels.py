@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import machine_code
 from benchmarks.gpus import GPUS, REGISTER_UNIT, TARGETS, Limits
-from benchmarks.record import markdown
+from benchmarks.record import markdown, size
 
 if TYPE_CHECKING:
     from benchmarks.mock_gpu import Specimen
@@ -265,7 +265,7 @@ def _roofline_cells(p: Pass) -> dict[str, str]:
         "ALU": f"{p.alu_slots:.2f}",
         "bytes": f"{p.bytes:.3g}",
         "loads": f"{p.loads_in_flight} x {p.load_width}",
-        "in flight": f"{p.bytes_in_flight / 1e3:.0f} kB",
+        "in flight": size(p.bytes_in_flight),
         "bound": ", ".join(f"{name} {roof.bound} {roof.share:.0%}" for name, roof in p.roofs.items()),
     }
 
@@ -277,7 +277,7 @@ def _print_tables(reports: list[Report]) -> None:
             "GPU": name,
             "slots": f"{gpu.slots(2):.1f}",
             "ALU": f"{gpu.slots(2) / 2:.1f}",
-            "in flight": f"{gpu.bytes_in_flight() / 1e3:.0f} kB",
+            "in flight": size(gpu.bytes_in_flight()),
             "copy": f"{gpu.copy_bandwidth / 1e12:.3g} TB/s",
         }
         for name, gpu in GPUS.items()

@@ -100,7 +100,12 @@ class Cost:
 
 def disassemble(cubin: bytes) -> list[Instruction]:
     """The instructions of the one kernel in a cubin."""
-    lines = (_LINE.match(line) for line in cuobjdump("--dump-sass", cubin).splitlines())
+    return parse(cuobjdump("--dump-sass", cubin))
+
+
+def parse(listing: str) -> list[Instruction]:
+    """The instructions of a disassembler's listing."""
+    lines = (_LINE.match(line) for line in listing.splitlines())
     return [Instruction(int(m["address"], 16), (m["guard"] or "").strip(), m["op"], m["rest"]) for m in lines if m]
 
 

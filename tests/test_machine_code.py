@@ -1,0 +1,130 @@
+"""Counting instructions: listings short enough to count by hand, and the roofs that follow."""
+
+import pytest
+
+from benchmarks import machine_code
+from benchmarks.gpus import GPUS, TARGETS
+from benchmarks.inspect_kernels import _programs, _roof
+
+
+def listing(*lines):
+    """Instructions as the disassembler prints them, 16 bytes each, addresses from 0."""
+    code = "\n".join(f"        /*{16 * i:04x}*/   {line} ;     /* 0x000000ff */" for i, line in enumerate(lines))
+    return machine_code.parse("  .headerflags @1\n" + code + "\n        /* 0x0123 */\n")
+
+
+ONE_AT_A_TIME = listing(
+    "MOV R2, RZ",
+    "LDG.E.EF.128 R8, desc[UR6][R4.64]",  # the loop begins
+    "FADD R1, R8, R1",
+    "LDG.E.EF.128 R12, desc[UR6][R4.64+0x10]",
+    "FMNMX R1, R15, R1, !PT",
+    "ISETP.GE.AND P0, PT, R2, 0x7, PT",
+    "@!P0 BRA 0x10",
+    "STG.E [R4.64], R1",
+    "EXIT",
+)
+
+
+def test_loads_that_wait_for_each_other():
+    (cost,) = machine_code.passes(ONE_AT_A_TIME)
+    assert (cost.slots, cost.alu_slots) == (6, 2)
+    assert (cost.load_width, cost.loaded, cost.stored) == (16, 32, 0)
+    assert (cost.in_flight, cost.waits) == (1, 2)
+
+
+def test_loads_that_leave_together():
+    loads = [f"LDG.E.128 R{4 * i}, desc[UR6][R40.64]" for i in range(1, 5)]
+    (cost,) = machine_code.passes(listing(*loads, "LDG.E.64 R60, [R42.64]", "FADD R1, R18, R1", "@P0 BRA 0x0", "EXIT"))
+    assert (cost.in_flight, cost.waits, cost.loaded) == (4, 1, 64)  # the narrow load is no part of it
+
+
+def test_a_load_for_the_next_turn():
+    (cost,) = machine_code.passes(listing("FADD R1, R8, R1", "LDG.E.128 R8, [R4.64]", "FADD R2, R3, R3", "@P0 BRA 0x0"))
+    assert (cost.in_flight, cost.waits) == (1, 1)
+
+
+def test_narrow_accesses():
+    (cost,) = machine_code.passes(
+        listing("LDG.E.U16 R8, [R4.64]", "LDG.E.U16 R9, [R4.64+0x2]", "PRMT R8, R8, R9, R1", "@P0 BRA 0x0")
+    )
+    assert (cost.load_width, cost.loaded, cost.in_flight) == (2, 4, 2)
+
+
+def test_only_innermost_loops_over_memory_are_passes():
+    code = listing(
+        "MOV R1, R1",
+        "LDG.E R2, [R4.64]",
+        "@P0 BRA 0x10",
+        "MOV R3, R3",
+        "@P1 BRA 0x0",
+        "VIADD R1, R1, 0x1",
+        "@P2 BRA 0x50",
+        "EXIT",
+    )
+    assert [range(1, 3), range(5, 7)] == machine_code.loops(code)
+    (cost,) = machine_code.passes(code)
+    assert cost.slots == 2
+
+
+def test_the_longest_way_leaves_out_what_is_jumped_over():
+    code = listing(
+        "ISETP.NE.AND P0, PT, R1, RZ, PT",
+        "@P0 BRA 0x50",
+        "MOV R2, RZ",
+        "LDG.E.128 R4, [R2.64]",
+        "EXIT",
+        "EXIT",
+        "BRA 0x60",
+    )
+    cost = machine_code.whole(code)
+    assert (cost.slots, cost.alu_slots, cost.loaded) == (5, 2, 16)
+
+
+def test_a_search_takes_its_steps():
+    cost = machine_code.whole(listing("MOV R1, RZ", "LOP3.LUT R1, R1, R2, RZ", "@P0 BRA 0x10", "EXIT"))
+    assert cost.slots == 2 + 2 * machine_code.SEARCH_STEPS
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "in_flight"), [("A100", 22.0, 11.5), ("H100", 19.7, 16.0), ("H200", 14.4, 22.9)]
+)
+def test_budgets_at_the_speed_of_a_copy(name, slots, in_flight):
+    gpu = GPUS[name]
+    assert gpu.slots(2) == pytest.approx(slots, abs=0.05)
+    assert gpu.bytes_in_flight() / 1024 == pytest.approx(in_flight, abs=0.05)
+
+
+def cost(slots=100, alu=10, loads=4, waits=1, stored=0):
+    return machine_code.Cost(slots, alu, 16, 16 * loads, stored, loads, waits)
+
+
+@pytest.mark.parametrize(
+    ("made", "warps", "bound"),
+    [
+        (cost(), 64, "memory"),
+        (cost(slots=1000), 64, "issue"),
+        (cost(slots=600, alu=400), 64, "ALU"),
+        (cost(), 8, "latency"),
+        (cost(waits=4), 32, "latency"),
+    ],
+)
+def test_the_lowest_roof_is_the_bound(made, warps, bound):
+    assert _roof(made, "H200", warps).bound == bound
+
+
+def test_roofs_by_hand():
+    # 32 bytes: 16 elements at 14.39 slots each in the time that a copy takes.
+    roof = _roof(cost(slots=460, alu=230, loads=2), "H200", 64)
+    assert roof.issue == pytest.approx(0.5, abs=2e-3)
+    assert roof.alu == pytest.approx(0.5, abs=2e-3)
+    # 64 warps of 32 lanes bring 64 KiB in 720 ns of waiting and 460 clocks of 1.83 GHz: 67.5 GB/s for each of 132.
+    assert roof.latency * 4.3e12 / 132 == pytest.approx(64 * 32 * 32 / (720e-9 + 460 / 1.83e9), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared", "num_warps", "programs"),
+    [(60, 32, 8, 4), (89, 32, 8, 2), (32, 0, 8, 8), (83, 64, 16, 1), (16, 0, 1, 32), (16, 100 * 1024, 4, 2)],
+)
+def test_programs_that_fit(registers, shared, num_warps, programs):
+    assert _programs(TARGETS["sm_90"], registers, shared, num_warps) == programs
