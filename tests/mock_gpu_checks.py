@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from benchmarks import launches
 from benchmarks.gpus import GRID
 from benchmarks.mock_gpu import MockGPU
 from dllm_kernels import corruption, ops
 from tests.cases import CASES
+from tests.offsets import narrow_offsets
 
 CHECKS = {}
 
@@ -219,6 +222,53 @@ def capture_from_hidden_states_needs_no_new_kernel(gpu):
 def capture_from_few_hidden_states_needs_no_new_kernel(gpu):
     gpu.active_share = 0.25
     needs_nothing_new(gpu, lambda: from_hidden(1024))
+
+
+def far_apart():
+    """Calls whose rows lie further from the first one than 32 bits count, for every kernel."""
+    yield functools.partial(launches.token_nll, (2, 65536, 50257), torch.bfloat16)
+    yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
+    yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16)
+    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
+    yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
+    yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
+    yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
+    yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)
+    yield functools.partial(launches.topk, 2**20, 4000)
+    yield functools.partial(launches.topk, 2**19, 8000)
+
+
+@check
+@on_each("sm_90")
+def offsets_past_32_bits_are_counted_in_64(gpu):
+    for call in far_apart():
+        call()
+    everything = {s.kernel for s in launches.specimens("sm_90").values()}
+    assert everything == launched(gpu), everything ^ launched(gpu)
+    for launch in gpu.launches:
+        narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
+        assert not narrow, (launch.specimen.kernel, narrow)
+
+
+@triton.jit
+def _strided(x_ptr, stride_n, V, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    if WIDE:
+        n = n.to(tl.int64)
+    for start in range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        tl.store(x_ptr + n * stride_n + v, 0.0, mask=v < V)
+
+
+@check
+@on_each("sm_90")
+def an_offset_in_32_bits_is_found(gpu):
+    x = torch.empty(70000, 40000)
+    for rows, wide, found in ((50000, False, False), (70000, False, True), (70000, True, False)):
+        _strided[(rows,)](x, x.stride(0), x.shape[1], WIDE=wide, BLOCK=128)
+        launch = gpu.launches[-1]
+        narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
+        assert bool(narrow) == found, (rows, wide, narrow)
 
 
 def main(out):
