@@ -20,6 +20,8 @@ from typing import Any
 import pytest
 import torch
 
+from dllm_kernels.ops import _torch_rows
+
 Function = Callable[..., torch.Tensor]
 Draw = tuple[Sequence[torch.Tensor], torch.Tensor]
 OUR_DRAWS, PLAIN_DRAWS = 2, 8  # the interpreter is slow, plain PyTorch is not
@@ -109,6 +111,13 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         return out.fill_(True) if out.dtype == torch.bool else out.fill_(torch.iinfo(out.dtype).max)
 
     monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def small_blocks(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
+    """The torch path takes one row at a time, on so many threads, as it takes many rows of large inputs."""
+    monkeypatch.setattr(_torch_rows, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(_torch_rows, "COMMON_BLOCK_BYTES", 1)
+    monkeypatch.setattr(_torch_rows, "how_many", lambda device: threads)
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1, fused_rows: bool = False) -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+import dllm_kernels.ops.linear_nll as ops_linear
 import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels.ops import _active_rows, _torch_rows, linear_token_nll, weighted_linear_nll
@@ -20,6 +21,7 @@ from tests.parity import (
     largest_error,
     poison_empty,
     reduction_sizes,
+    small_blocks,
     small_tiles,
     value_and_grads,
 )
@@ -32,10 +34,12 @@ def _nothing_is_left_unwritten(monkeypatch):
     poison_empty(monkeypatch)
 
 
-@pytest.fixture(params=["torch", "triton, many rows", "triton, few rows"])
+@pytest.fixture(params=["torch", "torch, on three threads", "triton, many rows", "triton, few rows"])
 def path(request, monkeypatch):
-    """The backend, and in small tiles whichever of Triton's two ways over a chunk."""
-    if request.param != "torch":
+    """The backend, in small blocks on threads as large chunks are, and in small tiles by either way over a chunk."""
+    if "three" in request.param:
+        small_blocks(monkeypatch, threads=3)
+    if request.param.startswith("triton"):
         small_tiles(monkeypatch, splits=2, fused_rows="many" in request.param)
     return request.param.split(",")[0]
 
@@ -569,7 +573,9 @@ def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
     run(0)
     logits = chunk * V * dtype.itemsize
     grads = 2 * N * D * 4 + (V * D + V) * (4 + 2 * dtype.itemsize) * trains_head
-    blocks = 2 * _torch_rows.BLOCK_BYTES  # two blocks of rows in float32 at a time
+    threads, size = _torch_rows._team(chunk, V, torch.float32, hidden.device)
+    slab = 4 * chunk * ops_linear.SLAB  # of the gradient, in float32 for the product that sums grad_weight
+    blocks = max(threads * size * V * 4, slab if dtype != torch.float32 else 0)
     assert logits <= peak_memory(run, "cpu") <= logits + grads + blocks + 32 * N
     assert grads + blocks + 32 * N < chunk * V * 4  # so a float32 copy of the chunk would have shown
 

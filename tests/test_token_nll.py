@@ -19,6 +19,7 @@ from tests.parity import (
     assert_same_specials,
     poison_empty,
     reduction_sizes,
+    small_blocks,
     small_tiles,
     value_and_grads,
 )
@@ -33,11 +34,11 @@ def _nothing_is_left_unwritten(monkeypatch):
     poison_empty(monkeypatch)
 
 
-@pytest.fixture(params=["torch", "torch, one row at a time", "triton", "triton, split rows"])
+@pytest.fixture(params=["torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows"])
 def path(request, monkeypatch):
-    """The backend, and in small tiles whichever of Triton's two forward kernels."""
-    if "one row" in request.param:
-        monkeypatch.setattr(_torch_rows, "BLOCK_BYTES", 1)
+    """The backend, in small blocks or on threads as large logits are, in small tiles and by either forward kernel."""
+    if "," in request.param:
+        small_blocks(monkeypatch, threads=3 if "three" in request.param else 1)
     if request.param.startswith("triton"):
         small_tiles(monkeypatch, splits=3 if "split" in request.param else 1)
     return request.param.split(",")[0]
@@ -113,13 +114,12 @@ KINDS = (
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_strides(kind, backend, monkeypatch):
-    small_tiles(monkeypatch)
+def test_strides(kind, path):
     torch.manual_seed(0)
     logits = strided(kind).to(DEVICE).detach().requires_grad_()
     targets = torch.randint(0, logits.shape[-1], logits.shape[:-1], device=DEVICE)
     upstream = upstream_like(targets)
-    out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=backend)
+    out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
     (grad,) = torch.autograd.grad(out.nll, logits, upstream)
     expected = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], upstream)
     torch.testing.assert_close(out.nll.detach(), expected[0])
@@ -619,7 +619,8 @@ def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
         leaf.grad = None
 
     run(0)
-    blocks = _torch_rows.BLOCK_BYTES * (1 if dtype == torch.float32 else 2)  # one of float32, two of bfloat16
+    threads, size = _torch_rows._team(N, V, torch.float32, leaf.device)
+    blocks = threads * size * V * (4 if dtype == torch.float32 else 6)  # one in float32, one as it is gathered
     peak = peak_memory(run, "cpu")
     assert peak <= leaf.nbytes * (not inplace) + blocks + 256 * N
     assert blocks + 256 * N < leaf.nbytes / 2
@@ -629,13 +630,12 @@ def test_the_forward_pass_reads_only_active_rows(monkeypatch):
     """On the torch path; Triton's kernels are shown not to by the NaN of inactive rows alone."""
     logits, targets = inputs((2, 4))
     seen = []
-    gather = _torch_rows._gather
-    monkeypatch.setattr(_torch_rows, "_gather", lambda x, rows, acc: seen.extend(rows.tolist()) or gather(x, rows, acc))
+    load = _torch_rows._Listed.load
+    monkeypatch.setattr(_torch_rows._Listed, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
     active = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]], device=DEVICE)
-    targets.clamp_(min=0)
-    targets[0, 2] = -100
+    targets[0, [1, 2]], targets[1, 3] = torch.tensor([1, -100], device=DEVICE), 2
     token_nll(logits, targets, active=active, backend="torch")
-    assert set(seen) == {1, 7}
+    assert torch.equal(torch.cat(seen), logits.flatten(0, 1)[[1, 7]])
 
 
 def test_autocast_changes_nothing(backend):

@@ -6,7 +6,7 @@ Everything here takes a job over N rows and its plan, forward and backward, eage
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,22 @@ Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
+class Factors(NamedTuple):
+    """What each row's gradient is multiplied by after the product and not before, ``[N]`` or None."""
+
+    hidden: torch.Tensor | None = None
+    head: torch.Tensor | None = None
+
+
+NO_FACTORS = Factors()
+
+
 class Weighted(NamedTuple):
-    """What the forward pass of a weighted sum leaves: the loss, each row's numbers, and the gradients for backward."""
+    """What the forward pass of a weighted sum leaves: the loss, each row's numbers, and the gradients for backward.
+
+    Where the plan is ``narrow``, grad_hidden has yet to be multiplied by the rows' weights (``scale_rows``), and the others,
+    in the dtype of sums, by ``headroom``.
+    """
 
     loss: torch.Tensor
     rows: Rows
@@ -35,7 +49,7 @@ class Weighted(NamedTuple):
 
     @property
     def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Those of hidden, weight and bias, and what to multiply them by."""
+        """Those of hidden, weight and bias, and the headroom."""
         return self[2:]
 
 
@@ -43,12 +57,12 @@ def weighted_forward(job: LinearJob, plan: Plan) -> Weighted:
     """The loss, (nll, row_max, log_sum, correct), and the gradients that the plan needs."""
     assert job.weights is not None
     with _no_autocast(job):
-        headroom = None
-        scale: torch.Tensor | None = None
-        if any(plan.needs):
-            scale, headroom = _fp16_headroom(job.weights, plan.dtype)
-        chunks = _Chunks(job, plan, plan.needs)
-        nll, row_max, log_sum, correct = chunks.run(scale)
+        scale, factors, headroom = job.weights, NO_FACTORS, None
+        if plan.narrow and any(plan.needs):
+            scale, head, headroom = _unit_scale(job.weights)
+            factors = Factors(head=head)  # backward gives the rows of grad_hidden theirs
+        chunks = _Chunks(job, plan, plan.needs, factors)
+        nll, row_max, log_sum, correct = chunks.run(scale if any(plan.needs) else None)
         nll = rounded(nll, plan)
         grads = chunks.gradients(wide=headroom is not None)
         return Weighted(weighted_sum(nll, job.weights, plan), (nll, row_max, log_sum, correct), *grads, headroom)
@@ -63,9 +77,9 @@ def token_forward(job: LinearJob, plan: Plan) -> tuple[Rows, torch.Tensor | None
         return chunks.run(ones), chunks.gradients()[0]
 
 
-def scale_rows(unit_grad: torch.Tensor, grad_nll: torch.Tensor) -> torch.Tensor:
-    """Rows times their upstream gradient; a row with an upstream gradient of 0 gets zeros whatever it holds."""
-    factor = grad_nll.reshape(-1, 1)
+def scale_rows(unit_grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Rows times a factor each, such as their upstream gradient; a row with a factor of 0 gets zeros whatever it holds."""
+    factor = factor.reshape(-1, 1)
     return torch.where(factor != 0, unit_grad * factor, 0.0).to(unit_grad.dtype)
 
 
@@ -75,12 +89,29 @@ def token_backward(
     """The logits made again chunk by chunk, and the gradients from the rows' saved (row_max, log_sum)."""
     with _no_autocast(job):
         scale = grad_nll.reshape(-1).to(plan.acc).contiguous()
-        chunks = _Chunks(job, plan, plan.needs)
+        factors, headroom = NO_FACTORS, None
+        if plan.narrow:
+            hidden_factor = scale
+            scale, head, headroom = _unit_scale(scale)
+            factors = Factors(hidden_factor, head)
+        chunks = _Chunks(job, plan, plan.needs, factors)
         for chunk, h, y, logits in chunks:
             s, row_max, log_sum = (chunks.rows.take(t, chunk) for t in (scale, *stats))
             chunks.primitives.row_grad(logits[None], y, s, row_max, log_sum, logits[None])
             chunks.add_gradients(chunk, h, y, logits, s)
-        return chunks.gradients()
+        if headroom is None:
+            return chunks.gradients()
+        grad_hidden, *head_grads = chunks.gradients(wide=True)
+        dtypes = [None if t is None else t.dtype for t in (job.weight, job.bias)]
+        grad_weight, grad_bias = times_headroom(head_grads, headroom, dtypes)
+        return grad_hidden, grad_weight, grad_bias
+
+
+def times_headroom(
+    grads: Iterable[torch.Tensor | None], headroom: torch.Tensor, dtypes: Iterable[torch.dtype | None]
+) -> list[torch.Tensor | None]:
+    """Gradients in the dtype of sums, multiplied by the headroom and rounded to dtypes of their own."""
+    return [None if g is None else (g * headroom).to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
 
 def _no_autocast(job: LinearJob) -> contextlib.AbstractContextManager[Any]:
@@ -90,8 +121,8 @@ def _no_autocast(job: LinearJob) -> contextlib.AbstractContextManager[Any]:
 class _Chunks:
     """The chunks of a job, and the gradients that gather while they pass."""
 
-    def __init__(self, job: LinearJob, plan: Plan, needs: Needs) -> None:
-        self.job, self.plan, self.needs = job, plan, needs
+    def __init__(self, job: LinearJob, plan: Plan, needs: Needs, factors: Factors = NO_FACTORS) -> None:
+        self.job, self.plan, self.needs, self.factors = job, plan, needs, factors
         self.weight = job.weight.to(plan.dtype)
         self.bias = None if job.bias is None else job.bias.to(plan.dtype)
         self.rows = ActiveRows(job.targets, plan.num_active)
@@ -143,22 +174,27 @@ class _Chunks:
         self, chunk: slice, h: torch.Tensor, y: torch.Tensor, grad_logits: torch.Tensor, scale: torch.Tensor
     ) -> None:
         """The products with the gradient that now stands where the logits were."""
+        of_hidden, of_head = (None if f is None else self.rows.take(f, chunk).unsqueeze(1) for f in self.factors)
         if self.grad_hidden is not None:
-            self.rows.put(self.grad_hidden, chunk, torch.mm(grad_logits, self.weight))
+            rows = torch.mm(grad_logits, self.weight)
+            self.rows.put(self.grad_hidden, chunk, rows if of_hidden is None else rows * of_hidden)
         if self.needs.weight:
             # Rows without a gradient as zeros: a NaN there, times 0, would reach all of grad_weight.
             idle = ((scale == 0) | (y == SKIP)).unsqueeze(1)
+            h = h if of_head is None else h * of_head
             self._add_grad_weight(h.masked_fill(idle, 0), grad_logits)
         if self.grad_bias is not None:
-            _add_column_sums(self.grad_bias, grad_logits)
+            _add_column_sums(self.grad_bias, grad_logits, of_head)
 
     def _add_grad_weight(self, h: torch.Tensor, grad_logits: torch.Tensor) -> None:
         """grad_weight += grad_logits^T h, in float32 whatever the dtype; a single chunk is rounded by its product.
 
-        But for float16, whose gradient is not yet scaled down (``_fp16_headroom``) and might not fit.
+        But not where it still wants its headroom.
         """
         a, acc = grad_logits.t(), self.plan.acc
-        single = self.size >= self.rows.count and a.dtype == self.job.weight.dtype and a.dtype != torch.float16
+        if a.is_cuda:
+            h = h.to(a.dtype)
+        single = self.size >= self.rows.count and a.dtype == self.job.weight.dtype and not self.plan.narrow
         if a.dtype == acc or single:
             self.grad_weight = torch.mm(a, h) if self.grad_weight is None else self.grad_weight.addmm_(a, h)
             return
@@ -191,18 +227,21 @@ def _add_product_by_slabs(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -
         out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide)
 
 
-def _add_column_sums(out: torch.Tensor, a: torch.Tensor) -> None:
-    """Out += column sums of ``a`` in the dtype of out; on CPU a widening sum copies its operand, hence slabs."""
-    slab = max(a.shape[1], 1) if a.is_cuda or a.dtype == out.dtype else SLAB  # a rank may hold no columns
+def _add_column_sums(out: torch.Tensor, a: torch.Tensor, factor: torch.Tensor | None) -> None:
+    """Out += column sums of ``a``, rows times their factor, in the dtype of out; a slab at a time where that makes copies."""
+    whole = factor is None and (a.is_cuda or a.dtype == out.dtype)
+    slab = max(a.shape[1], 1) if whole else SLAB  # a rank may hold no columns
     for v in range(0, a.shape[1], slab):
-        out[v : v + slab] += a[:, v : v + slab].sum(0, dtype=out.dtype)
+        part = a[:, v : v + slab]
+        out[v : v + slab] += (part if factor is None else part * factor).sum(0, dtype=out.dtype)
 
 
-def _fp16_headroom(scale: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """For float16, row weights divided by the largest of them, and that: w / N times a probability would underflow."""
-    if dtype != torch.float16:
-        return scale, None
-    if scale.numel() == 0:
-        return scale, scale.new_ones(())
-    largest = scale.abs().amax().clamp(min=torch.finfo(torch.float32).tiny)
-    return scale / largest, largest
+def _unit_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(1 for every row that has a scale, the scales over the largest of them, the largest): ``[N]``, ``[N]``, 0-d.
+
+    In float16, w / N times a probability would underflow, and a low weight beside a high one whatever both are divided by.
+    So the gradient of the logits is made for weights of 1, and each row gets its own after the product.
+    """
+    largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
+    largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
+    return (scale != 0).to(scale.dtype), scale / largest, largest

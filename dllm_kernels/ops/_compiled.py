@@ -121,7 +121,7 @@ def _weighted_linear_nll(
 def _(*args: Any) -> Tensors:
     job, plan = LinearJob(*args[:-1]), Plan.unpack(args[-1])
     loss = job.hidden.new_empty((), dtype=plan.acc)
-    makes_headroom = plan.dtype == torch.float16 and any(plan.needs)
+    makes_headroom = plan.narrow and any(plan.needs)
     grads = _fake_gradients(job, plan, plan.acc if makes_headroom else None)
     return (loss, *_fake_rows(job.targets, plan), *grads, loss.new_empty(() if makes_headroom else 0))
 
@@ -129,17 +129,18 @@ def _(*args: Any) -> Tensors:
 def _weighted_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
     ctx.needs = Plan.unpack(inputs[-1]).needs
     ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs[:3])
-    ctx.save_for_backward(*output[5:])
+    ctx.save_for_backward(*output[5:], inputs[4])
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _weighted_grad(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
-    *grads, headroom = ctx.saved_tensors
-    factor = grad_loss * headroom if headroom.dim() == 0 else grad_loss
+    *grads, headroom, weights = ctx.saved_tensors
+    head = grad_loss * headroom if headroom.dim() == 0 else grad_loss
+    of_hidden = (weights * grad_loss).unsqueeze(1) if headroom.dim() == 0 else grad_loss
     # widened first: a float16 gradient times a 0-d factor would round the factor to float16
     scaled = [
         (grad.to(factor.dtype) * factor).to(dtype) if need else None
-        for grad, need, dtype in zip(grads, ctx.needs, ctx.dtypes, strict=True)
+        for grad, factor, need, dtype in zip(grads, (of_hidden, head, head), ctx.needs, ctx.dtypes, strict=True)
     ]
     return *scaled, None, None, None
 

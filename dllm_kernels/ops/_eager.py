@@ -64,9 +64,9 @@ class _WeightedLinearNLL(torch.autograd.Function):
     def forward(ctx: Any, *job_and_plan: Any) -> tuple[torch.Tensor, ...]:
         job, plan = LinearJob(*job_and_plan[:-1]), job_and_plan[-1]
         out = _chunks.weighted_forward(job, plan)
-        ctx.save_for_backward(*out.gradients)
+        ctx.save_for_backward(*out.gradients, job.weights)
         ctx.plan, ctx.consumed = plan, False
-        ctx.dtypes = tuple(None if t is None else t.dtype for t in job[:3])
+        ctx.head_dtypes = tuple(None if t is None else t.dtype for t in (job.weight, job.bias))
         trained = zip((job.weight, job.bias), plan.needs[1:], strict=True)
         ctx.head = [weakref.ref(t) for t, trains in trained if trains and t is not None]
         ctx.mark_non_differentiable(*out.rows)
@@ -85,13 +85,16 @@ class _WeightedLinearNLL(torch.autograd.Function):
             )
         ctx.consumed = True
         _check_still_gathered(ctx.head)
-        *grads, headroom = ctx.saved_tensors
-        factor = grad_loss if headroom is None else grad_loss * headroom
-        for grad in grads:
-            if grad is not None:
-                ctx.plan.primitives().scale_(grad, factor)
-        narrow = (None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True))
-        return (*narrow, *(None,) * 4)
+        grad_hidden, *head, headroom, weights = ctx.saved_tensors
+        if headroom is not None:
+            grad_hidden = None if grad_hidden is None else _chunks.scale_rows(grad_hidden, weights * grad_loss)
+            grads = (grad_hidden, *_chunks.times_headroom(head, grad_loss * headroom, ctx.head_dtypes))
+        else:
+            grads = (grad_hidden, *head)
+            for grad in grads:
+                if grad is not None:
+                    ctx.plan.primitives().scale_(grad, grad_loss)
+        return (*grads, *(None,) * 4)
 
 
 class _LinearTokenNLL(torch.autograd.Function):

@@ -101,6 +101,11 @@ class Plan:
         """The dtype sums are made in."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether small gradients underflow in the dtype of the logits: float16's least is 6e-8."""
+        return self.dtype == torch.float16
+
     def primitives(self) -> RowPrimitives:
         """The row primitives to work with."""
         return row_primitives(self.triton) if self.rows is None else self.rows

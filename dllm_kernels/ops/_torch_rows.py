@@ -1,22 +1,30 @@
 """The row primitives in plain torch: active rows only, a few of them at a time, in a buffer that stays in cache.
 
-Neither a float32 copy of the logits nor a saved softmax of them ever exists: the working set is one block of rows in
-the accumulation dtype. Finding the active rows (``nonzero``) syncs a GPU with its host; on CPU it costs nothing.
+Neither a float32 copy of the logits nor a saved softmax of them ever exists: the working set is one block of rows in the
+accumulation dtype for each of a few threads (``_workers.py``). What is one number a row is computed for all rows at once,
+before the blocks or after them; that includes the column of the target.
+
+Finding the active rows (``nonzero``) syncs a GPU with its host; on CPU it costs nothing.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from dllm_kernels.ops._rows import SKIP, Stats
+from dllm_kernels.ops._workers import how_many, share_out
 
-# Bytes of the buffer that a block of rows is worked on in. On two AMD EPYC cores 2 MiB and 4 MiB were equally fast,
-# 1 MiB 10 % slower and 256 KiB half as fast: it has to stay in cache, give each core a few rows, and (the larger of
-# the equals) start few parallel regions, each of which waits for a core that another process may hold.
-BLOCK_BYTES = 4 << 20
+# Bytes of the block of rows that a thread works on. It has to stay in a core's cache: of those with 2 MiB, 0.5 and 1 MiB
+# took the same time, 2 MiB 10 % and 4 MiB 35 % more. Many threads wait for the interpreter instead, hence larger blocks.
+BLOCK_BYTES = 1 << 20
+# Bytes of a block that all cores work on, or a GPU: fewer, larger operations.
+COMMON_BLOCK_BYTES = 4 << 20
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -24,62 +32,143 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _blocks(rows: torch.Tensor, V: int, itemsize: int) -> Iterator[torch.Tensor]:
-    size = max(1, BLOCK_BYTES // max(V * itemsize, 1))
-    for start in range(0, rows.numel(), size):
-        yield rows[start : start + size]
+class _Space(NamedTuple):
+    """A thread's buffers: a block in the accumulation dtype, and one in the dtype of the logits."""
+
+    wide: torch.Tensor
+    narrow: torch.Tensor
 
 
-def _rows_and_index(t: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """View ``[B, L, V]`` so that the row numbers index it: flat where strides allow (faster), else by (b, l)."""
-    B, L, _ = t.shape
-    if B == 1 or t.stride(0) == L * t.stride(1):
-        return (t[0] if B == 1 else t.flatten(0, 1)), (rows,)
-    return t, (rows // L, rows % L)
+def _split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    return (t,) if t.shape[0] <= size else torch.split(t, size)
 
 
-def _gather(logits: torch.Tensor, rows: torch.Tensor, acc: torch.dtype) -> torch.Tensor:
-    """Copy rows as float32 or float64."""
-    view, index = _rows_and_index(logits, rows)
-    return (view.index_select(0, rows) if len(index) == 1 else view[index]).to(acc)
+def _top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """As many rows of ``t`` as the block has."""
+    return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
 
 
-def _scatter(out: torch.Tensor, rows: torch.Tensor, block: torch.Tensor | float) -> None:
-    view, index = _rows_and_index(out, rows)
-    view[index] = block
+class _Listed:
+    """Some rows of a ``[B, L, V]`` tensor, a block at a time: in place where they lie side by side, else copied."""
+
+    def __init__(self, t: torch.Tensor, rows: torch.Tensor) -> None:
+        B, L, V = t.shape
+        position = t.stride(1) if L > 1 else t.stride(0) if B > 1 else V
+        batch = t.stride(0) if B > 1 else L * position
+        step = math.gcd(batch, position) or V  # every row begins at a multiple of it, so that one number finds a row
+        batch, position = batch // step, position // step
+        self.flat = t.detach().as_strided(((B - 1) * batch + (L - 1) * position + 1, V), (step, t.stride(2)))
+        dense = (batch, position) == (L, 1)
+        self.index = rows if dense else rows // L * batch + rows % L * position
+        self.first = 0 if rows.numel() == B * L else int(rows[0])
+        self.together = dense and (rows.numel() == B * L or int(rows[-1]) - self.first == rows.numel() - 1)
+
+    def blocks(self, size: int) -> tuple[torch.Tensor, ...]:
+        """The rows themselves where they lie together, else their numbers, ``size`` at a time."""
+        listed = self.flat[self.first : self.first + self.index.numel()] if self.together else self.index
+        return _split(listed, size)
+
+    def load(self, block: torch.Tensor, space: _Space) -> torch.Tensor:
+        """The block in the accumulation dtype: the rows themselves, or a copy in ``space.wide``."""
+        wide = _top(space.wide, block)
+        if self.together:
+            return block if block.dtype == wide.dtype else wide.copy_(block)
+        if self.flat.dtype == wide.dtype:
+            return torch.index_select(self.flat, 0, block, out=wide)
+        return wide.copy_(torch.index_select(self.flat, 0, block, out=_top(space.narrow, block)))
+
+    def room(self, block: torch.Tensor, space: _Space) -> torch.Tensor:
+        """Where to make what :meth:`store` is to write: the rows themselves, or ``space.wide``."""
+        wide = _top(space.wide, block)
+        return block if self.together and block.dtype == wide.dtype else wide
+
+    def store(self, block: torch.Tensor, values: torch.Tensor, space: _Space) -> None:
+        """Write what was made in :meth:`room`."""
+        if self.together:
+            if values is not block:
+                block.copy_(values)
+        elif values.dtype == self.flat.dtype:
+            self.flat.index_copy_(0, block, values)
+        else:
+            self.flat.index_copy_(0, block, _top(space.narrow, block).copy_(values))
+
+    def zero(self, block: torch.Tensor, _: _Space) -> None:
+        """Write zeros."""
+        if self.together:
+            block.zero_()
+        else:
+            self.flat.index_fill_(0, block, 0)
+
+    def column(self, columns: torch.Tensor) -> torch.Tensor:
+        """One entry of each row."""
+        return self.flat[self.index, columns]
+
+    def set_column(self, columns: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one entry of each row."""
+        self.flat[self.index, columns] = values
+
+
+def _team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """Threads to share the rows out among, and how many rows make a block."""
+    row, threads = max(V * acc.itemsize, 1), how_many(device)
+    one_core = device.type == "cpu" and torch.get_num_threads() == 1
+    if not one_core and (threads == 1 or rows * row <= COMMON_BLOCK_BYTES):  # so few are not worth waking threads for
+        return 1, max(1, COMMON_BLOCK_BYTES // row)
+    many = min(max(threads // 4, 1), 4)
+    least, most = (max(size // row, 1) for size in (BLOCK_BYTES // 4, BLOCK_BYTES * many))
+    return threads, min(max(rows // (4 * threads), least), most)
+
+
+def _spaces(threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool) -> list[_Space]:
+    acc = acc_dtype(like.dtype)
+    return [
+        _Space(
+            torch.empty(size * wide, V, dtype=acc, device=like.device),
+            torch.empty(size * (narrow and like.dtype != acc), V, dtype=like.dtype, device=like.device),
+        )
+        for _ in range(threads)
+    ]
 
 
 def _column(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A column to look at for every target, and whether the target is really there."""
-    inside = (y >= 0) & (y < V)
-    return y.clamp(0, max(V - 1, 0)).unsqueeze(1), inside
+    return y.clamp(0, max(V - 1, 0)), (y >= 0) & (y < V)
 
 
-def _block_stats(x: torch.Tensor, y: torch.Tensor, with_correct: bool) -> Stats:
-    """Stats of a block ``x [R, V]``, which holds exp(x - max) afterwards."""
-    column, inside = _column(y, x.shape[1])
-    target_logit = x.gather(1, column).squeeze(1)
-    target_logit.masked_fill_(~inside, math.nan)
-    correct = None
-    if with_correct:
-        row_max, best = x.max(dim=1)
-        correct = best == y
-    else:
-        row_max = x.amax(dim=1)
-    finite_max = row_max.clamp(min=torch.finfo(x.dtype).min)  # a row of -inf: exp(-inf - finite) = 0, not NaN
-    row_sum = x.sub_(finite_max.unsqueeze(1)).exp_().sum(dim=1)
-    log_sum = row_sum.log()
-    nll = (finite_max - target_logit).add_(log_sum).masked_fill_(row_sum == 0, math.nan)
-    if correct is not None:
-        correct &= ~nll.isnan()
-    return nll, finite_max, log_sum, target_logit, correct
+class _Sums(NamedTuple):
+    """What the blocks leave of each row: its maximum, the sum of exp(x - maximum), the first column of the maximum."""
 
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    best: torch.Tensor | None
 
-def _block_grad_(exp_x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor, log_sum: torch.Tensor) -> None:
-    """Turn exp(x - max) into scale * (softmax - onehot), in place; the one-hot goes before any rounding."""
-    column, inside = _column(y, exp_x.shape[1])
-    exp_x.mul_((scale * torch.exp(-log_sum)).unsqueeze(1))
-    exp_x.scatter_add_(1, column, -torch.where(inside, scale, 0.0).unsqueeze(1))
+    @classmethod
+    def empty(cls, rows: int, acc: torch.dtype, device: torch.device, with_best: bool) -> _Sums:
+        row_max, row_sum = (torch.empty(rows, dtype=acc, device=device) for _ in range(2))
+        return cls(row_max, row_sum, torch.empty(rows, dtype=torch.int64, device=device) if with_best else None)
+
+    def blocks(self, size: int) -> list[_Sums]:
+        """Views of ``[size, 1]``."""
+        parts = [itertools.repeat(None) if t is None else _split(t.unsqueeze(1), size) for t in self]
+        return [_Sums(*part) for part in zip(*parts, strict=False)]
+
+    def reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Of a block ``[R, V]``; leaves exp(x - maximum) in ``out``, which may be x."""
+        if self.best is None:
+            torch.amax(x, 1, keepdim=True, out=self.row_max)
+        else:
+            torch.max(x, 1, keepdim=True, out=(self.row_max, self.best))
+        torch.sub(x, self.row_max, out=out).exp_()
+        torch.sum(out, 1, keepdim=True, out=self.row_sum)
+
+    def stats(self, y: torch.Tensor, target_logit: torch.Tensor) -> Stats:
+        """What :func:`row_stats` returns of these rows."""
+        nothing = self.row_max == -math.inf  # -inf + inf is NaN; such a row, or shard of a row, adds up to 0
+        log_sum = self.row_sum.masked_fill(nothing, 0).log_()
+        row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
+        nll = (row_max - target_logit).add_(log_sum).masked_fill_(nothing, math.nan)
+        correct = None if self.best is None else (self.best == y) & ~nll.isnan()
+        return nll, row_max, log_sum, target_logit, correct
 
 
 def _empty_stats(N: int, acc: torch.dtype, device: torch.device, with_correct: bool) -> Stats:
@@ -89,22 +178,36 @@ def _empty_stats(N: int, acc: torch.dtype, device: torch.device, with_correct: b
     return nll, row_max, log_sum, target_logit, correct
 
 
-def _store(stats: Stats, rows: torch.Tensor, block: Stats) -> None:
-    for whole, part in zip(stats, block, strict=True):
-        if whole is not None and part is not None:
-            whole.index_copy_(0, rows, part)
-
-
-def row_stats(logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool) -> Stats:
+def row_stats(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    with_correct: bool,
+) -> Stats:
     """See ``ops._rows``."""
     B, L, V = logits.shape
     acc = acc_dtype(logits.dtype)
+    rows = (targets != SKIP).nonzero().squeeze(1)
+    if rows.numel() == 0:
+        return _empty_stats(B * L, acc, logits.device, with_correct)
+    listed, sums = _Listed(logits, rows), _Sums.empty(rows.numel(), acc, logits.device, with_correct)
+
+    def work(block: torch.Tensor, part: _Sums, space: _Space) -> None:
+        part.reduce(listed.load(block, space), _top(space.wide, block))
+
+    threads, size = _team(rows.numel(), V, acc, logits.device)
+    spaces = _spaces(threads, size, V, logits, wide=True, narrow=not listed.together)
+    share_out([partial(work, *job) for job in zip(listed.blocks(size), sums.blocks(size), strict=True)], spaces)
+    y = targets[rows]
+    column, inside = _column(y, V)
+    target_logit = listed.column(column).to(acc).masked_fill_(~inside, math.nan)
+    listed_stats = sums.stats(y, target_logit)
+    if rows.numel() == B * L:
+        return listed_stats
     stats = _empty_stats(B * L, acc, logits.device, with_correct)
-    active_rows = (targets != SKIP).nonzero().squeeze(1)
-    for rows in _blocks(active_rows, V, acc.itemsize):
-        x = _gather(logits, rows, acc)
-        _store(stats, rows, _block_stats(x, targets[rows], with_correct))
-        del x  # before the next block is gathered
+    for whole, part in zip(stats, listed_stats, strict=True):
+        if whole is not None and part is not None:
+            whole.index_copy_(0, rows, part)
     return stats
 
 
@@ -119,43 +222,77 @@ def row_grad(
     whole_row: bool = True,
 ) -> None:
     """See ``ops._rows``."""
-    V = logits.shape[2]
+    B, L, V = logits.shape
     acc = acc_dtype(logits.dtype)
     mask = (targets != SKIP) & (scale != 0)
-    _scatter(out, (~mask).nonzero().squeeze(1), 0)
-    for rows in _blocks(mask.nonzero().squeeze(1), V, acc.itemsize):
-        x = _gather(logits, rows, acc)
-        y, block_scale = targets[rows], scale[rows]
-        if whole_row:
-            block_scale = torch.where((y >= 0) & (y < V), block_scale, math.nan)
-        x.sub_(row_max[rows].unsqueeze(1)).exp_()
-        _block_grad_(x, y, block_scale, log_sum[rows])
-        _scatter(out, rows, x.to(out.dtype))
-        del x
+    idle, rows = (~mask).nonzero().squeeze(1), mask.nonzero().squeeze(1)
+    threads, size = _team(B * L, V, acc, logits.device)
+    jobs: list[Callable[[_Space], None]] = []
+    if idle.numel():
+        unread = _Listed(out, idle)
+        jobs += [partial(unread.zero, block) for block in unread.blocks(size)]
+    if rows.numel() == 0:
+        share_out(jobs, _spaces(threads, size, V, logits, wide=False, narrow=False))
+        return
+    source, target = _Listed(logits, rows), _Listed(out, rows)
+    column, inside = _column(targets[rows], V)
+    scale, row_max = scale[rows], row_max[rows]
+    if whole_row:
+        scale = torch.where(inside, scale, math.nan)
+    factor = scale * torch.exp(-log_sum[rows])
+    with_onehot = factor * torch.exp(source.column(column).to(acc) - row_max) - scale  # read before it is written over
+
+    def work(
+        block: torch.Tensor, to: torch.Tensor, part_max: torch.Tensor, part_factor: torch.Tensor, space: _Space
+    ) -> None:
+        grad = torch.sub(source.load(block, space), part_max, out=target.room(to, space)).exp_().mul_(part_factor)
+        target.store(to, grad, space)
+
+    per_row = (_split(t.unsqueeze(1), size) for t in (row_max, factor))
+    jobs += [partial(work, *job) for job in zip(source.blocks(size), target.blocks(size), *per_row, strict=True)]
+    in_place = source.together and target.together
+    share_out(jobs, _spaces(threads, size, V, logits, wide=not in_place or logits.dtype != acc, narrow=not in_place))
+    target.set_column(column, torch.where(inside, with_onehot.to(out.dtype), target.column(column)))
 
 
-def row_nll_grad_(logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, *, with_correct: bool) -> Stats:
+def row_nll_grad_(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    with_correct: bool,
+) -> Stats:
     """See ``ops._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
     C, V = logits.shape
     acc = acc_dtype(logits.dtype)
-    stats = _empty_stats(C, acc, logits.device, with_correct)
     mask = targets != SKIP
-    inert = ~mask | (scale == 0)
-    scale = torch.where((targets >= 0) & (targets < V), scale, math.nan)
-    size = max(1, BLOCK_BYTES // max(V * acc.itemsize, 1))
-    for start in range(0, C, size):
-        block = slice(start, start + size)
-        view = logits[block]
-        x = view.to(acc)  # the block itself when it is float32 or float64 already
-        y = targets[block]
-        nll, row_max, log_sum, target_logit, correct = _block_stats(x, y, with_correct)
-        _block_grad_(x, y, scale[block], log_sum)
-        if x is not view:
-            view.copy_(x)
-        view.masked_fill_(inert[block].unsqueeze(1), 0)
-        for whole, part in zip(stats, (nll, row_max, log_sum, target_logit, correct), strict=True):
-            if whole is not None and part is not None:
-                whole[block] = part.masked_fill_(~mask[block], 0)
+    column, inside = _column(targets, V)
+    row = torch.arange(C, device=logits.device)
+    target_logit = logits[row, column].to(acc)  # read before it is written over
+    sums, factor = _Sums.empty(C, acc, logits.device, with_correct), torch.empty(C, dtype=acc, device=logits.device)
+    row_scale = torch.where(inside, scale, math.nan)
+
+    def work(
+        block: torch.Tensor, part: _Sums, part_scale: torch.Tensor, part_factor: torch.Tensor, space: _Space
+    ) -> None:
+        x = block if block.dtype == acc else _top(space.wide, block).copy_(block)
+        part.reduce(x, x)
+        x.mul_(torch.div(part_scale, part.row_sum, out=part_factor))
+        if x is not block:
+            block.copy_(x)
+
+    threads, size = _team(C, V, acc, logits.device)
+    per_row = (_split(t.unsqueeze(1), size) for t in (row_scale, factor))
+    spaces = _spaces(threads, size, V, logits, wide=logits.dtype != acc, narrow=False)
+    jobs = [partial(work, *job) for job in zip(_split(logits, size), sums.blocks(size), *per_row, strict=True)]
+    share_out(jobs, spaces)
+    with_onehot = factor * torch.exp(target_logit - sums.row_max) - row_scale
+    logits[row, column] = with_onehot.to(logits.dtype)
+    logits.index_fill_(0, (~mask | (scale == 0)).nonzero().squeeze(1), 0)
+    stats = sums.stats(targets, target_logit.masked_fill_(~inside, math.nan))
+    for part in stats:
+        if part is not None:
+            part.masked_fill_(~mask, 0)
     return stats
 
 
@@ -168,5 +305,5 @@ def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
         if factor != 1:
             t.mul_(factor)
         return
-    for block in torch.split(t, max(1, BLOCK_BYTES // max(t[0].nbytes, 1))) if t.numel() else ():
+    for block in torch.split(t, max(1, COMMON_BLOCK_BYTES // max(t[0].nbytes, 1))) if t.numel() else ():
         block.copy_(block.to(factor.dtype).mul_(factor))
