@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-import dllm_kernels.ops.linear_nll as ops_linear
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels.ops import _active_rows, _torch_rows, linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops import _active_rows, _chunks, _torch_rows, linear_token_nll, weighted_linear_nll
 from dllm_kernels.ops._plan import Needs, Plan
 from tests.conftest import DEVICE
 from tests.parity import (
@@ -461,6 +460,42 @@ def test_bitwise_the_same_twice(path):
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("form", ["weighted", "token", "compiled"])
+def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, trains_head):
+    """Each row of the gradients is judged by itself, against plain PyTorch's worst: V is that of a real model."""
+    N, V, D = 14, 32_000, 16
+    torch.manual_seed(0)
+    leaves = [torch.randn(N, D).half(), (torch.randn(V, D) / D**0.5).half(), torch.zeros(V).half()]
+    targets, weights = torch.randint(0, V, (N,)), torch.logspace(0, -6, N)
+
+    def ours(h, w, b):
+        w, b = (w, b) if trains_head else (w.detach(), b.detach())
+        if form == "token":
+            return (linear_token_nll(h, w, targets, bias=b, chunk_size=5).nll * weights).sum()
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5).loss
+
+    def plain(h, w, b):
+        nll = torch.nn.functional.cross_entropy(
+            torch.nn.functional.linear(h, w, b).to(torch.promote_types(h.dtype, torch.float32)),
+            targets,
+            reduction="none",
+        )
+        return (nll * weights.to(nll.dtype)).sum()
+
+    function = torch.compile(ours, backend="aot_eager", fullgraph=True) if form == "compiled" else ours
+    fresh = [leaf.clone().requires_grad_() for leaf in leaves]
+    function(*fresh).backward()
+    exact = value_and_grads(plain, [leaf.double() for leaf in leaves], torch.tensor(1.0))[1:]
+    same = value_and_grads(plain, leaves, torch.tensor(1.0))[1:]
+    for place in range(3 if trains_head else 1):
+        e, p, g = (t.double().reshape(t.shape[0], -1) for t in (exact[place], same[place], fresh[place].grad))
+        size = e.abs().amax(1).clamp(min=torch.finfo(torch.float16).tiny)  # below it float16 itself rounds so coarsely
+        error, theirs = ((t - e).abs().amax(1) / size for t in (g, p))
+        assert error.max() <= 2 * theirs.max() + torch.finfo(torch.float16).eps, place
+    assert (fresh[1].grad is None) is not trains_head
+
+
 def test_float16_gradients_neither_underflow_nor_overflow(path):
     """w / N times a probability is below float16's smallest number, and 1 / p above its largest."""
     _, targets, weights = inputs()
@@ -574,7 +609,7 @@ def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
     logits = chunk * V * dtype.itemsize
     grads = 2 * N * D * 4 + (V * D + V) * (4 + 2 * dtype.itemsize) * trains_head
     threads, size = _torch_rows._team(chunk, V, torch.float32, hidden.device)
-    slab = 4 * chunk * ops_linear.SLAB  # of the gradient, in float32 for the product that sums grad_weight
+    slab = 4 * chunk * _chunks.SLAB  # of the gradient, in float32 for the product that sums grad_weight
     blocks = max(threads * size * V * 4, slab if dtype != torch.float32 else 0)
     assert logits <= peak_memory(run, "cpu") <= logits + grads + blocks + 32 * N
     assert grads + blocks + 32 * N < chunk * V * 4  # so a float32 copy of the chunk would have shown
