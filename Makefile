@@ -10,14 +10,15 @@ HOST := nemo-automodel==0.7.0
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help test test-variation demo lint types bench-smoke ci clean
+.PHONY: help test test-variation demo lint types bench-smoke mutants ci clean
 help:
 	@echo "make test            install into $(VENV) and run the test suite"
 	@echo "make demo            train a small diffusion LM on real text, reference loss beside ours  (ARGS='--mode block')"
 	@echo "make test-variation  the tests of numbers as an older processor would run them"
 	@echo "make lint types      ruff; mypy --strict"
 	@echo "make bench-smoke     every benchmark at toy size"
-	@echo "make ci              all of the above but the demo"
+	@echo "make mutants         break the package in 220 places, one at a time, and list what no test noticed (ARGS='--only collate.py')"
+	@echo "make ci              all of the above but the demo and the mutants"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
@@ -50,7 +51,10 @@ bench-smoke: $(STAMP)
 	$(BIN)/python -m benchmarks smoke
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:cacheprovider -q
 
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(ARGS)
+
 ci: test test-variation lint types bench-smoke
 
 clean:
-	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants.jsonl

@@ -65,6 +65,8 @@ def run_checks(rank, world, folder, only):
             results[name] = traceback.format_exc()
         print(f"{name}: {time.perf_counter() - start:.2f} s {'' if results[name] == '' else 'FAILED'}", flush=True)
         Path(folder, f"{rank}.json").write_text(json.dumps(results))
+        if results[name] and os.environ.get("STOP_AT_FIRST_FAILURE"):  # which the others see at their next collective
+            os._exit(1)
     dist.destroy_process_group()
 
 

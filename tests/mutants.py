@@ -1,0 +1,405 @@
+"""Break the package in one place at a time and see whether its tests notice: ``python -m tests.mutants --help``.
+
+Each mutant is judged in a copy of the tree, by the tests of its module (``JUDGES``), in a fork of this process, which has
+torch imported already. A mutant that no test fails for has survived: either a test is missing or the change changes nothing.
+"""
+
+import argparse
+import ast
+import contextlib
+import difflib
+import fnmatch
+import hashlib
+import importlib
+import json
+import multiprocessing
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from tqdm import tqdm
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is first imported
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.dont_write_bytecode = True  # a mutant of the same length within a second would be taken for what it replaced
+tqdm.monitor_interval = 0  # no thread beside the forks
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "dllm_kernels"
+DEADLINE = 1800  # seconds for tests of which nothing is known yet
+
+# Path within the package -> what pytest is given, the first that matches; quick tests first. A path that nothing matches
+# is judged by the tests of the same stem.
+JUDGES = (
+    ("kernels/*corruption*", "tests/test_corruption.py -k 'triton or kernel or count'"),
+    ("kernels/gumbel_topk.py", "tests/test_gumbel_topk.py -k 'triton'"),
+    ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
+    ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
+    ("kernels/linear_nll.py", "tests/test_linear_nll.py -k 'triton'"),
+    ("kernels/*", "tests/test_token_nll.py tests/test_linear_nll.py -k 'triton'"),
+    ("distributed/*", "tests/test_distributed.py -k 'two_processes or counts_without'"),
+    ("integrations/nemo*", "tests/test_integrations_nemo.py"),
+    ("integrations/transformers*", "tests/test_integrations_transformers.py"),
+    ("collate.py", "tests/test_collate.py"),
+    ("mtp*", "tests/test_mtp.py tests/test_errors.py"),
+    ("*gumbel*", "tests/test_gumbel_topk.py tests/test_philox.py"),
+    ("*philox*", "tests/test_philox.py tests/test_gumbel_topk.py"),
+    ("*corruption*", "tests/test_corruption.py tests/test_corruption_statistics.py"),
+    ("losses/*", "tests/test_errors.py tests/test_api.py tests/test_losses.py"),
+    ("ops/*linear*", "tests/test_errors.py tests/test_linear_nll.py tests/test_compile.py"),
+    ("ops/_active_rows.py", "tests/test_linear_nll.py tests/test_compile.py"),
+    ("ops/*", "tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_compile.py"),
+)
+# Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
+SPEED_ONLY = ("kernels/_tiles.py", "kernels/_specimen.py")
+SAME_WITHOUT = {"device", "num_warps", "num_stages", "enable_fp_fusion", "strict", "stacklevel", "non_blocking"}
+
+SWAPPED = {
+    "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in",
+    "not in": "in", "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "%": "//", "**": "*", "@": "+", "<<": ">>",
+    ">>": "<<", "&": "|", "|": "&", "^": "&", "and": "or", "or": "and", "min": "max", "max": "min", "amin": "amax",
+    "amax": "amin", "minimum": "maximum", "maximum": "minimum",
+}  # fmt: skip
+OPERATOR = re.compile(r"is\s+not|not\s+in|\b(?:is|in|and|or)\b|<<|>>|<=|>=|==|!=|//|\*\*|[-+*/%@&|^<>]")
+
+
+class Mutant(NamedTuple):
+    """One replacement: ``new`` for the bytes from ``start`` to ``end`` of a file; ``kind`` says what was done."""
+
+    file: str
+    line: int
+    start: int
+    end: int
+    new: str
+    kind: str
+
+
+class _Places(ast.NodeVisitor):
+    """Collects the mutants of one file."""
+
+    def __init__(self, file: str, source: bytes):
+        self.file, self.source, self.found = file, source, list[Mutant]()
+        self.lines = [0]
+        for line in source.splitlines(keepends=True):
+            self.lines.append(self.lines[-1] + len(line))
+        self.within_function = False
+
+    def start(self, node: Any) -> int:
+        return self.lines[node.lineno - 1] + node.col_offset
+
+    def end(self, node: Any) -> int:
+        return self.lines[node.end_lineno - 1] + node.end_col_offset
+
+    def text(self, node: Any) -> str:
+        return self.source[self.start(node) : self.end(node)].decode()
+
+    def add(self, kind: str, node: Any, new: str, start: int | None = None, end: int | None = None) -> None:
+        start, end = self.start(node) if start is None else start, self.end(node) if end is None else end
+        self.found.append(Mutant(self.file, self.source[:start].count(b"\n") + 1, start, end, new, kind))
+
+    def operator(self, kind: str, left: ast.expr, right: ast.expr) -> None:
+        """Swap the operator between two operands, beside their parentheses."""
+        start, end = self.end(left), self.start(right)
+        between = self.source[start:end].decode()
+        sign = OPERATOR.search(re.sub(r"#.*", lambda comment: " " * len(comment[0]), between))
+        if sign:
+            new = SWAPPED[" ".join(sign[0].split())]
+            self.add(kind, left, between[: sign.start()] + new + between[sign.end() :], start, end)
+
+    # What is left alone: text for the reader, types, and errors, whose condition is mutated and not their message
+
+    def visit(self, node: ast.AST) -> None:
+        if not isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
+            super().visit(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if node.name == "specimens":
+            return
+        outer, self.within_function = self.within_function, True
+        for child in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
+            self.visit(child)
+        self.within_function = outer
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for child in node.body:
+            self.visit(child)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    # What is broken
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        for left, right in zip([node.left, *node.comparators], node.comparators, strict=False):
+            self.operator("comparison", left, right)
+        self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        texts = any(
+            isinstance(x, ast.JoinedStr) or isinstance(getattr(x, "value", 0), str) for x in (node.left, node.right)
+        )
+        types = isinstance(node.op, ast.BitOr) and not self.within_function
+        if not texts and not types:
+            self.operator("arithmetic", node.left, node.right)
+        self.generic_visit(node)
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> None:
+        for left, right in zip(node.values, node.values[1:], strict=False):
+            self.operator("and / or", left, right)
+        self.generic_visit(node)
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
+        if isinstance(node.op, ast.Not):
+            self.add("not dropped", node, f"({self.text(node.operand)})")
+        self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> None:
+        if isinstance(node.value, bool):
+            self.add("constant", node, str(not node.value))
+        elif isinstance(node.value, int | float):
+            for value in (node.value + 1, node.value - 1):
+                self.add("constant", node, repr(value) if value >= 0 else f"({value!r})")
+
+    def visit_Call(self, node: ast.Call) -> None:
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name.startswith(("min", "max", "amin", "amax")) and name in SWAPPED:
+            self.add("min / max", node.func, SWAPPED[name], self.end(node.func) - len(name))
+        for keyword in node.keywords:
+            if keyword.arg and keyword.arg not in SAME_WITHOUT:
+                self.drop_argument(keyword)
+        for child in (node.func, *node.args, *(k.value for k in node.keywords if k.arg not in SAME_WITHOUT)):
+            self.visit(child)
+
+    def drop_argument(self, keyword: ast.keyword) -> None:
+        start, end = self.start(keyword), self.end(keyword)
+        after = re.match(rb"\s*,\s*", self.source[end:])
+        before = re.search(rb",\s*$", self.source[:start])
+        if after:
+            end += after.end()
+        elif before:
+            start = before.start()
+        self.add("argument dropped", keyword, "", start, end)
+
+    def negate(self, node: ast.If | ast.IfExp | ast.While) -> None:
+        self.add("condition negated", node.test, f"not ({self.text(node.test)})")
+        self.generic_visit(node)
+
+    visit_If = visit_IfExp = visit_While = negate  # noqa: N815
+
+    def visit_Return(self, node: ast.Return) -> None:
+        if node.value is not None and self.text(node.value) != "None":
+            self.add("returns None", node.value, "None")
+            self.visit(node.value)
+
+    def drop(self, node: ast.stmt) -> None:
+        self.add("statement dropped", node, "pass")
+        self.generic_visit(node)
+
+    visit_AugAssign = drop  # noqa: N815
+
+    def visit_Expr(self, node: ast.Expr) -> None:
+        if isinstance(node.value, ast.Call):
+            self.drop(node)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        if isinstance(node.targets[0], ast.Attribute | ast.Subscript):
+            self.drop(node)
+        elif not self.text(node.targets[0]).startswith("__"):
+            self.visit(node.value)
+
+
+def mutants_of(file: str, source: bytes) -> list[Mutant]:
+    """Every mutant of a file, in the order of its lines."""
+    places = _Places(file, source)
+    places.visit(ast.parse(source))
+    return sorted(places.found, key=lambda m: (m.start, m.new))
+
+
+def mutated(source: bytes, m: Mutant) -> bytes:
+    """The file with the mutant in it."""
+    return source[: m.start] + m.new.encode() + source[m.end :]
+
+
+def chosen(found: dict[str, list[Mutant]], count: int, seed: int) -> list[Mutant]:
+    """``count`` of them, as many from each file as it has lines to break, evenly over those lines."""
+    lines = {file: sorted({m.line for m in mutants}) for file, mutants in found.items() if mutants}
+    total = sum(map(len, lines.values()))
+    result, owed = [], 0.0
+    for file, numbers in sorted(lines.items()):
+        owed += count * len(numbers) / total
+        n = min(round(owed), len(numbers))
+        owed -= n
+        rng = random.Random(f"{seed} {file}")
+        for k in range(n):
+            line = rng.choice(numbers[k * len(numbers) // n : (k + 1) * len(numbers) // n])
+            result.append(rng.choice([m for m in found[file] if m.line == line]))
+    return result
+
+
+def judges_of(file: str) -> list[str]:
+    """Arguments of pytest for a path within the package."""
+    for pattern, arguments in JUDGES:
+        if fnmatch.fnmatch(file, pattern):
+            return shlex.split(arguments)
+    return [f"tests/test_{Path(file).stem.lstrip('_')}.py"]
+
+
+class Job(NamedTuple):
+    """The tests to run on a file as ``source`` has it; without a mutant, whether they pass where nothing is broken."""
+
+    file: str
+    source: bytes
+    tests: tuple[str, ...]
+    mutant: Mutant | None = None
+
+
+class Workplace:
+    """A copy of the tree, in which one job at a time is done by a process of its own."""
+
+    def __init__(self, root: Path, folder: Path):
+        self.folder, self.log = folder, folder.with_suffix(".log")
+        shutil.copytree(
+            root, folder, ignore=shutil.ignore_patterns(".*", "__pycache__", "results", "demo-out", "*.egg-info")
+        )
+        self.job: Job | None = None
+
+    def start(self, job: Job) -> None:
+        """Begin, and return at once."""
+        self.job, self.began = job, time.monotonic()
+        self.path = self.folder / PACKAGE / job.file
+        self.original = self.path.read_bytes()
+        self.path.write_bytes(job.source)
+        self.process = multiprocessing.get_context("fork").Process(target=self._run_tests)
+        self.process.start()
+
+    def _run_tests(self) -> None:
+        os.setsid()
+        output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        os.chdir(self.folder)
+        sys.path[:] = [str(self.folder), *(p for p in sys.path if p not in ("", str(ROOT)))]
+        sys.modules.pop("tests")
+        os.environ["PYTHONPATH"] = str(self.folder)  # of the processes that tests start
+        os.environ["STOP_AT_FIRST_FAILURE"] = "1"  # of the distributed tests
+        options = ["-x", "-q", "--tb=short", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        code = pytest.main([*self.job.tests, *options])
+        sys.stdout.flush()
+        os._exit(code)
+
+    def verdict(self, longest: float) -> str | None:
+        """What became of the job, None while it runs."""
+        self.seconds = time.monotonic() - self.began
+        if self.process.is_alive() and self.seconds < longest:
+            return None
+        late = self.process.is_alive()
+        if late:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.join()
+        self.path.write_bytes(self.original)
+        self.job = None
+        return "timeout" if late else "survived" if self.process.exitcode == pytest.ExitCode.OK else "killed"
+
+
+def done(jobs: list[Job], places: list[Workplace], longest: dict[tuple[str, ...], float], label: str) -> Iterator[Any]:
+    """(job, verdict, workplace) of each job as it ends."""
+    waiting = jobs[::-1]
+    with tqdm(total=len(jobs), desc=label, disable=None) as bar:
+        while waiting or any(place.job for place in places):
+            for place in places:
+                job = place.job
+                if job and (verdict := place.verdict(longest.get(job.tests, DEADLINE))):
+                    bar.update()
+                    yield job, verdict, place
+                if not place.job and waiting:
+                    place.start(waiting.pop())
+            time.sleep(0.02)
+
+
+def described(m: Mutant, source: bytes) -> dict[str, Any]:
+    """A mutant as the output has it; ``key`` is the same as long as the file is."""
+    before, after = (text.decode().splitlines() for text in (source, mutated(source, m)))
+    diff = [
+        line
+        for line in difflib.unified_diff(before, after, n=0, lineterm="")
+        if not line.startswith(("---", "+++", "@@"))
+    ]
+    key = hashlib.sha256(repr(m).encode() + source).hexdigest()[:16]
+    return {"file": m.file, "line": m.line, "kind": m.kind, "diff": diff, "key": key}
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    add = parser.add_argument
+    add("--only", default="*", help="pattern of the paths within the package, as ops/token_nll.py or 'losses/*'")
+    add("--count", type=int, default=220, help="how many mutants (default: %(default)s)")
+    add("--seed", type=int, default=0, help="another seed chooses others")
+    add("-j", "--jobs", type=int, default=os.cpu_count(), help="judged at the same time")
+    add("--out", type=Path, default=Path("mutants.jsonl"), help="a line for each; those in it are not judged again")
+    add("--tests", help="judge by these instead of JUDGES, as 'tests/test_mtp.py -k pipeline'")
+    add("--root", type=Path, default=ROOT, help="tree to break")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Judge, write, and list the survivors."""
+    options = arguments(argv)
+    package = options.root / PACKAGE
+    paths = (str(path.relative_to(package)) for path in sorted(package.rglob("*.py")))
+    sources = {p: (package / p).read_bytes() for p in paths if fnmatch.fnmatch(p, options.only) and p not in SPEED_ONLY}
+    picked = chosen({file: mutants_of(file, source) for file, source in sources.items()}, options.count, options.seed)
+    known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    known = {entry["key"]: entry for entry in known}
+    jobs, entries = [], {}
+    for m in picked:
+        entry = described(m, sources[m.file])
+        entries[m] = known.get(entry["key"], entry)
+        if entry["key"] not in known:
+            tests = shlex.split(options.tests) if options.tests else judges_of(m.file)
+            jobs.append(Job(m.file, mutated(sources[m.file], m), tuple(tests), m))
+    for name in ("torch", "torch._dynamo", "numpy", "hypothesis", "triton.language") if jobs else ():
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    with tempfile.TemporaryDirectory() as folder:
+        places = [Workplace(options.root, Path(folder, str(k))) for k in range(options.jobs)]
+        longest = {}
+        unbroken = {job.tests: Job(job.file, sources[job.file], job.tests) for job in jobs}
+        for job, verdict, place in done(list(unbroken.values()), places, longest, "unbroken"):
+            if verdict != "survived":
+                raise SystemExit(
+                    f"{shlex.join(job.tests)}: {verdict} where nothing is broken\n{place.log.read_text()[-3000:]}"
+                )
+            longest[job.tests] = 30 + 3 * place.seconds
+        with options.out.open("a") as out:
+            for job, verdict, place in done(jobs, places, longest, "mutants"):
+                entries[job.mutant] |= {"verdict": verdict, "seconds": round(place.seconds, 1)}
+                print(json.dumps(entries[job.mutant]), file=out, flush=True)
+    report(list(entries.values()))
+    return 0
+
+
+def report(entries: list[dict[str, Any]]) -> None:
+    """The survivors, and how many of each verdict."""
+    for entry in entries:
+        if entry["verdict"] == "survived":
+            print(f"\n{PACKAGE}/{entry['file']}:{entry['line']} {entry['kind']}", *entry["diff"], sep="\n  ")
+    verdicts = [entry["verdict"] for entry in entries]
+    print(
+        "\n" + ", ".join(f"{verdicts.count(v)} {v}" for v in ("killed", "timeout", "survived")), f"of {len(verdicts)}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
