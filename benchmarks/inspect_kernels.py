@@ -286,7 +286,7 @@ def _print_tables(reports: list[Report]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Print the tables; returns 1 when a kernel spills."""
+    """Print the tables; returns 1 when a kernel spills, 2 when there is none to look at."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks inspect", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -301,6 +301,9 @@ def main(argv: list[str]) -> int:
         print("TRITON_INTERPRET=1 leaves nothing to compile: unset it", file=sys.stderr)
         return 2
     reports = inspect(args.target or list(TARGETS), args.kernel, args.calls, not args.no_roofline)
+    if not reports:
+        print("no kernel has such a name", file=sys.stderr)
+        return 2
     records = json.dumps([asdict(r) for r in reports], indent=1)
     if args.json:
         print(records)

@@ -33,7 +33,8 @@ def real() -> Iterator[Call]:
             yield partial(token_nll, shape, dtype, with_correct=True)
             yield partial(weighted_nll, shape, dtype)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=True)
-        yield partial(from_hidden, REAL_HIDDEN, dtype, num_active=5000)
+        yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True)
+    yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, num_active=5000)
     for size in (32, 4096, 131072):
         yield partial(topk, 8, size)
         yield partial(topk, 8, size, given=True)

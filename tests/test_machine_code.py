@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks import machine_code
 from benchmarks.gpus import GPUS, TARGETS
-from benchmarks.inspect_kernels import _programs, _roof
+from benchmarks.inspect_kernels import Report, _pass, _print_tables, _programs, _roof, main
 
 
 def listing(*lines):
@@ -128,3 +128,24 @@ def test_roofs_by_hand():
 )
 def test_programs_that_fit(registers, shared, num_warps, programs):
     assert _programs(TARGETS["sm_90"], registers, shared, num_warps) == programs
+
+
+def test_the_tables(capsys):
+    made = _pass(cost(slots=352, alu=232, loads=2, waits=2), 16, "sm_90", num_warps=8, programs=2)
+    resources = {"registers": 89, "spills": 0, "shared": 32, "widest_access": 16, "num_warps": 8}
+    found = Report(
+        "kernel[bf16]", "kernel", "bf16", {}, "sm_90", **resources, programs=2, occupancy=0.25, passes=[made]
+    )
+    _print_tables([found])
+    budgets, kernels = capsys.readouterr().out.split("of one element")
+    assert "| A100 | 22.0  | 11.0 | 11.5 KiB" in budgets
+    cells = [cell.strip() for cell in kernels.splitlines()[-1].split("|")]
+    assert cells[1:10] == ["kernel[bf16]", "sm_90", "89", "0", "32", "16", "8", "2", "25%"]
+    assert cells[10:15] == ["22.00", "14.50", "2", "2 x 16", "16 KiB"]
+    assert cells[15] == "H100 latency 42%, H200 latency 30%"
+
+
+def test_inspecting_needs_a_compiler(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["--target", "sm_90"]) == 2
+    assert "TRITON_INTERPRET=1" in capsys.readouterr().err

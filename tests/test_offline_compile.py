@@ -41,9 +41,11 @@ def reports(tmp_path_factory):
         with Path(shared, f"inspect_{run}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not out.exists():
-                command = [sys.executable, "-m", "benchmarks", "inspect", *RUNS[run].split(), "--out", str(out)]
+                asked = [*RUNS[run].split(), "--json", "--out", str(out)]
+                command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "inspect", *asked]
                 done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
                 assert out.exists(), done.stderr[-2000:]
+                assert json.loads(done.stdout) == json.loads(out.read_text())
         return json.loads(out.read_text())
 
     return of
