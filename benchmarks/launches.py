@@ -174,7 +174,8 @@ def named(found: list[Specimen]) -> dict[str, Specimen]:
     for kernel in dict.fromkeys(s.kernel for s in found):
         alike = [s for s in found if s.kernel == kernel]
         for specimen, words in zip(alike, _telling([_features(s) for s in alike]), strict=True):
-            out[f"{kernel}[{', '.join((specimen.dtype, *words))}]"] = specimen
+            said = [word for word in words if not any(other.startswith(f"{word}=") for other in words)]
+            out[f"{kernel}[{', '.join((specimen.dtype, *said))}]"] = specimen
     assert len(out) == len(found), "two specimens have one name"
     return out
 
