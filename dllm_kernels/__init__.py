@@ -3,11 +3,14 @@
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import (
     batched_gumbel_topk,
+    complementary,
     corrupt_all_masked,
     corrupt_blockwise,
+    corrupt_mix,
     corrupt_uniform,
     corrupt_uniform_random,
     gumbel_topk,
+    sample_level,
 )
 from dllm_kernels.losses import (
     BlockDiffusionCrossEntropyLoss,
@@ -60,9 +63,11 @@ __all__ = [
     "batched_gumbel_topk",
     "calculate_loss",
     "calculate_mtp_loss",
+    "complementary",
     "compute_per_token_nll",
     "corrupt_all_masked",
     "corrupt_blockwise",
+    "corrupt_mix",
     "corrupt_uniform",
     "corrupt_uniform_random",
     "draft_accuracy",
@@ -71,6 +76,7 @@ __all__ = [
     "gumbel_topk",
     "gumbel_topk_mask",
     "linear_token_nll",
+    "sample_level",
     "token_nll",
     "weighted_linear_nll",
     "weighted_nll",

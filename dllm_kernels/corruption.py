@@ -4,8 +4,8 @@ Every routine returns ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``
 mask of the corrupted positions, and a float32 probability. Inputs are never written. On a GPU a routine is one kernel
 launch, beside the draw of a seed; nothing waits for the GPU.
 
-**Randomness.** Every draw is Philox 4x32-10 of a 64-bit seed and the position (``dllm_kernels.ops._philox`` holds the
-layout), the same bits on CPU and GPU, under Triton and under torch.
+**Randomness.** Every draw is Philox 4x64-10, as ``numpy.random.Philox`` streams it, of a 64-bit seed and the position
+(``dllm_kernels.ops._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and torch.compile.
 
 * ``generator``: one seed a call is drawn from it, row b is row b under that seed. A CPU generator serves tensors on any
   device, and the same state of it gives the same mask on all of them. A CUDA generator draws its seed on the GPU, and
@@ -13,6 +13,11 @@ layout), the same bits on CPU and GPU, under Triton and under torch.
   ``None`` is the default generator of the tensors' device.
 * ``seeds``: int64 ``[B]``, instead of a generator. Row b is then a function of ``seeds[b]``, of L and of the options
   alone, in whatever batch and on whatever device it is corrupted.
+
+**The level**, the share that is masked, is drawn by the routine, or given as ``level``: ``[B]`` or ``[B, 1]``, one a row,
+or ``[B, num_blocks]`` with blocks; used as it is, without ``eps``. ``sample_level`` draws levels that are spread better
+than independent ones. A level outside [0, 1] is an error on the CPU; on a GPU, where looking would be a host sync, it
+masks nothing or everything.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ import torch
 from dllm_kernels.ops import _philox, corruption
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._checks import (
+    check_float,
     check_ids,
     check_mask,
     check_ndim,
@@ -37,11 +43,14 @@ from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 
 __all__ = [
     "batched_gumbel_topk",
+    "complementary",
     "corrupt_all_masked",
     "corrupt_blockwise",
+    "corrupt_mix",
     "corrupt_uniform",
     "corrupt_uniform_random",
     "gumbel_topk",
+    "sample_level",
 ]
 
 
@@ -127,12 +136,16 @@ def corrupt_uniform(
     eps: float = 1e-3,
     generator: torch.Generator | None = None,
     *,
+    level: torch.Tensor | None = None,
+    exact: bool = False,
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask each supervised position independently, with one probability for each sequence.
 
     ``p_b = (1 - eps) t_b + eps``, ``t_b`` uniform in (0, 1); position i is masked where ``u_{b,i} < p_b``.
+    With ``exact`` it is not coins that decide: of the n supervised positions of a row exactly ``round(p_b n)`` (half to
+    even; at least one where n and p_b are not 0) are masked, every such set as likely as any other.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
@@ -140,6 +153,8 @@ def corrupt_uniform(
         mask_token_id: the token that masks.
         eps: smallest probability, in [0, 1).
         generator: what to draw from, see the module.
+        level: the p_b instead of drawn ones, floating ``[B]`` or ``[B, 1]``, in [0, 1], see the module.
+        exact: mask an exact share instead of throwing coins.
         seeds: int64 ``[B]`` instead, one a row, see the module.
         backend: "auto", "triton" or "torch".
 
@@ -155,10 +170,13 @@ def corrupt_uniform(
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
     eps = _checked_eps(eps)
+    if not isinstance(exact, bool):
+        raise TypeError(f"exact must be a bool, got {type(exact).__name__}")
+    level = _checked_level(level, input_ids, None)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
-    return corruption.mask_tokens(input_ids, loss_mask, mask_id, eps, seed, backend)
+    return corruption.mask_tokens(input_ids, loss_mask, mask_id, eps, exact, level, seed, backend)
 
 
 def corrupt_blockwise(
@@ -170,6 +188,7 @@ def corrupt_blockwise(
     half_life_ratio: float = 0.25,
     generator: torch.Generator | None = None,
     *,
+    level: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -188,6 +207,7 @@ def corrupt_blockwise(
         eps: smallest share, in [0, 1).
         half_life_ratio: distance over which a weight doubles as m goes to 0, as a share of ``size``; above 0.
         generator: what to draw from, see the module.
+        level: the m instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
         backend: "auto", "triton" or "torch".
 
@@ -208,10 +228,11 @@ def corrupt_blockwise(
     half_life_ratio = _checked_real("half_life_ratio", half_life_ratio)
     if not half_life_ratio > 0:
         raise ValueError(f"half_life_ratio must be above 0, got {half_life_ratio}")
+    level = _checked_level(level, input_ids, block_size)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
-    return corruption.mask_topk(input_ids, loss_mask, mask_id, block_size, eps, half_life_ratio, seed, backend)
+    return corruption.mask_topk(input_ids, loss_mask, mask_id, block_size, eps, half_life_ratio, level, seed, backend)
 
 
 def corrupt_uniform_random(
@@ -222,6 +243,7 @@ def corrupt_uniform_random(
     eps: float = 1e-3,
     generator: torch.Generator | None = None,
     *,
+    level: torch.Tensor | None = None,
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -237,11 +259,13 @@ def corrupt_uniform_random(
         block_size: positions of a block; None for whole sequences.
         eps: smallest probability, in [0, 1).
         generator: what to draw from, see the module.
+        level: the t instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` is all ones, for the loss is flat.
+        ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` is all ones, for the loss is flat, or
+        the given ``level``.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -250,15 +274,13 @@ def corrupt_uniform_random(
     Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, section 3.1, the uniform transition.
     """
     _check_batch(input_ids, loss_mask, optional=False)
-    check_positive_int("vocab_size", vocab_size)
-    if vocab_size > 2**31:
-        raise ValueError(f"vocab_size must be at most 2**31, got {vocab_size}")
-    _check_fits("vocab_size - 1", vocab_size - 1, input_ids)
-    eps, block_size, vocab_size = _checked_eps(eps), _checked_block_size(block_size), int(vocab_size)
+    vocab_size = _checked_vocab_size(vocab_size, input_ids, at_least=1)
+    eps, block_size = _checked_eps(eps), _checked_block_size(block_size)
+    level = _checked_level(level, input_ids, block_size)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
-    return corruption.replace_tokens(input_ids, loss_mask, vocab_size, block_size, eps, seed, backend)
+    return corruption.replace_tokens(input_ids, loss_mask, vocab_size, block_size, eps, level, seed, backend)
 
 
 def corrupt_all_masked(
@@ -294,6 +316,144 @@ def corrupt_all_masked(
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
     return corruption.mask_all(input_ids, loss_mask, mask_id, backend)
+
+
+def corrupt_mix(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    vocab_size: int,
+    *,
+    mask_prob: torch.Tensor,
+    uniform_prob: torch.Tensor,
+    generator: torch.Generator | None = None,
+    seeds: torch.Tensor | None = None,
+    check: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask some supervised positions and replace others by a different token, with two probabilities for each sequence.
+
+    One u a position: MASK where ``u < mask_prob``; where ``mask_prob <= u < mask_prob + uniform_prob`` a token uniform
+    over the ``vocab_size - 2`` that are neither MASK nor the clean one, never where the clean one is MASK already.
+
+    Args:
+        input_ids: clean tokens ``[B, L]``, integer.
+        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
+        mask_token_id: the token that masks.
+        vocab_size: how many tokens there are, MASK among them; from 3 to 2^31.
+        mask_prob: probability of MASK, floating ``[B]`` or ``[B, 1]``.
+        uniform_prob: probability of another token, likewise. The sum is at most 1, but for rounding (1e-5).
+        generator: what to draw from, see the module.
+        seeds: int64 ``[B]`` instead, one a row, see the module.
+        check: look at the sums on a GPU too, which waits for it. Without that a row whose sum is too large is left
+            unchanged there; on the CPU it is always an error.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        ``(noisy_input_ids, noise_mask)``, each ``[B, L]``; ``noise_mask`` is True where either channel took the position,
+        so also where MASK took a clean MASK.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype, device or range that does not fit, or both ``generator`` and ``seeds``.
+
+    Source: the forward process of SCDD, as NeMo AutoModel has it: absorbing and uniform transitions (D3PM, Austin et al.
+    2021, arXiv:2107.03006, section 3.1) side by side.
+    """
+    _check_batch(input_ids, loss_mask, optional=False)
+    mask_id = _checked_mask_id(mask_token_id, input_ids)
+    vocab_size = _checked_vocab_size(vocab_size, input_ids, at_least=3)
+    p = _checked_of_row("mask_prob", mask_prob, input_ids)
+    q = _checked_of_row("uniform_prob", uniform_prob, input_ids)
+    if not isinstance(check, bool):
+        raise TypeError(f"check must be a bool, got {type(check).__name__}")
+    seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
+    if input_ids.numel() == 0:
+        return _nothing(input_ids, backend)[:2]
+    return corruption.mix_tokens(input_ids, loss_mask, mask_id, vocab_size, p, q, check, seed, backend)
+
+
+def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+    """The supervised positions that are not masked: the second of a pair of masks that together cover all.
+
+    ``supervised and not noise``. A position that was masked with probability p is in it with probability 1 - p.
+
+    Args:
+        noise_mask: masked positions ``[B, L]``, bool or number, nonzero is True.
+        loss_mask: supervised positions ``[B, L]``, likewise.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        bool ``[B, L]``.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or device that does not fit.
+
+    Source: Gong et al. 2025 (DiffuCoder), arXiv:2506.20639, section 4.2, the coupled sampling of coupled-GRPO.
+    """
+    check_tensor("noise_mask", noise_mask)
+    check_ndim("noise_mask", noise_mask, 2, "[B, L]")
+    check_mask("noise_mask", noise_mask, _shape(noise_mask))
+    check_mask("loss_mask", loss_mask, _shape(noise_mask), "that of noise_mask")
+    check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
+    return corruption.complement(noise_mask, loss_mask, backend)
+
+
+def sample_level(
+    B: int,
+    *,
+    method: str = "uniform",
+    low: float = 0.0,
+    high: float = 1.0,
+    generator: torch.Generator | None = None,
+    seeds: torch.Tensor | None = None,
+    device: torch.device | str | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
+    """Levels for the routines above, one a row, spread as evenly as ``method`` says.
+
+    ========== ===================================================================================================
+    uniform    independent ``u_b``
+    antithetic ``u_b`` and ``1 - u_b`` in turn
+    stratified ``(u + b / B) mod 1`` with one u: each B-th of [0, 1) holds one, and each level alone is uniform
+    ========== ===================================================================================================
+
+    scaled to [low, high]. What a loss owes to the levels of its batch varies less from step to step under the last two.
+
+    Args:
+        B: how many.
+        method: "uniform", "antithetic" or "stratified".
+        low: the smallest, at least 0.
+        high: the largest, at most 1.
+        generator: what to draw from, see the module.
+        seeds: int64 ``[B]`` instead. A level of "uniform" is a function of its own seed (and is the u that
+            ``corrupt_uniform`` draws under it); of the others, which couple the rows, of ``seeds[0]``, b and B.
+        device: where the levels are wanted; by default where the generator or the seeds are, else on the CPU.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        float32 ``[B]``.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a value, shape or device that does not fit, or both ``generator`` and ``seeds``.
+
+    Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, which BD3-LM and Duo use.
+    """
+    check_positive_int("B", B)
+    if method not in corruption.METHODS:
+        raise ValueError(f"method must be one of {', '.join(corruption.METHODS)}, got {method!r}")
+    low, high = _checked_real("low", low), _checked_real("high", high)
+    if not 0 <= low <= high <= 1:
+        raise ValueError(f"low and high must satisfy 0 <= low <= high <= 1, got {low} and {high}")
+    if device is None:
+        source = generator if seeds is None else seeds
+        device = getattr(source, "device", "cpu")
+    seed = _philox.resolve_seed(torch.device(device), B, generator, seeds)
+    if seed.dim() and method != "uniform":
+        seed = seed[0]
+    return corruption.sample_level(int(B), method, low, high, seed, backend)
 
 
 def _nothing(input_ids: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -349,3 +509,31 @@ def _checked_block_size(block_size: int | None) -> int | None:
         return None
     check_positive_int("block_size", block_size)
     return int(block_size)
+
+
+def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor, *, at_least: int) -> int:
+    check_positive_int("vocab_size", vocab_size)
+    if vocab_size < at_least:
+        raise ValueError(f"vocab_size must be at least {at_least}, got {vocab_size}")
+    if vocab_size > 2**31:
+        raise ValueError(f"vocab_size must be at most 2**31, got {vocab_size}")
+    _check_fits("vocab_size - 1", vocab_size - 1, input_ids)
+    return int(vocab_size)
+
+
+def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
+    """A number of each row, or of each block, as float32 ``[B, 1]`` or ``[B, blocks]``."""
+    check_float(name, value)
+    B = input_ids.shape[0]
+    shapes = [(B,), (B, 1), *([(B, blocks)] if blocks > 1 else [])]
+    if tuple(value.shape) not in shapes:
+        raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
+    check_same_device("input_ids", input_ids, **{name: value})
+    return value.detach().to(torch.float32).reshape(B, -1 if B else 1)
+
+
+def _checked_level(level: torch.Tensor | None, input_ids: torch.Tensor, block_size: int | None) -> torch.Tensor | None:
+    if level is None:
+        return None
+    blocks = 1 if block_size is None else -(-input_ids.shape[1] // block_size)
+    return _checked_of_row("level", level, input_ids, blocks)

@@ -8,10 +8,13 @@ from reference.block_diffusion import block_diffusion_loss
 from reference.collate import collate
 from reference.corruption import (
     Corrupted,
+    complementary,
     corrupt_all_masked,
     corrupt_blockwise,
+    corrupt_mix,
     corrupt_uniform,
     corrupt_uniform_random,
+    sample_level,
 )
 from reference.dflash import decay_weights, dflash_loss, draft_accuracy_per_position
 from reference.encoder_ar import encoder_ar_loss
@@ -36,9 +39,11 @@ __all__ = [
     "batched_gumbel_topk",
     "block_diffusion_loss",
     "collate",
+    "complementary",
     "compute_per_token_nll",
     "corrupt_all_masked",
     "corrupt_blockwise",
+    "corrupt_mix",
     "corrupt_uniform",
     "corrupt_uniform_random",
     "decay_weights",
@@ -53,6 +58,7 @@ __all__ = [
     "mdlm_loss",
     "mtp_labels",
     "mtp_loss",
+    "sample_level",
     "seq_idx_from_cu_seqlens",
     "token_lse",
     "token_nll",

@@ -37,25 +37,58 @@ def blocks_of(L: int, block_size: int | None) -> list[range]:
     return [range(start, min(start + step, L)) for start in range(0, L, max(step, 1))]
 
 
+def _level_of_blocks(
+    level: torch.Tensor | None,
+    given: torch.Tensor | None,
+    blocks: int,
+    input_ids: torch.Tensor,
+    eps: float,
+    generator: torch.Generator | None,
+) -> torch.Tensor:
+    """The level of each block ``[B, blocks]``: the caller's as it is, or ``eps + (1 - eps) U``."""
+    B = input_ids.shape[0]
+    if level is not None:
+        return level.float().reshape(B, -1).expand(B, blocks)
+    draws = _given_or_drawn(given, (B, blocks), input_ids, generator).float().reshape(B, blocks)
+    return eps + (1.0 - eps) * draws
+
+
+def _exactly(p: torch.Tensor, uniform: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
+    """Of the n supervised positions ``round(p n)``, at least one where p > 0 and n > 0, those of the largest u."""
+    chosen = torch.zeros_like(supervised)
+    for b in range(len(p)):
+        n = int(supervised[b].sum())
+        k = number_to_mask(p[b], n, at_least=int(p[b] > 0))
+        places = torch.nonzero(supervised[b]).flatten()
+        ranking = torch.sort(uniform[b, places], descending=True, stable=True).indices
+        chosen[b, places[ranking[:k]]] = True
+    return chosen
+
+
 def corrupt_uniform(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,
     mask_token_id: int,
     eps: float = 1e-3,
     *,
+    level: torch.Tensor | None = None,
+    exact: bool = False,
     t_uniform: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Corrupted:
     """Mask each supervised position independently, with one probability for each sequence.
 
-    ``p_b = (1 - eps) * t_b + eps``; position i is masked where ``u_{b,i} < p_b`` and it is supervised.
+    ``p_b = (1 - eps) * t_b + eps``; position i is masked where ``u_{b,i} < p_b`` and it is supervised. With ``exact`` the
+    ``round(p_b n)`` of the n supervised positions whose u are largest are masked instead.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, nonzero is True; None for all.
         mask_token_id: the token that masks.
         eps: smallest probability.
+        level: the ``p_b`` instead, ``[B]`` or ``[B, 1]``.
+        exact: an exact share instead of coins.
         t_uniform: ``[B]`` in [0, 1); None draws it.
         uniform: ``[B, L]`` in [0, 1); None draws it.
         generator: source of the draws; None for torch's own.
@@ -66,10 +99,11 @@ def corrupt_uniform(
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3.
     """
     B, L = input_ids.shape
-    t = _given_or_drawn(t_uniform, (B,), input_ids, generator)
+    p = _level_of_blocks(level, t_uniform, 1, input_ids, eps, generator)
     u = _given_or_drawn(uniform, (B, L), input_ids, generator)
-    p_mask = ((1.0 - eps) * t.float() + eps)[:, None].repeat(1, L)
-    noise_mask = (u < p_mask) & _supervised(input_ids, loss_mask)
+    p_mask = p.repeat(1, L)
+    supervised = _supervised(input_ids, loss_mask)
+    noise_mask = _exactly(p[:, 0], u, supervised) if exact else (u < p_mask) & supervised
     return Corrupted(torch.where(noise_mask, mask_token_id, input_ids), noise_mask, p_mask)
 
 
@@ -86,6 +120,7 @@ def corrupt_blockwise(
     eps: float = 1e-3,
     half_life_ratio: float = 0.25,
     *,
+    level: torch.Tensor | None = None,
     m_uniform: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -105,6 +140,7 @@ def corrupt_blockwise(
         block_size: positions of a block; None for whole sequences.
         eps: smallest share.
         half_life_ratio: distance over which a weight doubles as m goes to 0, as a share of ``size``.
+        level: m instead, ``[B]``, ``[B, 1]`` or ``[B, n_blocks]``.
         m_uniform: ``[B]``, or ``[B, n_blocks]`` with blocks, in [0, 1); None draws it.
         uniform: ``[B, L]``, strictly inside (0, 1); None draws it.
         generator: source of the draws; None for torch's own.
@@ -117,9 +153,8 @@ def corrupt_blockwise(
     """
     B, L = input_ids.shape
     blocks = blocks_of(L, block_size)
-    draws = _given_or_drawn(m_uniform, (B, len(blocks)), input_ids, generator).float().reshape(B, len(blocks))
+    m = _level_of_blocks(level, m_uniform, len(blocks), input_ids, eps, generator)
     u = _given_or_drawn(uniform, (B, L), input_ids, generator)
-    m = eps + (1.0 - eps) * draws
     rate = math.log(2.0) / (half_life_ratio * (L if block_size is None else block_size))
     chosen = torch.zeros_like(input_ids, dtype=torch.bool)
     p_mask = torch.empty(B, L, dtype=torch.float32, device=input_ids.device)
@@ -141,6 +176,7 @@ def corrupt_uniform_random(
     block_size: int | None = None,
     eps: float = 1e-3,
     *,
+    level: torch.Tensor | None = None,
     t_uniform: torch.Tensor | None = None,
     uniform: torch.Tensor | None = None,
     tokens: torch.Tensor | None = None,
@@ -157,6 +193,7 @@ def corrupt_uniform_random(
         vocab_size: how many tokens there are to draw from.
         block_size: positions of a block; None for whole sequences.
         eps: smallest probability.
+        level: t instead, ``[B]``, ``[B, 1]`` or ``[B, n_blocks]``; it is then the probability that comes back.
         t_uniform: ``[B]``, or ``[B, n_blocks]`` with blocks, in [0, 1); None draws it.
         uniform: ``[B, L]`` in [0, 1); None draws it.
         tokens: the replacements ``[B, L]``; None draws them.
@@ -169,17 +206,17 @@ def corrupt_uniform_random(
     """
     B, L = input_ids.shape
     blocks = blocks_of(L, block_size)
-    draws = _given_or_drawn(t_uniform, (B, len(blocks)), input_ids, generator).float().reshape(B, len(blocks))
+    t = _level_of_blocks(level, t_uniform, len(blocks), input_ids, eps, generator)
     u = _given_or_drawn(uniform, (B, L), input_ids, generator)
     if tokens is None:
         tokens = torch.randint(vocab_size, (B, L), device=input_ids.device, generator=generator)
-    t = eps + (1.0 - eps) * draws
     t_of_position = torch.empty(B, L, dtype=torch.float32, device=input_ids.device)
     for n, block in enumerate(blocks):
         t_of_position[:, block.start : block.stop] = t[:, n : n + 1]
     noise_mask = (u < t_of_position) & _supervised(input_ids, loss_mask)
     noisy = torch.where(noise_mask, tokens.to(input_ids.dtype), input_ids)
-    return Corrupted(noisy, noise_mask, torch.ones(B, L, dtype=torch.float32, device=input_ids.device))
+    p_mask = torch.ones_like(t_of_position) if level is None else t_of_position
+    return Corrupted(noisy, noise_mask, p_mask)
 
 
 def corrupt_all_masked(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, mask_token_id: int) -> Corrupted:
@@ -200,3 +237,107 @@ def corrupt_all_masked(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, 
     noise_mask = _supervised(input_ids, loss_mask).clone()
     noisy = torch.where(noise_mask, mask_token_id, input_ids)
     return Corrupted(noisy, noise_mask, torch.ones_like(input_ids, dtype=torch.float32))
+
+
+def corrupt_mix(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    vocab_size: int,
+    *,
+    mask_prob: torch.Tensor,
+    uniform_prob: torch.Tensor,
+    uniform: torch.Tensor | None = None,
+    tokens: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask with one probability, replace by a different token with another, by one u a position.
+
+    MASK where ``u < mask_prob``; another token where ``mask_prob <= u < mask_prob + uniform_prob``, unless the clean one is
+    MASK.
+
+    Args:
+        input_ids: clean tokens ``[B, L]``, integer.
+        loss_mask: supervised positions ``[B, L]``, nonzero is True.
+        mask_token_id: the token that masks.
+        vocab_size: how many tokens there are.
+        mask_prob: ``[B]`` or ``[B, 1]``.
+        uniform_prob: likewise.
+        uniform: ``[B, L]`` in [0, 1); None draws it.
+        tokens: ``[B, L]``, which of the ``vocab_size - 2`` others, in their order; None draws it.
+        generator: source of the draws; None for torch's own.
+
+    Returns:
+        ``(noisy_input_ids, noise_mask)``.
+
+    Source: the absorbing and the uniform transition of Austin et al. 2021 (D3PM), arXiv:2107.03006, section 3.1.
+    """
+    B, L = input_ids.shape
+    u = _given_or_drawn(uniform, (B, L), input_ids, generator)
+    if tokens is None:
+        tokens = torch.randint(vocab_size - 2, (B, L), device=input_ids.device, generator=generator)
+    noisy, noise_mask = input_ids.clone(), torch.zeros_like(input_ids, dtype=torch.bool)
+    for b in range(B):
+        p = mask_prob.float().reshape(B)[b]
+        both = p + uniform_prob.float().reshape(B)[b]
+        for i in range(L):
+            clean = int(input_ids[b, i])
+            if not loss_mask[b, i]:
+                continue
+            if u[b, i] < p:
+                noisy[b, i], noise_mask[b, i] = mask_token_id, True
+            elif u[b, i] < both and clean != mask_token_id:
+                others = [v for v in range(vocab_size) if v not in (clean, mask_token_id)]
+                noisy[b, i], noise_mask[b, i] = others[int(tokens[b, i])], True
+    return noisy, noise_mask
+
+
+def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """The supervised positions that are not masked.
+
+    ``supervised and not noise``
+
+    Args:
+        noise_mask: masked positions ``[B, L]``, nonzero is True.
+        loss_mask: supervised positions ``[B, L]``, nonzero is True.
+
+    Returns:
+        bool ``[B, L]``.
+
+    Source: the coupled sampling of DiffuCoder, arXiv:2506.20639, section 4.2.
+    """
+    return loss_mask.bool() & ~noise_mask.bool()
+
+
+def sample_level(
+    B: int,
+    method: str = "uniform",
+    low: float = 0.0,
+    high: float = 1.0,
+    *,
+    uniform: torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> torch.Tensor:
+    """Levels of a batch: independent ones, pairs that add up to 1, or one in each B-th of [0, 1).
+
+    ``u_b``; ``u_b, 1 - u_b``; ``(u_0 + b / B) mod 1``, scaled to [low, high].
+
+    Args:
+        B: how many.
+        method: "uniform", "antithetic" or "stratified".
+        low: the smallest.
+        high: the largest.
+        uniform: ``[B]`` in [0, 1); None draws it.
+        generator: source of the draws; None for torch's own.
+
+    Returns:
+        float64 ``[B]``.
+
+    Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1.
+    """
+    u = (torch.rand(B, generator=generator) if uniform is None else uniform).double()
+    if method == "antithetic":
+        u = torch.stack([u[b] if b % 2 == 0 else 1 - u[b - 1] for b in range(B)])
+    if method == "stratified":
+        u = (u[0] + torch.arange(B, dtype=torch.float64) / B) % 1
+    return low + (high - low) * u

@@ -14,10 +14,10 @@ import triton.language as tl
 
 from dllm_kernels import corruption
 from dllm_kernels.kernels import corruption as kernels
-from dllm_kernels.ops import _corruption_host, _philox
+from dllm_kernels.ops import _philox, _rules
 from dllm_kernels.ops import corruption as ops
 from dllm_kernels.ops import gumbel_topk as op
-from dllm_kernels.ops._philox import STREAM_LEVEL, STREAM_SELECT, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW, Draw
+from dllm_kernels.ops._philox import Layout
 from reference import corruption as reference
 
 MASK, V = 126_336, 126_464
@@ -30,6 +30,18 @@ def batch(B, L, device="cpu", seed=0):
     return ids.to(device), loss_mask.to(device), torch.randint(-(2**62), 2**62, (B,), generator=g).to(device)
 
 
+def levels_of(ids, block_size=None):
+    """Some levels, 0 and 1 among them where there is room, of rows, or of blocks; a row's own, whatever its batch."""
+    n = 1 if block_size is None else max(-(-ids.shape[1] // block_size), 1)
+    first = ((ids.sum(1, keepdim=True) + 4) % 11).float() / 10
+    return ((first + torch.arange(n, device=ids.device) * 0.3) % 1.1).clamp(max=1)
+
+
+def with_ones(noisy_and_noise):
+    """A third output, for what is said of all routines."""
+    return *noisy_and_noise, torch.ones(noisy_and_noise[0].shape, device=noisy_and_noise[0].device)
+
+
 ROUTINES = {
     "uniform": lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, **kw),
     "sequence": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, **kw),
@@ -40,6 +52,25 @@ ROUTINES = {
     "tokens": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, **kw),
     "tokens, block 1": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, 1, **kw),
     "tokens, block 6": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, 6, 0.2, **kw),
+    "exact": lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, exact=True, **kw),
+    "levels": lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, level=levels_of(ids), **kw),
+    "exact levels": lambda ids, mask, **kw: corruption.corrupt_uniform(
+        ids, mask, MASK, level=levels_of(ids), exact=True, **kw
+    ),
+    "sequence levels": lambda ids, mask, **kw: corruption.corrupt_blockwise(
+        ids, mask, MASK, level=levels_of(ids), **kw
+    ),
+    "block levels": lambda ids, mask, **kw: corruption.corrupt_blockwise(
+        ids, mask, MASK, 6, level=levels_of(ids, 6), **kw
+    ),
+    "token levels": lambda ids, mask, **kw: corruption.corrupt_uniform_random(
+        ids, mask, V, 6, level=levels_of(ids, 6), **kw
+    ),
+    "mix": lambda ids, mask, **kw: with_ones(
+        corruption.corrupt_mix(
+            ids, mask, MASK, V, mask_prob=levels_of(ids)[:, 0] / 2, uniform_prob=0.5 - levels_of(ids) / 3, **kw
+        )
+    ),
 }
 # Enough of them where what is tested does not depend on the block size.
 FEW = [ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")]
@@ -51,23 +82,18 @@ def same(a, b):
     return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
-def draws(seeds, L, block_size):
-    """The uniform numbers and tokens that the routines draw, for the reference to take."""
-    B, size = len(seeds), block_size or L
-    blocks = -(-L // size)
-    streams = (STREAM_SELECT, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW)
-    level, *bits = _philox.random_bits(
-        seeds, B, Draw(STREAM_LEVEL, 1, blocks), *(Draw(s, blocks, size) for s in streams)
-    )
-    select, high, low = (b.reshape(B, -1)[:, :L] for b in bits)
-    return _philox.uniform_from_bits(level[:, 0]), select, _philox.token_from_bits(high, low, V)
+def draws(seeds, L, block_size, whole_words=False):
+    """What the routines draw, for the reference to take: a u for each block, draws for the positions, their words."""
+    blocks = -(-L // min(block_size or L, L))
+    levels, bits, words = _philox.random_bits(seeds, len(seeds), Layout(blocks, L, whole_words))
+    return _rules.uniform(levels), bits, words
 
 
 @pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (4, 129)])
 def test_uniform_is_the_reference(B, L, backend, device):
     ids, loss_mask, seeds = batch(B, L, device)
     level, bits, _ = draws(seeds, L, None)
-    uniform = _philox.uniform_from_bits(bits)
+    uniform = _rules.uniform(bits)
     expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, t_uniform=level[:, 0], uniform=uniform)
     assert same(corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, seeds=seeds, backend=backend), expected)
 
@@ -78,7 +104,7 @@ def test_blockwise_is_the_reference(block_size, eps, half_life_ratio, backend, d
     ids, loss_mask, seeds = batch(3, 50, device)
     level, bits, _ = draws(seeds, 50, block_size)
     options = (MASK, block_size, eps, half_life_ratio)
-    uniform = _philox.fine_uniform_from_bits(bits)
+    uniform = _rules.fine_uniform(bits)
     expected = reference.corrupt_blockwise(ids, loss_mask, *options, m_uniform=level, uniform=uniform)
     assert same(corruption.corrupt_blockwise(ids, loss_mask, *options, seeds=seeds, backend=backend), expected)
 
@@ -86,10 +112,9 @@ def test_blockwise_is_the_reference(block_size, eps, half_life_ratio, backend, d
 @pytest.mark.parametrize("block_size", [None, 1, 6, 32])
 def test_uniform_random_is_the_reference(block_size, backend, device):
     ids, loss_mask, seeds = batch(3, 50, device)
-    level, bits, tokens = draws(seeds, 50, block_size)
-    expected = reference.corrupt_uniform_random(
-        ids, loss_mask, V, block_size, t_uniform=level, uniform=_philox.uniform_from_bits(bits), tokens=tokens
-    )
+    level, bits, words = draws(seeds, 50, block_size, whole_words=True)
+    drawn = {"uniform": _rules.uniform(bits), "tokens": _rules.token(words, V)}
+    expected = reference.corrupt_uniform_random(ids, loss_mask, V, block_size, t_uniform=level, **drawn)
     got = corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds, backend=backend)
     assert same(got, expected)
 
@@ -196,15 +221,22 @@ def test_a_stored_seed_keeps_its_mask(routine):
 
 
 STORED = {
-    "uniform": "4c006282",
-    "sequence": "12001019",
-    "block 1": "36162932",
-    "block 5": "12aed136",
-    "block 32": "12001019",
-    "steep": "03073f1f",
-    "tokens": "4c006282",
-    "tokens, block 1": "740f0da3",
-    "tokens, block 6": "4eaffe0a",
+    "uniform": "ffedbfff",
+    "sequence": "bff7d3bf",
+    "block 1": "8650be54",
+    "block 5": "b852407d",
+    "block 32": "bff7d3bf",
+    "steep": "3f010f03",
+    "tokens": "fb7ffff7",
+    "tokens, block 1": "877bbfc4",
+    "tokens, block 6": "f93fcd83",
+    "exact": "bff7d3bf",
+    "levels": "40292fe7",
+    "exact levels": "b656c018",
+    "sequence levels": "1656501b",
+    "block levels": "16dfc11f",
+    "token levels": "837fc1c7",
+    "mix": "917bddc7",
 }
 
 
@@ -250,8 +282,10 @@ def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypat
         chosen = "select" if name == "corrupt_blockwise" else "independent"
         notes = record(monkeypatch, tiles, chosen, lambda args, tile: (args, tile))
     else:
-        call = "random_bits" if path == "torch" else "words_on_host"
-        notes = record(monkeypatch, _philox, call, lambda args, bits: [tuple(b.shape) for b in bits])
+        call = "random_bits" if path == "torch" else "bits_on_host"
+        notes = record(
+            monkeypatch, _philox, call, lambda args, bits: (args[2], [b.shape for b in bits if b is not None])
+        )
     monkeypatch.setattr(ops, "on_host", lambda device: path == "host")
     ids, loss_mask, seeds = batch(2, 40, device if path == "triton" else "cpu")
     backend = "triton" if path == "triton" else "torch"
@@ -282,8 +316,8 @@ def test_counts_round_half_to_even_and_clamp(at_least, device):
     length = torch.tensor([n for _, n in COUNTS])
     expected = [reference.number_to_mask(m, int(n), at_least) for m, n in zip(level, length, strict=True)]
     assert expected[:6] == [2, 4, at_least, 2, at_least, 2]
-    assert ops.number_to_mask(level, length, at_least).tolist() == expected
-    assert _corruption_host.number_to_mask(level.numpy(), length.numpy(), at_least).tolist() == expected
+    assert _rules.number_to_mask(level, length, at_least).tolist() == expected
+    assert _rules.number_to_mask(level.numpy(), length.numpy(), at_least).tolist() == expected
     out = torch.empty_like(length, device=device)
     _count_kernel[(1,)](
         level.to(device), length.to(device), out, len(COUNTS), at_least, BLOCK=32, enable_fp_fusion=False
@@ -297,7 +331,7 @@ def test_extreme_biases_still_choose_exactly_k(half_life_ratio, backend, device)
     _, noise, p = corruption.corrupt_blockwise(
         ids, None, MASK, 8, half_life_ratio=half_life_ratio, seeds=seeds, backend=backend
     )
-    expected = ops.number_to_mask(p[:, ::8], torch.tensor(8, device=device), 0)
+    expected = _rules.number_to_mask(p[:, ::8], torch.tensor(8, device=device), 0)
     assert torch.equal(noise.view(4, 3, 8).sum(2), expected)
     if half_life_ratio < 1:  # so steep that the last positions of a block win
         assert (noise.view(4, 3, 8).int().diff(dim=2) >= 0).float().mean() > 0.9

@@ -12,12 +12,17 @@ def every_routine(ids, loss_mask, seeds, block_size):
     """All outputs of all routines, traced as one graph."""
     log_w = torch.linspace(-2, 2, ids.shape[1], device=ids.device).expand(ids.shape)
     k = torch.arange(len(ids), device=ids.device)
+    p = torch.linspace(0, 0.5, len(ids), device=ids.device)
     return [
         *corruption.corrupt_uniform(ids, loss_mask, MASK, seeds=seeds),
         *corruption.corrupt_blockwise(ids, loss_mask, MASK, block_size, seeds=seeds),
         *corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds),
         *corruption.corrupt_all_masked(ids, loss_mask, MASK),
         corruption.batched_gumbel_topk(log_w, k, seeds=seeds),
+        *corruption.corrupt_uniform(ids, loss_mask, MASK, level=p, exact=True, seeds=seeds),
+        *corruption.corrupt_mix(ids, loss_mask, MASK, V, mask_prob=p, uniform_prob=p, seeds=seeds),
+        corruption.complementary(loss_mask, ids > 500),
+        corruption.sample_level(3, method="stratified", seeds=torch.arange(3, device=ids.device)),
     ]
 
 

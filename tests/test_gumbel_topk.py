@@ -104,8 +104,8 @@ def test_sets_grow_with_k(D, seed):
 def test_a_given_uniform_is_what_a_seed_draws(backend, device):
     log_w, k, _ = (t.to(device) for t in example(6, 50))
     seeds = torch.arange(6, device=device)
-    (bits,) = op._philox.random_bits(seeds, 6, op._philox.Draw(op._philox.STREAM_SELECT, 1, 50))
-    uniform = op._philox.fine_uniform_from_bits(bits[:, 0])
+    _, bits, _ = op._philox.random_bits(seeds, 6, op._philox.Layout(0, 50))
+    uniform = op._rules.fine_uniform(bits)
     drawn = gumbel_topk_mask(log_w, k, seeds=seeds, backend=backend)
     assert torch.equal(gumbel_topk_mask(log_w, k, uniform=uniform, backend=backend), drawn)
 

@@ -1,4 +1,7 @@
-"""The random bits: known answers, the layout, the same words from every path, uniformity and independence."""
+"""The random bits: NumPy's from every path, the layout, numbers from bits, uniformity and independence."""
+
+import math
+import threading
 
 import numpy as np
 import pytest
@@ -7,143 +10,249 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _philox as in_kernel
-from dllm_kernels.ops import _philox
-from dllm_kernels.ops._philox import STREAM_LEVEL, STREAM_SELECT, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW, Draw
+from dllm_kernels.ops import _philox, _rules
+from dllm_kernels.ops._philox import Layout
 
-# Random123's kat_vectors, philox4x32 with 10 rounds: counter, key, output.
+# Random123's kat_vectors, philox4x64 with 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [
-    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
-        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-        (0xA4093822, 0x299F31D0),
-        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+        (0, 0, 0, 0),
+        (0, 0),
+        (0x16554D9ECA36314C, 0xDB20FE9D672D0FDC, 0xD7E772CEE186176B, 0x7E68B68AEC7BA23B),
+    ),
+    (
+        (2**64 - 1,) * 4,
+        (2**64 - 1,) * 2,
+        (0x87B092C3013FE90B, 0x438C3C67BE8D0224, 0x9CC7D7C69CD777B6, 0xA09CAEBF594F0BA0),
+    ),
+    (
+        (0x243F6A8885A308D3, 0x13198A2E03707344, 0xA4093822299F31D0, 0x082EFA98EC4E6C89),
+        (0x452821E638D01377, 0xBE5466CF34E90C6C),
+        (0xA528F45403E61D95, 0x38C72DBD566E9788, 0xA5A1610E72FD18B5, 0x57BD43B5E52B7FE6),
     ),
 ]
 SEEDS = [0, 1, -1, 2**63 - 1, -(2**63), 0x0123456789ABCDEF]
 
 
+def numpy_words(counter, key, n=4):
+    """NumPy's words from a 256-bit counter on: it counts up before it draws."""
+    before = (counter - 1) % 2**256
+    return [int(w) for w in np.random.Philox(key=key, counter=before).random_raw(n)]
+
+
+def joined(words):
+    return sum(word << 64 * i for i, word in enumerate(words))
+
+
+def random_places(n, seed=0):
+    """Counters and keys of random words, some of whose parts are all zeros or all ones."""
+    generator = np.random.default_rng(seed)
+    parts = generator.integers(0, 2**64, (n, 6), dtype=np.uint64)
+    edge = generator.random((n, 6)) < 0.2
+    parts[edge] = generator.choice(np.array([0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1], np.uint64), int(edge.sum()))
+    return [[int(part) for part in row] for row in parts]
+
+
+def signed(word):
+    return word - 2**64 if word >= 2**63 else word
+
+
 @triton.jit
-def _philox_kernel(in_ptr, out_ptr):
-    c0 = tl.load(in_ptr + tl.arange(0, 1)).to(tl.uint32)
-    c1 = tl.load(in_ptr + 1 + tl.arange(0, 1)).to(tl.uint32)
-    c2 = tl.load(in_ptr + 2 + tl.arange(0, 1)).to(tl.uint32)
-    c3 = tl.load(in_ptr + 3 + tl.arange(0, 1)).to(tl.uint32)
-    k0 = tl.load(in_ptr + 4 + tl.arange(0, 1)).to(tl.uint32)
-    k1 = tl.load(in_ptr + 5 + tl.arange(0, 1)).to(tl.uint32)
-    w0, w1, w2, w3 = in_kernel.philox4x32(c0, c1, c2, c3, k0, k1)
-    at = tl.arange(0, 1)
-    tl.store(out_ptr + at, w0.to(tl.int64))
-    tl.store(out_ptr + 1 + at, w1.to(tl.int64))
-    tl.store(out_ptr + 2 + at, w2.to(tl.int64))
-    tl.store(out_ptr + 3 + at, w3.to(tl.int64))
+def _philox_kernel(in_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    c0 = tl.load(in_ptr + i * 6, mask=i < N, other=0).to(tl.uint64)
+    c1 = tl.load(in_ptr + i * 6 + 1, mask=i < N, other=0).to(tl.uint64)
+    c2 = tl.load(in_ptr + i * 6 + 2, mask=i < N, other=0).to(tl.uint64)
+    c3 = tl.load(in_ptr + i * 6 + 3, mask=i < N, other=0).to(tl.uint64)
+    k0 = tl.load(in_ptr + i * 6 + 4, mask=i < N, other=0).to(tl.uint64)
+    k1 = tl.load(in_ptr + i * 6 + 5, mask=i < N, other=0).to(tl.uint64)
+    w0, w1, w2, w3 = in_kernel.philox4x64(c0, c1, c2, c3, k0, k1)
+    tl.store(out_ptr + i * 4, w0.to(tl.int64), mask=i < N)
+    tl.store(out_ptr + i * 4 + 1, w1.to(tl.int64), mask=i < N)
+    tl.store(out_ptr + i * 4 + 2, w2.to(tl.int64), mask=i < N)
+    tl.store(out_ptr + i * 4 + 3, w3.to(tl.int64), mask=i < N)
 
 
 @triton.jit
 def _grid_kernel(
-    seed_ptr, bits_ptr, level_ptr, rows, blocks, columns, STREAM: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr
+    seed_ptr, bits_ptr, token_ptr, level_ptr, rows, blocks, size, positions, stride, n,
+    WORDS: tl.constexpr, SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    n = tl.arange(0, R)[:, None]
-    row, block = n // blocks, n % blocks
-    seed = tl.load(seed_ptr + n * 0)
-    d = tl.arange(0, BLOCK)[None, :]
-    bits = in_kernel.position_bits(seed, row, block, 0, STREAM, R, BLOCK)
-    inside = n < rows * blocks
-    tl.store(bits_ptr + n * columns + d, bits.to(tl.int64), mask=inside & (d < columns))
-    tl.store(level_ptr + n, in_kernel.level_bits(seed, row, block).to(tl.int64), mask=inside)
+    tile = tl.arange(0, R)[:, None]
+    row, block = tile // blocks, tile % blocks
+    seed = tl.load(seed_ptr)
+    i = tl.arange(0, BLOCK)[None, :]
+    at = block * size + i
+    inside = (row < rows) & (i < size) & (at < positions)
+    if WORDS:
+        bits = in_kernel.words(seed, row, stride, block * size, SHARE, BLOCK)
+        tl.store(token_ptr + row * positions + at, in_kernel.token_of(bits, n), mask=inside)
+    else:
+        bits = in_kernel.draws(seed, row, stride, block * size, SHARE, BLOCK)
+    tl.store(bits_ptr + row * positions + at, bits.to(tl.int64), mask=inside)
+    levels = in_kernel.level_draws(seed, row, stride, block)
+    tl.store(level_ptr + tile, levels.to(tl.int64), mask=row < rows)
 
 
-def words(counter, key):
-    """Philox at one place, from the torch implementation that the known answers pin."""
-    tensors = [torch.tensor([value]) for value in (*counter, *key)]
-    return [int(w) for w in _philox.philox4x32(tuple(tensors[:4]), tuple(tensors[4:]))]
+def by_torch(places):
+    parts = torch.tensor([[signed(part) for part in place] for place in places]).unbind(1)
+    words = torch.stack(_philox.philox4x64(parts[:4], parts[4:]), dim=1)
+    return [[word % 2**64 for word in row] for row in words.tolist()]
 
 
-def split(seed):
-    return seed & 0xFFFFFFFF, (seed >> 32) & 0xFFFFFFFF
+def by_kernel(places, device):
+    parts = torch.tensor([[signed(part) for part in place] for place in places], device=device)
+    out = torch.empty(len(places), 4, dtype=torch.int64, device=device)
+    _philox_kernel[(1,)](parts, out, len(places), BLOCK=triton.next_power_of_2(len(places)))
+    return [[word % 2**64 for word in row] for row in out.tolist()]
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_known_answers_torch(counter, key, expected):
-    assert words(counter, key) == list(expected)
+def test_known_answers(device):
+    places = [[*counter, *key] for counter, key, _ in KNOWN_ANSWERS]
+    expected = [list(words) for *_, words in KNOWN_ANSWERS]
+    assert [numpy_words(joined(place[:4]), joined(place[4:])) for place in places] == expected
+    assert by_torch(places) == expected
+    assert by_kernel(places, device) == expected
 
 
-@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN_ANSWERS)
-def test_known_answers_kernel(counter, key, expected, device):
-    out = torch.empty(4, dtype=torch.int64, device=device)
-    _philox_kernel[(1,)](torch.tensor([*counter, *key], device=device), out)
-    assert out.tolist() == list(expected)
+def test_torch_and_kernel_are_numpy_at_random_places(device):
+    places = random_places(100)
+    expected = [numpy_words(joined(place[:4]), joined(place[4:])) for place in places]
+    assert by_torch(places) == expected
+    assert by_kernel(places, device) == expected
 
 
-def test_known_answers_numpy():
-    # The host path takes a counter (column // 4, block, row, stream): the first vector is its very first word.
-    (bits,) = _philox.words_on_host(np.array(0, np.uint64), range(1), [Draw(0, 1, 4)])
-    assert bits[0, 0].tolist() == list(KNOWN_ANSWERS[0][2])
+def expected_draw(seed, row, stride, d):
+    """One draw, as the layout has it, straight from NumPy."""
+    word = numpy_words((1 << 32) + row * stride + (d >> 3), seed % 2**64)[(d & 7) >> 1]
+    return word >> 32 if d & 1 else word & 0xFFFFFFFF
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_layout_with_one_seed(seed):
-    draws = [Draw(STREAM_LEVEL, 1, 3), Draw(STREAM_SELECT, 3, 10), Draw(STREAM_TOKEN_LOW, 3, 10)]
-    for draw, bits in zip(draws, _philox.random_bits(torch.tensor(seed), 5, *draws), strict=True):
-        assert bits.shape == (5, draw.blocks, draw.columns)
-        for row, block, column in [(0, 0, 0), (0, 0, 2), (4, draw.blocks - 1, draw.columns - 1), (2, 0, 1)]:
-            expected = words((column // 4, block, row, draw.stream), split(seed))[column % 4]
-            assert int(bits[row, block, column]) == expected
+LAYOUTS = [Layout(1, 1), Layout(1, 9), Layout(3, 10), Layout(8, 8), Layout(9, 33), Layout(0, 5), Layout(1, 0)]
 
 
-def test_layout_with_a_seed_for_each_row():
-    (bits,) = _philox.random_bits(torch.tensor(SEEDS), len(SEEDS), Draw(STREAM_TOKEN_HIGH, 2, 7))
-    for row, seed in enumerate(SEEDS):
-        assert int(bits[row, 1, 6]) == words((1, 1, 0, STREAM_TOKEN_HIGH), split(seed))[2]
-
-
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("shared", [True, False], ids=["one seed", "a seed a row"])
-@pytest.mark.parametrize(("blocks", "columns"), [(1, 1), (1, 9), (3, 4), (4, 33), (7, 1)])
-def test_numpy_draws_what_torch_draws(shared, blocks, columns):
+def test_layout(layout, shared):
     seed = torch.tensor(-987654321987654321) if shared else torch.tensor(SEEDS)
-    draws = [
-        Draw(STREAM_LEVEL, 1, blocks),
-        Draw(STREAM_SELECT, blocks, columns),
-        Draw(STREAM_TOKEN_LOW, blocks, columns),
-    ]
-    expected = _philox.random_bits(seed, len(SEEDS), *draws)
+    stride = math.ceil(layout.levels / 8) + math.ceil(layout.positions / 8)
+    levels, draws, _ = _philox.random_bits(seed, len(SEEDS), layout)
+    for b, own in enumerate(SEEDS):
+        key, row = (int(seed), b) if shared else (own, 0)
+        assert levels[b].tolist() == [expected_draw(key, row, stride, -1 - j) for j in range(layout.levels)]
+        assert draws[b].tolist() == [expected_draw(key, row, stride, i) for i in range(layout.positions)]
+
+
+def test_layout_of_whole_words():
+    levels, draws, words = _philox.random_bits(torch.tensor(77), 3, Layout(2, 6, True))
+    stride = 1 + 2
+    for b in range(3):
+        assert levels[b].tolist() == [expected_draw(77, b, stride, -1), expected_draw(77, b, stride, -2)]
+        for i in range(6):
+            low, high = (expected_draw(77, b, stride, d) for d in (2 * i, 2 * i + 1))
+            assert int(words[b, i]) % 2**64 == high << 32 | low
+            assert int(draws[b, i]) == high
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, Layout(1, 5, True), Layout(17, 40, True)], ids=str)
+@pytest.mark.parametrize("shared", [True, False], ids=["one seed", "a seed a row"])
+def test_numpy_draws_what_torch_draws(layout, shared):
+    seed = torch.tensor(-987654321987654321) if shared else torch.tensor(SEEDS)
+    expected = _philox.random_bits(seed, len(SEEDS), layout)
     start = 2  # rows that are not the first of their batch
-    part = seed if shared else seed[start:]
-    got = _philox.words_on_host(part.numpy().view(np.uint64), range(start, len(SEEDS)), draws)
-    for draw, theirs, ours in zip(draws, expected, got, strict=True):
-        assert np.array_equal(theirs[start:].numpy(), ours[..., : draw.columns].astype(np.int64))
+    got = _philox.bits_on_host(seed, range(start, len(SEEDS)), layout)
+    for theirs, ours in zip(expected, got, strict=True):
+        assert (theirs is None) == (ours is None)
+        assert theirs is None or np.array_equal(theirs[start:].numpy(), ours.astype(np.int64))
 
 
-@pytest.mark.parametrize(("rows", "blocks", "columns"), [(3, 1, 4), (2, 7, 13), (5, 3, 32)])
-def test_kernel_draws_what_torch_draws(rows, blocks, columns, device):
-    seed = torch.tensor(-0x123456789ABCDEF, device=device)
-    draws = (Draw(STREAM_TOKEN_HIGH, blocks, columns), Draw(STREAM_LEVEL, 1, blocks))
-    bits, levels = _philox.random_bits(seed, rows, *draws)
-    got_bits, got_levels = torch.full_like(bits.contiguous(), -1), torch.full_like(levels.contiguous(), -1)
-    R, BLOCK = triton.next_power_of_2(rows * blocks), max(4, triton.next_power_of_2(columns))
-    _grid_kernel[(1,)](seed, got_bits, got_levels, rows, blocks, columns, STREAM=STREAM_TOKEN_HIGH, R=R, BLOCK=BLOCK)
-    assert torch.equal(got_bits, bits)
-    assert torch.equal(got_levels, levels)
+def test_threads_draw_from_generators_of_their_own():
+    layout, results = Layout(1, 2000), {}
+    seeds = list(range(8))
+
+    def draw(seed):
+        for _ in range(50):
+            results[seed] = _philox.bits_on_host(torch.tensor(seed), range(1), layout)[1].copy()
+
+    threads = [threading.Thread(target=draw, args=(seed,)) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for seed in seeds:
+        assert np.array_equal(results[seed], _philox.bits_on_host(torch.tensor(seed), range(1), layout)[1])
+
+
+# Blocks whose beginnings share a counter's words in every way, and last blocks that are short.
+@pytest.mark.parametrize("words", [False, True], ids=["draws", "words"])
+@pytest.mark.parametrize(("size", "positions"), [(32, 70), (4, 18), (6, 20), (3, 10), (1, 5), (8, 8), (12, 30)])
+def test_kernel_draws_what_torch_draws(size, positions, words, device):
+    seed, rows = torch.tensor(-0x123456789ABCDEF, device=device), 3
+    blocks, n = -(-positions // size), 126_464
+    layout = Layout(blocks, positions, words)
+    levels, draws, whole = _philox.random_bits(seed, rows, layout)
+    bits = (whole if words else draws).contiguous()
+    got, tokens, got_levels = torch.full_like(bits, -1), torch.full_like(bits, -1), torch.full_like(levels, -1)
+    R, BLOCK = triton.next_power_of_2(rows * blocks), max(4, triton.next_power_of_2(size))
+    _grid_kernel[(1,)](
+        seed, got, tokens, got_levels.contiguous(), rows, blocks, size, positions, layout.stride, n,
+        WORDS=words, SHARE=math.gcd(size, 4 if words else 8), R=R, BLOCK=BLOCK,
+    )  # fmt: skip
+    assert torch.equal(got, bits)
+    assert not words or torch.equal(tokens, _rules.token(bits, n))
+
+
+def test_kernel_levels_are_those_of_torch(device):
+    seed, rows, blocks = torch.tensor(5, device=device), 3, 11
+    layout = Layout(blocks, 4 * blocks)
+    levels, draws, _ = _philox.random_bits(seed, rows, layout)
+    got, bits = (torch.full((rows, n), -1, device=device) for n in (blocks, 4 * blocks))
+    _grid_kernel[(1,)](
+        seed, bits, bits, got, rows, blocks, 4, 4 * blocks, layout.stride, 1,
+        WORDS=False, SHARE=4, R=64, BLOCK=4,
+    )  # fmt: skip
+    assert torch.equal(got, levels)
+    assert torch.equal(bits, draws)
 
 
 def test_numbers_at_the_ends_of_their_range():
     ends = torch.tensor([0, 2**32 - 1])
-    assert _philox.uniform_from_bits(ends).tolist() == [2.0**-24, 1 - 2.0**-24]
-    assert _philox.fine_uniform_from_bits(ends).tolist() == [2.0**-33, 1 - 2.0**-33]
-    assert _philox.token_from_bits(ends, ends, 262_144).tolist() == [0, 262_143]
-    assert _philox.token_from_bits(ends, ends, 2**31).tolist() == [0, 2**31 - 1]
+    words = torch.tensor([0, -1])
+    for convert in (lambda x: x, lambda x: x.numpy()):
+        assert _rules.uniform(convert(ends)).tolist() == [2.0**-24, 1 - 2.0**-24]
+        assert _rules.fine_uniform(convert(ends)).tolist() == [2.0**-33, 1 - 2.0**-33]
+        for n in (1, 262_144, 2**22, 2**22 + 1, 2**31):
+            assert _rules.token(convert(words), n).tolist() == [0, n - 1]
 
 
 def test_numbers_are_exact():
-    (bits,) = _philox.random_bits(torch.tensor(3), 1, Draw(0, 1, 2000))
-    high, low = bits.view(2, -1)
-    coins, fine = _philox.uniform_from_bits(high), _philox.fine_uniform_from_bits(high)
-    for i, (h, w) in enumerate(zip(high.tolist(), low.tolist(), strict=True)):
-        assert float(coins[i]) == (2 * (h >> 9) + 1) / 2**24
-        assert float(fine[i]) == (2 * h + 1) / 2**33
-        for vocab_size in (1, 7, 126_464, 2**31):
-            token = int(_philox.token_from_bits(high[i], low[i], vocab_size))
-            assert token == ((h << 32) + w) * vocab_size >> 64
+    _, draws, words = _philox.random_bits(torch.tensor(3), 1, Layout(1, 1000, True))
+    for library in ("torch", "numpy"):
+        bits, whole = (x[0] if library == "torch" else x[0].numpy() for x in (draws, words))
+        coins, fine, q = _rules.uniform(bits), _rules.fine_uniform(bits), _rules.coin_bits(bits)
+        levels = _rules.level(bits, 0.25)
+        for i, word in enumerate(int(w) % 2**64 for w in whole):
+            high = word >> 32
+            assert float(coins[i]) == (2 * (high >> 9) + 1) / 2**24
+            assert float(fine[i]) == (2 * high + 1) / 2**33
+            assert int(q[i]) == word >> 41
+            assert float(levels[i]) == np.float32(0.75) * np.float32(coins[i]) + np.float32(0.25)
+        for n in (1, 7, 126_464, 2**22, 2**22 + 1, 2**31):
+            tokens = _rules.token(whole, n)
+            assert tokens.tolist() == [(int(w) % 2**41) * n >> 41 for w in whole]
+
+
+@pytest.mark.parametrize("library", ["torch", "numpy"])
+def test_a_coin_is_u_below_the_level(library):
+    """Levels at, just below and just above a u, and the ends: 0 masks nothing, 1 everything."""
+    q = np.array([0, 1, 2, 1000, 2**22, 2**23 - 2, 2**23 - 1], np.uint32)
+    u = ((2 * q.astype(np.float64) + 1) / 2**24).astype(np.float32)
+    levels = np.concatenate([u, np.nextafter(u, np.float32(0)), np.nextafter(u, np.float32(1)), np.float32([0, 1])])
+    expected = u[None, :] < levels[:, None]
+    bits, given = (
+        (torch.from_numpy(q.astype(np.int64)), torch.from_numpy(levels)) if library == "torch" else (q, levels)
+    )
+    assert (bits[None, :] < _rules.coin_bound(given, bits)[:, None]).tolist() == expected.tolist()
 
 
 # Statistics. Every threshold below is passed by chance with probability under 1e-8, and the seeds are fixed.
@@ -158,8 +267,7 @@ def chi_square_p(counts, expected):
 
 @pytest.fixture(scope="module")
 def bits():
-    (drawn,) = _philox.random_bits(torch.tensor(20240229), 256, Draw(STREAM_SELECT, 1, 2048))
-    return drawn[:, 0]
+    return _philox.random_bits(torch.tensor(20240229), 256, Layout(1, 2048))[1]
 
 
 @pytest.mark.parametrize("shift", [0, 8, 16, 24])
@@ -176,11 +284,11 @@ def test_each_bit_is_fair(bits):
 
 def correlation_z(a, b):
     """Standard score of the correlation of two uniform arrays: under independence normal with variance 1."""
-    a, b = (_philox.fine_uniform_from_bits(x).flatten() - 0.5 for x in (a, b))
+    a, b = (_rules.fine_uniform(x).flatten() - 0.5 for x in (a, b))
     return float((a * b).sum() * 12 / a.numel() ** 0.5)
 
 
-@pytest.mark.parametrize("lag", [1, 2, 3, 4, 5, 8, 64])
+@pytest.mark.parametrize("lag", [1, 2, 3, 7, 8, 9, 16, 64])
 def test_columns_are_uncorrelated(bits, lag):
     assert abs(correlation_z(bits[:, :-lag], bits[:, lag:])) < Z
 
@@ -190,12 +298,16 @@ def test_rows_are_uncorrelated(bits, lag):
     assert abs(correlation_z(bits[:-lag], bits[lag:])) < Z
 
 
-def test_consecutive_seeds_blocks_and_streams_are_uncorrelated():
+def test_consecutive_seeds_and_the_halves_and_parts_of_words_are_uncorrelated():
     seeds = torch.arange(-128, 128)
-    select, low = _philox.random_bits(seeds, 256, Draw(STREAM_SELECT, 2, 1024), Draw(STREAM_TOKEN_LOW, 2, 1024))
-    assert abs(correlation_z(select[:-1], select[1:])) < Z
-    assert abs(correlation_z(select[:, 0], select[:, 1])) < Z
-    assert abs(correlation_z(select, low)) < Z
+    levels, high, words = _philox.random_bits(seeds, 256, Layout(2048, 2048, True))
+    low = words & 0xFFFFFFFF
+    assert abs(correlation_z(high[:-1], high[1:])) < Z
+    assert abs(correlation_z(high, low)) < Z
+    assert abs(correlation_z(levels, high)) < Z
+    # a coin and the token of the same word
+    token = _rules.token(words, 2**22) << 10
+    assert abs(correlation_z(high >> 9 << 9, token)) < Z
 
 
 def test_pairs_of_neighbours_fill_the_square(bits):

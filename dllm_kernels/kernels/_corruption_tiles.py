@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -32,11 +33,29 @@ def select(D: int, in_memory_block: int = TOPK_IN_MEMORY) -> SelectTile:
     block = max(4, _next_power_of_2(D))
     if block > 4096:
         return SelectTile(1, in_memory_block, 16, True)
-    rows = max(1, 512 // block)
-    return SelectTile(rows, block, max(4, min(16, rows * block // 128)), False)
+    rows = max(1, 256 // block)
+    return SelectTile(rows, block, max(2, min(16, rows * block // 128)), False)
 
 
-def independent(size: int) -> tuple[int, int, int]:
-    """Blocks and positions of a program where positions do not depend on each other, and its warps."""
+class IndependentTile(NamedTuple):
+    """Blocks and positions of a program, draws (or words) of a counter that it takes at a time, and its warps."""
+
+    rows: int
+    block: int
+    share: int
+    num_warps: int
+
+
+def independent(blocks: int, size: int, counter: int) -> IndependentTile:
+    """Positions that do not depend on each other; ``counter`` is how many of them one counter serves.
+
+    Where blocks begin at any draw of a counter each position counts by itself: at eight of those a thread sm_100 spills.
+    """
     block = max(4, min(1024, _next_power_of_2(size)))
-    return 1024 // block, block, 4
+    part = share(blocks, size, block, counter)
+    return IndependentTile(1024 // block, block, part, 4 if part > 1 else 8)
+
+
+def share(blocks: int, size: int, block: int, counter: int) -> int:
+    """How many of the ``counter`` positions of a counter a tile can take at a time, wherever its block begins."""
+    return min(block, counter if blocks == 1 else math.gcd(size, counter))

@@ -1,76 +1,109 @@
-"""Philox 4x32-10 in registers; ``ops/_philox.py`` holds the layout of the counters and the source."""
+"""Philox 4x64-10 in registers; ``ops/_philox.py`` holds the layout of keys, counters and draws, and the source."""
 
 import triton
 import triton.language as tl
 
-SELECT = tl.constexpr(0)
-LEVEL = tl.constexpr(1)
-TOKEN_HIGH = tl.constexpr(2)
-TOKEN_LOW = tl.constexpr(3)
-
-_M0 = tl.constexpr(0xD2511F53)
-_M1 = tl.constexpr(0xCD9E8D57)
-_W0 = tl.constexpr(0x9E3779B9)
-_W1 = tl.constexpr(0xBB67AE85)
+_ZERO = tl.constexpr(1 << 32)
+_M0 = tl.constexpr(0xD2E7470EE14C6C93)
+_M1 = tl.constexpr(0xCA5A826395121157)
+_W0 = tl.constexpr(0x9E3779B97F4A7C15)
+_W1 = tl.constexpr(0xBB67AE8584CAA73B)
 
 
 @triton.jit
-def philox4x32(c0, c1, c2, c3, k0, k1):
-    """Ten rounds on uint32 tensors of broadcastable shapes; the first rounds stay in the smaller shapes."""
+def philox4x64(c0, c1, c2, c3, k0, k1):
+    """Ten rounds on uint64 tensors of one shape, the keys of a broadcastable one."""
+    m0 = tl.full(c0.shape, _M0, tl.uint64)
+    m1 = tl.full(c0.shape, _M1, tl.uint64)
     for _ in tl.static_range(10):
-        high0 = tl.umulhi(c0, tl.full(c0.shape, _M0, tl.uint32))
-        high1 = tl.umulhi(c2, tl.full(c2.shape, _M1, tl.uint32))
-        low0 = c0 * _M0
-        low1 = c2 * _M1
+        high0 = tl.umulhi(c0, m0)
+        high1 = tl.umulhi(c2, m1)
+        low0 = c0 * m0
+        low1 = c2 * m1
         c0 = high1 ^ c1 ^ k0
         c2 = high0 ^ c3 ^ k1
         c1 = low1
         c3 = low0
-        k0 = k0 + _W0
-        k1 = k1 + _W1
+        k0 = k0 + tl.full(k0.shape, _W0, tl.uint64)
+        k1 = k1 + tl.full(k1.shape, _W1, tl.uint64)
     return c0, c1, c2, c3
 
 
 @triton.jit
-def _words(seed, row, block, group, STREAM: tl.constexpr):
-    k0 = seed.to(tl.uint32)
-    k1 = (seed >> 32).to(tl.uint32)
-    stream = tl.full(group.shape, STREAM, tl.uint32)
-    return philox4x32(group.to(tl.uint32), block.to(tl.uint32), row.to(tl.uint32), stream, k0, k1)
+def _counted(seed, row, stride, at):
+    """The four words of the counter that holds word ``at``, in the shape of ``at``."""
+    counter = (row.to(tl.int64) * stride + (at >> 2) + _ZERO).to(tl.uint64)
+    zero = tl.zeros_like(counter)
+    key = seed.to(tl.uint64)
+    return philox4x64(counter, zero, zero, zero, key, tl.full(key.shape, 0, tl.uint64))
 
 
 @triton.jit
-def position_bits(seed, row, block, first, STREAM: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Words of the columns first .. first + BLOCK - 1 (both multiples of 4), uint32 [R, BLOCK].
+def _one_of(w0, w1, w2, w3, at):
+    """Word ``at & 3`` of the four."""
+    return tl.where((at & 2) == 0, tl.where((at & 1) == 0, w0, w1), tl.where((at & 1) == 0, w2, w3))
 
-    seed, row and block are [R, 1]. One counter serves four columns.
+
+@triton.jit
+def words(seed, row, stride, start, SHARE: tl.constexpr, N: tl.constexpr):
+    """Words start .. start + N - 1 of the rows, uint64 [R, N]; row and start are [R, 1], seed too or a scalar.
+
+    SHARE (1, 2 or 4) divides every start, and is how many words of a counter are used at a time.
     """
-    group = (first // 4 + tl.arange(0, BLOCK // 4))[None, :]
-    w0, w1, w2, w3 = _words(seed, row, block, group, STREAM)
-    w0, w1, w2, w3 = (
-        tl.broadcast_to(w0, [R, BLOCK // 4]),
-        tl.broadcast_to(w1, [R, BLOCK // 4]),
-        tl.broadcast_to(w2, [R, BLOCK // 4]),
-        tl.broadcast_to(w3, [R, BLOCK // 4]),
-    )
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [R, BLOCK])
+    at = start.to(tl.int64) + (tl.arange(0, N // SHARE) * SHARE)[None, :]
+    w0, w1, w2, w3 = _counted(seed, row, stride, at)
+    if SHARE == 1:
+        return _one_of(w0, w1, w2, w3, at)
+    elif SHARE == 2:
+        low = (at & 2) == 0
+        return tl.reshape(tl.join(tl.where(low, w0, w2), tl.where(low, w1, w3)), [at.shape[0], N])
+    else:
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [at.shape[0], N])
 
 
 @triton.jit
-def level_bits(seed, row, block):
-    """The word of each block's level, in the shape of the arguments."""
-    w0, w1, w2, w3 = _words(seed, row, tl.zeros_like(block), block // 4, LEVEL)
-    place = block % 4
-    return tl.where(place < 2, tl.where(place == 0, w0, w1), tl.where(place == 2, w2, w3))
+def draws(seed, row, stride, start, SHARE: tl.constexpr, N: tl.constexpr):
+    """Draws start .. start + N - 1 of the rows, uint32 [R, N]; as ``words``, SHARE being 1, 2, 4 or 8."""
+    if SHARE == 1:
+        d = start.to(tl.int64) + tl.arange(0, N)[None, :]
+        return _half(_one_of_draw(seed, row, stride, d), d)
+    else:
+        pair = words(seed, row, stride, start >> 1, SHARE // 2, N // 2)
+        low, high = _half(pair, tl.zeros_like(pair)), _half(pair, tl.full(pair.shape, 1, tl.uint64))
+        return tl.reshape(tl.join(low, high), [pair.shape[0], N])
 
 
 @triton.jit
-def uniform(bits):
-    """(2 (bits >> 9) + 1) 2^-24, float32, exact."""
-    return ((bits >> 8) | 1).to(tl.float32) * 5.9604644775390625e-08
+def _one_of_draw(seed, row, stride, d):
+    w0, w1, w2, w3 = _counted(seed, row, stride, d >> 1)
+    return _one_of(w0, w1, w2, w3, d >> 1)
 
 
 @triton.jit
-def fine_uniform(bits):
-    """(2 bits + 1) 2^-33, float64, exact."""
-    return (bits.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+def _half(word, d):
+    return tl.where((d & 1) == 0, word, word >> 32).to(tl.uint32)
+
+
+@triton.jit
+def level_draws(seed, row, stride, block):
+    """The draw of each block's level, in the shape of the arguments."""
+    d = -1 - block.to(tl.int64)
+    return _half(_one_of_draw(seed, row, stride, d), d)
+
+
+@triton.jit
+def uniform(q):
+    """(2 q + 1) 2^-24 of the high 23 bits q of a draw or word, float32, exact."""
+    return (2 * q + 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+
+
+@triton.jit
+def fine_uniform(draw):
+    """(2 draw + 1) 2^-33, float64, exact."""
+    return (draw.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def token_of(word, n):
+    """One of n tokens by the low 41 bits r of a word: floor(r n / 2^41), int64."""
+    return tl.umulhi(word << 23, (tl.zeros_like(word) + n).to(tl.uint64)).to(tl.int64)

@@ -1,9 +1,11 @@
 """Corruption in one launch: ids and mask in; noisy ids, noise mask and probabilities out.
 
 A program works on a tile [R blocks, BLOCK positions]; block n of the batch is block n % blocks of row n // blocks.
-Levels, coins and tokens are drawn in registers. The arithmetic is that of ``ops/corruption.py``, rounded step by step:
+Levels, coins and tokens are drawn in registers. The arithmetic is that of ``ops/_rules.py``, rounded step by step:
 the kernels are launched without contraction into fused multiply-adds.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -11,15 +13,7 @@ import triton.language as tl
 
 from dllm_kernels.kernels import _corruption_tiles
 from dllm_kernels.kernels._launch import on_its_device
-from dllm_kernels.kernels._philox import (
-    SELECT,
-    TOKEN_HIGH,
-    TOKEN_LOW,
-    fine_uniform,
-    level_bits,
-    position_bits,
-    uniform,
-)
+from dllm_kernels.kernels._philox import draws, fine_uniform, level_draws, token_of, uniform, words
 from dllm_kernels.kernels._select import (
     NEVER,
     chosen_of_tile,
@@ -29,57 +23,67 @@ from dllm_kernels.kernels._select import (
     topk,
     widen,
 )
+from dllm_kernels.kernels._specimen import Specimen
 
 _MASK = tl.constexpr(0)
 _TOKENS = tl.constexpr(1)
 _ALL = tl.constexpr(2)
+# The largest sum of two probabilities that passes for 1, as ops/_rules.py has it.
+_MOST = tl.constexpr(1.0 + 1e-5)
 
 
 @triton.jit
 def _seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
     """The key of the rows b and their number under it: b itself, or 0 under a seed of their own."""
     if SHARED_SEED:
-        return tl.load(seed_ptr + b * 0), b
+        return tl.load(seed_ptr), b
     else:
         return tl.load(seed_ptr + b, mask=b < B, other=0), b * 0
 
 
 @triton.jit
-def _level(seed, row, block, eps, one_minus_eps):
-    return uniform(level_bits(seed, row, block)) * one_minus_eps + eps
+def _level(
+    level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps,
+    HAS_LEVEL: tl.constexpr,
+):  # fmt: skip
+    """The level of each block, as given or drawn."""
+    if HAS_LEVEL:
+        return tl.load(level_ptr + b * level_stride_b + block * level_stride_n, mask=b < B, other=0.0)
+    else:
+        return uniform(level_draws(seed, row, stride, block) >> 9) * one_minus_eps + eps
 
 
 @triton.jit
-def _write(
-    ids_ptr, loss_mask_ptr, noisy_ptr, noise_ptr, p_ptr, b, at, inside, chosen, token, p,
-    L, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK: tl.constexpr,
+def _read(
+    ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK: tl.constexpr
 ):  # fmt: skip
-    """Corrupt the chosen positions ``at`` of the rows b that are supervised."""
+    """Ids, and which positions may change."""
     b = b.to(tl.int64)  # b * L passes int32 once the batch has 2**31 positions
     at = at.to(tl.int64)
     ids = tl.load(ids_ptr + b * stride_b + at * stride_l, mask=inside, other=0)
-    noise = chosen
     if HAS_MASK:
         supervised = tl.load(loss_mask_ptr + b * mask_stride_b + at * mask_stride_l, mask=inside, other=0)
-        noise = noise & (supervised != 0)
-    out = b * L + at
-    tl.store(noisy_ptr + out, tl.where(noise, token.to(ids.dtype), ids), mask=inside)
-    tl.store(noise_ptr + out, noise, mask=inside)
-    tl.store(p_ptr + out, p, mask=inside)
+        return ids, inside & (supervised != 0)
+    else:
+        return ids, inside
 
 
 @triton.jit
-def _token(seed, row, block, first, vocab_size, R: tl.constexpr, BLOCK: tl.constexpr):
-    high = position_bits(seed, row, block, first, TOKEN_HIGH, R, BLOCK).to(tl.int64)
-    low = position_bits(seed, row, block, first, TOKEN_LOW, R, BLOCK).to(tl.int64)
-    return (high * vocab_size + ((low * vocab_size) >> 32)) >> 32
+def _write(noisy_ptr, noise_ptr, b, at, inside, ids, noise, token, L):
+    """Returns where in the outputs."""
+    out = b.to(tl.int64) * L + at.to(tl.int64)
+    tl.store(noisy_ptr + out, tl.where(noise, token.to(ids.dtype), ids), mask=inside)
+    tl.store(noise_ptr + out, noise, mask=inside)
+    return out
 
 
-@triton.jit(do_not_specialize=["B", "token"])
+@triton.jit(do_not_specialize=["token"])
 def _corrupt_independent(
-    ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr,
-    B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps,
-    WHAT: tl.constexpr, SHARED_SEED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
+    B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
+    eps, one_minus_eps,
+    WHAT: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr, SHARE: tl.constexpr,
+    R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     tiles = tl.cdiv(size, BLOCK)
     first = (tl.program_id(0) % tiles) * BLOCK
@@ -89,20 +93,56 @@ def _corrupt_independent(
     i = (first + tl.arange(0, BLOCK))[None, :]
     at = block * size + i
     inside = (b < B) & (i < size) & (at < L)
+    ids, noise = _read(
+        ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, True
+    )  # fmt: skip
     p = tl.full([R, BLOCK], 1.0, tl.float32)
-    chosen = inside
     if WHAT != _ALL:
         seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
-        level = _level(seed, row, block, eps, one_minus_eps)
-        chosen = inside & (uniform(position_bits(seed, row, block, first, SELECT, R, BLOCK)) < level)
+        level = _level(
+            level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps, HAS_LEVEL
+        )  # fmt: skip
+        start = block * size + first
         if WHAT == _TOKENS:
-            token = _token(seed, row, block, first, token, R, BLOCK)
+            word = words(seed, row, stride, start, SHARE, BLOCK)
+            noise = noise & (uniform(word >> 41) < level)
+            token = token_of(word, token)
         else:
+            noise = noise & (uniform(draws(seed, row, stride, start, SHARE, BLOCK) >> 9) < level)
+        if (WHAT == _MASK) | HAS_LEVEL:
             p = tl.broadcast_to(level, [R, BLOCK])
-    _write(
-        ids_ptr, loss_mask_ptr, noisy_ptr, noise_ptr, p_ptr, b, at, inside, chosen, token, p,
-        L, stride_b, stride_l, mask_stride_b, mask_stride_l, True,
+    out = _write(noisy_ptr, noise_ptr, b, at, inside, ids, noise, token, L)
+    tl.store(p_ptr + out, p, mask=inside)
+
+
+@triton.jit(do_not_specialize=["token"])
+def _corrupt_mix(
+    ids_ptr, loss_mask_ptr, seed_ptr, mask_prob_ptr, uniform_prob_ptr, noisy_ptr, noise_ptr,
+    B, L, stride, token, vocab_size, stride_b, stride_l, mask_stride_b, mask_stride_l, p_stride, q_stride,
+    SHARED_SEED: tl.constexpr, SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    tiles = tl.cdiv(L, BLOCK)
+    first = (tl.program_id(0) % tiles) * BLOCK
+    b = ((tl.program_id(0) // tiles) * R + tl.arange(0, R))[:, None]
+    at = (first + tl.arange(0, BLOCK))[None, :] + b * 0
+    inside = (b < B) & (at < L)
+    ids, supervised = _read(
+        ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, True
     )  # fmt: skip
+    mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
+    total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
+    supervised = supervised & (total <= _MOST)
+    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    word = words(seed, row, stride, first + b * 0, SHARE, BLOCK)
+    u = uniform(word >> 41)
+    absorbed = supervised & (u < mask_prob)
+    other = token_of(word, vocab_size - 2)
+    clean = ids.to(tl.int64)
+    other += (other >= tl.minimum(clean, token)).to(tl.int64)
+    other += (other >= tl.maximum(clean, token)).to(tl.int64)
+    noise = absorbed | (supervised & (u < total) & (clean != token))
+    new = tl.where(absorbed, tl.zeros_like(other) + token, other)
+    _write(noisy_ptr, noise_ptr, b, at, inside, ids, noise, new, L)
 
 
 @triton.jit
@@ -117,71 +157,136 @@ def number_to_mask(level, length, at_least):
 
 
 @triton.jit
-def _position_keys(seed, row, block, first, level, rate, length, R: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys [R, BLOCK] of the positions first .. of each block; those beyond its length are never chosen."""
-    i = (first + tl.arange(0, BLOCK))[None, :]
-    log_w = ((1.0 - level) * rate) * i.to(tl.float32)
-    u = fine_uniform(position_bits(seed, row, block, first, SELECT, R, BLOCK))
-    return keys(score(log_w, u), i < length)
-
-
-@triton.jit(do_not_specialize=["B", "token"])
-def _corrupt_topk(
-    ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr,
-    B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps, rate, at_least,
-    HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+def _position_keys(
+    draw, choosable, first, level, rate, EXACT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
+    """Keys [R, BLOCK] of the positions first .. of each block: the draws themselves, or their biased Gumbel scores."""
+    if EXACT:
+        return tl.where(choosable, draw.to(tl.int64), NEVER)
+    else:
+        i = (first + tl.arange(0, BLOCK))[None, :]
+        log_w = ((1.0 - level) * rate) * i.to(tl.float32)
+        return keys(score(log_w, fine_uniform(draw)), choosable)
+
+
+@triton.jit(do_not_specialize=["token"])
+def _corrupt_topk(
+    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
+    B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
+    eps, one_minus_eps, rate, at_least,
+    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Mask k positions of each block by biased scores; with EXACT k of the supervised ones, by the draws."""
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
     b = n // blocks
     block = n % blocks
-    length = tl.where(b < B, tl.minimum(size, L - block * size), 0)
-    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
-    level = _level(seed, row, block, eps, one_minus_eps)
-    key = _position_keys(seed, row, block, 0, level, rate, length, R, BLOCK)
-    k = tl.reshape(number_to_mask(level, length, at_least), [R])
-    chosen = topk(key, k)
     i = tl.arange(0, BLOCK)[None, :]
     at = block * size + i
-    inside = (b < B) & (i < size) & (at < L)  # not i < length, in which the compiler sees no alignment
-    _write(
-        ids_ptr, loss_mask_ptr, noisy_ptr, noise_ptr, p_ptr, b, at, inside, chosen, token,
-        tl.broadcast_to(level, [R, BLOCK]), L, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK,
+    inside = (b < B) & (i < size) & (at < L)
+    ids, supervised = _read(
+        ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK
     )  # fmt: skip
+    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    level = _level(
+        level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps, HAS_LEVEL
+    )  # fmt: skip
+    draw = draws(seed, row, stride, block * size, SHARE, BLOCK)
+    if EXACT:
+        length = tl.sum(supervised.to(tl.int32), 1)[:, None]
+        at_least = (level > 0).to(tl.int32)
+        key = _position_keys(draw, supervised, 0, level, rate, EXACT, BLOCK)
+    else:
+        length = tl.where(b < B, tl.minimum(size, L - block * size), 0)
+        key = _position_keys(draw, i < length, 0, level, rate, EXACT, BLOCK)
+    chosen = topk(key, tl.reshape(number_to_mask(level, length, at_least), [R]))
+    # inside, not i < length, in which the compiler sees no alignment
+    out = _write(noisy_ptr, noise_ptr, b, at, inside, ids, chosen & supervised, token, L)
+    tl.store(p_ptr + out, tl.broadcast_to(level, [R, BLOCK]), mask=inside)
 
 
-@triton.jit(do_not_specialize=["B", "token"])
+@triton.jit(do_not_specialize=["token"])
 def _corrupt_topk_long(
-    ids_ptr, loss_mask_ptr, seed_ptr, noisy_ptr, noise_ptr, p_ptr, key_ptr,
-    B, L, blocks, size, token, stride_b, stride_l, mask_stride_b, mask_stride_l, eps, one_minus_eps, rate, at_least,
-    HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
+    ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr, key_ptr,
+    B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
+    eps, one_minus_eps, rate, at_least,
+    EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
+    SHARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """``_corrupt_topk`` of blocks whose keys do not fit into registers."""
     n = tl.program_id(0)
     b = (n // blocks) + tl.zeros([1, 1], tl.int32)
     block = (n % blocks) + tl.zeros([1, 1], tl.int32)
     length = tl.minimum(size, L - (n % blocks) * size)
     seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
-    level = _level(seed, row, block, eps, one_minus_eps)
+    level = _level(
+        level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps, HAS_LEVEL
+    )  # fmt: skip
     key_ptr += n.to(tl.int64) * size
     lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     hi = tl.full([], NEVER, tl.int64)
     choosable = tl.zeros([], tl.int32)
     for start in range(0, size, BLOCK):
-        key = tl.reshape(_position_keys(seed, row, block, start, level, rate, length, 1, BLOCK), [BLOCK])
         i = start + tl.arange(0, BLOCK)
+        may = (i < length)[None, :]
+        if EXACT:
+            _, may = _read(
+                ids_ptr, loss_mask_ptr, b, block * size + i[None, :], may,
+                stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK,
+            )  # fmt: skip
+        draw = draws(seed, row, stride, block * size + start, SHARE, BLOCK)
+        key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
         tl.store(key_ptr + i, key, mask=i < size)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
-    k = tl.max(tl.reshape(number_to_mask(level, length, at_least), [1]), 0)
+    if EXACT:
+        k = number_to_mask(level, choosable + tl.zeros([1, 1], tl.int32), (level > 0).to(tl.int32))
+    else:
+        k = number_to_mask(level, length, at_least)
+    k = tl.max(tl.reshape(k, [1]), 0)
     threshold, missing = threshold_in_memory(key_ptr, size, k, lo, hi, choosable, BLOCK)
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
         key = tl.load(key_ptr + i, mask=i < size, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
-        i = i[None, :]
-        _write(
-            ids_ptr, loss_mask_ptr, noisy_ptr, noise_ptr, p_ptr, b, block * size + i, i < length, chosen[None, :], token,
-            tl.broadcast_to(level, [1, BLOCK]), L, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK,
+        at, inside = block * size + i[None, :], (i < length)[None, :]
+        ids, supervised = _read(
+            ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK
         )  # fmt: skip
+        out = _write(noisy_ptr, noise_ptr, b, at, inside, ids, chosen[None, :] & supervised, token, L)
+        tl.store(p_ptr + out, tl.broadcast_to(level, [1, BLOCK]), mask=inside)
+
+
+@triton.jit
+def _complement(
+    noise_ptr, loss_mask_ptr, out_ptr, B, L, stride_b, stride_l, mask_stride_b, mask_stride_l, BLOCK: tl.constexpr
+):  # fmt: skip
+    tiles = tl.cdiv(L, BLOCK)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    at = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    noise = tl.load(noise_ptr + b * stride_b + at.to(tl.int64) * stride_l, mask=at < L, other=0)
+    supervised = tl.load(loss_mask_ptr + b * mask_stride_b + at.to(tl.int64) * mask_stride_l, mask=at < L, other=0)
+    tl.store(out_ptr + b * L + at, (supervised != 0) & (noise == 0), mask=at < L)
+
+
+@triton.jit
+def _sample_level(
+    seed_ptr, out_ptr, B, low, span, high, METHOD: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    if METHOD == "antithetic":
+        row -= b % 2
+    if METHOD == "stratified":
+        row *= 0
+    x = uniform(level_draws(seed, row, 1, tl.zeros_like(b)) >> 9)
+    if METHOD == "antithetic":
+        x = tl.where(b % 2 == 1, 1.0 - x, x)
+    if METHOD == "stratified":
+        place = x.to(tl.float64) + b.to(tl.float64) / tl.full([BLOCK], B, tl.int64).to(tl.float64)
+        place = tl.where(place >= 1.0, place - 1.0, place)
+        x = tl.minimum(place.to(tl.float32), 1.0 - 5.9604644775390625e-08)
+    tl.store(out_ptr + b, tl.minimum(x * span + low, high), mask=b < B)
 
 
 Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -196,10 +301,23 @@ def _outputs(input_ids: torch.Tensor) -> Corrupted:
     )
 
 
+def _stride(blocks: int, L: int, words: bool = False) -> int:
+    """Counters that a row draws from, as ``ops/_philox.py`` lays them out."""
+    return -(-blocks // 8) - (-L // (4 if words else 8))
+
+
+def _level_strides(level: torch.Tensor | None) -> tuple[int, int]:
+    """Of a level ``[B, blocks]``, or ``[B, 1]`` for all blocks of a row."""
+    if level is None:
+        return 0, 0
+    return level.stride(0), level.stride(1) if level.shape[1] > 1 else 0
+
+
 def _launch_independent(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
     seed: torch.Tensor | None,
+    level: torch.Tensor | None,
     token: int,
     blocks: int,
     size: int,
@@ -208,11 +326,14 @@ def _launch_independent(
 ) -> Corrupted:
     B, L = input_ids.shape
     out = _outputs(input_ids)
-    R, block, num_warps = _corruption_tiles.independent(size)
+    tokens = what == _TOKENS.value
+    R, block, share, num_warps = _corruption_tiles.independent(blocks, size, 4 if tokens else 8)
     grid = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
     _corrupt_independent[grid](
-        input_ids, loss_mask, seed, *out, B, L, blocks, size, token, *input_ids.stride(), *loss_mask.stride(),
-        eps, 1.0 - eps, WHAT=what, SHARED_SEED=seed is not None and seed.dim() == 0, R=R, BLOCK=block,
+        input_ids, loss_mask, seed, level, *out, B, L, blocks, size, _stride(blocks, L, tokens), token,
+        *input_ids.stride(), *loss_mask.stride(), *_level_strides(level), eps, 1.0 - eps,
+        WHAT=what, SHARED_SEED=seed is not None and seed.dim() == 0, HAS_LEVEL=level is not None,
+        SHARE=share, R=R, BLOCK=block,
         num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -220,11 +341,19 @@ def _launch_independent(
 
 @on_its_device
 def mask_tokens(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, eps: float, seed: torch.Tensor
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    eps: float,
+    exact: bool,
+    level: torch.Tensor | None,
+    seed: torch.Tensor,
 ) -> Corrupted:
     """``ops.corruption.mask_tokens``."""
     L = input_ids.shape[1]
-    return _launch_independent(input_ids, loss_mask, seed, mask_token_id, 1, L, eps, _MASK.value)
+    if exact:
+        return _launch_topk(input_ids, loss_mask, mask_token_id, 1, L, eps, 0.0, 0, level, seed, exact=True)
+    return _launch_independent(input_ids, loss_mask, seed, level, mask_token_id, 1, L, eps, _MASK.value)
 
 
 @on_its_device
@@ -235,17 +364,43 @@ def replace_tokens(
     blocks: int,
     size: int,
     eps: float,
+    level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
     """``ops.corruption.replace_tokens``."""
-    return _launch_independent(input_ids, loss_mask, seed, vocab_size, blocks, size, eps, _TOKENS.value)
+    return _launch_independent(input_ids, loss_mask, seed, level, vocab_size, blocks, size, eps, _TOKENS.value)
 
 
 @on_its_device
 def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int) -> Corrupted:
     """``ops.corruption.mask_all``."""
     L = input_ids.shape[1]
-    return _launch_independent(input_ids, loss_mask, None, mask_token_id, 1, L, 0.0, _ALL.value)
+    return _launch_independent(input_ids, loss_mask, None, None, mask_token_id, 1, L, 0.0, _ALL.value)
+
+
+@on_its_device
+def mix_tokens(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    vocab_size: int,
+    mask_prob: torch.Tensor,
+    uniform_prob: torch.Tensor,
+    seed: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``ops.corruption.mix_tokens``."""
+    B, L = input_ids.shape
+    noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
+    noise = torch.empty((B, L), dtype=torch.bool, device=input_ids.device)
+    R, block, share, num_warps = _corruption_tiles.independent(1, L, 4)
+    grid = (triton.cdiv(B, R) * triton.cdiv(L, block),)
+    _corrupt_mix[grid](
+        input_ids, loss_mask, seed, mask_prob, uniform_prob, noisy, noise,
+        B, L, _stride(1, L, True), mask_token_id, vocab_size, *input_ids.stride(), *loss_mask.stride(),
+        mask_prob.stride(0), uniform_prob.stride(0),
+        SHARED_SEED=seed.dim() == 0, SHARE=share, R=R, BLOCK=block, num_warps=num_warps, enable_fp_fusion=False,
+    )  # fmt: skip
+    return noisy, noise
 
 
 @on_its_device
@@ -258,16 +413,42 @@ def mask_topk(
     eps: float,
     rate: float,
     at_least: int,
+    level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
     """``ops.corruption.mask_topk``."""
+    return _launch_topk(
+        input_ids, loss_mask, mask_token_id, blocks, size, eps, rate, at_least, level, seed, exact=False
+    )
+
+
+def _launch_topk(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    mask_token_id: int,
+    blocks: int,
+    size: int,
+    eps: float,
+    rate: float,
+    at_least: int,
+    level: torch.Tensor | None,
+    seed: torch.Tensor,
+    *,
+    exact: bool,
+) -> Corrupted:
     B, L = input_ids.shape
     out = _outputs(input_ids)
     tile = _corruption_tiles.select(size, _corruption_tiles.CORRUPT_IN_MEMORY)
     mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
-    pointers = (input_ids, loss_mask, seed, *out)
-    numbers = (B, L, blocks, size, mask_token_id, *input_ids.stride(), *mask_strides, eps, 1.0 - eps, rate, at_least)
-    flags = {"HAS_MASK": loss_mask is not None, "SHARED_SEED": seed.dim() == 0, "BLOCK": tile.block}
+    pointers = (input_ids, loss_mask, seed, level, *out)
+    numbers = (
+        B, L, blocks, size, _stride(blocks, L), mask_token_id, *input_ids.stride(), *mask_strides,
+        *_level_strides(level), eps, 1.0 - eps, rate, at_least,
+    )  # fmt: skip
+    flags = {
+        "EXACT": exact, "HAS_MASK": loss_mask is not None, "SHARED_SEED": seed.dim() == 0,
+        "HAS_LEVEL": level is not None, "SHARE": _corruption_tiles.share(blocks, size, tile.block, 8), "BLOCK": tile.block,
+    }  # fmt: skip
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.in_memory:
         scratch = torch.empty((B * blocks, size), dtype=torch.int64, device=input_ids.device)
@@ -275,4 +456,79 @@ def mask_topk(
     else:
         grid = (triton.cdiv(B * blocks, tile.rows),)
         _corrupt_topk[grid](*pointers, *numbers, **flags, R=tile.rows, **options)
+    return out
+
+
+@on_its_device
+def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    """``ops.corruption.complement``."""
+    B, L = noise_mask.shape
+    out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
+    if out.numel():
+        _complement[(B * triton.cdiv(L, 1024),)](
+            noise_mask, loss_mask, out, B, L, *noise_mask.stride(), *loss_mask.stride(), BLOCK=1024
+        )
+    return out
+
+
+def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor) -> torch.Tensor:
+    """``ops.corruption.sample_level``."""
+    with torch.cuda.device_of(seed):
+        out = torch.empty(B, dtype=torch.float32, device=seed.device)
+        _sample_level[(triton.cdiv(B, 128),)](
+            seed, out, B, low, high - low, high,
+            METHOD=method, SHARED_SEED=seed.dim() == 0, BLOCK=128, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
+def specimens() -> list[Specimen]:
+    """The kernels of this file at the tiles of real models."""
+    ids = {"ids_ptr": "*i64", "loss_mask_ptr": "*i1", "seed_ptr": "*i64"}
+    pointers = ids | {"noisy_ptr": "*i64", "noise_ptr": "*i1", "p_ptr": "*fp32"}
+    names = ("B", "L", "blocks", "size", "stride", "token", "stride_b", "mask_stride_b")
+    drawn = {"eps": "fp32", "one_minus_eps": "fp32"}
+    sizes = dict.fromkeys(names, "i32") | drawn
+    unit = {"stride_l": 1, "mask_stride_l": 1}
+    none = {"level_ptr": None, "level_stride_b": 0, "level_stride_n": 0, "HAS_LEVEL": False}
+    divisible = ("L", "size", "stride_b", "mask_stride_b")
+
+    def made(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Specimen:
+        return Specimen(name, kernel, signature, constants, warps, divisible, fp_fusion=False)
+
+    out = []
+    for what, name in ((_MASK, "mask"), (_TOKENS, "tokens"), (_ALL, "all")):
+        for size in (4, 31, 32, 4096):
+            blocks, counter = 1 if size == 4096 else 2, 4 if what.value == _TOKENS.value else 8
+            R, block, share, num_warps = _corruption_tiles.independent(blocks, size, counter)
+            constants = {"WHAT": what.value, "SHARED_SEED": True, "SHARE": share, "R": R, "BLOCK": block} | unit | none
+            out.append(made(f"corrupt_independent[{name}, {size}]", _corrupt_independent, pointers | sizes, constants,
+                            num_warps))  # fmt: skip
+    R, block, share, num_warps = _corruption_tiles.independent(1, 4096, 4)
+    mix = ids | {"mask_prob_ptr": "*fp32", "uniform_prob_ptr": "*fp32", "noisy_ptr": "*i64", "noise_ptr": "*i1"}
+    mix |= dict.fromkeys(("B", "L", "stride", "token", "vocab_size", "stride_b", "mask_stride_b"), "i32")
+    constants = {"SHARED_SEED": True, "SHARE": share, "R": R, "BLOCK": block, "p_stride": 1, "q_stride": 1} | unit
+    out.append(made("corrupt_mix", _corrupt_mix, mix, constants, num_warps))
+    sizes |= {"rate": "fp32", "at_least": "i32"}
+    flags = {"HAS_MASK": True, "SHARED_SEED": True} | unit
+    given = {"level_stride_b": 1, "level_stride_n": 0, "HAS_LEVEL": True}
+    for exact in (False, True):
+        for size in (4, 31, 32, 128, 1024, 4096):
+            tile = _corruption_tiles.select(size)
+            share = _corruption_tiles.share(2, size, tile.block, 8)
+            constants = flags | none | {"EXACT": exact, "SHARE": share, "R": tile.rows, "BLOCK": tile.block}
+            name = f"corrupt_exact[{size}]" if exact else f"corrupt_topk[{size}]"
+            out.append(made(name, _corrupt_topk, pointers | sizes, constants, tile.num_warps))
+        tile = _corruption_tiles.select(131072, _corruption_tiles.CORRUPT_IN_MEMORY)
+        long = pointers | {"key_ptr": "*i64", "level_ptr": "*fp32"} | sizes
+        constants = flags | given | {"EXACT": exact, "SHARE": 8, "BLOCK": tile.block}
+        name = "corrupt_exact_long" if exact else "corrupt_topk_long"
+        out.append(made(name, _corrupt_topk_long, long, constants, tile.num_warps))
+    strides = dict.fromkeys(("B", "L", "stride_b", "mask_stride_b"), "i32")
+    masks = {"noise_ptr": "*i1", "loss_mask_ptr": "*i1", "out_ptr": "*i1"}
+    out.append(made("complement", _complement, masks | strides, unit | {"BLOCK": 1024}, 4))
+    levels = {"seed_ptr": "*i64", "out_ptr": "*fp32", "B": "i32", "low": "fp32", "span": "fp32", "high": "fp32"}
+    for method in ("uniform", "antithetic", "stratified"):
+        constants = {"METHOD": method, "SHARED_SEED": True, "BLOCK": 128}
+        out.append(made(f"sample_level[{method}]", _sample_level, levels, constants, 4))
     return out

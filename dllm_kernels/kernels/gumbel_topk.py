@@ -6,7 +6,7 @@ import triton.language as tl
 
 from dllm_kernels.kernels import _corruption_tiles
 from dllm_kernels.kernels._launch import on_its_device
-from dllm_kernels.kernels._philox import SELECT, fine_uniform, position_bits
+from dllm_kernels.kernels._philox import draws, fine_uniform
 from dllm_kernels.kernels._select import (
     NEVER,
     chosen_of_tile,
@@ -38,9 +38,6 @@ def _row_keys(
     """Keys [R, BLOCK] of the rows n [R, 1] (int64), columns from ``first``."""
     d = (first + tl.arange(0, BLOCK))[None, :].to(tl.int64)
     inside = (n < N) & (d < D)
-    log_w = tl.load(log_w_ptr + n * stride_n + d * stride_d, mask=inside, other=-float("inf"))
-    if log_w.dtype.primitive_bitwidth == 16:
-        log_w = log_w.to(tl.float32)
     if HAS_UNIFORM:
         at = uniform_ptr + n * uniform_stride_n + d * uniform_stride_d
         u = tl.load(at, mask=inside, other=0.5).to(tl.float64)
@@ -48,12 +45,15 @@ def _row_keys(
         u = _inside(u)
     else:
         if SHARED_SEED:
-            seed = tl.load(seed_ptr + tl.zeros_like(n))
+            seed = tl.load(seed_ptr)
             row = n
         else:
             seed = tl.load(seed_ptr + n, mask=n < N, other=0)
             row = tl.zeros_like(n)
-        u = fine_uniform(position_bits(seed, row, tl.zeros_like(n), first, SELECT, R, BLOCK))
+        u = fine_uniform(draws(seed, row, tl.cdiv(D, 8), first + n * 0, 8 if BLOCK >= 8 else BLOCK, BLOCK))
+    log_w = tl.load(log_w_ptr + n * stride_n + d * stride_d, mask=inside, other=-float("inf"))
+    if log_w.dtype.primitive_bitwidth == 16:
+        log_w = log_w.to(tl.float32)
     return keys(score(log_w, u), inside)
 
 

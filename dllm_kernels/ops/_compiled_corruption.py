@@ -8,77 +8,52 @@ Loaded only while a graph is traced, since registering costs import time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from dllm_kernels.ops import corruption
-from dllm_kernels.ops.gumbel_topk import _mask
+from dllm_kernels.ops import corruption, gumbel_topk
 
 
-@torch.library.custom_op("dllm_kernels::mask_tokens", mutates_args=())
-def mask_tokens_op(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, token: int, eps: float, seed: torch.Tensor, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return corruption.mask_tokens(input_ids, loss_mask, token, eps, seed, backend)
+def _ids(input_ids: torch.Tensor) -> torch.Tensor:
+    return input_ids.new_empty(input_ids.shape)
 
 
-@torch.library.custom_op("dllm_kernels::replace_tokens", mutates_args=())
-def replace_tokens_op(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    vocab_size: int,
-    block_size: int | None,
-    eps: float,
-    seed: torch.Tensor,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return corruption.replace_tokens(input_ids, loss_mask, vocab_size, block_size, eps, seed, backend)
+def _mask(like: torch.Tensor) -> torch.Tensor:
+    return like.new_empty(like.shape, dtype=torch.bool)
 
 
-@torch.library.custom_op("dllm_kernels::mask_all", mutates_args=())
-def mask_all_op(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, token: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return corruption.mask_all(input_ids, loss_mask, token, backend)
+def _corrupted(input_ids: torch.Tensor, *_: Any) -> corruption.Corrupted:
+    return _ids(input_ids), _mask(input_ids), input_ids.new_empty(input_ids.shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("dllm_kernels::mask_topk", mutates_args=())
-def mask_topk_op(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    token: int,
-    block_size: int | None,
-    eps: float,
-    half_life_ratio: float,
-    seed: torch.Tensor,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return corruption.mask_topk(input_ids, loss_mask, token, block_size, eps, half_life_ratio, seed, backend)
+def _op(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    routine = getattr(function, "__wrapped__", function)
+    op = torch.library.custom_op(f"dllm_kernels::{routine.__name__.strip('_')}", routine, mutates_args=())
+    op.register_fake(fake)
+    return op
 
 
-def _like(input_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    p_mask = input_ids.new_empty(input_ids.shape, dtype=torch.float32)
-    return input_ids.new_empty(input_ids.shape), p_mask.new_empty(p_mask.shape, dtype=torch.bool), p_mask
-
-
-for _op in (mask_tokens_op, replace_tokens_op, mask_all_op, mask_topk_op):
-    _op.register_fake(_like)
+mask_tokens = _op(corruption.mask_tokens, _corrupted)
+replace_tokens = _op(corruption.replace_tokens, _corrupted)
+mask_all = _op(corruption.mask_all, _corrupted)
+mask_topk = _op(corruption.mask_topk, _corrupted)
+mix_tokens = _op(corruption.mix_tokens, lambda ids, *_: (_ids(ids), _mask(ids)))
+complement = _op(corruption.complement, lambda noise_mask, *_: _mask(noise_mask))
+sample_level = _op(
+    corruption.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32)
+)
 
 
 @torch.library.custom_op("dllm_kernels::gumbel_topk_mask", mutates_args=())
-def gumbel_topk_op(
-    log_w: torch.Tensor,
-    k: torch.Tensor,
-    uniform: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    triton: bool,
+def gumbel_topk_mask(
+    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None, backend: str
 ) -> torch.Tensor:
-    return _mask(log_w, k, uniform, seed, triton)
+    """``gumbel_topk.choose``."""
+    return gumbel_topk.choose(log_w, k, uniform, seed, backend)
 
 
-@gumbel_topk_op.register_fake
-def _(
-    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None, triton: bool
-) -> torch.Tensor:
-    return log_w.new_empty(log_w.shape, dtype=torch.bool)
+@gumbel_topk_mask.register_fake
+def _(log_w: torch.Tensor, *_: Any) -> torch.Tensor:
+    return _mask(log_w)

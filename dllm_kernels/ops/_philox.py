@@ -1,119 +1,179 @@
-r"""The counter-based random bits of every corruption routine: Philox 4x32-10, and who gets which word.
+r"""The counter-based random bits of every corruption routine: Philox 4x64-10, and who gets which of them.
 
-One call maps a 128-bit counter and a 64-bit key to four 32-bit words (J. K. Salmon, M. A. Moraes, R. O. Dror,
-D. E. Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3; ten rounds).
+One call maps a 256-bit counter and a 128-bit key to four 64-bit words (J. K. Salmon, M. A. Moraes, R. O. Dror,
+D. E. Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3; ten rounds). The words are those of
+``numpy.random.Philox(key=..., counter=...).random_raw()``, a stream that NumPy promises never to change; it is what draws
+on the CPU. NumPy counts up before it draws: its ``counter`` is one less than that of the words it draws first.
 
 **Layout.** It is part of the package's promise: a stored seed means the same mask in every later version.
 
 ========  ==========================================================================================
-key       the int64 seed: word 0 its low, word 1 its high 32 bits
-counter   ``(column // 4, block, row, stream)``, each an unsigned 32-bit word, word 0 first
-output    word ``column % 4`` of the four belongs to ``column``
+key       ``(seed, 0)``: the int64 seed as an unsigned word
+counter   ``(2^32 + row * stride + (d >> 3), 0, 0, 0)`` holds the 32-bit draws d, eight of them
+draw      the low (d even) or the high half (d odd) of word ``(d & 7) >> 1`` of the four
 ========  ==========================================================================================
 
 ``row``: with ``seeds`` given, one a row, every row is row 0 under its own seed, so that it depends on nothing
-but that seed; with a generator one seed is drawn for the call and row b is row b under it. ``block``: 0 where
-there are no blocks. ``column``: the position inside the block (SELECT and both TOKEN streams), or the block's
-number (LEVEL, whose own block is 0).
+but that seed; with a generator one seed is drawn for the call and row b is row b under it. ``d`` counts the draws of a row
+from its own zero in both directions:
 
-==============  ==================================================================================
-stream          what it draws
-==============  ==================================================================================
-0 SELECT        which positions: the coin of a position, or the uniform behind its Gumbel noise
-1 LEVEL         the level (t or m) of a sequence or block
-2 TOKEN_HIGH    high 32 bits from which a replacement token is made
-3 TOKEN_LOW     low 32 bits of the same
-==============  ==================================================================================
+=======================  =====================================================================================
+d = -1 - j               the level (t or m) of block j; of the row where there are no blocks
+d = i                    position i of the row, where a routine takes one draw a position: the coin, or the
+                         uniform behind the Gumbel noise
+d = 2i and 2i + 1        position i, where it takes a whole word: 23 bits for the coin, 41 for a token
+=======================  =====================================================================================
+
+``stride`` is what a row occupies, ``ceil(levels / 8) + ceil(draws of its positions / 8)`` counters: all that a batch
+draws is one run of the stream. Without levels (``gumbel_topk_mask``) there are only positions.
 
 **From bits to numbers**, all exact in the type named, so that every device agrees:
 
-* coins and levels: ``u = (2 (bits >> 9) + 1) 2^-24`` in float32, 2^23 values strictly inside (0, 1);
-* Gumbel noise: ``u = (2 bits + 1) 2^-33`` in float64, 2^32 values strictly inside (0, 1), fine enough that two
+* coins and levels: ``u = (2 q + 1) 2^-24`` in float32 with q the high 23 bits of the draw or word, 2^23 values strictly
+  inside (0, 1);
+* Gumbel noise: ``u = (2 draw + 1) 2^-33`` in float64, 2^32 values strictly inside (0, 1), fine enough that two
   of 131,072 positions hardly ever tie;
-* tokens: ``floor((high 2^32 + low) vocab_size / 2^64)``, in integers. No token is likelier than another by more
-  than a factor of ``1 + vocab_size 2^-64``.
+* tokens: ``floor(r n / 2^41)`` with r the low 41 bits of the word, for one of n tokens. None is likelier than another
+  by more than a factor of ``1 + n 2^-41``.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-from typing import NamedTuple
+import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-STREAM_SELECT, STREAM_LEVEL, STREAM_TOKEN_HIGH, STREAM_TOKEN_LOW = range(4)
+COIN_BITS, TOKEN_BITS = 23, 41
+# The counter of a row's zero; below it lie the levels of row 0, up to 2^35 of them.
+ZERO = 1 << 32
 
-_MASK32 = 0xFFFFFFFF
-_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-_WEYL = (0x9E3779B9, 0xBB67AE85)
+_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
+_MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
+_WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _ROUNDS = 10
 Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Array = npt.NDArray[Any]
 
 
-def philox4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Philox 4x32-10 of broadcastable int64 tensors that hold 32-bit words.
+class Layout(NamedTuple):
+    """What a row draws: levels, and a draw or a whole word for each position."""
+
+    levels: int
+    positions: int
+    whole_words: bool = False
+
+    @property
+    def before(self) -> int:
+        """Counters of the levels."""
+        return -(-self.levels // 8)
+
+    @property
+    def stride(self) -> int:
+        """Counters of a row."""
+        return self.before + -(-self.positions // (4 if self.whole_words else 8))
+
+
+def philox4x64(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+    """Philox 4x64-10 of broadcastable int64 tensors that hold 64-bit words.
 
     Args:
         counter: the four counter words.
         key: the two key words.
 
     Returns:
-        The four output words, int64 in [0, 2^32), in the broadcast shape.
+        The four output words, int64, in the broadcast shape.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The products pass 2^63 and wrap; their bits are right, and the mask drops the copies of the sign.
-        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
-        c0, c1 = ((product1 >> 32) ^ c1 ^ k0) & _MASK32, product1 & _MASK32
-        c2, c3 = ((product0 >> 32) ^ c3 ^ k1) & _MASK32, product0 & _MASK32
-        k0, k1 = (k0 + _WEYL[0]) & _MASK32, (k1 + _WEYL[1]) & _MASK32
+        high0, low0 = _product(c0, _MULTIPLIERS[0])
+        high1, low1 = _product(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + _signed(_WEYL[0]), k1 + _signed(_WEYL[1])
     return c0, c1, c2, c3
 
 
-class Draw(NamedTuple):
-    """One stream's words for every block and column of a row."""
+def _product(a: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """High and low word of an unsigned product, from products of 32-bit halves, which wrap and have the right bits."""
+    a1, a0, m1, m0 = _high(a), a & _MASK32, m >> 32, m & _MASK32
+    middle = a1 * m0 + _high(a0 * m0)
+    carry = a0 * m1 + (middle & _MASK32)
+    return a1 * m1 + _high(middle) + _high(carry), a * _signed(m)
 
-    stream: int
-    blocks: int
-    columns: int
+
+def _high(a: torch.Tensor) -> torch.Tensor:
+    return (a >> 32) & _MASK32
 
 
-def random_bits(seed: torch.Tensor, rows: int, *draws: Draw) -> list[torch.Tensor]:
-    """The words that the layout above gives to a batch.
+def _signed(word: int) -> int:
+    return word - (word >> 63 << 64)
+
+
+def random_bits(
+    seed: torch.Tensor, rows: int, layout: Layout
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """What the layout above gives to a batch.
 
     Args:
         seed: int64 on the device of the results: 0-d, shared by the rows, or ``[rows]``, one each.
         rows: rows of the batch.
-        draws: what to draw.
+        layout: what a row draws.
 
     Returns:
-        For each draw int64 ``[rows, blocks, columns]``, values in [0, 2^32).
+        The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in
+        [0, 2^32); and, where a position takes a whole word, those, int64, with their high halves as the draws.
     """
-    if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_philox import _random_bits_op
-
-        return [_random_bits_op(seed, rows, *draw) for draw in draws]
-    return [words(seed, rows, draw) for draw in draws]
-
-
-def uniform_from_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Coins and levels: ``(2 (bits >> 9) + 1) 2^-24``, float32, exact, strictly inside (0, 1)."""
-    return ((bits >> 8) | 1).to(torch.float32) * 2.0**-24
-
-
-def fine_uniform_from_bits(bits: torch.Tensor) -> torch.Tensor:
-    """Gumbel noise: ``(2 bits + 1) 2^-33``, float64, exact, strictly inside (0, 1)."""
-    return (bits.to(torch.float64) + 0.5) * 2.0**-32
+    shared = seed.dim() == 0
+    row = torch.arange(rows, device=seed.device)[:, None] * int(shared)
+    counter = ZERO - layout.before + row * layout.stride + torch.arange(layout.stride, device=seed.device)
+    zero = torch.zeros_like(counter)
+    words = torch.stack(philox4x64((counter, zero, zero, zero), (seed.view(-1, 1), zero)), dim=-1)
+    draws = torch.stack([words & _MASK32, _high(words)], dim=-1).view(rows, -1)
+    levels = draws[:, : 8 * layout.before].flip(1)[:, : layout.levels]
+    if layout.whole_words:
+        whole = words.view(rows, -1)[:, 4 * layout.before :][:, : layout.positions]
+        return levels, _high(whole), whole
+    return levels, draws[:, 8 * layout.before :][:, : layout.positions], None
 
 
-def token_from_bits(high: torch.Tensor, low: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """``floor((high 2^32 + low) vocab_size / 2^64)``, int64; exact for ``vocab_size <= 2^31``."""
-    return (high * vocab_size + ((low * vocab_size) >> 32)) >> 32
+_local = threading.local()
+
+
+def _stream(seed: int, counter: int) -> Any:
+    """NumPy's generator of the words from a counter on; one a thread, for a state is set in a fifth of making one."""
+    if not hasattr(_local, "philox"):
+        _local.philox = np.random.Philox(0)
+    _local.philox.state = {
+        "bit_generator": "Philox",
+        "state": {"counter": (counter - 1, 0, 0, 0), "key": (seed & _MASK64, 0)},
+        "buffer": (0, 0, 0, 0),
+        "buffer_pos": 4,
+        "has_uint32": 0,
+        "uinteger": 0,
+    }
+    return _local.philox
+
+
+def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
+    """``random_bits`` of some rows by NumPy: uint32 draws, int64 words."""
+    size = 4 * layout.stride
+    if seed.dim() == 0:
+        first = ZERO - layout.before + rows.start * layout.stride
+        words = _stream(int(seed), first).random_raw((len(rows), size))
+    else:
+        words = np.empty((len(rows), size), np.uint64)
+        for row, key in zip(words, seed[rows.start : rows.stop].tolist(), strict=True):
+            row[:] = _stream(key, ZERO - layout.before).random_raw(size)
+    draws = words.view(np.uint32)  # the low half first, as memory has it wherever torch runs
+    levels = draws[:, : 8 * layout.before][:, ::-1][:, : layout.levels]
+    draws = draws[:, 8 * layout.before :]
+    if layout.whole_words:
+        whole = words[:, 4 * layout.before :][:, : layout.positions].view(np.int64)
+        return levels, draws[:, 1::2][:, : layout.positions], whole
+    return levels, draws[:, : layout.positions], None
 
 
 def resolve_seed(
@@ -147,7 +207,7 @@ def resolve_seed(
         raise ValueError(f"generator must be on {allowed} like the tensors, got one on {source}")
     # The whole int64 range but its last value, which randint's open upper end cannot name.
     seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=source, generator=generator)
-    return seed.to(device, non_blocking=True)
+    return seed if source == device else seed.to(device, non_blocking=True)
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
@@ -164,83 +224,3 @@ def _checked_seeds(seeds: torch.Tensor, rows: int, device: torch.device) -> torc
     if seeds.device != device:
         raise ValueError(f"seeds must be on {device} like the tensors, got {seeds.device}")
     return seeds.contiguous()
-
-
-def words(seed: torch.Tensor, rows: int, draw: Draw) -> torch.Tensor:
-    """``random_bits`` of one draw, in torch."""
-    groups = -(-draw.columns // 4)
-    key = seed.view(-1, 1, 1)
-    counter = (
-        torch.arange(groups, device=seed.device).view(1, 1, -1),
-        torch.arange(draw.blocks, device=seed.device).view(1, -1, 1),
-        torch.arange(rows, device=seed.device).view(-1, 1, 1) * int(seed.dim() == 0),
-        torch.full((1, 1, 1), draw.stream, device=seed.device),
-    )
-    four = philox4x32(counter, (key & _MASK32, (key >> 32) & _MASK32))
-    shape = (rows, draw.blocks, groups)
-    stacked = torch.stack([word.expand(shape) for word in four], dim=-1)
-    return stacked.view(rows, draw.blocks, 4 * groups)[..., : draw.columns]
-
-
-# 0-d arrays: a numpy scalar would be converted anew by every call, which costs as much as a short call itself.
-_HALF, _LOW, _M0, _M1, _W0, _W1 = (
-    np.array(value, np.uint64) for value in (32, _MASK32, *_MULTIPLIERS, *(weyl << 32 for weyl in _WEYL))
-)
-
-_Array = npt.NDArray[np.uint64]
-
-
-def words_on_host(seed: _Array, rows: range, draws: Sequence[Draw]) -> list[_Array]:
-    """``random_bits`` in numpy, several times as fast as in torch: uint64 ``[rows, blocks, 4 ceil(columns / 4)]``.
-
-    Two words share a uint64, the first in the high half: x = (c0, c1) and y = (c2, c3). A round is then
-
-        x, y = m1 (y >> 32) ^ (x << 32) ^ k0,   m0 (x >> 32) ^ (y << 32) ^ k1
-
-    with the key words in the high halves, where their sums wrap by themselves. The states of all draws lie side by
-    side, so that a round is ten numpy calls however many streams are drawn.
-    """
-    shapes = [(len(rows), draw.blocks, -(-draw.columns // 4)) for draw in draws]
-    ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
-    x, y = np.empty(ends[-1], np.uint64), np.empty(ends[-1], np.uint64)
-    parts = [slice(end - math.prod(shape), end) for end, shape in zip(ends, shapes, strict=True)]
-    shared = seed.ndim == 0
-    row = np.arange(rows.start, rows.stop, dtype=np.uint64) if shared else np.zeros(1, np.uint64)
-    k0, k1 = seed << _HALF, seed >> _HALF << _HALF
-    for draw, shape, part in zip(draws, shapes, parts, strict=True):
-        _first_two_rounds(draw, row, k0, k1, x[part].reshape(shape), y[part].reshape(shape))
-    if not shared:
-        k0, k1 = (np.concatenate([np.repeat(k, math.prod(shape[1:])) for shape in shapes]) for k in (k0, k1))
-    _last_eight_rounds(x, y, k0 + _W0, k1 + _W1)
-    return [_unpack(x[part].reshape(shape), y[part].reshape(shape)) for shape, part in zip(shapes, parts, strict=True)]
-
-
-def _first_two_rounds(draw: Draw, row: _Array, k0: _Array, k1: _Array, x: _Array, y: _Array) -> None:
-    """Two rounds from the counter into x and y; until then most words are equal along whole rows or columns."""
-    k0, k1 = k0.reshape(-1, 1, 1), k1.reshape(-1, 1, 1)
-    block = np.arange(draw.blocks, dtype=np.uint64)[:, None]
-    group = np.arange(x.shape[-1], dtype=np.uint64)
-    x1 = row[:, None, None] * _M1 ^ block << _HALF ^ k0
-    y1 = group * _M0 ^ np.uint64(draw.stream << 32) ^ k1
-    np.bitwise_xor((y1 >> _HALF) * _M1, x1 << _HALF ^ k0 + _W0, x)
-    np.bitwise_xor((x1 >> _HALF) * _M0, y1 << _HALF ^ k1 + _W1, y)
-
-
-def _last_eight_rounds(x: _Array, y: _Array, k0: _Array, k1: _Array) -> None:
-    product0, product1 = np.empty_like(x), np.empty_like(y)
-    for _ in range(_ROUNDS - 2):
-        k0, k1 = np.add(k0, _W0), np.add(k1, _W1)
-        np.multiply(np.right_shift(x, _HALF, product0), _M0, product0)
-        np.multiply(np.right_shift(y, _HALF, product1), _M1, product1)
-        np.bitwise_xor(np.bitwise_xor(np.left_shift(x, _HALF, x), product1, x), k0, x)
-        np.bitwise_xor(np.bitwise_xor(np.left_shift(y, _HALF, y), product0, y), k1, y)
-
-
-def _unpack(x: _Array, y: _Array) -> _Array:
-    rows, blocks, groups = x.shape
-    words = np.empty((rows, blocks, groups, 4), np.uint64)
-    np.right_shift(x, _HALF, words[..., 0])
-    np.bitwise_and(x, _LOW, words[..., 1])
-    np.right_shift(y, _HALF, words[..., 2])
-    np.bitwise_and(y, _LOW, words[..., 3])
-    return words.reshape(rows, blocks, 4 * groups)

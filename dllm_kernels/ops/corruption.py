@@ -1,28 +1,28 @@
-r"""What the corruption routines share: levels, coins, tokens, the choice of backend, and the torch path.
+r"""The corruption routines below their doors: the choice of backend, and the torch path.
 
 A batch ``[B, L]`` is a grid of B rows, ``blocks`` blocks of ``size`` positions, the last of a row possibly short;
-without a block size the row is one block of L. ``_philox`` says which random word belongs to which place.
-
-    level      m = fl(fl((1 - eps) U) + eps)                    float32, one a block
-    coin       u < m                                            float32 comparison, one a position
-    weight     log w_i = fl(fl(rate (1 - m)) i),  rate = ln 2 / (half_life_ratio size)              float32
-    count      k = round(fl(m length)), half to even, clamped
-
-fl(.) is rounding to float32: every step by itself, never contracted, so that all devices agree.
+without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike: from
+the draws it makes the chosen positions, what to put there and the level of each block, by the arithmetic of ``_rules``.
+On CPU tensors ``_corruption_host`` runs it in numpy, a slice of the rows at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dllm_kernels.ops import _philox
+from dllm_kernels.ops import _philox, _rules
 from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops.gumbel_topk import on_host, select_exact
+from dllm_kernels.ops._rules import Array
+from dllm_kernels.ops.gumbel_topk import on_host, select_exact, select_largest
 
+METHODS = ("uniform", "antithetic", "stratified")
 Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Routine = TypeVar("Routine", bound=Callable[..., Any])
 
 
 class Grid(NamedTuple):
@@ -40,100 +40,133 @@ class Grid(NamedTuple):
         size = L if block_size is None else min(block_size, L)
         return cls(B, L, -(-L // size), size)
 
-    def spread(self, of_block: torch.Tensor) -> torch.Tensor:
-        """A value of each block, ``[rows, blocks]``, at each of its positions, ``[rows, L]``."""
-        return of_block[:, torch.arange(self.L, device=of_block.device) // self.size]
+    @property
+    def even(self) -> bool:
+        """Whether no block is short."""
+        return self.blocks * self.size == self.L
 
-    def flat(self, at_place: torch.Tensor) -> torch.Tensor:
-        """``[rows, blocks, size]`` as ``[rows, L]``, without the places beyond the end of a short last block.
+    def layout(self, whole_words: bool = False) -> _philox.Layout:
+        """What a row draws."""
+        return _philox.Layout(self.blocks, self.L, whole_words)
 
-        By index, for torch 2.11 to 2.13 compile ``reshape(...)[:, :L]`` of an expanded tensor for the CPU to garbage.
-        """
-        place = torch.arange(self.L, device=at_place.device)
-        return at_place[:, place // self.size, place % self.size]
+    def fold(self, at_place: Array) -> Array:
+        """``[rows, L]`` as ``[rows, blocks, size]`` where no block is short."""
+        return at_place.reshape(-1, self.blocks, self.size) if self.even else at_place
 
-    def draw(self, stream: int) -> _philox.Draw:
-        """One word for each position."""
-        return _philox.Draw(stream, self.blocks, self.size)
-
-    def draw_levels(self) -> _philox.Draw:
-        """One word for each block."""
-        return _philox.Draw(_philox.STREAM_LEVEL, 1, self.blocks)
+    def beside(self, of_block: Array) -> Array:
+        """``[rows, blocks]``, or ``[rows, 1]`` for all blocks, so that it broadcasts against what ``fold`` gives."""
+        if self.even:
+            return of_block[..., None]
+        return of_block if of_block.shape[1] == 1 else _spread(of_block, self.size, self.L)
 
 
+def _spread(of_block: Array, size: int, L: int) -> Array:
+    if isinstance(of_block, torch.Tensor):
+        return of_block.repeat_interleave(size, dim=1)[:, :L]
+    return of_block.repeat(size, axis=1)[:, :L]
+
+
+class Rows(NamedTuple):
+    """Some rows of the batch and what is drawn for them."""
+
+    part: slice
+    ids: Array
+    supervised: Array | None
+    levels: Array
+    draws: Array
+    words: Array | None
+
+
+class Change(NamedTuple):
+    """Chosen positions, what to put there (a number or ``[rows, L]``), the level of each block (None: 1)."""
+
+    chosen: Array
+    token: Array | int
+    level: Array | None
+
+
+def _opaque(routine: Routine) -> Routine:
+    """Under torch.compile a call is one op."""
+
+    @functools.wraps(routine)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from dllm_kernels.ops import _compiled_corruption
+
+            return getattr(_compiled_corruption, routine.__name__)(*args)
+        return routine(*args)
+
+    return call  # type: ignore[return-value]
+
+
+@_opaque
 def mask_tokens(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
     mask_token_id: int,
     eps: float,
+    exact: bool,
+    level: torch.Tensor | None,
     seed: torch.Tensor,
     backend: str,
-) -> Corrupted:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask each position with its row's probability; see :func:`dllm_kernels.corruption.corrupt_uniform`."""
-    if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_corruption import mask_tokens_op
-
-        return mask_tokens_op(input_ids, loss_mask, mask_token_id, eps, seed, backend)
+    check_level(level)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import mask_tokens as kernel
 
-        return kernel(input_ids, loss_mask, mask_token_id, eps, seed)
+        return kernel(input_ids, loss_mask, mask_token_id, eps, exact, level, seed)
     grid = Grid.of(input_ids, None)
-    if on_host(input_ids.device):
-        from dllm_kernels.ops import _corruption_host
 
-        return _corruption_host.mask_tokens(input_ids, loss_mask, mask_token_id, eps, seed, grid)
-    level_bits, bits = _philox.random_bits(seed, grid.B, grid.draw_levels(), grid.draw(_philox.STREAM_SELECT))
-    level = _levels(level_bits, eps)
-    noise = _supervised(_coins(grid, level, bits), loss_mask)
-    return torch.where(noise, mask_token_id, input_ids), noise, grid.spread(level)
+    def body(rows: Rows) -> Change:
+        m = _level(rows, level, eps)
+        return Change(_exactly(rows, m) if exact else _coins(grid, rows, m), mask_token_id, m)
+
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body)
 
 
+@_opaque
 def replace_tokens(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
     vocab_size: int,
     block_size: int | None,
     eps: float,
+    level: torch.Tensor | None,
     seed: torch.Tensor,
     backend: str,
-) -> Corrupted:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Random tokens; see :func:`dllm_kernels.corruption.corrupt_uniform_random`."""
-    if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_corruption import replace_tokens_op
-
-        return replace_tokens_op(input_ids, loss_mask, vocab_size, block_size, eps, seed, backend)
+    check_level(level)
     grid = Grid.of(input_ids, block_size)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import replace_tokens as kernel
 
-        return kernel(input_ids, loss_mask, vocab_size, grid.blocks, grid.size, eps, seed)
-    if on_host(input_ids.device):
-        from dllm_kernels.ops import _corruption_host
+        return kernel(input_ids, loss_mask, vocab_size, grid.blocks, grid.size, eps, level, seed)
 
-        return _corruption_host.replace_tokens(input_ids, loss_mask, vocab_size, eps, seed, grid)
-    streams = (_philox.STREAM_SELECT, _philox.STREAM_TOKEN_HIGH, _philox.STREAM_TOKEN_LOW)
-    draws = (grid.draw_levels(), *(grid.draw(stream) for stream in streams))
-    level_bits, bits, high, low = _philox.random_bits(seed, grid.B, *draws)
-    noise = _supervised(_coins(grid, _levels(level_bits, eps), bits), loss_mask)
-    tokens = grid.flat(_philox.token_from_bits(high, low, vocab_size)).to(input_ids.dtype)
-    return torch.where(noise, tokens, input_ids), noise, _ones(input_ids)
+    def body(rows: Rows) -> Change:
+        m = _level(rows, level, eps)
+        token = _rules.token(rows.words, vocab_size)
+        return Change(_coins(grid, rows, m), token, None if level is None else m)
+
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(whole_words=True), body)
 
 
-def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, backend: str) -> Corrupted:
+@_opaque
+def mask_all(
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask every supervised position; see :func:`dllm_kernels.corruption.corrupt_all_masked`."""
-    if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_corruption import mask_all_op
-
-        return mask_all_op(input_ids, loss_mask, mask_token_id, backend)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import mask_all as kernel
 
         return kernel(input_ids, loss_mask, mask_token_id)
     noise = loss_mask != 0
-    return torch.where(noise, mask_token_id, input_ids), noise, _ones(input_ids)
+    p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    return torch.where(noise, mask_token_id, input_ids), noise, p_mask
 
 
+@_opaque
 def mask_topk(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,
@@ -141,29 +174,88 @@ def mask_topk(
     block_size: int | None,
     eps: float,
     half_life_ratio: float,
+    level: torch.Tensor | None,
     seed: torch.Tensor,
     backend: str,
-) -> Corrupted:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask exactly k positions of a block; see :func:`dllm_kernels.corruption.corrupt_blockwise`."""
-    if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_corruption import mask_topk_op
-
-        return mask_topk_op(input_ids, loss_mask, mask_token_id, block_size, eps, half_life_ratio, seed, backend)
+    check_level(level)
     grid = Grid.of(input_ids, block_size)
     rate = position_rate(half_life_ratio, grid.L if block_size is None else block_size)
     at_least = int(block_size is None)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import mask_topk as kernel
 
-        return kernel(input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, seed)
+        return kernel(input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed)
     if on_host(input_ids.device):
+        from dllm_kernels.ops._corruption_host import topk_of_blocks
+    else:
+        topk_of_blocks = _topk_of_blocks
+
+    def body(rows: Rows) -> Change:
+        m = _level(rows, level, eps)
+        return Change(topk_of_blocks(grid, rows.draws, m, rate, at_least), mask_token_id, m)
+
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body)
+
+
+@_opaque
+def mix_tokens(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    vocab_size: int,
+    mask_prob: torch.Tensor,
+    uniform_prob: torch.Tensor,
+    check: bool,
+    seed: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks and other tokens; see :func:`dllm_kernels.corruption.corrupt_mix`."""
+    if check or input_ids.device.type == "cpu":
+        _check_sum(mask_prob, uniform_prob)
+    if use_triton(backend, input_ids):
+        from dllm_kernels.kernels.corruption import mix_tokens as kernel
+
+        return kernel(input_ids, loss_mask, mask_token_id, vocab_size, mask_prob, uniform_prob, seed)
+    grid = Grid.of(input_ids, None)
+
+    def body(rows: Rows) -> Change:
+        p, q = (rows_of(prob, rows) for prob in (mask_prob, uniform_prob))
+        absorbed, changed = _rules.channels(p, q, _rules.coin_bits(rows.draws))
+        other = _rules.other_token(rows.words, rows.ids, mask_token_id, vocab_size)
+        chosen = absorbed | (changed & (rows.ids != mask_token_id))
+        return Change(chosen, other - (other - mask_token_id) * absorbed, None)
+
+    noisy, noise, _ = _corrupt(input_ids, loss_mask, seed, grid, grid.layout(whole_words=True), body)
+    return noisy, noise
+
+
+@_opaque
+def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) -> torch.Tensor:
+    """The other supervised positions; see :func:`dllm_kernels.corruption.complementary`."""
+    if use_triton(backend, noise_mask):
+        from dllm_kernels.kernels.corruption import complement as kernel
+
+        return kernel(noise_mask, loss_mask)
+    return (loss_mask != 0) & (noise_mask == 0)
+
+
+@_opaque
+def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor, backend: str) -> torch.Tensor:
+    """One level a row; see :func:`dllm_kernels.corruption.sample_level`."""
+    if use_triton(backend, seed):
+        from dllm_kernels.kernels.corruption import sample_level as kernel
+
+        return kernel(B, method, low, high, seed)
+    layout = _philox.Layout(1, 0)
+    if on_host(seed.device):
         from dllm_kernels.ops import _corruption_host
 
-        return _corruption_host.mask_topk(input_ids, loss_mask, mask_token_id, eps, rate, at_least, seed, grid)
-    level_bits, bits = _philox.random_bits(seed, grid.B, grid.draw_levels(), grid.draw(_philox.STREAM_SELECT))
-    level = _levels(level_bits, eps)
-    noise = _supervised(_chosen(grid, level, rate, at_least, bits), loss_mask)
-    return torch.where(noise, mask_token_id, input_ids), noise, grid.spread(level)
+        return _corruption_host.sample_level(B, method, low, high, seed, layout)
+    u = _rules.uniform(_philox.random_bits(seed, B, layout)[0])[:, 0]
+    level: torch.Tensor = _rules.scaled(_rules.coupled(u, torch.arange(B, device=seed.device), method), low, high)
+    return level
 
 
 def position_rate(half_life_ratio: float, size: int) -> float:
@@ -172,43 +264,85 @@ def position_rate(half_life_ratio: float, size: int) -> float:
     return min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
 
 
-def _levels(bits: torch.Tensor, eps: float) -> torch.Tensor:
-    """The m of each block, float32 ``[rows, blocks]``."""
-    return _philox.uniform_from_bits(bits[:, 0]) * (1.0 - eps) + eps
+def check_level(level: torch.Tensor | None) -> None:
+    """Raise where a level lies outside [0, 1]; on a GPU looking would be a host sync."""
+    if level is not None and level.device.type == "cpu":
+        values = level.numpy()
+        if not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(f"level must lie in [0, 1], got values from {values.min()} to {values.max()}")
 
 
-def _coins(grid: Grid, level: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    """``u < m`` for each position, bool ``[rows, L]``.
-
-    With ``u = (2 q + 1) 2^-24`` and ``q = bits >> 9`` that is ``bits < 2^9 ceil(2^23 m - 1/2)``: one comparison.
-    """
-    bound = torch.ceil(level.to(torch.float64) * 2.0**23 - 0.5).to(torch.int64) << 9
-    return grid.flat(bits < bound[..., None])
+def _check_sum(mask_prob: torch.Tensor, uniform_prob: torch.Tensor) -> None:
+    total = mask_prob + uniform_prob
+    if not bool((total <= _rules.MOST).all()):
+        raise ValueError(f"mask_prob + uniform_prob must be at most 1, got up to {float(total.max())}")
 
 
-def number_to_mask(level: torch.Tensor, length: torch.Tensor, at_least: int) -> torch.Tensor:
-    """``round(m length)``, half to even, within [at_least, length]; int64."""
-    k = torch.round(level * length.to(torch.float32)).to(torch.int64)
-    return torch.minimum(k.clamp(min=at_least), length)
+def rows_of(tensor: torch.Tensor, rows: Rows) -> Array:
+    """Some rows of a tensor beside the batch, in the library of the rows."""
+    part = tensor[rows.part]
+    return part if isinstance(rows.draws, torch.Tensor) else part.numpy()
 
 
-def _chosen(grid: Grid, level: torch.Tensor, rate: float, at_least: int, bits: torch.Tensor) -> torch.Tensor:
+def _level(rows: Rows, given: torch.Tensor | None, eps: float) -> Array:
+    """The m of each block, float32 ``[rows, blocks]``, or ``[rows, 1]`` for all blocks of a row."""
+    return _rules.level(rows.levels, eps) if given is None else rows_of(given, rows)
+
+
+def _coins(grid: Grid, rows: Rows, level: Array) -> Array:
+    """``u < m`` for each position."""
+    bits = grid.fold(_rules.coin_bits(rows.draws))
+    return (bits < grid.beside(_rules.coin_bound(level, bits))).reshape(-1, grid.L)
+
+
+def _exactly(rows: Rows, level: Array) -> Array:
+    """Exactly round(m supervised) of the supervised positions, those of the largest draws."""
+    assert rows.supervised is not None
+    length = rows.supervised.sum(1)
+    k = _rules.number_to_mask(level[:, 0], length, (level[:, 0] > 0) * 1)
+    return select_largest(rows.draws, rows.supervised, k)
+
+
+def lengths(grid: Grid) -> list[int]:
+    """Positions of each block of a row."""
+    return [grid.size] * (grid.blocks - 1) + [grid.L - (grid.blocks - 1) * grid.size]
+
+
+def _topk_of_blocks(grid: Grid, draws: torch.Tensor, level: torch.Tensor, rate: float, at_least: int) -> torch.Tensor:
     """The k positions of each block, bool ``[rows, L]``."""
-    last = grid.L - (grid.blocks - 1) * grid.size
-    length = torch.full((grid.blocks,), grid.size, device=level.device)
-    length[-1:] = last
-    k = number_to_mask(level, length, at_least)
-    place = torch.arange(grid.size, device=level.device, dtype=torch.float32)
-    log_w = ((1.0 - level) * rate)[..., None] * place
-    log_w[:, -1, last:] = -torch.inf
-    u = _philox.fine_uniform_from_bits(bits)
-    chosen = select_exact(log_w.view(-1, grid.size), u.reshape(-1, grid.size), k.view(-1))
-    return grid.flat(chosen.view(u.shape))
+    device = draws.device
+    level = level.expand(-1, grid.blocks)
+    length = torch.tensor(lengths(grid), device=device)
+    k = _rules.number_to_mask(level, length, at_least)
+    place = torch.arange(grid.size, device=device)
+    log_w = _rules.log_weights(level[..., None], rate, place.to(torch.float32))
+    log_w = log_w.masked_fill(place >= length[:, None], -torch.inf)
+    room = draws.new_zeros(len(draws), grid.blocks * grid.size)
+    room[:, : grid.L] = draws
+    u = _rules.fine_uniform(room).view(-1, grid.size)
+    chosen = select_exact(log_w.reshape(-1, grid.size), u, k.reshape(-1))
+    return chosen.view(len(draws), -1)[:, : grid.L]
 
 
-def _supervised(chosen: torch.Tensor, loss_mask: torch.Tensor | None) -> torch.Tensor:
-    return chosen if loss_mask is None else chosen & (loss_mask != 0)
+def _corrupt(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    seed: torch.Tensor,
+    grid: Grid,
+    layout: _philox.Layout,
+    body: Callable[[Rows], Change],
+) -> Corrupted:
+    """Draw, run the body on all rows, write the outputs."""
+    if on_host(input_ids.device):
+        from dllm_kernels.ops import _corruption_host
 
-
-def _ones(input_ids: torch.Tensor) -> torch.Tensor:
-    return torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+        return _corruption_host.corrupt(input_ids, loss_mask, seed, grid, layout, body)
+    levels, draws, words = _philox.random_bits(seed, grid.B, layout)
+    supervised = None if loss_mask is None else loss_mask != 0
+    chosen, token, level = body(Rows(slice(None), input_ids, supervised, levels, draws, words))
+    noise = chosen if supervised is None else chosen & supervised
+    p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    if level is not None:
+        grid.fold(p_mask)[...] = grid.beside(level)
+    new = token.to(input_ids.dtype) if isinstance(token, torch.Tensor) else token
+    return torch.where(noise, new, input_ids), noise.contiguous(), p_mask

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dllm_kernels.ops import _philox
+from dllm_kernels.ops import _philox, _rules
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._checks import (
     INT_DTYPES,
@@ -102,47 +102,36 @@ def gumbel_topk_mask(
     if uniform is not None and not (generator is None and seeds is None):
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
-    triton = use_triton(backend, log_w)
     if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_corruption import gumbel_topk_op
+        from dllm_kernels.ops._compiled_corruption import gumbel_topk_mask as op
 
-        counts = torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
-        return gumbel_topk_op(log_w.detach(), counts, uniform, seed, triton)
-    mask: torch.Tensor = _GumbelTopK.apply(log_w, k, uniform, seed, triton)  # type: ignore[no-untyped-call]
-    return mask
+        mask: torch.Tensor = op(log_w.detach(), _counts(k, log_w), uniform, seed, backend)
+        return mask
+    with torch.no_grad():
+        return choose(log_w, k, uniform, seed, backend)
 
 
-def _mask(
-    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None, triton: bool
+def choose(
+    log_w: torch.Tensor,
+    k: torch.Tensor | int,
+    uniform: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    backend: str,
 ) -> torch.Tensor:
-    if triton:
+    """``gumbel_topk_mask`` of checked arguments, the seed drawn."""
+    if use_triton(backend, log_w):
         from dllm_kernels.kernels.gumbel_topk import gumbel_topk_mask as kernel
 
         return kernel(log_w, k, uniform, seed)
-    return _gumbel_topk_torch(log_w, k, uniform, seed)
+    if log_w.numel() == 0:
+        return torch.empty(log_w.shape, dtype=torch.bool, device=log_w.device)
+    if on_host(log_w.device):
+        return _gumbel_topk_host(log_w, _counts(k, log_w), uniform, seed)
+    return _gumbel_topk_torch(log_w, _counts(k, log_w), uniform, seed)
 
 
-class _GumbelTopK(torch.autograd.Function):
-    """The mask, marked as what no gradient flows through."""
-
-    @staticmethod
-    def forward(
-        ctx: torch.autograd.function.FunctionCtx,
-        log_w: torch.Tensor,
-        k: torch.Tensor | int,
-        uniform: torch.Tensor | None,
-        seed: torch.Tensor | None,
-        triton: bool,
-    ) -> torch.Tensor:
-        mask = _mask(log_w, k, uniform, seed, triton)
-        ctx.mark_non_differentiable(mask)
-        return mask
-
-    @staticmethod
-    def backward(
-        ctx: torch.autograd.function.FunctionCtx, *grads: torch.Tensor | None
-    ) -> tuple[None, None, None, None, None]:
-        return None, None, None, None, None
+def _counts(k: torch.Tensor | int, log_w: torch.Tensor) -> torch.Tensor:
+    return torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
 
 
 # Where a given u at or beyond an end of (0, 1) is moved to; -ln u is then about 709 and 1.1e-16.
@@ -156,20 +145,16 @@ def on_host(device: torch.device) -> bool:
 
 
 def _gumbel_topk_torch(
-    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None
+    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
 ) -> torch.Tensor:
     N, D = log_w.shape
-    counts = torch.full((N,), k, device=log_w.device) if isinstance(k, int) else k
-    if on_host(log_w.device) and log_w.numel():
-        return _gumbel_topk_host(log_w, counts, uniform, seed)
     if uniform is None:
         assert seed is not None
-        (bits,) = _philox.random_bits(seed, N, _philox.Draw(_philox.STREAM_SELECT, 1, D))
-        u = _philox.fine_uniform_from_bits(bits[:, 0])
+        u = _rules.fine_uniform(_philox.random_bits(seed, N, _philox.Layout(0, D))[1])
     else:
         u = uniform.to(torch.float64).clamp(MIN_UNIFORM, MAX_UNIFORM)
     never = torch.isnan(log_w) | torch.isnan(u)
-    return select_exact(log_w.masked_fill(never, -torch.inf), u.masked_fill(never, 0.5), counts)
+    return select_exact(log_w.masked_fill(never, -torch.inf), u.masked_fill(never, 0.5), k)
 
 
 def exact_log(x: torch.Tensor) -> torch.Tensor:
@@ -212,13 +197,12 @@ def _gumbel_topk_host(
 ) -> torch.Tensor:
     N, D = log_w.shape
     mask = torch.empty((N, D), dtype=torch.bool, device="cpu")
-    draw = _philox.Draw(_philox.STREAM_SELECT, 1, D)
+    layout = _philox.Layout(0, D)
     for rows in host_slices(N, D):
         part = slice(rows.start, rows.stop)
         if uniform is None:
             assert seed is not None
-            (bits,) = _philox.words_on_host(seed_on_host(seed, part), rows, (draw,))
-            u = fine_uniform(bits[:, 0, :D])
+            u = _rules.fine_uniform(_philox.bits_on_host(seed, rows, layout)[1])
         else:
             u = uniform.detach()[part].to(torch.float64).numpy().clip(MIN_UNIFORM, MAX_UNIFORM)
         weights = log_w.detach()[part].to(torch.float64).numpy()
@@ -236,16 +220,31 @@ def host_slices(rows: int, columns: int) -> list[range]:
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def seed_on_host(seed: torch.Tensor, part: slice) -> npt.NDArray[np.uint64]:
-    """The seed of some rows, the shared one or theirs, as numpy wants it."""
-    return (seed if seed.dim() == 0 else seed[part]).numpy().view(np.uint64)
+def select_largest(draws: Any, choosable: Any, k: Any) -> Any:
+    """The k largest draws among the choosable ones of each row, the lower index first among equals.
 
+    Args:
+        draws: ``[N, D]``, a tensor or a numpy array of integers below 2^32.
+        choosable: bool ``[N, D]``.
+        k: integer ``[N]``, at most the number of choosable ones.
 
-def fine_uniform(bits: npt.NDArray[np.uint64]) -> _Array:
-    """``_philox.fine_uniform_from_bits`` in numpy."""
-    u = bits.view(np.int64) + 0.5  # numpy converts int64 several times as fast as uint64
-    u *= 2.0**-32
-    return u
+    Returns:
+        bool ``[N, D]``.
+    """
+    N, D = draws.shape
+    if isinstance(draws, torch.Tensor):
+        key = draws.masked_fill(~choosable, -1)
+        order = torch.sort(key, dim=1, descending=True, stable=True).indices
+        first = torch.arange(D, device=draws.device) < k[:, None]
+        return torch.zeros_like(first).scatter_(1, order, first)
+    key = draws.astype(np.int64)
+    key *= D
+    key += np.arange(D - 1, -1, -1)  # no two keys are equal
+    key[~choosable] = -1
+    ordered = np.empty((N, D + 1), np.int64)
+    ordered[:, :D], ordered[:, D] = key, np.iinfo(np.int64).max
+    ordered.sort(axis=1)
+    return key >= ordered[np.arange(N), D - k][:, None]
 
 
 def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) -> _Array:

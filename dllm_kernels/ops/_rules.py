@@ -1,0 +1,115 @@
+r"""The arithmetic of corruption, written once for torch tensors and for numpy arrays; the kernels hold it once more.
+
+    level      m = fl(fl((1 - eps) u) + eps)                    float32, one a block
+    coin       u < m                                            one a position
+    weight     log w_i = fl(fl(rate (1 - m)) i),  rate = ln 2 / (half_life_ratio size)              float32
+    count      k = round(fl(m length)), half to even, clamped
+
+fl(.) is rounding to float32: every step by itself, never contracted, so that all devices agree. Draws are 32 random bits,
+in int64 (torch) or uint32 (numpy); words 64, in int64. ``_philox`` says which belong to which place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from dllm_kernels.ops._philox import COIN_BITS, TOKEN_BITS
+
+#: A torch.Tensor or a numpy.ndarray; a function gives back what it is given.
+Array = Any
+
+
+def _library(x: Array) -> Any:
+    return torch if isinstance(x, torch.Tensor) else np
+
+
+def _cast(x: Array, dtype: str) -> Array:
+    return x.to(getattr(torch, dtype)) if isinstance(x, torch.Tensor) else x.astype(dtype)
+
+
+def uniform(draws: Array) -> Array:
+    """Coins and levels: ``(2 q + 1) 2^-24``, q the high 23 bits; float32, exact, strictly inside (0, 1)."""
+    return _cast((draws >> 8) | 1, "float32") * 2.0**-24
+
+
+def fine_uniform(draws: Array) -> Array:
+    """Gumbel noise: ``(2 draw + 1) 2^-33``, float64, exact, strictly inside (0, 1)."""
+    return (_cast(draws, "float64") + 0.5) * 2.0**-32
+
+
+def level(draws: Array, eps: float) -> Array:
+    """The m of each block from its draw, float32."""
+    return uniform(draws) * (1.0 - eps) + eps
+
+
+def coin_bits(draws: Array) -> Array:
+    """The q of each position's coin."""
+    return draws >> (32 - COIN_BITS)
+
+
+def coin_bound(level: Array, bits: Array) -> Array:
+    """``u < m`` is ``q < ceil(2^23 m - 1/2)``: one comparison of integers, of the type of ``bits``."""
+    bound = _library(level).ceil(level * 2.0**COIN_BITS - 0.5).clip(0.0)
+    return bound.to(bits.dtype) if isinstance(bound, torch.Tensor) else bound.astype(bits.dtype)
+
+
+def token(words: Array, n: int) -> Array:
+    """One of n tokens, at most 2^31, by the low 41 bits of a word: ``floor(r n / 2^41)``, int64."""
+    r = words & ((1 << TOKEN_BITS) - 1)
+    if n <= 1 << 22:  # the product is below 2^63
+        return (r * n) >> TOKEN_BITS
+    return ((r >> 9) * n + (((r & 511) * n) >> 9)) >> 32
+
+
+def number_to_mask(level: Array, length: Array, at_least: Array | int) -> Array:
+    """``round(m length)``, half to even, within [at_least, length]; int64."""
+    xp = _library(level)
+    k = _cast(xp.round(level * _cast(length, "float32")), "int64")
+    return xp.minimum(k.clip(at_least), length)
+
+
+def log_weights(level: Array, rate: float, place: Array) -> Array:
+    """The bias towards the later places of a block."""
+    return ((1.0 - level) * rate) * place
+
+
+def channels(mask_prob: Array, uniform_prob: Array, bits: Array) -> tuple[Array, Array]:
+    """Which positions take MASK, and which those and a token besides; none of a row whose sum is over 1 + 1e-5.
+
+    ``u < mask_prob`` and ``u < mask_prob + uniform_prob``, summed in float32.
+    """
+    xp, total = _library(mask_prob), mask_prob + uniform_prob
+    mask_prob, total = (xp.where(total <= MOST, p, 0.0) for p in (mask_prob, total))
+    absorbed = bits < coin_bound(mask_prob, bits)
+    return absorbed, absorbed | (bits < coin_bound(total, bits))
+
+
+#: The largest sum of two probabilities that passes for 1, float32.
+MOST = float(np.float32(1.0 + 1e-5))
+
+
+def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> Array:
+    """A token that is neither MASK nor the one there: one of ``vocab_size - 2``, moved past both."""
+    found = token(words, vocab_size - 2)
+    found = found + (found >= ids.clip(max=mask_token))
+    return found + (found >= ids.clip(mask_token))
+
+
+def coupled(u: Array, row: Array, method: str) -> Array:
+    """Levels in [0, 1) of a batch from one u a row, float32; see :func:`dllm_kernels.corruption.sample_level`."""
+    if method == "uniform":
+        return u
+    xp = _library(u)
+    if method == "antithetic":
+        first = u[row - row % 2]
+        return xp.where(row % 2 == 1, 1.0 - first, first)
+    x = _cast(u[:1], "float64") + _cast(row, "float64") / len(row)
+    return _cast(x - xp.floor(x), "float32").clip(max=1.0 - 2.0**-24)  # which rounding may have made 1
+
+
+def scaled(x: Array, low: float, high: float) -> Array:
+    """``low + (high - low) x``, float32, never past ``high``."""
+    return (x * (high - low) + low).clip(max=high)
