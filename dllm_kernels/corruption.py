@@ -492,6 +492,8 @@ def _check_fits(name: str, token: int, input_ids: torch.Tensor) -> None:
 
 
 def _checked_real(name: str, value: object) -> float:
+    if type(value) is float:
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
     return float(value)

@@ -63,12 +63,12 @@ def _put(ids: Array, noise: Array, token: Array | int, out: Array) -> None:
 
 def topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:
     """``corruption._topk_of_blocks``."""
-    length = np.array(lengths(grid))
-    k = np.broadcast_to(_rules.number_to_mask(level, length, at_least), (len(draws), grid.blocks))
+    length = np.array([grid.size] if grid.even else lengths(grid))
+    if level.shape[1] < grid.blocks:
+        level = level.repeat(grid.blocks, axis=1)
+    k = _rules.number_to_mask(level, length, at_least)
     log_w = _rules.log_weights(level[..., None], rate, np.arange(grid.size, dtype=np.float32))
-    log_w = np.broadcast_to(log_w, (len(draws), grid.blocks, grid.size))
     if not grid.even:
-        log_w = log_w.copy()
         log_w[:, -1, length[-1] :] = -np.inf
         room = np.zeros((len(draws), grid.blocks * grid.size), np.uint32)
         room[:, : grid.L] = draws

@@ -144,9 +144,11 @@ _local = threading.local()
 
 def _stream(seed: int, counter: int) -> Any:
     """NumPy's generator of the words from a counter on; one a thread, for a state is set in a fifth of making one."""
-    if not hasattr(_local, "philox"):
-        _local.philox = np.random.Philox(0)
-    _local.philox.state = {
+    try:
+        philox = _local.philox
+    except AttributeError:
+        philox = _local.philox = np.random.Philox(0)
+    philox.state = {
         "bit_generator": "Philox",
         "state": {"counter": (counter - 1, 0, 0, 0), "key": (seed & _MASK64, 0)},
         "buffer": (0, 0, 0, 0),
@@ -154,26 +156,25 @@ def _stream(seed: int, counter: int) -> Any:
         "has_uint32": 0,
         "uinteger": 0,
     }
-    return _local.philox
+    return philox
 
 
 def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
     """``random_bits`` of some rows by NumPy: uint32 draws, int64 words."""
-    size = 4 * layout.stride
+    before, stride = layout.before, layout.stride
     if seed.dim() == 0:
-        first = ZERO - layout.before + rows.start * layout.stride
-        words = _stream(int(seed), first).random_raw((len(rows), size))
+        first = ZERO - before + rows.start * stride
+        words = _stream(int(seed), first).random_raw((len(rows), 4 * stride))
     else:
-        words = np.empty((len(rows), size), np.uint64)
+        words = np.empty((len(rows), 4 * stride), np.uint64)
         for row, key in zip(words, seed[rows.start : rows.stop].tolist(), strict=True):
-            row[:] = _stream(key, ZERO - layout.before).random_raw(size)
+            row[:] = _stream(key, ZERO - before).random_raw(4 * stride)
     draws = words.view(np.uint32)  # the low half first, as memory has it wherever torch runs
-    levels = draws[:, : 8 * layout.before][:, ::-1][:, : layout.levels]
-    draws = draws[:, 8 * layout.before :]
+    levels = draws[:, : 8 * before][:, ::-1][:, : layout.levels]
     if layout.whole_words:
-        whole = words[:, 4 * layout.before :][:, : layout.positions].view(np.int64)
-        return levels, draws[:, 1::2][:, : layout.positions], whole
-    return levels, draws[:, : layout.positions], None
+        whole = words[:, 4 * before : 4 * before + layout.positions].view(np.int64)
+        return levels, draws[:, 8 * before + 1 :: 2][:, : layout.positions], whole
+    return levels, draws[:, 8 * before : 8 * before + layout.positions], None
 
 
 def resolve_seed(

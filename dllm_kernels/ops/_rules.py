@@ -52,7 +52,7 @@ def coin_bits(draws: Array) -> Array:
 
 def coin_bound(level: Array, bits: Array) -> Array:
     """``u < m`` is ``q < ceil(2^23 m - 1/2)``: one comparison of integers, of the type of ``bits``."""
-    bound = _library(level).ceil(level * 2.0**COIN_BITS - 0.5).clip(0.0)
+    bound = _library(level).ceil(level * 2.0**COIN_BITS - 0.5)
     return bound.to(bits.dtype) if isinstance(bound, torch.Tensor) else bound.astype(bits.dtype)
 
 
@@ -82,7 +82,8 @@ def channels(mask_prob: Array, uniform_prob: Array, bits: Array) -> tuple[Array,
     ``u < mask_prob`` and ``u < mask_prob + uniform_prob``, summed in float32.
     """
     xp, total = _library(mask_prob), mask_prob + uniform_prob
-    mask_prob, total = (xp.where(total <= MOST, p, 0.0) for p in (mask_prob, total))
+    # Rounding may have made a little less than 0 of a probability, which as an unsigned bound would be everything.
+    mask_prob, total = (xp.where(total <= MOST, p, 0.0).clip(0.0) for p in (mask_prob, total))
     absorbed = bits < coin_bound(mask_prob, bits)
     return absorbed, absorbed | (bits < coin_bound(total, bits))
 

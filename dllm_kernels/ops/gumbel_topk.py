@@ -37,9 +37,12 @@ from dllm_kernels.ops._checks import (
     check_tensor,
 )
 
-# Measured best of 2^14 to 2^18 on an EPYC 7003 at [64, 4096]: less pays numpy's cost a call too often, more leaves the
-# second-level cache.
-_SLICE = 1 << 16
+# Measured best of 2^12 to 2^18 on two AMD EPYC cores at [64, 4096]: less pays numpy's cost a call too often, more leaves the
+# second-level cache and has the system take back the memory of every temporary, a page fault for each 4 KB of the next.
+_SLICE = 1 << 15
+
+# Up to here two float64 logarithms of numpy's take less than torch's calls cost.
+_SHORT = 4096
 
 _LOWEST = np.finfo(np.float32).min
 
@@ -196,22 +199,22 @@ def _gumbel_topk_host(
     log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
 ) -> torch.Tensor:
     N, D = log_w.shape
-    mask = torch.empty((N, D), dtype=torch.bool, device="cpu")
+    mask = np.empty((N, D), np.bool_)
     layout = _philox.Layout(0, D)
     for rows in host_slices(N, D):
         part = slice(rows.start, rows.stop)
-        if uniform is None:
-            assert seed is not None
+        if seed is not None:
             u = _rules.fine_uniform(_philox.bits_on_host(seed, rows, layout)[1])
         else:
+            assert uniform is not None
             u = uniform.detach()[part].to(torch.float64).numpy().clip(MIN_UNIFORM, MAX_UNIFORM)
         weights = log_w.detach()[part].to(torch.float64).numpy()
         never = np.isnan(weights) | np.isnan(u)
         if never.any():
             weights, u = np.where(never, -np.inf, weights), np.where(never, 0.5, u)
         largest = float(np.abs(weights[np.isfinite(weights)]).max(initial=0.0))
-        mask.numpy()[part] = select_on_host(weights, u, k[part].numpy(), largest)
-    return mask
+        mask[part] = select_on_host(weights, u, k[part].numpy(), largest)
+    return torch.from_numpy(mask)
 
 
 def host_slices(rows: int, columns: int) -> list[range]:
@@ -252,18 +255,26 @@ def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) ->
 
     ``largest`` bounds the finite log-weights' absolute values.
     """
-    # ln u in float64, for near u = 1 float32 would leave nothing of it; torch's log is vectorised, numpy's is not.
-    exponential = torch.log(torch.from_numpy(uniform)).neg_()
-    with np.errstate(over="ignore"):  # an overflow makes the row unsure
-        score = log_w.astype(np.float32, copy=False) - exponential.to(torch.float32).log_().numpy()
-    kth, below = _boundary(score, k)
-    chosen: _Array = score >= np.maximum(kth, _LOWEST)[:, None]
-    unsure = _unsure(kth, below, largest)
+    with np.errstate(invalid="ignore", over="ignore"):  # an overflow or a NaN makes the row unsure
+        score = log_w.astype(np.float32, copy=False) - _log_exponential(uniform)
+        kth, below = _boundary(score, k)
+        chosen: _Array = score >= np.maximum(kth, _LOWEST)[:, None]
+        unsure = _unsure(kth, below, largest)
     if unsure.any():
         rows = unsure.nonzero()[0]
         parts = (torch.from_numpy(part[rows]) for part in (log_w, uniform, k))
         chosen[rows] = select_exact(*parts).numpy()
     return chosen
+
+
+def _log_exponential(uniform: _Array) -> _Array:
+    """``ln(-ln u)``, float32; ``ln u`` in float64, for near u = 1 float32 would leave nothing of it."""
+    if uniform.size <= _SHORT:
+        double: _Array = np.log(-np.log(uniform)).astype(np.float32)
+        return double
+    # torch's logarithm is vectorised on every processor, numpy's only on some.
+    found: _Array = torch.log(torch.from_numpy(uniform)).neg_().to(torch.float32).log_().numpy()
+    return found
 
 
 def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
@@ -273,9 +284,8 @@ def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
     of the log-weight, of -ln u (2^-24 after the logarithm), of the logarithm (2 ulp) and of the difference, err by less
     than 2^-22 (1 + |t| + largest). Twice that for two scores, and twice again to be safe.
     """
-    with np.errstate(invalid="ignore", over="ignore"):
-        # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
-        safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))
+    # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
+    safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))
     unsure: _Array = ~safe
     return unsure
 
