@@ -20,8 +20,8 @@ from dllm_kernels import corruption
 VOCAB = 126_464
 MASK_TOKEN = 126_336
 BYTES_A_POSITION = 8 + 1 + 8 + 1 + 4
-# The batch that a CPU run is judged by.
-BAR = MaskShape(64, 4096, 32)
+# The batches that a CPU run is judged by.
+BARS = (MaskShape(64, 4096, 32), MaskShape(64, 4096, None))
 # The plain code walks over blocks in Python: seconds a call on anything larger.
 LARGEST_PLAIN = 2048
 
@@ -44,7 +44,14 @@ def routines(package: Any, block_size: int | None, **options: Any) -> dict[str, 
     if block_size is None:
         found["uniform"] = lambda ids, mask: package.corrupt_uniform(ids, mask, MASK_TOKEN, **options)
         found["all_masked"] = lambda ids, mask: package.corrupt_all_masked(ids, mask, MASK_TOKEN, **options)
+        found["mix"] = lambda ids, mask: package.corrupt_mix(
+            ids, mask, MASK_TOKEN, VOCAB, mask_prob=_of_row(ids, 0.4), uniform_prob=_of_row(ids, 0.2), **options
+        )
     return found
+
+
+def _of_row(ids: torch.Tensor, probability: float) -> torch.Tensor:
+    return torch.full((len(ids),), probability, device=ids.device)
 
 
 def implementations(shape: MaskShape, backend: str) -> dict[str, dict[str, Routine]]:
@@ -76,7 +83,7 @@ def main(argv: list[str]) -> int:
     """Print the table and write the JSON."""
     options = parse(arguments("corruption", __doc__), argv)
     measured = ceilings(options.device, options.dtype, options.size)
-    shapes = [*MASKS[options.size], *([BAR] if options.size == "small" else [])]
+    shapes = [*MASKS[options.size], *(BARS if options.size == "small" else ())]
     results = [r for shape in shapes for r in run_shape(shape, options, measured["copy_bytes_per_s"])]
     names = {result.name: None for result in results}
     report(results, options, baseline=peers.baseline(names), measured_ceilings=measured)

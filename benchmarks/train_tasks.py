@@ -129,7 +129,7 @@ class Diffusion(Task):
         return LanguageModel(self.size)
 
     def batch(self, ids: torch.Tensor, seed: int) -> Batch:
-        found = self._corrupt("corrupt_uniform", ids, seed)
+        found = self._corrupt("corrupt_uniform", ids, seed, level=self._levels(len(ids), seed))
         return Batch(ids, *found, starts=ids[:, :0])
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
@@ -172,8 +172,19 @@ class Diffusion(Task):
     def _masks(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
         return batch.ids, batch.noise_mask, batch.p_mask, batch.supervised, batch.ids.numel()
 
+    def _levels(self, B: int, seed: int) -> torch.Tensor:
+        """Stratified ones, so that no batch is easier than another by the draw of its levels, each at least 0.001."""
+        generator = torch.Generator().manual_seed(seed)
+        if self.options.corruption == "ours":
+            from dllm_kernels import sample_level
+
+            levels = sample_level(B, method="stratified", low=1e-3, generator=generator)
+        else:
+            levels = reference.sample_level(B, "stratified", 1e-3, generator=generator).float()
+        return levels.to(self.device)
+
     def _corrupt(
-        self, routine: str, ids: torch.Tensor, seed: int, **more: int
+        self, routine: str, ids: torch.Tensor, seed: int, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """By the routine of that name: ours draws row by row from seeds, the reference from a generator."""
         supervised = torch.ones_like(ids, dtype=torch.bool)

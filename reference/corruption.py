@@ -287,8 +287,9 @@ def corrupt_mix(
             if u[b, i] < p:
                 noisy[b, i], noise_mask[b, i] = mask_token_id, True
             elif u[b, i] < both and clean != mask_token_id:
-                others = [v for v in range(vocab_size) if v not in (clean, mask_token_id)]
-                noisy[b, i], noise_mask[b, i] = others[int(tokens[b, i])], True
+                every = torch.arange(vocab_size)
+                others = every[(every != clean) & (every != mask_token_id)]
+                noisy[b, i], noise_mask[b, i] = others[tokens[b, i]], True
     return noisy, noise_mask
 
 

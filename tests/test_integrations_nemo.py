@@ -121,6 +121,22 @@ def test_names_in_imported_recipes_are_replaced(steps):
     } <= steps["held"].keys()
 
 
+def test_the_two_channel_corruption_of_a_strategy_is_ours(strategy):
+    """As SCDD's strategy calls it; the original refuses the same sums."""
+    original = strategy.corrupt_mix
+    integration.patch()
+    assert strategy.corrupt_mix is dllm_kernels.corrupt_mix
+    ids, loss_mask = torch.arange(60).view(2, 30), torch.ones(2, 30)
+    keywords = {"mask_prob": torch.tensor([0.3, 0.0]), "uniform_prob": torch.tensor([0.3, 0.0])}
+    for routine in (strategy.corrupt_mix, original):
+        noisy, noise = routine(ids, loss_mask, 99, 100, generator=torch.Generator().manual_seed(1), **keywords)
+        assert (noisy.dtype, noise.dtype, noisy.shape, noise.shape) == (ids.dtype, torch.bool, ids.shape, ids.shape)
+        assert torch.equal(noise, noisy != ids)
+        assert noise.any(1).tolist() == [True, False]
+        with pytest.raises(ValueError, match="mask_prob"):
+            routine(ids, loss_mask, 99, 100, mask_prob=torch.ones(2), uniform_prob=torch.full((2,), 0.1))
+
+
 # Replacing and restoring ----------------------------------------------------------------------------------------------
 
 
@@ -172,8 +188,8 @@ def test_names_can_be_left_alone(strategy):
     assert ("corrupt_uniform", "excluded") in report.kept
     with pytest.raises(RuntimeError, match=r"patched already, with exclude=\['corrupt_blockwise', 'corrupt_uniform'\]"):
         integration.patch()
-    with pytest.raises(ValueError, match=r"exclude must hold names among .*, got \['corrupt_mix'\]"):
-        integration.patch(exclude=["corrupt_mix"])
+    with pytest.raises(ValueError, match=r"exclude must hold names among .*, got \['scdd_schedule'\]"):
+        integration.patch(exclude=["scdd_schedule"])
 
 
 def constructor(self, fp32_upcast=True):

@@ -1,5 +1,6 @@
 """A Hugging Face Trainer with the loss in the LM head trains as one with the same loss from logits."""
 
+import functools
 import importlib.util
 import os
 import runpy
@@ -103,6 +104,23 @@ def test_noise_of_a_seed_does_not_depend_on_the_batch():
     assert torch.equal(alone["labels"][0], together["labels"][1])
     assert torch.equal(alone["input_ids"][0], together["input_ids"][1])
     assert not torch.equal(together["labels"][0], together["labels"][1])
+
+
+def test_a_level_sampler_gives_the_levels():
+    sampler = functools.partial(dllm_kernels.sample_level, method="stratified", low=0.2)
+    for options in ({"seed_field": "seed"}, {}, {"generator": torch.Generator().manual_seed(3)}):
+        collator = MaskedDiffusionCollator(99, level=sampler, **options)
+        labels = collator([sample(200, seed) for seed in range(4)])["labels"]
+        _, noise, p, _ = unpack_labels(labels)
+        levels = torch.stack([row[at].unique() for row, at in zip(p, noise, strict=True)])[:, 0].double()
+        strata = (levels - 0.2) / 0.8 * 4
+        assert sorted(strata.floor().tolist()) == [0, 1, 2, 3]
+        assert levels.min() >= 0.2
+    # and under seeds they are the sampler's own
+    fixed = MaskedDiffusionCollator(99, level=sampler, seed_field="seed")([sample(200, seed) for seed in range(4)])
+    expected = sampler(4, seeds=torch.arange(4))
+    _, noise, p, _ = unpack_labels(fixed["labels"])
+    assert torch.equal(p[noise], expected[:, None].expand_as(p)[noise])
 
 
 # Noise ----------------------------------------------------------------------------------------------------------------

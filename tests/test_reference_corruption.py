@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from reference import corrupt_all_masked, corrupt_blockwise, corrupt_uniform, corrupt_uniform_random
+from reference import (
+    complementary,
+    corrupt_all_masked,
+    corrupt_blockwise,
+    corrupt_mix,
+    corrupt_uniform,
+    corrupt_uniform_random,
+    sample_level,
+)
 
 M = 99
 MASK_DTYPES = [torch.bool, torch.int64, torch.float32]
@@ -247,3 +255,64 @@ def test_no_mask_supervises_everything(routine):
     everything = routine(ids(2, 8), torch.ones(2, 8), torch.Generator().manual_seed(0))
     no_mask = routine(ids(2, 8), None, torch.Generator().manual_seed(0))
     assert all(a.equal(b) for a, b in zip(everything, no_mask, strict=True))
+
+
+# The caller's level, exact counts, samplers, complements
+
+
+def test_a_given_level_is_used_as_it_is():
+    out = corrupt_uniform(
+        ids(2, 3),
+        None,
+        M,
+        0.5,
+        level=torch.tensor([0.2, 0.0]),
+        uniform=torch.tensor([[0.1, 0.2, 0.3], [0.0, 0.1, 0.2]]),
+    )
+    assert out.noise_mask.tolist() == [[True, False, False], [False] * 3]
+    torch.testing.assert_close(out.p_mask, torch.tensor([[0.2] * 3, [0.0] * 3]))
+    blocks = corrupt_blockwise(ids(1, 5), None, M, 3, 0.5, level=torch.tensor([[1.0, 0.5]]))
+    assert blocks.noise_mask[0].sum() == 3 + 1
+    assert blocks.p_mask.tolist() == [[1.0, 1.0, 1.0, 0.5, 0.5]]
+    tokens = corrupt_uniform_random(ids(1, 4), None, 9, 2, level=torch.tensor([[1.0, 0.0]]))
+    assert masked(tokens) == [0, 1]
+    assert tokens.p_mask.tolist() == [[1.0, 1.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize(("level", "count"), [(0.0, 0), (0.1, 1), (0.5, 2), (0.7, 3), (1.0, 4)])
+def test_exact_masks_the_rounded_share_of_the_supervised_by_the_largest_draws(level, count):
+    supervised = torch.tensor([[1, 0, 1, 1, 1]])
+    u = torch.tensor([[0.3, 0.99, 0.5, 0.5, 0.1]])  # the ranking is 2, 3, 0, 4
+    out = corrupt_uniform(ids(1, 5), supervised, M, level=torch.tensor([level]), exact=True, uniform=u)
+    assert masked(out) == sorted([2, 3, 0, 4][:count])
+
+
+def test_exact_masks_none_where_none_is_supervised():
+    out = corrupt_uniform(ids(1, 3), torch.zeros(1, 3), M, level=torch.tensor([0.9]), exact=True)
+    assert masked(out) == []
+
+
+def test_levels_by_hand():
+    u = torch.tensor([0.25, 0.5, 0.75, 0.0])
+    assert sample_level(4, uniform=u).tolist() == u.tolist()
+    assert sample_level(4, "antithetic", uniform=u).tolist() == [0.25, 0.75, 0.75, 0.25]
+    assert sample_level(4, "stratified", uniform=u).tolist() == [0.25, 0.5, 0.75, 0.0]
+    assert sample_level(4, "stratified", 0.5, 1.0, uniform=u).tolist() == [0.625, 0.75, 0.875, 0.5]
+
+
+def test_complementary_by_hand():
+    noise, supervised = torch.tensor([[1, 0, 0, 1]]), torch.tensor([[1, 1, 0, 0]])
+    assert complementary(noise, supervised).tolist() == [[False, True, False, False]]
+
+
+def test_mix_by_hand():
+    # u: MASK below 0.3, another token below 0.8. Of 5 tokens the others of 1 beside MASK = 4 are 0, 2, 3
+    clean = torch.tensor([[1, 1, 1, 1, 1, 4, 4]])
+    u = torch.tensor([[0.29, 0.3, 0.79, 0.8, 0.1, 0.2, 0.5]])
+    supervised = torch.tensor([[1, 1, 1, 1, 0, 1, 1]])
+    noisy, noise = corrupt_mix(
+        clean, supervised, 4, 5, mask_prob=torch.tensor([0.3]), uniform_prob=torch.tensor([0.5]),
+        uniform=u, tokens=torch.tensor([[0, 0, 2, 0, 0, 0, 0]]),
+    )  # fmt: skip
+    assert noisy.tolist() == [[4, 0, 3, 1, 1, 4, 4]]
+    assert noise.tolist() == [[True, True, True, False, False, True, False]]

@@ -56,6 +56,7 @@ HOMES = {
         "corrupt_blockwise",
         "corrupt_uniform_random",
         "corrupt_all_masked",
+        "corrupt_mix",
     ),
     "components.datasets.dllm.collate": ("DLLMCollator",),
 }

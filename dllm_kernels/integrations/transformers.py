@@ -102,6 +102,9 @@ class MaskedDiffusionCollator:
         rank: sets apart the processes that draw alike otherwise; those that load the same samples (tensor parallelism) must
             be given the same, which the mixin does. None: the rank in the process group, else the environment variable
             ``RANK``, else 0.
+        level: a sampler of levels, such as ``functools.partial(sample_level, method="stratified", low=1e-3)``: called with the
+            number of rows and ``seeds=`` or ``generator=``, what it returns is passed to ``corrupt``. None: ``corrupt`` draws
+            its own. One that couples the rows takes the batch into account, so that a sample's noise depends on it.
         **options: passed on to ``corrupt`` (``eps``, ``block_size``, ...). A ``generator`` among them is drawn from as it
             is: seed it for each rank, and have no workers, which would hold copies of it.
 
@@ -117,6 +120,7 @@ class MaskedDiffusionCollator:
         *,
         seed_field: str | None = None,
         rank: int | None = None,
+        level: Callable[..., torch.Tensor] | None = None,
         **options: Any,
     ) -> None:
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
@@ -126,6 +130,7 @@ class MaskedDiffusionCollator:
         self.corrupt = corrupt
         self.seed_field = seed_field
         self.rank = rank
+        self.level = level
         self.options = options
         self._epoch = _shared_zero()
         self._generator: tuple[int, torch.Generator] | None = None
@@ -159,7 +164,10 @@ class MaskedDiffusionCollator:
                 )
         batch = self.collate(samples)
         ids, loss_mask = batch["input_ids"], batch["loss_mask"]
-        noisy, noise, p = self.corrupt(ids, loss_mask, self.mask_token_id, seeds=self._seeds(samples), **self.options)
+        drawn = {"seeds": self._seeds(samples), **self.options}
+        if self.level is not None:
+            drawn["level"] = self.level(len(ids), seeds=drawn["seeds"], generator=drawn.get("generator"))
+        noisy, noise, p = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
         labels = pack_labels(ids, loss_mask, noise, p)
         return {"input_ids": noisy, "attention_mask": batch["attention_mask"], "labels": labels}
 
