@@ -168,3 +168,67 @@ def test_random_tokens_are_placed_at_the_rate_of_their_block():
     # Integrating Binomial(16, t) over t uniform in [0, 1] gives every count the probability 1/17.
     counts = torch.bincount(k, minlength=17).double()
     assert chi_square_p(counts, torch.full_like(counts, k.numel() / 17)) > P
+
+
+def test_exact_sets_are_equally_likely():
+    """Two of the six supervised positions: each of the 15 pairs as often."""
+    N = 30_000
+    ids = torch.zeros(N, 8, dtype=torch.int64)
+    loss_mask = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1], dtype=torch.bool).expand(N, -1)
+    level = torch.full((N,), 0.35)  # round(2.1)
+    generator = torch.Generator().manual_seed(8)
+    noise = corruption.corrupt_uniform(ids, loss_mask, 1, level=level, exact=True, generator=generator)[1]
+    assert (noise.sum(1) == 2).all()
+    code = (noise * 2 ** torch.arange(8)).sum(1)
+    pairs = [2**a + 2**b for a, b in itertools.combinations([0, 1, 3, 4, 6, 7], 2)]
+    counts = torch.tensor([float((code == pair).sum()) for pair in pairs], dtype=torch.float64)
+    assert counts.sum() == N
+    assert chi_square_p(counts, torch.full_like(counts, N / len(pairs))) > P
+
+
+@pytest.mark.parametrize("vocab_size", [5, 100])
+def test_mix_splits_at_its_rates_and_other_tokens_are_uniform(vocab_size):
+    B, L, clean, mask_token = 400, 500, 2, 1
+    ids = torch.full((B, L), clean)
+    p, q = torch.full((B,), 0.3), torch.linspace(0.1, 0.6, B)
+    generator = torch.Generator().manual_seed(9)
+    noisy, noise = corruption.corrupt_mix(
+        ids, ids > 0, mask_token, vocab_size, mask_prob=p, uniform_prob=q, generator=generator
+    )
+    absorbed, moved = noisy == mask_token, noise & (noisy != mask_token)
+    for found, rate in ((absorbed, p), (moved, q)):
+        rate = rate.double()[:, None]
+        score = (found.double() - rate).sum() / (rate * (1 - rate) * L).sum().sqrt()
+        assert abs(float(score)) < Z
+    counts = torch.bincount(noisy[moved], minlength=vocab_size).double()
+    assert counts[clean] == counts[mask_token] == 0
+    others = torch.tensor([v for v in range(vocab_size) if v not in (clean, mask_token)])
+    assert chi_square_p(counts[others], torch.full((len(others),), float(moved.sum()) / len(others)).double()) > P
+
+
+@pytest.mark.parametrize("method", ["uniform", "antithetic", "stratified"])
+def test_each_sampled_level_is_uniform(method):
+    """Whatever couples the rows of a batch, a row alone has the uniform distribution."""
+    seeds = range(3000)
+    batches = [corruption.sample_level(4, method=method, seeds=torch.full((4,), seed)) for seed in seeds]
+    if method == "uniform":  # four equal seeds would be four equal levels
+        batches = [corruption.sample_level(4, seeds=4 * seed + torch.arange(4)) for seed in seeds]
+    for row in torch.stack(batches).double().unbind(1):
+        counts = torch.histc(row, 20, 0, 1)
+        assert chi_square_p(counts, torch.full_like(counts, len(row) / 20)) > P
+
+
+def test_stratified_levels_have_a_mean_that_hardly_varies():
+    """The mean of B uniform levels has variance 1 / (12 B); of stratified ones 1 / (12 B^2), u being the only draw."""
+    B = 8
+
+    def variance(method):
+        means = [
+            corruption.sample_level(B, method=method, generator=torch.Generator().manual_seed(seed)).double().mean()
+            for seed in range(2000)
+        ]
+        return float(torch.stack(means).var())
+
+    # The relative standard deviation of a variance of 2,000 means is at most 0.04 here: 6.5 of them are 0.26.
+    assert abs(variance("uniform") * 12 * B - 1) < 0.26
+    assert abs(variance("stratified") * 12 * B**2 - 1) < 0.26
