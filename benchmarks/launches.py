@@ -16,7 +16,13 @@ import torch
 from benchmarks.mock_gpu import MockGPU, Specimen
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
-from dllm_kernels.corruption import corrupt_all_masked, corrupt_blockwise, corrupt_uniform, corrupt_uniform_random
+from dllm_kernels.corruption import (
+    corrupt_all_masked,
+    corrupt_blockwise,
+    corrupt_mix,
+    corrupt_uniform,
+    corrupt_uniform_random,
+)
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REAL_LOGITS = (LLADA_SHORT.batch, LLADA_SHORT.length, LLADA_SHORT.vocab)
@@ -42,6 +48,10 @@ def real() -> Iterator[Call]:
     for routine in (corrupt_uniform, corrupt_all_masked, corrupt_uniform_random):
         yield partial(corrupt, routine, 8, 4096)
     yield partial(corrupt, corrupt_uniform_random, 8, 4096, block_size=32)
+    yield partial(mix, 8, 4096)
+    for options in ({}, {"exact": True}):
+        yield partial(with_level, corrupt_uniform, 8, 4096, **options)
+    yield partial(with_level, corrupt_uniform, 8, 131072, exact=True)
 
 
 def odd() -> Iterator[Call]:
@@ -67,6 +77,9 @@ def odd() -> Iterator[Call]:
     for L, size in ((50, 32), (100, 7), (5000, None)):
         yield partial(corrupt, corrupt_uniform_random, 3, L, block_size=size, own_seeds=True)
     yield partial(corrupt, corrupt_blockwise, 8, 64, mask=None, block_size=4)
+    yield partial(mix, 3, 100, own_seeds=True)
+    yield partial(with_level, corrupt_blockwise, 3, 100, block_size=32)
+    yield partial(with_level, corrupt_uniform_random, 3, 100)
     for view in (_shifted, _transposed):
         yield partial(corrupt, corrupt_blockwise, 9, 4097, view=view, block_size=32)
         yield partial(corrupt, corrupt_uniform, 9, 4097, view=view)
@@ -150,6 +163,19 @@ def corrupt(
     if own_seeds:
         options["seeds"] = torch.zeros(input_ids.shape[0], dtype=torch.int64)
     routine(input_ids, loss_mask, 126000, **options)
+
+
+def mix(B: int, L: int, *, own_seeds: bool = False) -> None:
+    """``corrupt_mix``, its probabilities one a row."""
+    options = {"seeds": torch.zeros(B, dtype=torch.int64)} if own_seeds else {}
+    probabilities = {"mask_prob": torch.zeros(B), "uniform_prob": torch.zeros(B)}
+    ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
+    corrupt_mix(ids, mask, 126000, 126464, **probabilities, **options)
+
+
+def with_level(routine: Callable[..., object], B: int, L: int, **options: Any) -> None:
+    """A corruption routine given the level of each row."""
+    corrupt(routine, B, L, level=torch.zeros(B), **options)
 
 
 def _shifted(t: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ JUDGES = (
     ("ops/*", "tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_compile.py"),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
-SPEED_ONLY = ("kernels/_tiles.py", "kernels/_specimen.py")
+SPEED_ONLY = ("kernels/_tiles.py",)
 SAME_WITHOUT = {"device", "num_warps", "num_stages", "enable_fp_fusion", "strict", "stacklevel", "non_blocking"}
 
 SWAPPED = {

@@ -5,8 +5,6 @@ Levels, coins and tokens are drawn in registers. The arithmetic is that of ``ops
 the kernels are launched without contraction into fused multiply-adds.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,6 @@ from dllm_kernels.kernels._select import (
     topk,
     widen,
 )
-from dllm_kernels.kernels._specimen import Specimen
 
 _MASK = tl.constexpr(0)
 _TOKENS = tl.constexpr(1)
@@ -77,7 +74,7 @@ def _write(noisy_ptr, noise_ptr, b, at, inside, ids, noise, token, L):
     return out
 
 
-@triton.jit(do_not_specialize=["token"])
+@triton.jit(do_not_specialize=["B", "token"])
 def _corrupt_independent(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
@@ -115,7 +112,7 @@ def _corrupt_independent(
     tl.store(p_ptr + out, p, mask=inside)
 
 
-@triton.jit(do_not_specialize=["token"])
+@triton.jit(do_not_specialize=["B", "token"])
 def _corrupt_mix(
     ids_ptr, loss_mask_ptr, seed_ptr, mask_prob_ptr, uniform_prob_ptr, noisy_ptr, noise_ptr,
     B, L, stride, token, vocab_size, stride_b, stride_l, mask_stride_b, mask_stride_l, p_stride, q_stride,
@@ -169,7 +166,7 @@ def _position_keys(
         return keys(score(log_w, fine_uniform(draw)), choosable)
 
 
-@triton.jit(do_not_specialize=["token"])
+@triton.jit(do_not_specialize=["B", "token"])
 def _corrupt_topk(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
@@ -205,7 +202,7 @@ def _corrupt_topk(
     tl.store(p_ptr + out, tl.broadcast_to(level, [R, BLOCK]), mask=inside)
 
 
-@triton.jit(do_not_specialize=["token"])
+@triton.jit(do_not_specialize=["B", "token"])
 def _corrupt_topk_long(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr, key_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
@@ -479,56 +476,4 @@ def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tenso
             seed, out, B, low, high - low, high,
             METHOD=method, SHARED_SEED=seed.dim() == 0, BLOCK=128, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    return out
-
-
-def specimens() -> list[Specimen]:
-    """The kernels of this file at the tiles of real models."""
-    ids = {"ids_ptr": "*i64", "loss_mask_ptr": "*i1", "seed_ptr": "*i64"}
-    pointers = ids | {"noisy_ptr": "*i64", "noise_ptr": "*i1", "p_ptr": "*fp32"}
-    names = ("B", "L", "blocks", "size", "stride", "token", "stride_b", "mask_stride_b")
-    drawn = {"eps": "fp32", "one_minus_eps": "fp32"}
-    sizes = dict.fromkeys(names, "i32") | drawn
-    unit = {"stride_l": 1, "mask_stride_l": 1}
-    none = {"level_ptr": None, "level_stride_b": 0, "level_stride_n": 0, "HAS_LEVEL": False}
-    divisible = ("L", "size", "stride_b", "mask_stride_b")
-
-    def made(name: str, kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> Specimen:
-        return Specimen(name, kernel, signature, constants, warps, divisible, fp_fusion=False)
-
-    out = []
-    for what, name in ((_MASK, "mask"), (_TOKENS, "tokens"), (_ALL, "all")):
-        for size in (4, 31, 32, 4096):
-            blocks, counter = 1 if size == 4096 else 2, 4 if what.value == _TOKENS.value else 8
-            R, block, share, num_warps = _corruption_tiles.independent(blocks, size, counter)
-            constants = {"WHAT": what.value, "SHARED_SEED": True, "SHARE": share, "R": R, "BLOCK": block} | unit | none
-            out.append(made(f"corrupt_independent[{name}, {size}]", _corrupt_independent, pointers | sizes, constants,
-                            num_warps))  # fmt: skip
-    R, block, share, num_warps = _corruption_tiles.independent(1, 4096, 4)
-    mix = ids | {"mask_prob_ptr": "*fp32", "uniform_prob_ptr": "*fp32", "noisy_ptr": "*i64", "noise_ptr": "*i1"}
-    mix |= dict.fromkeys(("B", "L", "stride", "token", "vocab_size", "stride_b", "mask_stride_b"), "i32")
-    constants = {"SHARED_SEED": True, "SHARE": share, "R": R, "BLOCK": block, "p_stride": 1, "q_stride": 1} | unit
-    out.append(made("corrupt_mix", _corrupt_mix, mix, constants, num_warps))
-    sizes |= {"rate": "fp32", "at_least": "i32"}
-    flags = {"HAS_MASK": True, "SHARED_SEED": True} | unit
-    given = {"level_stride_b": 1, "level_stride_n": 0, "HAS_LEVEL": True}
-    for exact in (False, True):
-        for size in (4, 31, 32, 128, 1024, 4096):
-            tile = _corruption_tiles.select(size)
-            share = _corruption_tiles.share(2, size, tile.block, 8)
-            constants = flags | none | {"EXACT": exact, "SHARE": share, "R": tile.rows, "BLOCK": tile.block}
-            name = f"corrupt_exact[{size}]" if exact else f"corrupt_topk[{size}]"
-            out.append(made(name, _corrupt_topk, pointers | sizes, constants, tile.num_warps))
-        tile = _corruption_tiles.select(131072, _corruption_tiles.CORRUPT_IN_MEMORY)
-        long = pointers | {"key_ptr": "*i64", "level_ptr": "*fp32"} | sizes
-        constants = flags | given | {"EXACT": exact, "SHARE": 8, "BLOCK": tile.block}
-        name = "corrupt_exact_long" if exact else "corrupt_topk_long"
-        out.append(made(name, _corrupt_topk_long, long, constants, tile.num_warps))
-    strides = dict.fromkeys(("B", "L", "stride_b", "mask_stride_b"), "i32")
-    masks = {"noise_ptr": "*i1", "loss_mask_ptr": "*i1", "out_ptr": "*i1"}
-    out.append(made("complement", _complement, masks | strides, unit | {"BLOCK": 1024}, 4))
-    levels = {"seed_ptr": "*i64", "out_ptr": "*fp32", "B": "i32", "low": "fp32", "span": "fp32", "high": "fp32"}
-    for method in ("uniform", "antithetic", "stratified"):
-        constants = {"METHOD": method, "SHARED_SEED": True, "BLOCK": 128}
-        out.append(made(f"sample_level[{method}]", _sample_level, levels, constants, 4))
     return out
