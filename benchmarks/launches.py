@@ -167,10 +167,9 @@ def corrupt(
 
 def mix(B: int, L: int, *, own_seeds: bool = False) -> None:
     """``corrupt_mix``, its probabilities one a row."""
-    options = {"seeds": torch.zeros(B, dtype=torch.int64)} if own_seeds else {}
-    probabilities = {"mask_prob": torch.zeros(B), "uniform_prob": torch.zeros(B)}
+    seeds = torch.zeros(B, dtype=torch.int64) if own_seeds else None
     ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
-    corrupt_mix(ids, mask, 126000, 126464, **probabilities, **options)
+    corrupt_mix(ids, mask, 126000, 126464, mask_prob=torch.zeros(B), uniform_prob=torch.zeros(B), seeds=seeds)
 
 
 def with_level(routine: Callable[..., object], B: int, L: int, **options: Any) -> None:

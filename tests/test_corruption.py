@@ -14,9 +14,9 @@ import triton.language as tl
 
 from dllm_kernels import corruption
 from dllm_kernels.kernels import corruption as kernels
+from dllm_kernels.ops import _corrupt as ops
 from dllm_kernels.ops import _philox, _rules
-from dllm_kernels.ops import corruption as ops
-from dllm_kernels.ops import gumbel_topk as op
+from dllm_kernels.ops import _topk as op
 from dllm_kernels.ops._philox import Layout
 from reference import corruption as reference
 

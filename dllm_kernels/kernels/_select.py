@@ -8,7 +8,7 @@ k keys reach the middle, after some 20 steps rather than 64. Keys above t are ch
 in order of index, as many as are missing. ``topk`` does it for rows in registers, ``threshold_in_memory`` and
 ``chosen_of_tile`` for longer ones.
 
-``exact_log`` and ``score`` are, operation by operation, those of ``ops/gumbel_topk.py``, which says why. Kernels that
+``exact_log`` and ``score`` are, operation by operation, those of ``ops/_topk.py``, which says why. Kernels that
 use them must be launched with ``enable_fp_fusion=False``.
 """
 

@@ -346,7 +346,7 @@ def mask_tokens(
     level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
-    """``ops.corruption.mask_tokens``."""
+    """``ops._corrupt.mask_tokens``."""
     L = input_ids.shape[1]
     if exact:
         return _launch_topk(input_ids, loss_mask, mask_token_id, 1, L, eps, 0.0, 0, level, seed, exact=True)
@@ -364,13 +364,13 @@ def replace_tokens(
     level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
-    """``ops.corruption.replace_tokens``."""
+    """``ops._corrupt.replace_tokens``."""
     return _launch_independent(input_ids, loss_mask, seed, level, vocab_size, blocks, size, eps, _TOKENS.value)
 
 
 @on_its_device
 def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int) -> Corrupted:
-    """``ops.corruption.mask_all``."""
+    """``ops._corrupt.mask_all``."""
     L = input_ids.shape[1]
     return _launch_independent(input_ids, loss_mask, None, None, mask_token_id, 1, L, 0.0, _ALL.value)
 
@@ -385,7 +385,7 @@ def mix_tokens(
     uniform_prob: torch.Tensor,
     seed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``ops.corruption.mix_tokens``."""
+    """``ops._corrupt.mix_tokens``."""
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty((B, L), dtype=torch.bool, device=input_ids.device)
@@ -413,7 +413,7 @@ def mask_topk(
     level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
-    """``ops.corruption.mask_topk``."""
+    """``ops._corrupt.mask_topk``."""
     return _launch_topk(
         input_ids, loss_mask, mask_token_id, blocks, size, eps, rate, at_least, level, seed, exact=False
     )
@@ -458,7 +458,7 @@ def _launch_topk(
 
 @on_its_device
 def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """``ops.corruption.complement``."""
+    """``ops._corrupt.complement``."""
     B, L = noise_mask.shape
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
     if out.numel():
@@ -469,7 +469,7 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
 
 
 def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor) -> torch.Tensor:
-    """``ops.corruption.sample_level``."""
+    """``ops._corrupt.sample_level``."""
     with torch.cuda.device_of(seed):
         out = torch.empty(B, dtype=torch.float32, device=seed.device)
         _sample_level[(triton.cdiv(B, 128),)](

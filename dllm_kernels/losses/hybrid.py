@@ -41,7 +41,30 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         causal_hidden: Tensor | None = None, noisy_input_ids: Tensor | None = None, *,
         lm_head_bias: Tensor | None = None, chunk_size: int | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
-        """As :meth:`DiffusionLoss.forward_fused`, both branches in one pass over the head; ``causal_hidden`` by position."""
+        """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
+
+        Args:
+            hidden: ``[B, L, D]``; or ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
+            lm_head_weight: ``[V, D]``.
+            target_ids: as in :meth:`forward`, and so the masks and counts.
+            noise_mask: as in :meth:`forward`.
+            p_mask: as in :meth:`forward`.
+            loss_mask: as in :meth:`forward`.
+            loss_mask_ar: as in :meth:`forward`.
+            num_diffusion_tokens: as in :meth:`forward`.
+            num_ar_tokens: as in :meth:`forward`.
+            causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: those in ``hidden``, if it has them.
+            noisy_input_ids: not used.
+            lm_head_bias: ``[V]`` or None.
+            chunk_size: rows of logits that exist at a time; None chooses.
+
+        Returns:
+            :class:`DLLMLossOutput` as in :meth:`forward`.
+
+        Raises:
+            TypeError: an argument that should be a tensor is not.
+            ValueError: as in :meth:`forward`.
+        """
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
             num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, chunk_size=chunk_size,

@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import corruption, gumbel_topk
+from dllm_kernels.ops import _corrupt
+from dllm_kernels.ops._grid import Corrupted
+from dllm_kernels.ops._topk import choose
 
 
 def _ids(input_ids: torch.Tensor) -> torch.Tensor:
@@ -24,34 +26,31 @@ def _mask(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(like.shape, dtype=torch.bool)
 
 
-def _corrupted(input_ids: torch.Tensor, *_: Any) -> corruption.Corrupted:
+def _corrupted(input_ids: torch.Tensor, *_: Any) -> Corrupted:
     return _ids(input_ids), _mask(input_ids), input_ids.new_empty(input_ids.shape, dtype=torch.float32)
 
 
 def _op(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    routine = getattr(function, "__wrapped__", function)
-    op = torch.library.custom_op(f"dllm_kernels::{routine.__name__.strip('_')}", routine, mutates_args=())
+    op = torch.library.custom_op(f"dllm_kernels::{function.__name__}", function, mutates_args=())
     op.register_fake(fake)
     return op
 
 
-mask_tokens = _op(corruption.mask_tokens, _corrupted)
-replace_tokens = _op(corruption.replace_tokens, _corrupted)
-mask_all = _op(corruption.mask_all, _corrupted)
-mask_topk = _op(corruption.mask_topk, _corrupted)
-mix_tokens = _op(corruption.mix_tokens, lambda ids, *_: (_ids(ids), _mask(ids)))
-complement = _op(corruption.complement, lambda noise_mask, *_: _mask(noise_mask))
-sample_level = _op(
-    corruption.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32)
-)
+mask_tokens = _op(_corrupt.mask_tokens, _corrupted)
+replace_tokens = _op(_corrupt.replace_tokens, _corrupted)
+mask_all = _op(_corrupt.mask_all, _corrupted)
+mask_topk = _op(_corrupt.mask_topk, _corrupted)
+mix_tokens = _op(_corrupt.mix_tokens, lambda ids, *_: (_ids(ids), _mask(ids)))
+complement = _op(_corrupt.complement, lambda noise_mask, *_: _mask(noise_mask))
+sample_level = _op(_corrupt.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32))
 
 
 @torch.library.custom_op("dllm_kernels::gumbel_topk_mask", mutates_args=())
 def gumbel_topk_mask(
     log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None, backend: str
 ) -> torch.Tensor:
-    """``gumbel_topk.choose``."""
-    return gumbel_topk.choose(log_w, k, uniform, seed, backend)
+    """``_topk.choose``."""
+    return choose(log_w, k, uniform, seed, backend)
 
 
 @gumbel_topk_mask.register_fake

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from dllm_kernels.ops import _philox, _rules
-from dllm_kernels.ops.corruption import Change, Corrupted, Grid, Rows, lengths
-from dllm_kernels.ops.gumbel_topk import host_slices, select_on_host
+from dllm_kernels.ops._grid import Change, Corrupted, Grid, Rows, lengths
+from dllm_kernels.ops._topk import host_slices, select_on_host
 
 Array = _rules.Array
 

@@ -1,33 +1,13 @@
-r"""Sampling k positions of a row without replacement, by Gumbel noise on log-weights.
-
-    score_i = log_w_i - ln(-ln u_i),      chosen = the k largest scores, the lower index first among equals.
-
-**One set, everywhere.** Two math libraries round a logarithm differently, and a last bit is enough to swap two
-positions. So the score is *defined*, operation by operation: ``log_w`` and ``u`` are widened to float64, and ``ln`` is
-``exact_log`` below, which is nothing but integer operations and float64 additions, subtractions, products and
-quotients, each rounded by itself as IEEE 754 says. The kernels compute the same sequence with contraction into fused
-multiply-adds turned off. The same u therefore gives the same set on every device, bit for bit.
-
-``exact_log`` errs by less than 2 ulp, so an oracle that uses another float64 logarithm picks the same set unless two
-scores at the k-th place lie within about 1e-15 of each other.
-
-On the CPU a sort of float32 scores decides almost every row: where the k-th and the next differ by more than those
-scores can err, the set is the same. The few other rows, one in some thousands of 32 positions, are decided by the exact
-scores.
-"""
+"""The door of the top-k selection; ``_topk`` does it and says how."""
 
 from __future__ import annotations
 
 import numbers
 import operator
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from dllm_kernels.ops import _philox, _rules
-from dllm_kernels.ops._backend import use_triton
+from dllm_kernels.ops import _philox
 from dllm_kernels.ops._checks import (
     INT_DTYPES,
     check_dtype,
@@ -36,35 +16,7 @@ from dllm_kernels.ops._checks import (
     check_shape,
     check_tensor,
 )
-
-# Measured best of 2^12 to 2^18 on two AMD EPYC cores at [64, 4096]: less pays numpy's cost a call too often, more leaves the
-# second-level cache and has the system take back the memory of every temporary, a page fault for each 4 KB of the next.
-_SLICE = 1 << 15
-
-# Up to here two float64 logarithms of numpy's take less than torch's calls cost.
-_SHORT = 4096
-
-_LOWEST = np.finfo(np.float32).min
-
-_Array = npt.NDArray[Any]
-
-_SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
-# ln 2 in two parts: the first has 32 significant bits, so that its product with an exponent is exact.
-_LN2_HIGH = float.fromhex("0x1.62e42feep-1")
-_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
-# The coefficients of fdlibm's e_log.c (Sun Microsystems, 1993), for x^2 <= 0.0295.
-LOG_COEFFICIENTS = tuple(
-    float.fromhex(c)
-    for c in (
-        "0x1.2f112df3e5244p-3",
-        "0x1.39a09d078c69fp-3",
-        "0x1.7466496cb03dep-3",
-        "0x1.c71c51d8e78afp-3",
-        "0x1.2492494229359p-2",
-        "0x1.999999997fa04p-2",
-        "0x1.5555555555593p-1",
-    )
-)
+from dllm_kernels.ops._topk import choose, counts
 
 
 def gumbel_topk_mask(
@@ -108,198 +60,10 @@ def gumbel_topk_mask(
     if torch.compiler.is_compiling():
         from dllm_kernels.ops._compiled_corruption import gumbel_topk_mask as op
 
-        mask: torch.Tensor = op(log_w.detach(), _counts(k, log_w), uniform, seed, backend)
+        mask: torch.Tensor = op(log_w.detach(), counts(k, log_w), uniform, seed, backend)
         return mask
     with torch.no_grad():
         return choose(log_w, k, uniform, seed, backend)
-
-
-def choose(
-    log_w: torch.Tensor,
-    k: torch.Tensor | int,
-    uniform: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    backend: str,
-) -> torch.Tensor:
-    """``gumbel_topk_mask`` of checked arguments, the seed drawn."""
-    if use_triton(backend, log_w):
-        from dllm_kernels.kernels.gumbel_topk import gumbel_topk_mask as kernel
-
-        return kernel(log_w, k, uniform, seed)
-    if log_w.numel() == 0:
-        return torch.empty(log_w.shape, dtype=torch.bool, device=log_w.device)
-    if on_host(log_w.device):
-        return _gumbel_topk_host(log_w, _counts(k, log_w), uniform, seed)
-    return _gumbel_topk_torch(log_w, _counts(k, log_w), uniform, seed)
-
-
-def _counts(k: torch.Tensor | int, log_w: torch.Tensor) -> torch.Tensor:
-    return torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
-
-
-# Where a given u at or beyond an end of (0, 1) is moved to; -ln u is then about 709 and 1.1e-16.
-MIN_UNIFORM = 2.0**-1022
-MAX_UNIFORM = 1.0 - 2.0**-53
-
-
-def on_host(device: torch.device) -> bool:
-    """Whether numpy does the torch path's work."""
-    return device.type == "cpu"
-
-
-def _gumbel_topk_torch(
-    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
-) -> torch.Tensor:
-    N, D = log_w.shape
-    if uniform is None:
-        assert seed is not None
-        u = _rules.fine_uniform(_philox.random_bits(seed, N, _philox.Layout(0, D))[1])
-    else:
-        u = uniform.to(torch.float64).clamp(MIN_UNIFORM, MAX_UNIFORM)
-    never = torch.isnan(log_w) | torch.isnan(u)
-    return select_exact(log_w.masked_fill(never, -torch.inf), u.masked_fill(never, 0.5), k)
-
-
-def exact_log(x: torch.Tensor) -> torch.Tensor:
-    """``ln x`` of normal positive float64 numbers, the same to the last bit wherever it runs.
-
-    With ``x = 2^e (1 + f)``, ``1 + f`` in [sqrt(1/2), sqrt(2)), and ``s = f / (2 + f)``, it is
-    ``ln(1 + f) = f - s (f - R(s^2))``; R is the polynomial of fdlibm's e_log.c.
-    """
-    bits = x.view(torch.int64)
-    e = (bits - _SQRT_HALF_BITS) >> 52
-    f = (bits - (e << 52)).view(torch.float64) - 1.0
-    s = f / (f + 2.0)
-    z = s * s
-    poly = torch.full_like(z, LOG_COEFFICIENTS[0])
-    for c in LOG_COEFFICIENTS[1:]:
-        poly = poly * z + c
-    exponent = e.to(torch.float64)
-    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + (f - s * (f - z * poly)))
-
-
-def select_exact(log_w: torch.Tensor, uniform: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The k largest scores of each row, as the module defines them.
-
-    Args:
-        log_w: ``[N, D]``, without NaN.
-        uniform: float64 ``[N, D]``, strictly inside (0, 1).
-        k: integer ``[N]``; less than 0 counts as 0.
-
-    Returns:
-        bool ``[N, D]``.
-    """
-    score = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
-    order = torch.sort(score, dim=1, descending=True, stable=True).indices
-    first = torch.arange(score.shape[1], device=score.device) < k[:, None]
-    return torch.zeros_like(first).scatter_(1, order, first) & (score > -torch.inf)
-
-
-def _gumbel_topk_host(
-    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
-) -> torch.Tensor:
-    N, D = log_w.shape
-    mask = np.empty((N, D), np.bool_)
-    layout = _philox.Layout(0, D)
-    for rows in host_slices(N, D):
-        part = slice(rows.start, rows.stop)
-        if seed is not None:
-            u = _rules.fine_uniform(_philox.bits_on_host(seed, rows, layout)[1])
-        else:
-            assert uniform is not None
-            u = uniform.detach()[part].to(torch.float64).numpy().clip(MIN_UNIFORM, MAX_UNIFORM)
-        weights = log_w.detach()[part].to(torch.float64).numpy()
-        never = np.isnan(weights) | np.isnan(u)
-        if never.any():
-            weights, u = np.where(never, -np.inf, weights), np.where(never, 0.5, u)
-        largest = float(np.abs(weights[np.isfinite(weights)]).max(initial=0.0))
-        mask[part] = select_on_host(weights, u, k[part].numpy(), largest)
-    return torch.from_numpy(mask)
-
-
-def host_slices(rows: int, columns: int) -> list[range]:
-    """Rows to work on at a time, ``_SLICE`` positions or one row."""
-    step = max(1, _SLICE // columns)
-    return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
-
-
-def select_largest(draws: Any, choosable: Any, k: Any) -> Any:
-    """The k largest draws among the choosable ones of each row, the lower index first among equals.
-
-    Args:
-        draws: ``[N, D]``, a tensor or a numpy array of integers below 2^32.
-        choosable: bool ``[N, D]``.
-        k: integer ``[N]``, at most the number of choosable ones.
-
-    Returns:
-        bool ``[N, D]``.
-    """
-    N, D = draws.shape
-    if isinstance(draws, torch.Tensor):
-        key = draws.masked_fill(~choosable, -1)
-        order = torch.sort(key, dim=1, descending=True, stable=True).indices
-        first = torch.arange(D, device=draws.device) < k[:, None]
-        return torch.zeros_like(first).scatter_(1, order, first)
-    key = draws.astype(np.int64)
-    key *= D
-    key += np.arange(D - 1, -1, -1)  # no two keys are equal
-    key[~choosable] = -1
-    ordered = np.empty((N, D + 1), np.int64)
-    ordered[:, :D], ordered[:, D] = key, np.iinfo(np.int64).max
-    ordered.sort(axis=1)
-    return key >= ordered[np.arange(N), D - k][:, None]
-
-
-def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) -> _Array:
-    """``select_exact`` in numpy, by way of float32 scores that are fast but not the same on every machine.
-
-    ``largest`` bounds the finite log-weights' absolute values.
-    """
-    with np.errstate(invalid="ignore", over="ignore"):  # an overflow or a NaN makes the row unsure
-        score = log_w.astype(np.float32, copy=False) - _log_exponential(uniform)
-        kth, below = _boundary(score, k)
-        chosen: _Array = score >= np.maximum(kth, _LOWEST)[:, None]
-        unsure = _unsure(kth, below, largest)
-    if unsure.any():
-        rows = unsure.nonzero()[0]
-        parts = (torch.from_numpy(part[rows]) for part in (log_w, uniform, k))
-        chosen[rows] = select_exact(*parts).numpy()
-    return chosen
-
-
-def _log_exponential(uniform: _Array) -> _Array:
-    """``ln(-ln u)``, float32; ``ln u`` in float64, for near u = 1 float32 would leave nothing of it."""
-    if uniform.size <= _SHORT:
-        double: _Array = np.log(-np.log(uniform)).astype(np.float32)
-        return double
-    # torch's logarithm is vectorised on every processor, numpy's only on some.
-    found: _Array = torch.log(torch.from_numpy(uniform)).neg_().to(torch.float32).log_().numpy()
-    return found
-
-
-def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
-    """Where rounding may have swapped the k-th and the next score.
-
-    A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Four roundings,
-    of the log-weight, of -ln u (2^-24 after the logarithm), of the logarithm (2 ulp) and of the difference, err by less
-    than 2^-22 (1 + |t| + largest). Twice that for two scores, and twice again to be safe.
-    """
-    # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
-    safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))
-    unsure: _Array = ~safe
-    return unsure
-
-
-def _boundary(score: _Array, k: _Array) -> tuple[_Array, _Array]:
-    """The k-th largest score of each row and the next: inf before the first, -inf after the last."""
-    N, D = score.shape
-    ordered = np.empty((N, D + 2), np.float32)
-    ordered[:, 0], ordered[:, -1] = -np.inf, np.inf
-    ordered[:, 1:-1] = score
-    # Many short rows take a tenth of the time of torch's sort, which also tracks indices.
-    ordered[:, 1:-1].sort(axis=1)
-    row, below = np.arange(N), D - np.minimum(np.maximum(k.astype(np.int64), 0), D)
-    return ordered[row, below + 1], ordered[row, below]
 
 
 def _check(log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None) -> None:

@@ -1,0 +1,250 @@
+r"""The corruption routines below their doors: the choice of backend, and the torch path.
+
+A batch ``[B, L]`` is a grid of B rows, ``blocks`` blocks of ``size`` positions, the last of a row possibly short;
+without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike: from
+the draws it makes the chosen positions, what to put there and the level of each block, by the arithmetic of ``_rules``.
+On CPU tensors ``_corruption_host`` runs it in numpy, a slice of the rows at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from dllm_kernels.ops import _corruption_host, _philox, _rules
+from dllm_kernels.ops._backend import use_triton
+from dllm_kernels.ops._grid import Change, Corrupted, Grid, Rows, lengths
+from dllm_kernels.ops._rules import Array
+from dllm_kernels.ops._topk import on_host, select_exact, select_largest
+
+
+def mask_tokens(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    eps: float,
+    exact: bool,
+    level: torch.Tensor | None,
+    seed: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mask each position with its row's probability; see :func:`dllm_kernels.corruption.corrupt_uniform`."""
+    check_level(level)
+    if use_triton(backend, input_ids):
+        from dllm_kernels.kernels.corruption import mask_tokens as kernel
+
+        return kernel(input_ids, loss_mask, mask_token_id, eps, exact, level, seed)
+    grid = Grid.of(input_ids, None)
+
+    def body(rows: Rows) -> Change:
+        m = _level(rows, level, eps)
+        return Change(_exactly(rows, m) if exact else _coins(grid, rows, m), mask_token_id, m)
+
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body)
+
+
+def replace_tokens(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    vocab_size: int,
+    block_size: int | None,
+    eps: float,
+    level: torch.Tensor | None,
+    seed: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random tokens; see :func:`dllm_kernels.corruption.corrupt_uniform_random`."""
+    check_level(level)
+    grid = Grid.of(input_ids, block_size)
+    if use_triton(backend, input_ids):
+        from dllm_kernels.kernels.corruption import replace_tokens as kernel
+
+        return kernel(input_ids, loss_mask, vocab_size, grid.blocks, grid.size, eps, level, seed)
+
+    def body(rows: Rows) -> Change:
+        m = _level(rows, level, eps)
+        token = _rules.token(rows.words, vocab_size)
+        return Change(_coins(grid, rows, m), token, None if level is None else m)
+
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(whole_words=True), body)
+
+
+def mask_all(
+    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, backend: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mask every supervised position; see :func:`dllm_kernels.corruption.corrupt_all_masked`."""
+    if use_triton(backend, input_ids):
+        from dllm_kernels.kernels.corruption import mask_all as kernel
+
+        return kernel(input_ids, loss_mask, mask_token_id)
+    noise = loss_mask != 0
+    p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    return torch.where(noise, mask_token_id, input_ids), noise, p_mask
+
+
+def mask_topk(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    mask_token_id: int,
+    block_size: int | None,
+    eps: float,
+    half_life_ratio: float,
+    level: torch.Tensor | None,
+    seed: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mask exactly k positions of a block; see :func:`dllm_kernels.corruption.corrupt_blockwise`."""
+    check_level(level)
+    grid = Grid.of(input_ids, block_size)
+    rate = position_rate(half_life_ratio, grid.L if block_size is None else block_size)
+    at_least = int(block_size is None)
+    if use_triton(backend, input_ids):
+        from dllm_kernels.kernels.corruption import mask_topk as kernel
+
+        return kernel(input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed)
+    topk_of_blocks = _corruption_host.topk_of_blocks if on_host(input_ids.device) else _topk_of_blocks
+
+    def body(rows: Rows) -> Change:
+        m = _level(rows, level, eps)
+        return Change(topk_of_blocks(grid, rows.draws, m, rate, at_least), mask_token_id, m)
+
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body)
+
+
+def mix_tokens(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor,
+    mask_token_id: int,
+    vocab_size: int,
+    mask_prob: torch.Tensor,
+    uniform_prob: torch.Tensor,
+    check: bool,
+    seed: torch.Tensor,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks and other tokens; see :func:`dllm_kernels.corruption.corrupt_mix`."""
+    if check or input_ids.device.type == "cpu":
+        _check_sum(mask_prob, uniform_prob)
+    if use_triton(backend, input_ids):
+        from dllm_kernels.kernels.corruption import mix_tokens as kernel
+
+        return kernel(input_ids, loss_mask, mask_token_id, vocab_size, mask_prob, uniform_prob, seed)
+    grid = Grid.of(input_ids, None)
+
+    def body(rows: Rows) -> Change:
+        p, q = (rows_of(prob, rows) for prob in (mask_prob, uniform_prob))
+        absorbed, changed = _rules.channels(p, q, _rules.coin_bits(rows.draws))
+        other = _rules.other_token(rows.words, rows.ids, mask_token_id, vocab_size)
+        chosen = absorbed | (changed & (rows.ids != mask_token_id))
+        return Change(chosen, other - (other - mask_token_id) * absorbed, None)
+
+    noisy, noise, _ = _corrupt(input_ids, loss_mask, seed, grid, grid.layout(whole_words=True), body)
+    return noisy, noise
+
+
+def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) -> torch.Tensor:
+    """The other supervised positions; see :func:`dllm_kernels.corruption.complementary`."""
+    if use_triton(backend, noise_mask):
+        from dllm_kernels.kernels.corruption import complement as kernel
+
+        return kernel(noise_mask, loss_mask)
+    return (loss_mask != 0) & (noise_mask == 0)
+
+
+def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor, backend: str) -> torch.Tensor:
+    """One level a row; see :func:`dllm_kernels.corruption.sample_level`."""
+    if use_triton(backend, seed):
+        from dllm_kernels.kernels.corruption import sample_level as kernel
+
+        return kernel(B, method, low, high, seed)
+    layout = _philox.Layout(1, 0)
+    if on_host(seed.device):
+        return _corruption_host.sample_level(B, method, low, high, seed, layout)
+    u = _rules.uniform(_philox.random_bits(seed, B, layout)[0])[:, 0]
+    level: torch.Tensor = _rules.scaled(_rules.coupled(u, torch.arange(B, device=seed.device), method), low, high)
+    return level
+
+
+def position_rate(half_life_ratio: float, size: int) -> float:
+    """``ln 2 / (half_life_ratio size)``, the log-weight a position gains on the one before it at m = 0."""
+    # The largest log-weight, rate * size, stays finite in float32: infinite ones would be told apart by index only.
+    return min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
+
+
+def check_level(level: torch.Tensor | None) -> None:
+    """Raise where a level lies outside [0, 1]; on a GPU looking would be a host sync."""
+    if level is not None and level.device.type == "cpu":
+        values = level.numpy()
+        if not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(f"level must lie in [0, 1], got values from {values.min()} to {values.max()}")
+
+
+def _check_sum(mask_prob: torch.Tensor, uniform_prob: torch.Tensor) -> None:
+    total = mask_prob + uniform_prob
+    if not bool((total <= _rules.MOST).all()):
+        raise ValueError(f"mask_prob + uniform_prob must be at most 1, got up to {float(total.max())}")
+
+
+def rows_of(tensor: torch.Tensor, rows: Rows) -> Array:
+    """Some rows of a tensor beside the batch, in the library of the rows."""
+    part = tensor[rows.part]
+    return part if isinstance(rows.draws, torch.Tensor) else part.numpy()
+
+
+def _level(rows: Rows, given: torch.Tensor | None, eps: float) -> Array:
+    """The m of each block, float32 ``[rows, blocks]``, or ``[rows, 1]`` for all blocks of a row."""
+    return _rules.level(rows.levels, eps) if given is None else rows_of(given, rows)
+
+
+def _coins(grid: Grid, rows: Rows, level: Array) -> Array:
+    """``u < m`` for each position."""
+    bits = grid.fold(_rules.coin_bits(rows.draws))
+    return (bits < grid.beside(_rules.coin_bound(level, bits))).reshape(-1, grid.L)
+
+
+def _exactly(rows: Rows, level: Array) -> Array:
+    """Exactly round(m supervised) of the supervised positions, those of the largest draws."""
+    assert rows.supervised is not None
+    length = rows.supervised.sum(1)
+    k = _rules.number_to_mask(level[:, 0], length, (level[:, 0] > 0) * 1)
+    return select_largest(rows.draws, rows.supervised, k)
+
+
+def _topk_of_blocks(grid: Grid, draws: torch.Tensor, level: torch.Tensor, rate: float, at_least: int) -> torch.Tensor:
+    """The k positions of each block, bool ``[rows, L]``."""
+    device = draws.device
+    level = level.expand(-1, grid.blocks)
+    length = torch.tensor(lengths(grid), device=device)
+    k = _rules.number_to_mask(level, length, at_least)
+    place = torch.arange(grid.size, device=device)
+    log_w = _rules.log_weights(level[..., None], rate, place.to(torch.float32))
+    log_w = log_w.masked_fill(place >= length[:, None], -torch.inf)
+    room = draws.new_zeros(len(draws), grid.blocks * grid.size)
+    room[:, : grid.L] = draws
+    u = _rules.fine_uniform(room).view(-1, grid.size)
+    chosen = select_exact(log_w.reshape(-1, grid.size), u, k.reshape(-1))
+    return chosen.view(len(draws), -1)[:, : grid.L]
+
+
+def _corrupt(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    seed: torch.Tensor,
+    grid: Grid,
+    layout: _philox.Layout,
+    body: Callable[[Rows], Change],
+) -> Corrupted:
+    """Draw, run the body on all rows, write the outputs."""
+    if on_host(input_ids.device):
+        return _corruption_host.corrupt(input_ids, loss_mask, seed, grid, layout, body)
+    levels, draws, words = _philox.random_bits(seed, grid.B, layout)
+    supervised = None if loss_mask is None else loss_mask != 0
+    chosen, token, level = body(Rows(slice(None), input_ids, supervised, levels, draws, words))
+    noise = chosen if supervised is None else chosen & supervised
+    p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    if level is not None:
+        grid.fold(p_mask)[...] = grid.beside(level)
+    new = token.to(input_ids.dtype) if isinstance(token, torch.Tensor) else token
+    return torch.where(noise, new, input_ids), noise.contiguous(), p_mask
