@@ -149,7 +149,7 @@ def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction]) -> Cos
     for instruction in in_order:
         if instruction.name == "LDG":
             bytes_by_width[instruction.width] += instruction.width
-    (width, loaded), *_ = bytes_by_width.most_common(1) or [(0, 0)]
+    loaded, width = max(((total, width) for width, total in bytes_by_width.items()), default=(0, 0))
     most, waits = _overlap(in_order, width)
     return Cost(
         slots=len(issued),
