@@ -22,6 +22,7 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -166,6 +167,7 @@ class MockGPU:
         yield torch.Tensor, "device", property(lambda t: _GPU if _seems_on_gpu(t) else _real_device(t))
         yield torch.Tensor, "is_cuda", property(lambda t: _seems_on_gpu(t))
         yield torch.cuda, "is_current_stream_capturing", lambda: self._is_capturing
+        yield torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132)
         yield torch.version, "hip", "mock" if self.limits.backend == "hip" else None
         yield torch.autograd.function.BackwardCFunction, "apply", _with_modes_of_forward(self)
 

@@ -60,7 +60,9 @@ def token(words: Array, n: int) -> Array:
     """One of n tokens, at most 2^31, by the low 41 bits of a word: ``floor(r n / 2^41)``, int64."""
     r = words & ((1 << TOKEN_BITS) - 1)
     if n <= 1 << 22:  # the product is below 2^63
-        return (r * n) >> TOKEN_BITS
+        r *= n
+        r >>= TOKEN_BITS
+        return r
     return ((r >> 9) * n + (((r & 511) * n) >> 9)) >> 32
 
 
@@ -95,8 +97,9 @@ MOST = float(np.float32(1.0 + 1e-5))
 def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> Array:
     """A token that is neither MASK nor the one there: one of ``vocab_size - 2``, moved past both."""
     found = token(words, vocab_size - 2)
-    found = found + (found >= ids.clip(max=mask_token))
-    return found + (found >= ids.clip(mask_token))
+    found += found >= ids.clip(max=mask_token)
+    found += found >= ids.clip(mask_token)
+    return found
 
 
 def coupled(u: Array, row: Array, method: str) -> Array:

@@ -31,9 +31,6 @@ from dllm_kernels.ops._backend import use_triton
 # second-level cache and has the system take back the memory of every temporary, a page fault for each 4 KB of the next.
 _SLICE = 1 << 15
 
-# Up to here two float64 logarithms of numpy's take less than torch's calls cost.
-_SHORT = 4096
-
 _LOWEST = np.finfo(np.float32).min
 
 _Array = npt.NDArray[Any]
@@ -212,21 +209,23 @@ def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) ->
 
 
 def _log_exponential(uniform: _Array) -> _Array:
-    """``ln(-ln u)``, float32; ``ln u`` in float64, for near u = 1 float32 would leave nothing of it."""
-    if uniform.size <= _SHORT:
-        double: _Array = np.log(-np.log(uniform)).astype(np.float32)
-        return double
-    # torch's logarithm is vectorised on every processor, numpy's only on some.
-    found: _Array = torch.log(torch.from_numpy(uniform)).neg_().to(torch.float32).log_().numpy()
+    """``ln(-ln u)``, float32 of float64: near u = 1 float32 would leave nothing of ``ln u``.
+
+    By numpy, also where its logarithm is not vectorised: torch's starts threads, which another process on one of two cores
+    makes 20 times as slow as the work.
+    """
+    exponential = np.log(uniform)
+    np.negative(exponential, out=exponential)
+    found: _Array = np.log(exponential, out=exponential).astype(np.float32)
     return found
 
 
 def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
     """Where rounding may have swapped the k-th and the next score.
 
-    A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Four roundings,
-    of the log-weight, of -ln u (2^-24 after the logarithm), of the logarithm (2 ulp) and of the difference, err by less
-    than 2^-22 (1 + |t| + largest). Twice that for two scores, and twice again to be safe.
+    A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Three roundings to
+    float32, of the log-weight, of the logarithm and of the difference, err by less than 2^-22 (1 + |t| + largest). Twice
+    that for two scores, and twice again to be safe.
     """
     # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
     safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))
