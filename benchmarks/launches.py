@@ -27,6 +27,7 @@ from dllm_kernels.corruption import (
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REAL_LOGITS = (LLADA_SHORT.batch, LLADA_SHORT.length, LLADA_SHORT.vocab)
 FEW_ROWS = (GEMMA_CANVAS.batch, GEMMA_CANVAS.length, GEMMA_CANVAS.vocab)
+SHORT_ROWS = (4, 1024, 16000)  # which no launcher splits
 REAL_HIDDEN = (DFLASH_4B.batch, DFLASH_4B.length, DFLASH_4B.vocab)
 
 Call = Callable[[], object]
@@ -35,7 +36,7 @@ Call = Callable[[], object]
 def real() -> Iterator[Call]:
     """Calls at the sizes of real training."""
     for dtype in DTYPES:
-        for shape in (REAL_LOGITS, FEW_ROWS):
+        for shape in (REAL_LOGITS, FEW_ROWS, SHORT_ROWS):
             yield partial(token_nll, shape, dtype, with_correct=True)
             yield partial(weighted_nll, shape, dtype)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=True)

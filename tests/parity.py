@@ -127,7 +127,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1, fused_rows: bo
     """
     tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(16, 4, splits))
-    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 4))
+    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 4, 2))
     monkeypatch.setattr(tiles, "linear_nll_rows", lambda V, itemsize: tiles.Tile(16, 4))
     if fused_rows:
         monkeypatch.setattr(tiles, "TARGET_PROGRAMS", 0)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import triton
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
@@ -20,3 +22,10 @@ def on_its_device(launcher: Launcher) -> Launcher:
             return launcher(tensor, *args, **kwargs)
 
     return launch  # type: ignore[return-value]
+
+
+def threads(num_warps: int) -> int:
+    """Threads of a program: a warp has 32 of them or, on AMD's larger GPUs, 64."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return 32 * num_warps
+    return num_warps * int(triton.runtime.driver.active.get_current_target().warp_size)

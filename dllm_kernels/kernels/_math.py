@@ -1,16 +1,27 @@
 r"""The arithmetic that the kernels over rows of logits share.
 
-Online softmax, per lane. A program walks a row in tiles of BLOCK_V columns; lane j sees the columns j, j + BLOCK_V, ...
-and keeps their maximum m and s = sum exp(x - m). With d = x - m one exponential updates both:
+**Where a row's columns lie.** Sixteen bytes, ``WIDE`` columns, are the widest access of a thread, and have to begin at a
+multiple of 16 bytes. A row of odd length begins anywhere, so its columns are taken in two parts: those of whole, aligned
+accesses (``wide_columns``; their position is rounded up to a multiple of WIDE, which the compiler sees), in tiles of
+BLOCK_V; and fewer than WIDE at either end (``ragged_columns``), with one narrow access. Nothing but the tensor's own
+address has to be aligned.
 
-    d > 0:  m <- x,  s <- s exp(-d) + 1          else:  s <- s + exp(d)          so e = exp(-|d|) serves either case.
+**Online softmax, per lane.** THREADS lanes walk the tiles; each takes REPS accesses of WIDE columns of a tile, all asked for
+before the first is used, and keeps the maximum m and s = sum exp(x - m) of what it has seen. With t the largest of a tile's
+x in the lane,
 
-Only at the end are the lanes reduced: M = max m,  S = sum s exp(m - M). m starts at the most negative finite number,
-not at -inf, so that a tile of -inf gives exp(-inf) = 0 and never inf - inf.
+    m' = max(m, t),    s <- s exp(m - m') + sum exp(x - m'),    m <- m',
+
+one rescaling for REPS * WIDE columns. m is kept above the most negative finite number wherever it is subtracted, so that
+-inf gives exp(-inf) = 0 and never inf - inf. At the end M = max m,  S = sum s exp(m - M) over the lanes. x - M is made
+before it is scaled by log2(e) for exp2: a product M * log2(e) taken out of the loop would be infinite for |M| > 2.3e38.
+
+**Does a column beat the target?** When M > z_y. When M = z_y one does if it equals z_y at a lower index. Tiles wholly before the
+target's are judged by the lane maxima as they were then, which costs one select a tile; the target's own tile is read again,
+if M = z_y, which is the cheap exception.
 
 What is kept of a row is (M, log S), not their sum: at |M| = 1e4 a float32 logsumexp is already off by 5e-4, and so
-would be every probability computed from it, while exp((x - M) - log S) stays exact to rounding. exp is exp2 with the
-factor log2(e) folded into one multiply-add.
+would be every probability computed from it, while exp((x - M) - log S) stays exact to rounding.
 """
 
 import triton
@@ -28,9 +39,14 @@ LOWEST_F64 = tl.constexpr(-1.7976931348623157e308)
 
 @triton.jit
 def row_offset(n, L, stride_b, stride_l):
-    """Offset in elements of row n = b * L + l; int64, since n * V passes int32 at N * V = 2**31."""
-    n = n.to(tl.int64)
-    return (n // L) * stride_b + (n % L) * stride_l
+    """Offset in elements of row n = b * L + l, or of row n at equal distances where L is None.
+
+    int64, since n * V passes int32 at N * V = 2**31.
+    """
+    if L is None:
+        return n.to(tl.int64) * stride_l
+    else:
+        return (n // L).to(tl.int64) * stride_b + (n % L).to(tl.int64) * stride_l
 
 
 @triton.jit
@@ -41,38 +57,125 @@ def load_target_logit(row_ptr, y, V, ACC: tl.constexpr):
 
 
 @triton.jit
+def column_of(y, V):
+    """A target as int32, which is all that a comparison a column can afford; -1 where no column has it."""
+    return tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)
+
+
+@triton.jit
+def wide_columns(row, start, end, WIDE: tl.constexpr):
+    """For a row at position ``row``: position and column of the first aligned access in [start, end), and their columns."""
+    up = row + start + (WIDE - 1)
+    at = up // WIDE * WIDE
+    first = start + (WIDE - 1) - (up % WIDE).to(tl.int32)
+    return at, first, tl.maximum(end - first, 0) // WIDE * WIDE
+
+
+@triton.jit
+def ragged_columns(start, end, first, wide, WIDE: tl.constexpr):
+    """The columns [2 WIDE] of [start, end) before and after the ``wide`` ones, and which of them there are."""
+    i = tl.arange(0, 2 * WIDE)
+    v = tl.where(i < WIDE, start + i, first + wide + (i - WIDE))
+    return v, v < tl.where(i < WIDE, tl.minimum(first, end), end)
+
+
+@triton.jit
+def finite(m):
+    """At least the most negative finite number; a maximum of nothing, or of -inf, can then be subtracted."""
+    return tl.maximum(m, LOWEST_F64 if tl.float64 == m.dtype else LOWEST_F32)
+
+
+@triton.jit
+def _with_tile(x, lane_max, lane_sum, WIDE: tl.constexpr, ACC: tl.constexpr):
+    """Maxima and sums of the lanes after one more tile x [BLOCK_V]."""
+    LANES: tl.constexpr = lane_max.shape[0]
+    x = tl.reshape(x.to(ACC), [x.shape[0] // (LANES * WIDE), LANES, WIDE])
+    new_max = tl.maximum(lane_max, tl.max(tl.max(x, 2), 0))
+    m = finite(new_max)
+    e = tl.exp2((x - m[None, :, None]) * LOG2E)
+    lane_sum = lane_sum * tl.exp2((finite(lane_max) - m) * LOG2E) + tl.sum(tl.sum(e, 2), 0)
+    return new_max, lane_sum
+
+
+@triton.jit
+def _tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+    """Whether a lower column of the target's own tile equals it."""
+    i = (y - first) // BLOCK_V * BLOCK_V + tl.arange(0, BLOCK_V)
+    x = tl.load(tile_ptr + i, mask=(i >= 0) & (i < wide) & (first + i < y), other=float("nan")).to(ACC)
+    return tl.max((x == target_logit).to(tl.int32), 0) > 0
+
+
+@triton.jit
 def column_stats(
-    row_ptr, start, end, y, target_logit, BLOCK_V: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr
-):
+    logits_ptr, row, start, end, y, target_logit,
+    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
     """Maximum M, sum of exp(x - M), and whether a column of [start, end) beats the target, reading each column once.
 
     A column beats the target when it is larger, or equal with a lower index: the target is the argmax when none does.
     """
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
+    at, first, wide = wide_columns(row, start, end, WIDE)
+    tile_ptr = logits_ptr + at
     lanes = tl.arange(0, BLOCK_V)
-    lane_max = tl.full([BLOCK_V], LOWEST_F64 if tl.float64 == ACC else LOWEST_F32, ACC)
-    lane_sum = tl.zeros([BLOCK_V], ACC)
-    tied = tl.zeros([BLOCK_V], tl.int1)
-    for block in range(start, end, BLOCK_V):
-        v = block + lanes
-        x = tl.load(row_ptr + v, mask=v < end, other=-float("inf"), eviction_policy="evict_first").to(ACC)
-        d = x - lane_max
-        e = tl.exp2(-tl.abs(d) * LOG2E)
-        lane_sum = tl.where(d > 0, lane_sum * e + 1, lane_sum + e)
-        lane_max = tl.maximum(lane_max, x)
+    y = y.to(tl.int32)  # one that this wraps has the logit NaN, which equals nothing
+    lane_max = tl.full([LANES], -float("inf"), ACC)
+    lane_sum = tl.zeros([LANES], ACC)
+    before = lane_max
+    whole = wide // BLOCK_V * BLOCK_V
+    for tile in range(0, whole, BLOCK_V):
+        x = tl.load(tile_ptr + tile + lanes, eviction_policy=EVICT)
+        lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
-            tied = tied | ((x == target_logit) & (v < y))
-    row_max = tl.max(lane_max, 0)
-    row_sum = tl.sum(lane_sum * tl.exp2((lane_max - row_max) * LOG2E), 0)
+            before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
+    if whole < wide:
+        rest = lanes < wide - whole
+        x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy=EVICT)
+        lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
+        if WITH_CORRECT:
+            before = tl.where(first + wide <= y, lane_max, before)
+    v, there = ragged_columns(start, end, first, wide, WIDE)
+    x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf")).to(ACC)
+    row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
+    row_sum = tl.sum(lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), 0) + tl.sum(
+        tl.exp2((x - row_max) * LOG2E), 0
+    )
     beaten = row_max > target_logit
-    if WITH_CORRECT:
-        beaten = beaten | (tl.max(tied.to(tl.int32), 0) > 0)
+    if WITH_CORRECT:  # noqa: SIM102  (known at compile time, the next at run time)
+        if row_max == target_logit:
+            beaten = _tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V, ACC)
+            beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
+            beaten = beaten | (tl.max(before, 0) == target_logit)
     return row_max, row_sum, beaten
 
 
 @triton.jit
-def grad_columns(row_ptr, out_ptr, v, end, y, scale, row_max, log_sum, ACC: tl.constexpr):
-    """Write scale * (softmax - onehot) for the columns v; the one-hot is subtracted before the result is rounded."""
-    x = tl.load(row_ptr + v, mask=v < end, other=0.0, eviction_policy="evict_first").to(ACC)
-    p = tl.exp2((x - row_max) * LOG2E - log_sum * LOG2E)
-    grad = scale * tl.where(v == y, p - 1, p)
-    tl.store(out_ptr + v, grad.to(out_ptr.dtype.element_ty), mask=v < end)
+def store_grad(x, out_ptr, i, mask, hot, scale, row_max, log_sum, ACC: tl.constexpr):
+    """Write scale * (softmax - onehot) for the columns i; the one-hot, at ``hot``, is subtracted before the rounding."""
+    p = tl.exp2((x.to(ACC) - row_max) * LOG2E - log_sum * LOG2E)
+    grad = scale * tl.where(i == hot, p - 1, p)
+    tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def grad_tiles(in_ptr, out_ptr, wide, hot, scale, row_max, log_sum, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+    """The gradient of ``wide`` columns from the last tile to the first, each loaded while the one before it is worked on.
+
+    What was read last is read first: it is still near. The output may be the input.
+    """
+    i = tl.arange(0, BLOCK_V)
+    tile = (wide - 1) // BLOCK_V * BLOCK_V
+    x = tl.load(in_ptr + tile + i, mask=i < wide - tile, eviction_policy="evict_first")
+    for _ in range(0, wide, BLOCK_V):
+        ahead = tile - BLOCK_V
+        x_ahead = tl.load(in_ptr + ahead + i, mask=i >= -ahead, eviction_policy="evict_first")
+        store_grad(x, out_ptr + tile, i, i < wide - tile, hot - tile, scale, row_max, log_sum, ACC)
+        x = x_ahead
+        tile = ahead
+
+
+@triton.jit
+def zero_columns(out_ptr, i, mask):
+    """Write zeros for the columns i."""
+    tl.store(out_ptr + i, tl.zeros(i.shape, out_ptr.dtype.element_ty), mask=mask)

@@ -28,14 +28,21 @@ def _bytes_to_block(itemsize: int, nbytes: int, V: int) -> int:
     return max(16, min(nbytes // itemsize, _next_power_of_2(V)))
 
 
-def token_nll_fwd(N: int, V: int, itemsize: int) -> Tile:
-    """One pass over a row: 8 KiB of it a tile, 8 warps, so two 16-byte loads a thread and tile are in flight.
+def _warps(block: int, itemsize: int) -> int:
+    """Warps of 32 threads with four 16-byte accesses each to a tile, or fewer."""
+    return max(1, min(block * itemsize // 2048, 32))
 
-    Rows are split over several programs where there are too few of them to fill the GPU, down to four tiles each.
+
+def token_nll_fwd(N: int, V: int, itemsize: int) -> Tile:
+    """One pass over a row: 8 KiB of it a tile, 4 warps, so four 16-byte loads a thread are on their way at a time.
+
+    A row of eight tiles and more is always split over programs, of four tiles at least and sixteen at most: how many rows
+    are active, and so how many programs have anything to do, is not known here, and the same kernels serve any number.
     """
     block = _bytes_to_block(itemsize, 8192, V)
-    splits = min(most_splits(V, block), -(-TARGET_PROGRAMS // max(N, 1)))
-    return Tile(block, 8 if block >= 2048 else 4, splits)
+    most = most_splits(V, block)
+    least = min(most, max(2, -(-V // (16 * block))))
+    return Tile(block, _warps(block, itemsize), max(least, min(most, -(-TARGET_PROGRAMS // max(N, 1)))))
 
 
 def most_splits(V: int, block_v: int) -> int:
@@ -44,12 +51,16 @@ def most_splits(V: int, block_v: int) -> int:
 
 
 def token_nll_bwd(V: int, itemsize: int) -> Tile:
-    """Gradient of one tile of one row; a 2-D cover of [N, V], 8 KiB read and written a program."""
+    """Gradient of a part of a row: tiles of 8 KiB, four a program, which is what its beginning costs little beside."""
     block = _bytes_to_block(itemsize, 8192, V)
-    return Tile(block, 8 if block >= 2048 else 4)
+    return Tile(block, _warps(block, itemsize), -(-V // (4 * block)))
 
 
 def linear_nll_rows(V: int, itemsize: int) -> Tile:
-    """A whole row by one program, read twice and written once; the second read is near enough to hit in L2."""
-    block = _bytes_to_block(itemsize, 16384, V)
-    return Tile(block, 16 if block >= 8192 else 8 if block >= 2048 else 4)
+    """A whole row by one program, read twice and written once: tiles of 32 KiB, 16 warps.
+
+    Its registers leave room for one such program a multiprocessor: some 130 rows of 300 KB at a time, which an L2 of 50 MB
+    holds until they are read again.
+    """
+    block = _bytes_to_block(itemsize, 32768, V)
+    return Tile(block, _warps(block, itemsize))

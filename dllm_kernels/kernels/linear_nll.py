@@ -6,41 +6,72 @@ again, while it is near, and stores
 
     logits[c, v] <- scale[c] * (exp(logits[c, v] - M - log S) - [v = y]).
 
-Rows that are not active get zeros, so that the GEMMs need no mask. A chunk with too few rows to fill the GPU goes
-through the split kernels of ``kernels/token_nll.py`` instead.
+The second loop goes from the row's end to its start, where the first has just been, and nothing of the first is marked for
+eviction. Rows that are not active get zeros, so that the GEMMs need no mask.
+
+Few rows leave multiprocessors idle, for as long as one row takes one of them, some 30 us: little beside the GEMMs, which
+read the whole head even for one row. So there is one kernel whatever the number of rows, and a CUDA graph that takes all
+rows needs none that a warm-up on the active ones has not loaded.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _tiles, token_nll
-from dllm_kernels.kernels._launch import on_its_device
-from dllm_kernels.kernels._math import FUSED, SKIP, column_stats, grad_columns, load_target_logit
+from dllm_kernels.kernels import _tiles
+from dllm_kernels.kernels._launch import on_its_device, threads
+from dllm_kernels.kernels._math import (
+    FUSED,
+    SKIP,
+    column_of,
+    column_stats,
+    grad_tiles,
+    load_target_logit,
+    ragged_columns,
+    store_grad,
+    wide_columns,
+    zero_columns,
+)
 from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
 
 
 @triton.jit
-def _zero_row(row_ptr, V, BLOCK_V: tl.constexpr):
-    for block in range(0, V, BLOCK_V):
-        v = block + tl.arange(0, BLOCK_V)
-        tl.store(row_ptr + v, tl.zeros([BLOCK_V], row_ptr.dtype.element_ty), mask=v < V)
+def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    at, first, wide = wide_columns(row, 0, V, WIDE)
+    i = tl.arange(0, BLOCK_V)
+    for tile in range(0, wide, BLOCK_V):
+        zero_columns(logits_ptr + at + tile, i, i < wide - tile)
+    v, there = ragged_columns(0, V, first, wide, WIDE)
+    zero_columns(logits_ptr + row, v, there)
 
 
 @triton.jit
+def _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    at, first, wide = wide_columns(row, 0, V, WIDE)
+    v, there = ragged_columns(0, V, first, wide, WIDE)
+    hot = column_of(y, V)
+    x = tl.load(logits_ptr + row + v, mask=there)
+    grad_tiles(logits_ptr + at, logits_ptr + at, wide, hot - first, scale, row_max, log_sum, BLOCK_V, ACC)
+    store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, ACC)
+
+
+@triton.jit(do_not_specialize=["stride_n", "V"])
 def _linear_nll_rows(
     logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
     stride_n, V,
-    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
-    row_ptr = logits_ptr + n.to(tl.int64) * stride_n
-    lanes = tl.arange(0, BLOCK_V)
+    row = n.to(tl.int64) * stride_n
     if y != SKIP:
-        target_logit = load_target_logit(row_ptr, y, V, ACC)
-        row_max, row_sum, beaten = column_stats(row_ptr, 0, V, y, target_logit, BLOCK_V, ACC, WITH_CORRECT)
+        target_logit = load_target_logit(logits_ptr + row, y, V, ACC)
+        row_max, row_sum, beaten = column_stats(
+            logits_ptr, row, 0, V, y, target_logit, BLOCK_V, THREADS, ACC, WITH_CORRECT, ""
+        )
         _finish_row(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
@@ -49,13 +80,12 @@ def _linear_nll_rows(
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
         tl.debug_barrier()  # every lane has its target's logit before the first store replaces it
         if weightless:
-            _zero_row(row_ptr, V, BLOCK_V)
+            _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
-            for block in range(0, V, BLOCK_V):
-                grad_columns(row_ptr, row_ptr, block + lanes, V, y, scale, row_max, log_sum, ACC)
+            _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, BLOCK_V, ACC)
     else:
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
-        _zero_row(row_ptr, V, BLOCK_V)
+        _zero_row(logits_ptr, row, V, BLOCK_V)
 
 
 @triton.jit
@@ -87,18 +117,13 @@ def row_nll_grad_(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``ops._rows`` for the contract."""
     C, V = logits.shape
-    if C < _tiles.TARGET_PROGRAMS // 2:
-        stats = token_nll.row_stats(logits[None], targets, with_correct=with_correct)
-        nll, row_max, log_sum, target_logit, correct = stats
-        token_nll.row_grad(logits[None], targets, scale, row_max, log_sum, logits[None])
-        return nll, row_max, log_sum, target_logit, correct
     acc = torch.promote_types(logits.dtype, torch.float32)
     nll, row_max, log_sum, target_logit = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(4))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
     tile = _tiles.linear_nll_rows(V, logits.element_size())
     _linear_nll_rows[(C,)](
         logits, targets, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V,
-        WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, ACC=_acc(acc),
+        WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
     return nll, row_max, log_sum, target_logit, correct

@@ -4,7 +4,7 @@ Forward reads each active row once (``_math.column_stats``) and keeps (M, log S)
 
     nll = (M - x_y) + log S,            d nll / d x_v = exp(x_v - M - log S) - [v = y].
 
-Where there are few rows each is split over several programs, whose partial (M, S, beaten) a second kernel merges:
+A long row is split over several programs, whose partial (M, S, beaten) a second kernel merges:
 M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row: the gradient,
 or zeros. Inactive rows (target = SKIP) are never read.
 """
@@ -14,15 +14,20 @@ import triton
 import triton.language as tl
 
 from dllm_kernels.kernels import _tiles
-from dllm_kernels.kernels._launch import on_its_device
+from dllm_kernels.kernels._launch import on_its_device, threads
 from dllm_kernels.kernels._math import (
     FUSED,
     LOG2E,
     SKIP,
+    column_of,
     column_stats,
-    grad_columns,
+    grad_tiles,
     load_target_logit,
+    ragged_columns,
     row_offset,
+    store_grad,
+    wide_columns,
+    zero_columns,
 )
 
 
@@ -51,18 +56,20 @@ def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, W
         tl.store(correct_ptr + n, False)
 
 
-@triton.jit(do_not_specialize=["L"])
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V"])
 def _token_nll_fwd(
     logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
     L, stride_b, stride_l, V,
-    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
     if y != SKIP:
-        row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(row_ptr, y, V, ACC)
-        row_max, row_sum, beaten = column_stats(row_ptr, 0, V, y, target_logit, BLOCK_V, ACC, WITH_CORRECT)
+        row = row_offset(n, L, stride_b, stride_l)
+        target_logit = load_target_logit(logits_ptr + row, y, V, ACC)
+        row_max, row_sum, beaten = column_stats(
+            logits_ptr, row, 0, V, y, target_logit, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
+        )
         _finish_row(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
@@ -70,28 +77,30 @@ def _token_nll_fwd(
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
 
 
-@triton.jit(do_not_specialize=["L", "SPLITS"])
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "TILES", "SPLITS"])
 def _token_nll_fwd_split(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
-    L, stride_b, stride_l, V, COLUMNS, SPLITS,
-    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    L, stride_b, stride_l, V, TILES, SPLITS,
+    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
     y = tl.load(target_ptr + n)
     if y != SKIP:
-        row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(row_ptr, y, V, ACC)
-        start = k * COLUMNS
-        end = tl.minimum(start + COLUMNS, V)
-        row_max, row_sum, beaten = column_stats(row_ptr, start, end, y, target_logit, BLOCK_V, ACC, WITH_CORRECT)
+        row = row_offset(n, L, stride_b, stride_l)
+        target_logit = load_target_logit(logits_ptr + row, y, V, ACC)
+        start = k * TILES * BLOCK_V
+        end = tl.minimum(start + TILES * BLOCK_V, V)
+        row_max, row_sum, beaten = column_stats(
+            logits_ptr, row, start, end, y, target_logit, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
+        )
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
         tl.store(part_sum_ptr + part, row_sum)
         tl.store(part_beaten_ptr + part, beaten)
 
 
-@triton.jit(do_not_specialize=["L", "SPLITS"])
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "SPLITS"])
 def _token_nll_merge(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
@@ -118,37 +127,64 @@ def _token_nll_merge(
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
 
 
-@triton.jit(do_not_specialize=["L", "TILES"])
+@triton.jit(do_not_specialize=["L", "V", "TILES", "SPLITS"])
 def _token_nll_bwd(
     logits_ptr, target_ptr, scale_ptr, max_ptr, log_sum_ptr, out_ptr,
-    L, stride_b, stride_l, out_stride_b, out_stride_l, V, TILES,
-    WHOLE_ROW: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    L, stride_b, stride_l, out_stride_b, out_stride_l, V, TILES, SPLITS,
+    SAME_STRIDES: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) // TILES
-    v = (tl.program_id(0) % TILES) * BLOCK_V + tl.arange(0, BLOCK_V)
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    n = tl.program_id(0) // SPLITS
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
-    row_out_ptr = out_ptr + row_offset(n, L, out_stride_b, out_stride_l)
+    row = row_offset(n, L, stride_b, stride_l)
+    at, first, wide = wide_columns(row, 0, V, WIDE)
+    if SAME_STRIDES:
+        out_row = row
+        out_at = at
+    else:
+        out_row = row_offset(n, L, out_stride_b, out_stride_l)
+        out_at = out_row + first
+    start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
+    end = tl.minimum(start + TILES * BLOCK_V, wide)
+    i = tl.arange(0, BLOCK_V)
+    v, there = ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
     if (y != SKIP) & (scale != 0):
         if WHOLE_ROW:  # a target that no column has: the row's NLL is NaN, and so is its gradient
             scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
-        row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
         row_max = tl.load(max_ptr + n)
         log_sum = tl.load(log_sum_ptr + n)
-        grad_columns(row_ptr, row_out_ptr, v, V, y, scale, row_max, log_sum, ACC)
+        hot = column_of(y, V)
+        in_ptr, tile_ptr = logits_ptr + at + start, out_ptr + out_at + start
+        grad_tiles(in_ptr, tile_ptr, end - start, hot - first - start, scale, row_max, log_sum, BLOCK_V, ACC)
+        if start == 0:
+            x = tl.load(logits_ptr + row + v, mask=there)
+            store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, ACC)
     else:
-        tl.store(row_out_ptr + v, tl.zeros([BLOCK_V], out_ptr.dtype.element_ty), mask=v < V)
-
-
-def _rows_of(logits: torch.Tensor) -> tuple[int, int, int]:
-    """(L, stride_b, stride_l) of row n = b * L + l. Rows at one stride are a b each, so that no number depends on theirs."""
-    B, L, _ = logits.shape
-    stride_b, stride_l, _ = logits.stride()
-    return (1, stride_l, stride_l) if B == 1 else (L, stride_b, stride_l)
+        for tile in range(start, end, BLOCK_V):
+            zero_columns(out_ptr + out_at + tile, i, i < end - tile)
+        if start == 0:
+            zero_columns(out_ptr + out_row, v, there)
 
 
 def _acc(dtype: torch.dtype) -> tl.dtype:
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def _rows_of(t: torch.Tensor, flat: bool) -> tuple[int | None, int, int]:
+    """(L, stride_b, stride_l) for ``row_offset``."""
+    return (None, 0, t.stride(1)) if flat else (t.shape[1], t.stride(0), t.stride(1))
+
+
+def _share(V: int, tile: _tiles.Tile) -> tuple[int, int]:
+    """Tiles of a row that one program takes, and how many programs that makes."""
+    tiles = triton.cdiv(triton.cdiv(V, tile.splits), tile.block_v)
+    return tiles, triton.cdiv(V, tiles * tile.block_v)
+
+
+def _flat(t: torch.Tensor) -> bool:
+    """Whether all rows ``[B, L]`` lie at equal distances."""
+    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
 @on_its_device
@@ -164,24 +200,20 @@ def row_stats(
     if N == 0:
         return nll, row_max, log_sum, target_logit, correct
     tile = _tiles.token_nll_fwd(N, V, logits.element_size())
-    sizes = (*_rows_of(logits), V)
+    sizes = (*_rows_of(logits, _flat(logits)), V)
     outputs = (nll, row_max, log_sum, target_logit, correct)
     flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
+    options = {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
     if tile.splits == 1:
-        _token_nll_fwd[(N,)](
-            logits, targets, *outputs, *sizes, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
-        )
+        _token_nll_fwd[(N,)](logits, targets, *outputs, *sizes, **flags, **options)
         return outputs
-    columns = triton.cdiv(triton.cdiv(V, tile.splits), tile.block_v) * tile.block_v
-    splits = triton.cdiv(V, columns)
+    tiles, splits = _share(V, tile)
     parts = (
         torch.empty(N, splits, dtype=acc, device=logits.device),
         torch.empty(N, splits, dtype=acc, device=logits.device),
         torch.empty(N, splits, dtype=torch.bool, device=logits.device),
     )
-    _token_nll_fwd_split[(N * splits,)](
-        logits, targets, *parts, *sizes, columns, splits, **flags, BLOCK_V=tile.block_v, num_warps=tile.num_warps, **FUSED
-    )  # fmt: skip
+    _token_nll_fwd_split[(N * splits,)](logits, targets, *parts, *sizes, tiles, splits, **flags, **options)
     _token_nll_merge[(N,)](
         logits, targets, *parts, *outputs, *sizes, splits, **flags,
         BLOCK_K=triton.next_power_of_2(max(splits, _tiles.most_splits(V, tile.block_v))), num_warps=1, **FUSED
@@ -205,10 +237,11 @@ def row_grad(
     if B * L == 0:
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
-    tiles = triton.cdiv(V, tile.block_v)
-    _token_nll_bwd[(B * L * tiles,)](
-        logits, targets, scale, row_max, log_sum, out,
-        *_rows_of(logits), *_rows_of(out)[1:], V, tiles,
-        WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
+    tiles, splits = _share(V, tile)
+    flat = _flat(logits) and _flat(out)
+    rows, out_rows = _rows_of(logits, flat), _rows_of(out, flat)
+    _token_nll_bwd[(B * L * splits,)](
+        logits, targets, scale, row_max, log_sum, out, *rows, *out_rows[1:], V, tiles, splits,
+        SAME_STRIDES=rows == out_rows, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip

@@ -1,0 +1,148 @@
+"""The row kernels on rows that go wrong where a kernel is careless, in tiles that hold several accesses of a thread.
+
+One batch holds every kind of row, so that none may disturb another; vocabularies end within and at the edge of a tile.
+"""
+
+import math
+
+import pytest
+import torch
+
+import reference
+from tests.conftest import DEVICE
+from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_error, poison_empty, value_and_grads
+
+token_nll_kernels = pytest.importorskip("dllm_kernels.kernels.token_nll")
+linear_nll_kernels = pytest.importorskip("dllm_kernels.kernels.linear_nll")
+tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
+
+INF, NAN = math.inf, math.nan
+TILE = 512  # of one warp: four 16-byte accesses a thread for float32, two for 16 bits
+VOCABULARIES = (2 * TILE, 2 * TILE + 203, TILE - 5, 3)
+
+
+@pytest.fixture(autouse=True)
+def _several_accesses_a_thread(monkeypatch):
+    poison_empty(monkeypatch)
+    monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(TILE, 1))
+    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(TILE, 1, 2))
+    monkeypatch.setattr(tiles, "linear_nll_rows", lambda V, itemsize: tiles.Tile(TILE, 1))
+
+
+def rows(V, dtype):
+    """(logits, targets) by the name of the row."""
+    torch.manual_seed(V)
+    info = torch.finfo(dtype)
+    high = 1e4
+    first, middle, last = 0, V // 2, V - 1
+
+    def drawn():
+        return 2 * torch.randn(V, dtype=torch.float64)
+
+    def with_(values, *columns, row=None):
+        row = drawn() if row is None else row
+        row[list(columns)] = values
+        return row
+
+    peak = 9.0  # little above the others: its NLL is of the size of the logits
+    made = {
+        "tame": (drawn(), middle),
+        "up": (drawn() + high, first),
+        "down": (drawn() - high, last),
+        "up at some": (with_(high, *range(0, V, 7)), last),
+        "one of all": (with_(high, first, row=torch.full((V,), -high, dtype=torch.float64)), first),
+        "first half -inf": (with_(-INF, *range(middle)), last),
+        "all -inf but the last": (with_(0.0, last, row=torch.full((V,), -INF, dtype=torch.float64)), last),
+        "all -inf": (torch.full((V,), -INF, dtype=torch.float64), first),
+        "-inf and the lowest": (with_(info.min, last, row=torch.full((V,), -INF, dtype=torch.float64)), last),
+        "all the lowest": (torch.full((V,), info.min, dtype=torch.float64), middle),
+        "all the largest": (torch.full((V,), info.max / 2, dtype=torch.float64), first),
+        "largest beside lowest": (with_(info.max, middle, row=torch.full((V,), info.min, dtype=torch.float64)), middle),
+        "nan": (with_(NAN, middle), first),
+        "inf": (with_(INF, middle), first),
+        "argmax": (with_(peak, middle), middle),
+        "tie, lower in the first tile": (with_(peak, first, last), last),
+        "tie, higher in the last tile": (with_(peak, first, last), first),
+        "tie, just below": (with_(peak, max(middle - 1, 0), middle), middle),
+        "tie, just above": (with_(peak, middle, min(middle + 1, last)), middle),
+        "all equal, first": (torch.ones(V, dtype=torch.float64), first),
+        "all equal, last": (torch.ones(V, dtype=torch.float64), last),
+        "target too large": (drawn(), V + 3),
+        "target far too large": (drawn(), 2**32 + 1),
+        "target negative": (drawn(), -5),
+    }
+    logits = torch.stack([row for row, _ in made.values()]).to(dtype)
+    return list(made), logits.to(DEVICE), torch.tensor([y for _, y in made.values()], device=DEVICE)
+
+
+def exact_and_plain(logits, targets, scale):
+    """(nll, gradient) in float64 and in the dtype of the sums, and the argmax-match."""
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    both = (
+        value_and_grads(lambda x: reference.token_nll(x, targets), [logits.to(dtype)], scale)
+        for dtype in (torch.float64, acc)
+    )
+    return (*both, reference.argmax_match(logits, targets))
+
+
+def in_rows_of_their_own(logits, offset):
+    """The same rows at a distance of an odd number of columns, beginning ``offset`` columns into their memory."""
+    N, V = logits.shape
+    memory = torch.full((N, V + 5 + (V % 2)), NAN, dtype=logits.dtype, device=DEVICE)
+    view = memory[:, offset : offset + V]
+    return view.copy_(logits)
+
+
+def forward_and_backward(logits, targets, scale):
+    nll, row_max, log_sum, _, correct = token_nll_kernels.row_stats(logits[None], targets, with_correct=True)
+    grad = torch.empty_like(logits)
+    token_nll_kernels.row_grad(logits[None], targets, scale, row_max, log_sum, grad[None])
+    return nll, grad, correct
+
+
+def over_a_chunk(logits, targets, scale):
+    nll, _, _, _, correct = linear_nll_kernels.row_nll_grad_(logits, targets, scale, with_correct=True)
+    return nll, logits, correct
+
+
+PATHS = {"whole rows": forward_and_backward, "split rows": forward_and_backward, "chunk": over_a_chunk}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("V", VOCABULARIES)
+@pytest.mark.parametrize("path", PATHS)
+def test_every_kind_of_row(path, V, dtype, monkeypatch):
+    if path == "split rows":
+        monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(TILE, 1, 3))
+    if path == "chunk":
+        monkeypatch.setattr(tiles, "TARGET_PROGRAMS", 0)
+    names, logits, targets = rows(V, dtype)
+    scale = torch.rand(len(names), device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) + 0.5
+    exact, plain, matches = exact_and_plain(logits, targets, scale)
+    ordinary = logits.abs().amax(1) < 10
+    for offset in (None, 3):
+        theirs = logits.clone() if offset is None else in_rows_of_their_own(logits, offset)
+        nll, grad, correct = PATHS[path](theirs, targets, scale)
+        for i, name in enumerate(names):
+            assert_same_specials(nll[i], exact[0][i], name)
+            assert correct[i] == (matches[i] & ~exact[0][i].isnan()), name
+            assert grad[i].isnan().any() == exact[0][i].isnan(), name
+        one_by_one = (~ordinary & ~exact[0].isnan()).nonzero().tolist()
+        for these in (ordinary & ~exact[0].isnan(), *one_by_one):
+            for ours, e, p in ((nll, exact[0], plain[0]), (grad, exact[1], plain[1])):
+                error = largest_error([p[these].double()], [e[these]])
+                assert_as_good_as_plain([ours[these]], [e[these]], error, f"{these}, offset {offset}", sizes={V})
+
+
+def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(monkeypatch):
+    monkeypatch.setattr(tiles, "TARGET_PROGRAMS", 0)
+    V = TILE + 13
+    for path in (forward_and_backward, over_a_chunk):
+        logits = in_rows_of_their_own(torch.full((3, V), NAN, device=DEVICE), 1)
+        logits[2] = torch.randn(V, device=DEVICE)
+        nll, grad, correct = path(logits, torch.tensor([-100, 5, 4]), torch.tensor([1.0, 0.0, 2.0]))
+        assert nll[0] == 0
+        assert nll[1].isnan()
+        assert not correct[:2].any()
+        assert torch.equal(grad[:2], torch.zeros(2, V))
+        assert grad[2].isfinite().all()
