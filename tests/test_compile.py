@@ -343,6 +343,24 @@ def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):
     assert_few_graphs(step, draws(), 2)
 
 
+@pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
+def test_labels_of_mtp_are_checked_in_one_graph(base, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    model = Head()
+
+    def step(h, labels):
+        return calculate_mtp_loss(base(), mtp_per_depth_h=[h, h], labels=labels, model=model)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    h, good = torch.randn(2, 6, D, device=DEVICE), torch.randint(0, V, (2, 6), device=DEVICE)
+    bad = good.clone()
+    bad[1, 4] = V
+    torch.testing.assert_close(compiled(h, good), step(h, good))
+    message = message_of(compiled, h, bad)
+    assert f"[0, {V}) or be -100, got {V} at position (" in message
+    assert message == message_of(step, h, bad)
+
+
 @pytest.mark.parametrize("layout", ["flat labels", "flat logits", "merged in part"])
 def test_layouts_of_labels_in_a_graph(layout):
     def step(x, labels, mask):

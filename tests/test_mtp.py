@@ -1,4 +1,5 @@
 import functools
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -561,8 +562,8 @@ def test_one_entry_of_mask_is_for_every_label(on):
 def test_labels_that_lie_otherwise_than_the_logits():
     loss_fn, logits = MaskedCrossEntropy(), torch.randn(2, 6, V)
     for shape in ((6, 2), (3, 4), (2, 5), (2, 6, 1, 2), (1,), ()):
-        message = f"labels must have shape (2, 6) like logits without its last dimension, or .*, got {shape}"
-        with pytest.raises(ValueError, match=message.replace("(", r"\(").replace(")", r"\)")):
+        message = f"labels must have shape (2, 6) (that of logits without its last dimension), got {shape}"
+        with pytest.raises(ValueError, match=re.escape(message)):
             loss_fn(logits, torch.zeros(shape, dtype=torch.long))
     with pytest.raises(ValueError, match="labels must be on cpu like logits, got meta"):
         loss_fn(logits, torch.zeros(12, dtype=torch.long, device="meta"))

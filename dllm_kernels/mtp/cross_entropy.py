@@ -189,20 +189,17 @@ def _checked_index(ignore_index: Any) -> int:
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
     """Shape of the rows of logits, which that of labels equals once adjacent dimensions of the one are merged."""
     _checks.check_ids("labels", labels)
-    rows, shape = logits.shape[:-1], labels.shape
-    if shape != rows and not (rows.numel() == shape.numel() and (_merges(rows, shape) or _merges(shape, rows))):
-        raise ValueError(
-            f"labels must have shape {tuple(rows)} like logits without its last dimension, or that with dimensions merged, "
-            f"got {tuple(shape)}"
-        )
+    rows = logits.shape[:-1]
+    if not (_merges(rows, labels.shape) or _merges(labels.shape, rows)):
+        _checks.check_shape("labels", labels, rows, "that of logits without its last dimension")
     _checks.check_same_device("logits", logits, labels=labels)
     return rows
 
 
 def _merges(fine: torch.Size, coarse: torch.Size) -> bool:
-    """Whether dimensions of ``fine`` that lie side by side, merged, are ``coarse``; both have as many entries."""
+    """Whether dimensions of ``fine`` that lie side by side, merged, are ``coarse``."""
     ends = list(itertools.accumulate(fine, operator.mul, initial=1))
-    return all(end in ends for end in itertools.accumulate(coarse, operator.mul))
+    return fine.numel() == coarse.numel() and all(e in ends for e in itertools.accumulate(coarse, operator.mul))
 
 
 def check_sum_only(reduction: str, **options: object) -> None:
