@@ -50,6 +50,7 @@ def _start(count: int) -> ThreadPoolExecutor:
     started = threading.Barrier(count + 1)
 
     def on_one_core() -> None:
+        torch.get_num_threads()  # which a thread's first operation would else do, and take the number of all others
         torch.set_num_threads(1)
         started.wait()
 
