@@ -41,6 +41,11 @@ SUBJECTS = {
         (("--target", "sm_90", "--kernel", "bf16"),),
     ),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
+    "on_gpu": Subject(
+        "benchmarks.on_gpu",
+        "the tests, measurements and sanitizer runs that need a GPU",
+        (("--dry-run", "--step", "gpu_tests", "--step", "corruption"),),
+    ),
     "all": Subject(
         "benchmarks.suite", "every measurement with JSON, tables and plots", ((*TOY[0], "--subject", "collate"),)
     ),
@@ -79,7 +84,9 @@ def smoke(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for name in argv or SUBJECTS:
             for number, args in enumerate(SUBJECTS[name].smoke):
-                out = Path(scratch) / (f"{name}-{number}" if name in ("train", "all") else f"{name}-{number}.json")
+                out = Path(scratch) / (
+                    f"{name}-{number}" if name in ("train", "all", "on_gpu") else f"{name}-{number}.json"
+                )
                 takes_out = name != "inspect"
                 if not _smoke_one(name, (*args, *(("--out", str(out)) if takes_out else ()))):
                     failed.append(" ".join((name, *args)))
