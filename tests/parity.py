@@ -120,14 +120,9 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
     monkeypatch.setattr(_torch_rows, "how_many", lambda device: threads)
 
 
-def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1, fused_rows: bool = False) -> None:
-    """Tiles of 16 columns, so that small inputs meet every edge that large ones do; ``splits`` programs a row forward.
-
-    ``fused_rows``: chunks of a linear loss go through the kernel for many rows however few they are.
-    """
+def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
+    """Tiles of 16 columns, so that small inputs meet every edge that large ones do; ``splits`` programs a row forward."""
     tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(16, 4, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 4, 2))
     monkeypatch.setattr(tiles, "linear_nll_rows", lambda V, itemsize: tiles.Tile(16, 4))
-    if fused_rows:
-        monkeypatch.setattr(tiles, "TARGET_PROGRAMS", 0)

@@ -14,11 +14,6 @@ pytest.importorskip("triton")
 from tests import mock_gpu_checks
 
 ROOT = Path(__file__).parent.parent
-NOT_YET = {
-    "capture_from_hidden_states_needs_no_new_kernel": "a warm-up lists the active rows, a capture hands a mask over",
-    "capture_from_few_hidden_states_needs_no_new_kernel": "and their number decides whether rows are split",
-    "grids_of_gradients_beyond_a_card_of_80_gb": "AMD takes less than 2**32 threads in a launch",
-}
 
 
 @pytest.fixture(scope="session")
@@ -38,11 +33,6 @@ def outcome(tmp_path_factory):
     return json.loads(out.read_text())
 
 
-def shown(name):
-    reason = NOT_YET.get(name)
-    return pytest.param(name, marks=pytest.mark.xfail(reason is not None, reason=str(reason), strict=True))
-
-
-@pytest.mark.parametrize("name", [shown(name) for name in mock_gpu_checks.CHECKS])
+@pytest.mark.parametrize("name", mock_gpu_checks.CHECKS)
 def test_mock_gpu(name, outcome):
     assert outcome[name] == ""

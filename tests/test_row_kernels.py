@@ -114,8 +114,6 @@ PATHS = {"whole rows": forward_and_backward, "split rows": forward_and_backward,
 def test_every_kind_of_row(path, V, dtype, monkeypatch):
     if path == "split rows":
         monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(TILE, 1, 3))
-    if path == "chunk":
-        monkeypatch.setattr(tiles, "TARGET_PROGRAMS", 0)
     names, logits, targets = rows(V, dtype)
     scale = torch.rand(len(names), device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) + 0.5
     exact, plain, matches = exact_and_plain(logits, targets, scale)
@@ -134,8 +132,7 @@ def test_every_kind_of_row(path, V, dtype, monkeypatch):
                 assert_as_good_as_plain([ours[these]], [e[these]], error, f"{these}, offset {offset}", sizes={V})
 
 
-def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(monkeypatch):
-    monkeypatch.setattr(tiles, "TARGET_PROGRAMS", 0)
+def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros():
     V = TILE + 13
     for path in (forward_and_backward, over_a_chunk):
         logits = in_rows_of_their_own(torch.full((3, V), NAN, device=DEVICE), 1)

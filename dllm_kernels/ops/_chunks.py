@@ -130,7 +130,7 @@ class _Chunks:
         (V, D), device = job.weight.shape, job.hidden.device
         size = plan.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
         self.size = max(1, min(size, self.rows.count))
-        self.logits = torch.empty(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
+        self.logits = _aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
         self.grad_hidden = self.rows.empty(D, dtype=job.hidden.dtype, device=device) if needs.hidden else None
         self.grad_weight: torch.Tensor | None = None
         self.grad_bias = torch.zeros(V, dtype=plan.acc, device=device) if needs.bias else None
@@ -198,14 +198,18 @@ class _Chunks:
         if a.dtype == acc or single:
             self.grad_weight = torch.mm(a, h) if self.grad_weight is None else self.grad_weight.addmm_(a, h)
             return
+        if a.is_cuda and torch.version.hip is None:
+            if self.grad_weight is None:
+                self.grad_weight = torch.mm(a, h, out_dtype=acc)
+            else:
+                torch.addmm(self.grad_weight, a, h, out_dtype=acc, out=self.grad_weight)
+            return
         if self.grad_weight is None:
             self.grad_weight = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
-        if not a.is_cuda:
-            _add_product_by_slabs(self.grad_weight, a, h)
-        elif torch.version.hip is None:
-            torch.addmm(self.grad_weight, a, h, out_dtype=acc, out=self.grad_weight)
-        else:  # rocBLAS has no product of low-precision matrices into a float32 one through torch
+        if a.is_cuda:  # rocBLAS has no product of low-precision matrices into a float32 one through torch
             self.grad_weight += torch.mm(a, h)
+        else:
+            _add_product_by_slabs(self.grad_weight, a, h)
 
     def gradients(self, *, wide: bool = False) -> Gradients:
         """The gradients in the dtypes of the inputs; with ``wide`` those of the head in the dtype of the sums."""
@@ -218,6 +222,12 @@ class _Chunks:
             None if grad_weight is None else grad_weight.to(acc if wide else weight.dtype),
             None if self.grad_bias is None or bias is None else self.grad_bias.to(acc if wide else bias.dtype),
         )
+
+
+def _aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``[rows, V]`` of fresh memory; on a GPU every row begins at a multiple of 64 elements, as products and kernels want."""
+    columns = -(-V // 64) * 64 if device.type == "cuda" else V
+    return torch.empty(rows, columns, dtype=dtype, device=device)[:, :V]
 
 
 def _add_product_by_slabs(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
