@@ -27,12 +27,15 @@ TOPK_IN_MEMORY, CORRUPT_IN_MEMORY = 4096, 2048
 def select(D: int, in_memory_block: int = TOPK_IN_MEMORY) -> SelectTile:
     """Choosing k of D positions.
 
-    Up to 4,096 positions a row is in registers, many short rows a program: four int64 keys a thread, eight at 4,096.
+    Up to 4,096 positions a row is in registers, many short rows a program: four int64 keys a thread, eight at 4,096. Rows of
+    up to 128 go to programs of one warp, which sort without waiting for another.
     At 8,192 with sixteen keys a thread the compiler spills, so longer rows keep their keys in memory, in L2 mostly.
     """
     block = max(4, _next_power_of_2(D))
     if block > 4096:
         return SelectTile(1, in_memory_block, 16, True)
+    if block <= 128:
+        return SelectTile(128 // block, block, 1, False)
     rows = max(1, 256 // block)
     return SelectTile(rows, block, max(2, min(16, rows * block // 128)), False)
 
