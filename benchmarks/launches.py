@@ -17,11 +17,13 @@ from benchmarks.mock_gpu import MockGPU, Specimen
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
 from dllm_kernels.corruption import (
+    complementary,
     corrupt_all_masked,
     corrupt_blockwise,
     corrupt_mix,
     corrupt_uniform,
     corrupt_uniform_random,
+    sample_level,
 )
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -53,6 +55,8 @@ def real() -> Iterator[Call]:
     for options in ({}, {"exact": True}):
         yield partial(with_level, corrupt_uniform, 8, 4096, **options)
     yield partial(with_level, corrupt_uniform, 8, 131072, exact=True)
+    yield partial(complement, 8, 4096)
+    yield partial(levels, 8)
 
 
 def odd() -> Iterator[Call]:
@@ -171,6 +175,16 @@ def mix(B: int, L: int, *, own_seeds: bool = False) -> None:
     seeds = torch.zeros(B, dtype=torch.int64) if own_seeds else None
     ids, mask = torch.zeros(B, L, dtype=torch.int64), torch.ones(B, L, dtype=torch.bool)
     corrupt_mix(ids, mask, 126000, 126464, mask_prob=torch.zeros(B), uniform_prob=torch.zeros(B), seeds=seeds)
+
+
+def complement(B: int, L: int) -> None:
+    """``complementary``."""
+    complementary(torch.zeros(B, L, dtype=torch.bool), torch.ones(B, L, dtype=torch.bool))
+
+
+def levels(B: int) -> None:
+    """``sample_level`` from a seed on the GPU."""
+    sample_level(B, method="stratified", seeds=torch.zeros(B, dtype=torch.int64))
 
 
 def with_level(routine: Callable[..., object], B: int, L: int, **options: Any) -> None:

@@ -451,7 +451,8 @@ def sample_level(
     if device is None:
         source = generator if seeds is None else seeds
         device = getattr(source, "device", "cpu")
-    seed = _philox.resolve_seed(torch.device(device), B, generator, seeds)
+    place = torch.device(device) if isinstance(device, str) else device
+    seed = _philox.resolve_seed(place, B, generator, seeds)
     if seed.dim() and method != "uniform":
         seed = seed[0]
     return corruption.sample_level(int(B), method, low, high, seed, backend)

@@ -99,9 +99,8 @@ def alignment_is_seen(gpu):
     for V in (126464, 50257):
         launches.token_nll((8, 512, V), torch.bfloat16)
     launches.token_nll((8, 512, 126464), torch.bfloat16, view=lambda t: t[..., 1:])
-    forward = [s.types for s in gpu.specimens if s.kernel == "token_nll_fwd"]
-    assert [types["V"] for types in forward] == ["i32 D", "i32", "i32"]
-    assert [types["logits_ptr"] for types in forward] == ["*bf16 D", "*bf16 D", "*bf16"]
+    forward = [s.types for s in gpu.specimens if s.kernel == "token_nll_fwd_split"]
+    assert [types["logits_ptr"] for types in forward] == ["*bf16 D", "*bf16"]  # rows are aligned by the kernel itself
 
 
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
@@ -235,6 +234,11 @@ def far_apart():
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
     yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)
+    yield functools.partial(launches.mix, 2**19, 4160)
+    yield functools.partial(launches.with_level, corruption.corrupt_uniform, 2**19, 4160, exact=True)
+    yield functools.partial(launches.with_level, corruption.corrupt_uniform, 2**15, 131072, exact=True)
+    yield functools.partial(launches.complement, 2**19, 4160)
+    yield functools.partial(launches.levels, 2**20)
     yield functools.partial(launches.topk, 2**20, 4000)
     yield functools.partial(launches.topk, 2**19, 8000)
 

@@ -463,7 +463,15 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
     if out.numel():
         _complement[(B * triton.cdiv(L, 1024),)](
-            noise_mask, loss_mask, out, B, L, *noise_mask.stride(), *loss_mask.stride(), BLOCK=1024
+            noise_mask,
+            loss_mask,
+            out,
+            B,
+            L,
+            *noise_mask.stride(),
+            *loss_mask.stride(),
+            BLOCK=1024,
+            enable_fp_fusion=False,
         )
     return out
 
