@@ -7,9 +7,11 @@ vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -125,9 +127,20 @@ def weighted_nll(shape: tuple[int, ...], dtype: torch.dtype, **options: Any) -> 
 
 
 def from_hidden(
-    shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, frozen: bool = False, **options: Any
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    D: int = 2560,
+    frozen: bool = False,
+    one_pass: bool = False,
+    **options: Any,
 ) -> None:
     """Both ops from hidden states: the weighted one, and the one whose backward makes the logits again."""
+    with mock.patch.dict(os.environ, DLLM_KERNELS_ONE_PASS=str(int(one_pass))):
+        _from_hidden(shape, dtype, D, frozen, options)
+
+
+def _from_hidden(shape: tuple[int, ...], dtype: torch.dtype, D: int, frozen: bool, options: dict[str, Any]) -> None:
     *rows, V = shape
     hidden = torch.empty(*rows, D, dtype=dtype, requires_grad=True)
     head = torch.empty(V, D, dtype=dtype, requires_grad=not frozen)

@@ -125,4 +125,5 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
     tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(16, 4, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 4, 2))
-    monkeypatch.setattr(tiles, "linear_nll_rows", lambda V, itemsize: tiles.Tile(16, 4))
+    for rule in ("linear_nll_rows", "linear_nll_rows_once"):
+        monkeypatch.setattr(tiles, rule, lambda V, itemsize: tiles.Tile(16, 4))

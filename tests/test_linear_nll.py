@@ -34,13 +34,15 @@ def _nothing_is_left_unwritten(monkeypatch):
     poison_empty(monkeypatch)
 
 
-@pytest.fixture(params=["torch", "torch, on three threads", "triton"])
+@pytest.fixture(params=["torch", "torch, on three threads", "triton", "triton, one pass"])
 def path(request, monkeypatch):
-    """The backend, in small blocks on threads as large chunks are, and in small tiles."""
+    """The backend, in small blocks on threads as large chunks are, in small tiles, in two passes over a chunk or one."""
     if "three" in request.param:
         small_blocks(monkeypatch, threads=3)
-    if request.param == "triton":
+    if request.param.startswith("triton"):
         small_tiles(monkeypatch, splits=2)
+    if "one pass" in request.param:
+        monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", "1")
     return request.param.split(",")[0]
 
 

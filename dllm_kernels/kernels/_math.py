@@ -98,7 +98,7 @@ def _with_tile(x, lane_max, lane_sum, WIDE: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def _tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+def tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     """Whether a lower column of the target's own tile equals it."""
     i = (y - first) // BLOCK_V * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(tile_ptr + i, mask=(i >= 0) & (i < wide) & (first + i < y), other=float("nan")).to(ACC)
@@ -144,7 +144,7 @@ def column_stats(
     beaten = row_max > target_logit
     if WITH_CORRECT:  # noqa: SIM102  (known at compile time, the next at run time)
         if row_max == target_logit:
-            beaten = _tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V, ACC)
+            beaten = tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V, ACC)
             beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
             beaten = beaten | (tl.max(before, 0) == target_logit)
     return row_max, row_sum, beaten

@@ -64,3 +64,9 @@ def linear_nll_rows(V: int, itemsize: int) -> Tile:
     """
     block = _bytes_to_block(itemsize, 32768, V)
     return Tile(block, _warps(block, itemsize))
+
+
+def linear_nll_rows_once(V: int, itemsize: int) -> Tile:
+    """A whole row by one program, read and written once: tiles of 16 KiB, 8 warps."""
+    block = _bytes_to_block(itemsize, 16384, V)
+    return Tile(block, _warps(block, itemsize))

@@ -27,6 +27,14 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def one_pass() -> bool:
+    """Whether ``DLLM_KERNELS_ONE_PASS=1`` asks for the chunk kernel that reads the logits once.
+
+    For measurements: no GPU has shown it faster yet. It changes which roundings are made, not what is computed.
+    """
+    return os.environ.get("DLLM_KERNELS_ONE_PASS", "0") == "1"
+
+
 def use_triton(backend: str, tensor: torch.Tensor) -> bool:
     """Decide the backend for one call.
 
@@ -66,9 +74,15 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
 def row_primitives(triton: bool) -> RowPrimitives:
     """The row primitives of a backend; Triton is imported only when asked for."""
     if triton:
-        from dllm_kernels.kernels import linear_nll, token_nll
+        from dllm_kernels.kernels import linear_nll, linear_nll_once, token_nll
 
-        return RowPrimitives(token_nll.row_stats, token_nll.row_grad, linear_nll.row_nll_grad_, linear_nll.scale_)
+        return RowPrimitives(
+            token_nll.row_stats,
+            token_nll.row_grad,
+            linear_nll.row_nll_grad_,
+            linear_nll.scale_,
+            linear_nll_once.row_nll_factored_,
+        )
     from dllm_kernels.ops import _torch_rows
 
     return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_)

@@ -127,6 +127,8 @@ class _Chunks:
         self.bias = None if job.bias is None else job.bias.to(plan.dtype)
         self.rows = ActiveRows(job.targets, plan.num_active)
         self.primitives = plan.primitives()
+        once = plan.one_pass and plan.dtype in (torch.bfloat16, torch.float32) and not needs.bias
+        self.factored = self.primitives.row_nll_factored_ if once else None
         (V, D), device = job.weight.shape, job.hidden.device
         size = plan.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
         self.size = max(1, min(size, self.rows.count))
@@ -159,8 +161,11 @@ class _Chunks:
                 stats = self.primitives.row_stats(logits[None], y, **flags)
             else:
                 s = rows.take(scale, chunk)
-                stats = self.primitives.row_nll_grad_(logits, y, s, **flags)
-                self.add_gradients(chunk, h, y, logits, s)
+                if self.factored is None:
+                    stats, factor = self.primitives.row_nll_grad_(logits, y, s, **flags), None
+                else:
+                    stats, factor = self.factored(logits, y, s, **flags)
+                self.add_gradients(chunk, h, y, logits, s, factor)
             nll, row_max, log_sum, _, correct = stats
             for out, part in zip(outputs, (nll, row_max, log_sum, correct), strict=True):
                 if part is not None:
@@ -171,10 +176,18 @@ class _Chunks:
         return nll, row_max, log_sum, correct
 
     def add_gradients(
-        self, chunk: slice, h: torch.Tensor, y: torch.Tensor, grad_logits: torch.Tensor, scale: torch.Tensor
+        self,
+        chunk: slice,
+        h: torch.Tensor,
+        y: torch.Tensor,
+        grad_logits: torch.Tensor,
+        scale: torch.Tensor,
+        factor: torch.Tensor | None = None,
     ) -> None:
-        """The products with the gradient that now stands where the logits were."""
+        """The products with the gradient that now stands where the logits were, but for a factor a row where given."""
         of_hidden, of_head = (None if f is None else self.rows.take(f, chunk).unsqueeze(1) for f in self.factors)
+        if factor is not None:
+            of_hidden = of_head = factor.unsqueeze(1)
         if self.grad_hidden is not None:
             rows = torch.mm(grad_logits, self.weight)
             self.rows.put(self.grad_hidden, chunk, rows if of_hidden is None else rows * of_hidden)
@@ -192,7 +205,7 @@ class _Chunks:
         But not where it still wants its headroom.
         """
         a, acc = grad_logits.t(), self.plan.acc
-        if a.is_cuda:
+        if a.is_cuda or not self.plan.narrow:  # a CPU widens both anyway
             h = h.to(a.dtype)
         single = self.size >= self.rows.count and a.dtype == self.job.weight.dtype and not self.plan.narrow
         if a.dtype == acc or single:

@@ -79,6 +79,7 @@ class Plan:
         memory_budget: bytes of such a chunk where ``chunk_size`` is None.
         num_active: an upper bound of the number of active rows, where the caller gave one.
         needs: which inputs want a gradient.
+        one_pass: read a chunk of logits once, where the backend and the dtype allow; unproven, see ``_backend.one_pass``.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
     """
 
@@ -94,6 +95,7 @@ class Plan:
     memory_budget: int | None = None
     num_active: int | None = None
     needs: Needs = NO_GRADIENTS
+    one_pass: bool = False
     rows: RowPrimitives | None = None
 
     @property
@@ -112,7 +114,7 @@ class Plan:
 
     def pack(self) -> list[int]:
         """What a compiled op has to know below the doors, as the integers that its schema can carry."""
-        flags = (self.triton, self.with_correct, self.round_nll, self.read_beyond, *self.needs)
+        flags = (self.triton, self.with_correct, self.round_nll, self.read_beyond, self.one_pass, *self.needs)
         sizes = (self.chunk_size, self.memory_budget, self.num_active)
         return [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
 
@@ -120,7 +122,7 @@ class Plan:
     def unpack(cls, packed: Sequence[int]) -> Plan:
         """The plan of :meth:`pack`."""
         dtype, *flags, chunk_size, memory_budget, num_active = packed
-        triton, with_correct, round_nll, read_beyond, *needs = (bool(f) for f in flags)
+        triton, with_correct, round_nll, read_beyond, one_pass, *needs = (bool(f) for f in flags)
         return cls(
             _DTYPES[dtype],
             triton,
@@ -131,6 +133,7 @@ class Plan:
             memory_budget=None if memory_budget < 0 else memory_budget,
             num_active=None if num_active < 0 else num_active,
             needs=Needs(*needs),
+            one_pass=one_pass,
         )
 
 

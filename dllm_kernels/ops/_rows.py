@@ -17,6 +17,9 @@ a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for flo
 ``row_nll_grad_(logits [C, V], targets, scale, *, with_correct)``
     ``row_stats`` and ``row_grad`` at once, the gradient over the logits.
 
+``row_nll_factored_(logits [C, V], targets, scale, *, with_correct)``, float32 and bfloat16, or None where a backend has none
+    ``row_stats`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
+
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
 """
@@ -40,6 +43,7 @@ class RowPrimitives(NamedTuple):
     row_grad: Callable[..., None]
     row_nll_grad_: Callable[..., Stats]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
+    row_nll_factored_: Callable[..., tuple[Stats, torch.Tensor]] | None = None
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

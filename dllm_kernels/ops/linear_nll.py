@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels.ops import _checks, _run
-from dllm_kernels.ops._backend import use_triton
+from dllm_kernels.ops._backend import one_pass, use_triton
 from dllm_kernels.ops._plain import all_plain
 from dllm_kernels.ops._plan import LinearJob, Needs, Plan, compute_dtype
 from dllm_kernels.ops._results import TokenNLL, WeightedNLL
@@ -87,7 +87,7 @@ def weighted_linear_nll(
     job = LinearJob(hidden, weight, bias, targets, weights, weights if active is None else active)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll,
-        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), **sizes,
+        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), **sizes,
     )  # fmt: skip
     return route(_run.weighted_linear_nll, job, plan)  # type: ignore[no-any-return]
 
@@ -146,7 +146,7 @@ def linear_token_nll(
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct,
-        needs=Needs.of(hidden, weight, bias), **sizes,
+        needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), **sizes,
     )  # fmt: skip
     job = LinearJob(hidden, weight, bias, targets, active=active)
     return route(_run.linear_token_nll, job, plan)  # type: ignore[no-any-return]
