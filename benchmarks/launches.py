@@ -45,6 +45,9 @@ def real() -> Iterator[Call]:
             yield partial(weighted_nll, shape, dtype)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=True)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True)
+    for dtype in (torch.bfloat16, torch.float32):
+        for flag in (False, True):
+            yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, one_pass=True, with_correct=flag)
     yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, num_active=5000)
     for size in (32, 4096, 131072):
         yield partial(topk, 8, size)

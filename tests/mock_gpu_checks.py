@@ -230,6 +230,7 @@ def far_apart():
     yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
     yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16)
     yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
+    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17, one_pass=True)
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
