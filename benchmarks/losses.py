@@ -111,10 +111,10 @@ def mdlm_fused(draw: Draw) -> Case:
 
 def block(draw: Draw) -> Case:
     """Flat block diffusion from logits; the share is that of supervised rows."""
-    ids, supervised = draw.ids(), draw.mask()
+    ids, supervised, p = draw.ids(), draw.mask(), draw.p_mask()
     losses = draw.plain(lambda x: reference.block_diffusion_loss(x[0], ids, supervised))
     for name, loss in draw.built("BlockDiffusionCrossEntropyLoss").items():
-        losses[name] = lambda x, loss=loss: loss(x[0], ids, supervised, supervised, supervised).total_loss  # type: ignore[misc]
+        losses[name] = lambda x, loss=loss: loss(x[0], ids, supervised, p, supervised).total_loss  # type: ignore[misc]
     return Case((draw.logits(),), losses)
 
 
