@@ -74,7 +74,10 @@ def lose_a_peer(rank, world, folder, killed):
     """The last rank leaves before the loss, or never comes to it; what the others see goes to a file."""
     join(rank, world, folder, 5)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    Path(folder, f"{rank}.joined").touch()
     if rank == world - 1:
+        while not all(Path(folder, f"{other}.joined").exists() for other in range(world)):
+            time.sleep(0.01)  # who leaves while others still connect to it ends their start, not their loss
         if killed:
             os._exit(1)
         time.sleep(60)
