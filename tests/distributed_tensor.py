@@ -543,12 +543,14 @@ def layouts_that_cannot_be_served():
     columns = distribute_tensor(w, mesh, [Shard(1)])
     raises(ValueError, "Shard(0)", ops.linear_token_nll, hidden, columns, y)
     rows = distribute_tensor(w, mesh, [Shard(0)])
-    raises(ValueError, "bias must be laid out like weight", ops.linear_token_nll, hidden, rows, y, bias=torch.zeros(V))
+    raises(
+        ValueError, "bias must be laid out like its weight", ops.linear_token_nll, hidden, rows, y, bias=torch.zeros(V)
+    )
     whole_bias = distribute_tensor(torch.zeros(V), mesh, [Replicate()])
-    raises(ValueError, "bias must be laid out like weight", ops.linear_token_nll, hidden, rows, y, bias=whole_bias)
+    raises(ValueError, "bias must be laid out like its weight", ops.linear_token_nll, hidden, rows, y, bias=whole_bias)
     raises(
         ValueError,
-        "bias must be laid out like weight",
+        "bias must be laid out like its weight",
         ops.linear_token_nll,
         hidden,
         w,

@@ -20,6 +20,7 @@ from dllm_kernels import (
     compute_per_token_nll,
     encoder_ar_loss,
     encoder_ar_loss_fused,
+    losses,
 )
 from dllm_kernels.ops import WeightedNLL, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 
@@ -570,6 +571,20 @@ UNFUSED = {
     "compute_per_token_nll": (compute_per_token_nll, "logits", "target_ids"),
     "masked cross-entropy": (lambda x, y: MaskedCrossEntropy()(x, y), "logits", "labels"),
 }
+
+
+def test_every_loss_stands_in_the_lists():
+    """A loss that is exported and not listed here would have none of these tests."""
+    exported = {name: getattr(losses, name) for name in losses.__all__}
+    classes = {
+        name: loss for name, loss in exported.items() if isinstance(loss, type) and issubclass(loss, torch.nn.Module)
+    }
+    assert {loss for loss in classes.values() if issubclass(loss, losses.MDLMCrossEntropyLoss.__base__)} == set(
+        LOSSES.values()
+    )
+    for table in (FUSED, UNFUSED):
+        called = set().union(*(f.__code__.co_names for f, *_ in table.values() if not isinstance(f, type)))
+        assert set(classes) <= called
 
 
 @pytest.mark.parametrize(("loss", "logits", "targets"), UNFUSED.values(), ids=UNFUSED)

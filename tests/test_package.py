@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import dllm_kernels
+from dllm_kernels.ops import _route, _run
 
 ROOT = Path(__file__).parent.parent
 
@@ -42,3 +43,9 @@ def test_metadata(wheel):
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.10" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata
+
+
+def test_every_op_has_a_handler_of_dtensors():
+    dllm_kernels._register_dtensor_handlers()
+    ops = {name for name, op in vars(_run).items() if getattr(op, "__module__", "") == _run.__name__ and name[0] != "_"}
+    assert ops == set(_route._handlers)

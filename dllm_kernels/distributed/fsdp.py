@@ -177,12 +177,12 @@ def _check_layout(weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -
     mesh = weight.device_mesh
     if any(p.is_partial() for p in weight.placements):
         raise ValueError(
-            f"weight must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
+            f"the LM head's weight must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None and weight.placements == (Replicate(), Shard(0)):
         raise ValueError(
-            f"weight must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got {layout(weight)}: "
-            "its gradient would be lost; run the loss inside the head's forward (LossHead) or shard the head with "
+            "the LM head's weight must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got "
+            f"{layout(weight)}: its gradient would be lost; run the loss inside the head's forward (LossHead) or shard the head with "
             "reshard_after_forward=True. If the mesh is your own, name its dimensions"
         )
     split_by_tensor = {shard_dim(weight.placements[i]) for i in tensor if mesh.size(i) > 1} - {None}
@@ -190,7 +190,7 @@ def _check_layout(weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -
         placement = weight.placements[i]
         if shard_dim(placement) in split_by_tensor and mesh.size(i) > 1 and not is_strided(placement):
             raise ValueError(
-                f"weight must be split by tensor parallelism first and then by fully_shard, got {layout(weight)}: the "
+                f"the LM head's weight must be split by tensor parallelism first and then by fully_shard, got {layout(weight)}: the "
                 "pieces that a tensor-parallel rank would have to gather do not lie side by side"
             )
 
@@ -209,7 +209,7 @@ def _submesh(weight: DTensor, dims: Sequence[int]) -> DeviceMesh:
     names = [dim_name(mesh, i) for i in dims]
     if None in names:
         raise ValueError(
-            f"weight needs a mesh whose dimensions have names, got {layout(weight)}; name them in init_device_mesh"
+            f"the LM head's weight needs a mesh whose dimensions have names, got {layout(weight)}; name them in init_device_mesh"
         )
     return mesh[tuple(str(name) for name in names)]
 

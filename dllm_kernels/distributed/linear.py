@@ -80,7 +80,7 @@ def _localize(job: LinearJob, plan: Plan) -> _Local:
     here = LinearJob(hidden, weight, bias, *per_row)  # type: ignore[arg-type]
     if vocab_dim is not None and isinstance(w, DTensor):
         shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
-        check_local_shape("weight", w, (shard.size, w.shape[1]))
+        check_local_shape("the LM head's weight", w, (shard.size, w.shape[1]))
         plan = _on_shard(here, plan, shard)
     return _Local(here, plan, rows)
 
@@ -106,11 +106,11 @@ def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:
     split = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
     if len(split) > 1 or any(shard_dim(weight.placements[i]) != 0 for i in split):
         raise ValueError(
-            f"weight must be Shard(0), split by vocabulary, over one tensor-parallel mesh dimension, got {layout(weight)}; "
-            "redistribute it"
+            "the LM head's weight must be Shard(0), split by vocabulary, over one tensor-parallel mesh dimension, got "
+            f"{layout(weight)}; redistribute it"
         )
     for i in split:
-        check_contiguous("weight", weight, i)
+        check_contiguous("the LM head's weight", weight, i)
     return split[0] if split else None
 
 
@@ -122,7 +122,7 @@ def _check_bias(weight: torch.Tensor, bias: torch.Tensor | None, vocab_dim: int 
     if not fits or (isinstance(bias, DTensor) and not isinstance(weight, DTensor)):
         got = layout(bias) if isinstance(bias, DTensor) else "a plain tensor"
         want = layout(weight) if isinstance(weight, DTensor) else "a plain tensor"
-        raise ValueError(f"bias must be laid out like weight, {want}, got {got}; redistribute it")
+        raise ValueError(f"the LM head's bias must be laid out like its weight, {want}, got {got}; redistribute it")
 
 
 def _local_parameter(t: torch.Tensor, split: list[list[int]]) -> torch.Tensor:
@@ -151,7 +151,7 @@ def _local_hidden(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tupl
     ]
     grad_placements = [Partial() if shared else p for shared, p in zip(vocab, placements, strict=True)]
     hidden = hidden.redistribute(placements=placements)  # in backward, what sums the parts
-    rows = rows_of("hidden", hidden)
-    check_local_shape("hidden", hidden, (*rows.local_shape, hidden.shape[-1]))
+    rows = rows_of("hidden states", hidden)
+    check_local_shape("hidden states", hidden, (*rows.local_shape, hidden.shape[-1]))
     local = local_piece(hidden, grad_placements)
     return local if group is None or any(vocab) else sum_gradient_over(local, group), rows

@@ -44,12 +44,16 @@ class Batch(NamedTuple):
             if value is not None:
                 _checks.check_tensor(name, value)
 
-    def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
-        """(noise_mask & loss_mask) / max(p_mask, 1e-8) over the count, 0 outside the masks whatever p_mask holds there."""
+    def check_noise(self) -> None:
+        """Check the masks of a loss that reads all three: shape, device, swapped, a constant, in range."""
         check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
         check_not_swapped(self.p_mask)
         _checks.check_constant("p_mask", self.p_mask)
         self._check_probabilities()
+
+    def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
+        """(noise_mask & loss_mask) / max(p_mask, 1e-8) over the count, 0 outside the masks whatever p_mask holds there."""
+        self.check_noise()
         inverse = self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN).reciprocal()
         weights = torch.where(self.noise_mask.bool() & self.loss_mask.bool(), inverse, 0.0)
         return divide(weights, self.num_diffusion_tokens)
