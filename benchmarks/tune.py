@@ -9,11 +9,12 @@ search itself works.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,9 +22,18 @@ from benchmarks.measure import Result, arguments, ceilings, compare, parse
 from benchmarks.record import report
 from benchmarks.shapes import LOGITS, Shape
 
-BLOCKS = {"toy": (64, 256), "full": (1024, 2048, 4096, 8192, 16384)}
-WARPS = {"toy": (4,), "full": (4, 8, 16)}
-SPLITS = {"toy": (1, 2), "full": (1, 2, 4, 8, 16)}
+BLOCKS = {"toy": (256,), "full": (1024, 2048, 4096, 8192, 16384)}
+WARPS = {"toy": (4,), "full": (2, 4, 8, 16)}
+SPLITS = {"toy": (1, 2), "full": (1, 2, 4, 8, 16, 32)}
+SPLIT = {"token_nll_fwd", "token_nll_bwd"}  # the rules whose kernels share a row among programs
+
+
+class Launch(NamedTuple):
+    """One kernel as it is launched: the rule of its tile, the call, and the fewest bytes that it moves."""
+
+    rule: str
+    call: Callable[[], object]
+    nbytes: int
 
 
 @contextlib.contextmanager
@@ -39,40 +49,44 @@ def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
         setattr(_tiles, rule, kept)
 
 
-def search_space(rule: str, size: str, rows: int) -> list[Any]:
-    """Tiles to try for a rule."""
+def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
+    """Tiles to try for a rule: those of one to eight accesses of 16 bytes a thread."""
     from dllm_kernels.kernels._tiles import Tile
 
     size = "toy" if size == "toy" else "full"
-    split = SPLITS[size] if rule == "token_nll_fwd" and (size == "toy" or rows < 2048) else (1,)
-    return [Tile(b, w, s) for b in BLOCKS[size] for w in WARPS[size] for s in split]
+    tiles = [(b, w) for b in BLOCKS[size] for w in WARPS[size] if size == "toy" or 1 <= b * itemsize / (512 * w) <= 8]
+    return [Tile(b, w, s) for b, w in tiles for s in (SPLITS[size] if rule in SPLIT else (1,))]
 
 
-def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, tuple[Callable[[], object], int]]:
-    """Rule -> (launch of its kernel, fewest bytes that it moves)."""
-    from dllm_kernels.kernels import linear_nll, token_nll
+def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]:
+    """The kernels over rows of logits, with the argmax-match and without, and the chunk kernel that is off by default."""
+    from dllm_kernels.kernels import linear_nll, linear_nll_once, token_nll
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)
-    flags: dict[str, Any] = {"with_correct": False}
-    nll, row_max, log_sum, _, _ = token_nll.row_stats(logits, targets, **flags)
+    nll, row_max, log_sum, _, _ = token_nll.row_stats(logits, targets, with_correct=False)
     scale = torch.rand_like(nll)
     out = torch.empty_like(logits)
-    chunk = logits[0, :2048].clone()
-    rows = chunk.shape[0]
-    nbytes = logits.nbytes
+    chunk = logits[0, :2048].clone()  # what it holds after a launch is as good to be read as what it held before
+    y, s = targets[: chunk.shape[0]], scale[: chunk.shape[0]]
 
     def backward() -> None:
         token_nll.row_grad(logits, targets, scale, row_max, log_sum, out)
 
-    return {
-        "token_nll_fwd": (lambda: token_nll.row_stats(logits, targets, **flags), nbytes),
-        "token_nll_bwd": (backward, 2 * nbytes),
-        "linear_nll_rows": (
-            lambda: linear_nll.row_nll_grad_(chunk, targets[:rows], scale[:rows], **flags),
-            2 * chunk.nbytes,
-        ),
-    }
+    found = {"backward": Launch("token_nll_bwd", backward, 2 * logits.nbytes)}
+    for label, flags in {"": {"with_correct": False}, ", argmax-match": {"with_correct": True}}.items():
+        found |= {
+            f"forward{label}": Launch(
+                "token_nll_fwd", functools.partial(token_nll.row_stats, logits, targets, **flags), logits.nbytes
+            ),
+            f"chunk{label}": Launch(
+                "linear_nll_rows", functools.partial(linear_nll.row_nll_grad_, chunk, y, s, **flags), 2 * chunk.nbytes
+            ),
+        }
+        if dtype in (torch.bfloat16, torch.float32):
+            once = functools.partial(linear_nll_once.row_nll_factored_, chunk, y, s, **flags)
+            found[f"chunk in one pass{label}"] = Launch("linear_nll_rows_once", once, 2 * chunk.nbytes)
+    return found
 
 
 def _name(tile: Any) -> str:
@@ -100,13 +114,12 @@ def main(argv: list[str]) -> int:
     measured = ceilings(options.device, options.dtype, options.size)
     results: list[Result] = []
     for shape in LOGITS[options.size]:
-        for rule, (launch, nbytes) in launches(shape, options.dtype, options.device).items():
-            candidates = {"rule": _timed(rule, None, launch)}
-            for tile in search_space(rule, options.size, shape.rows):
-                candidates[_name(tile)] = _timed(rule, tile, launch)
-            case = {"kernel": rule, "shape": shape.name}
-            results += compare(
-                "tune", case, "launch", candidates, options, floor_s=nbytes / measured["copy_bytes_per_s"], memory=False
-            )
+        for name, launch in launches(shape, options.dtype, options.device).items():
+            candidates = {"rule": _timed(launch.rule, None, launch.call)}
+            for tile in search_space(launch.rule, options.size, options.dtype.itemsize):
+                candidates[_name(tile)] = _timed(launch.rule, tile, launch.call)
+            case = {"kernel": name, "rule": launch.rule, "shape": shape.name}
+            floor = launch.nbytes / measured["copy_bytes_per_s"]
+            results += compare("tune", case, "launch", candidates, options, floor_s=floor, memory=False)
     report(results, options, baseline="rule", measured_ceilings=measured)
     return 0
