@@ -41,12 +41,15 @@ DEADLINE = 1800  # seconds for tests of which nothing is known yet
 # Path within the package -> what pytest is given, the first that matches; quick tests first. A path that nothing matches
 # is judged by the tests of the same stem.
 JUDGES = (
-    ("kernels/*corruption*", "tests/test_corruption.py -k 'triton or kernel or count'"),
+    (
+        "kernels/*corruption*",
+        "tests/test_corruption.py tests/test_corruption_levels.py -k 'triton or kernel or count or long'",
+    ),
     ("kernels/gumbel_topk.py", "tests/test_gumbel_topk.py -k 'triton'"),
     ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
     ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
-    ("kernels/linear_nll*", "tests/test_linear_nll.py -k 'triton or one_pass'"),
-    ("kernels/*", "tests/test_token_nll.py tests/test_linear_nll.py -k 'triton'"),
+    ("kernels/linear_nll*", "tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton'"),
+    ("kernels/*", "tests/test_row_kernels.py tests/test_token_nll.py tests/test_linear_nll.py -k 'row or triton'"),
     ("distributed/*", "tests/test_distributed.py -k 'two_processes or counts_without'"),
     ("integrations/nemo*", "tests/test_integrations_nemo.py"),
     ("integrations/transformers*", "tests/test_integrations_transformers.py"),
@@ -68,7 +71,16 @@ JUDGES = (
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
 SPEED_ONLY = ("kernels/_tiles.py",)
-SAME_WITHOUT = {"device", "num_warps", "num_stages", "enable_fp_fusion", "strict", "stacklevel", "non_blocking"}
+SAME_WITHOUT = {
+    "device",
+    "num_warps",
+    "num_stages",
+    "eviction_policy",
+    "enable_fp_fusion",
+    "strict",
+    "stacklevel",
+    "non_blocking",
+}
 
 SWAPPED = {
     "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "is": "is not", "is not": "is", "in": "not in",

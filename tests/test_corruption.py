@@ -325,6 +325,34 @@ def test_counts_round_half_to_even_and_clamp(at_least, device):
     assert out.tolist() == expected
 
 
+@some_routines
+def test_kernel_programs_run_in_any_order(routine, last_program_first, monkeypatch):
+    tiles = kernels._corruption_tiles
+    independent = tiles.independent
+    monkeypatch.setattr(tiles, "independent", lambda *sizes: (1, *independent(*sizes)[1:]))  # a program a block
+    ids, loss_mask, seeds = batch(3, 77)
+    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
+    assert same(routine(ids, loss_mask, seeds=seeds, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_last_block_too_short_and_too_long_for_registers(exact, monkeypatch, device):
+    """Kernels whose keys lie in memory, over a block that ends where the row does."""
+    tiles = kernels._corruption_tiles
+    monkeypatch.setattr(tiles, "select", lambda *_: tiles.SelectTile(1, 32, 1, True))
+    ids, loss_mask, seeds = batch(2, 150, device)
+
+    def corrupted(backend):
+        keywords = {"seeds": seeds, "backend": backend}
+        if exact:
+            level = torch.tensor([0.3, 0.8], device=device)
+            return corruption.corrupt_uniform(ids, loss_mask, MASK, level=level, exact=True, **keywords)
+        level = torch.tensor([[0.3, 0.9], [0.8, 0.45]], device=device)
+        return corruption.corrupt_blockwise(ids, loss_mask, MASK, 100, level=level, **keywords)
+
+    assert same(corrupted("triton"), corrupted("torch"))
+
+
 @pytest.mark.parametrize("half_life_ratio", [1e-300, 1e-30, 1e30])
 def test_extreme_biases_still_choose_exactly_k(half_life_ratio, backend, device):
     ids, _, seeds = batch(4, 24, device)

@@ -272,6 +272,8 @@ def test_public_functions(backend, device):
     assert torch.equal(first, second)
     drawn = corruption.gumbel_topk(log_w[0], 3, generator=torch.Generator().manual_seed(9), backend=backend)
     assert (drawn.shape, int(drawn.sum())) == ((16,), 3)
+    again = corruption.gumbel_topk(log_w[0], 3, generator=torch.Generator().manual_seed(9), backend=backend)
+    assert torch.equal(drawn, again)
 
 
 W = torch.zeros(3, 4)

@@ -337,6 +337,24 @@ def test_the_functions_take_what_the_recipes_pass(patched):
     torch.testing.assert_close(auxiliary.loss, 0.05 * sum(auxiliary.per_depth_losses))
 
 
+@pytest.mark.parametrize("name", ["calculate_loss", "calculate_mtp_loss"])
+def test_the_group_reaches_what_gathers_the_head(name, patched, monkeypatch):
+    """Where the recipe hands no head over, the host makes it, and reduces its gradient over the recipe's group."""
+    hidden, depths, labels = batch()
+    model, group, seen = Model(), object(), []
+    utils = module("components.loss.utils")
+    monkeypatch.setattr(
+        utils, "prepare_lm_weight", lambda *_, grad_reduce_group: seen.append(grad_reduce_group) or model.lm_head.weight
+    )
+    loss_fn = module("components.loss.linear_ce").FusedLinearCrossEntropy()
+    common = {"labels": labels, "model": model, "grad_reduce_group": group}
+    if name == "calculate_loss":
+        utils.calculate_loss(loss_fn, hidden_states=hidden, **common)
+    else:
+        module("components.loss.mtp").calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths, scaling_factor=0.1, **common)
+    assert seen == [group]
+
+
 def test_masked_cross_entropy_takes_the_layouts_of_the_host(strategy):
     """Packed sequences bring logits ``[1, T, V]`` and labels ``[T]``; a mask may be of any shape."""
     logits, labels = torch.randn(1, 10, V), torch.randint(0, V, (10,))

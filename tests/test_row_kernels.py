@@ -152,15 +152,28 @@ def test_every_kind_of_row(path, V, dtype, monkeypatch):
                 assert_as_good_as_plain([ours[these]], [e[these]], error, f"{these}, offset {offset}", sizes={V})
 
 
-def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros():
-    V = TILE + 13
-    for path in (forward_and_backward, over_a_chunk, over_a_chunk_once):
-        logits = in_rows_of_their_own(torch.full((3, V), NAN, device=DEVICE), 1)
-        logits[2] = torch.randn(V, device=DEVICE)
-        nll, grad, correct, factor = path(logits, torch.tensor([-100, 5, 4]), torch.tensor([1.0, 0.0, 2.0]))
-        grad = grad * factor
-        assert nll[0] == 0
-        assert nll[1].isnan()
-        assert not correct[:2].any()
-        assert torch.equal(grad[:2], torch.zeros(2, V))
-        assert grad[2].isfinite().all()
+@pytest.mark.parametrize("path", [forward_and_backward, over_a_chunk, over_a_chunk_once])
+@pytest.mark.parametrize(("V", "offset"), [(TILE, 0), (TILE + 13, 1)])
+def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
+    """And what lies beside the rows is not written at all."""
+    skipped, weightless, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # beginning wherever a row may, of 16 bytes
+    logits = in_rows_of_their_own(torch.full((10, V), NAN, device=DEVICE), offset)
+    logits[read] = torch.randn(len(read), V, device=DEVICE)
+    targets, scale = torch.full((10,), 4, device=DEVICE), torch.full((10,), 2.0, device=DEVICE)
+    targets[skipped], scale[weightless] = -100, 0
+    nll, grad, correct, factor = path(logits, targets, scale)
+    grad = grad * factor
+    assert (nll[skipped] == 0).all()
+    assert nll[weightless].isnan().all()
+    assert not correct[skipped + weightless].any()
+    assert (grad[skipped + weightless] == 0).all()
+    assert (grad[read] != 0).all()
+    beside = logits._base.clone()
+    beside[:, offset : offset + V] = NAN
+    assert beside.isnan().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_programs_run_in_any_order(path, last_program_first, monkeypatch):
+    test_every_kind_of_row(path, TILE - 5, torch.float32, monkeypatch)
+    test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(PATHS[path], TILE, 0)

@@ -96,7 +96,7 @@ def _on_shard(job: LinearJob, plan: Plan, shard: VocabShard) -> Plan:
         ranks = dist.get_world_size(shard.group)
         rows, sms = -(-job.targets.numel() // ranks), multiprocessors(job.hidden.device)
         chunk_size = ranks * choose_chunk(rows, shard.step * ranks, job.weight.shape[1], plan, sms)
-    return replace(plan, chunk_size=chunk_size, memory_budget=None, rows=shard.primitives(plan))
+    return replace(plan, chunk_size=chunk_size, rows=shard.primitives(plan))
 
 
 def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:

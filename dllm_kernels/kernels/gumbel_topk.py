@@ -33,7 +33,7 @@ def _inside(u):
 @triton.jit
 def _row_keys(
     log_w_ptr, uniform_ptr, seed_ptr, n, first, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
-    HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Keys [R, BLOCK] of the rows n [R, 1] (int64), columns from ``first``."""
     d = (first + tl.arange(0, BLOCK))[None, :].to(tl.int64)
@@ -78,7 +78,7 @@ def _gumbel_topk(
     n = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     key = _row_keys(
         log_w_ptr, uniform_ptr, seed_ptr, n[:, None], 0, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
-        HAS_UNIFORM, SHARED_SEED, R, BLOCK,
+        HAS_UNIFORM, SHARED_SEED, BLOCK,
     )  # fmt: skip
     k = _count(k_ptr, k_const, n, N, HAS_K)
     chosen = topk(key, k)
@@ -100,7 +100,7 @@ def _gumbel_topk_long(
     for start in range(0, D, BLOCK):
         key = _row_keys(
             log_w_ptr, uniform_ptr, seed_ptr, n + tl.zeros([1, 1], tl.int64), start, N, D,
-            stride_n, stride_d, uniform_stride_n, uniform_stride_d, HAS_UNIFORM, SHARED_SEED, 1, BLOCK,
+            stride_n, stride_d, uniform_stride_n, uniform_stride_d, HAS_UNIFORM, SHARED_SEED, BLOCK,
         )  # fmt: skip
         key = tl.reshape(key, [BLOCK])
         i = start + tl.arange(0, BLOCK)

@@ -188,7 +188,6 @@ def _checked_index(ignore_index: Any) -> int:
 
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
     """Shape of the rows of logits, which that of labels equals once adjacent dimensions of the one are merged."""
-    _checks.check_ids("labels", labels)
     rows = logits.shape[:-1]
     if not (_merges(rows, labels.shape) or _merges(labels.shape, rows)):
         _checks.check_shape("labels", labels, rows, "that of logits without its last dimension")
