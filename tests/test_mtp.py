@@ -18,6 +18,7 @@ from dllm_kernels.mtp import (
     calculate_mtp_loss,
     depths,
 )
+from dllm_kernels.mtp.head import head_weight
 from tests.parity import assert_parity
 
 B, S, H, V, D = 2, 11, 8, 37, 3
@@ -757,3 +758,23 @@ def test_pipeline_loss_with_depths_in_both_forms():
     output = SimpleNamespace(logits=logits, mtp_per_depth_h=hidden, mtp_per_depth_logits=[logits])
     with pytest.raises(ValueError, match=r"exactly one of mtp_per_depth_h and mtp_per_depth_logits .* got both"):
         PipelineCausalLMLoss(MaskedCrossEntropy(), model)(output, labels)
+
+
+def test_a_head_that_is_a_parameter_of_an_inner_module():
+    """What lies around it need not be a head; what is called one has to be plain."""
+
+    class Decoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lm_head_weight = torch.nn.Parameter(torch.randn(5, 4))
+
+        def forward(self, hidden):
+            return torch.tanh(hidden) @ self.lm_head_weight.t()
+
+    model = torch.nn.Module()
+    model.decoder = Decoder()
+    assert head_weight(model) is model.decoder.lm_head_weight
+    model = torch.nn.Module()
+    model.my_lm_head = Decoder()
+    with pytest.raises(ValueError, match="Decoder"):
+        head_weight(model)
