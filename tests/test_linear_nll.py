@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels.ops import _active_rows, _chunks, _torch_rows, linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops import _active_rows, _backend, _chunks, _torch_rows, linear_token_nll, weighted_linear_nll
 from dllm_kernels.ops._plan import Needs, Plan
 from tests.conftest import DEVICE
 from tests.parity import (
@@ -785,3 +785,11 @@ def test_a_second_derivative_is_an_error(op, backend):
     assert gradient.requires_grad
     with pytest.raises(RuntimeError, match="has no second derivative"):
         gradient.square().sum().backward()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("1", True)])
+def test_the_unproven_chunk_kernel_runs_only_on_request(value, expected, monkeypatch):
+    monkeypatch.delenv("DLLM_KERNELS_ONE_PASS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", value)
+    assert _backend.one_pass() is expected
