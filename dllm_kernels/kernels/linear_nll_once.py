@@ -58,20 +58,32 @@ def _store_exp(x, tile_ptr, i, mask, c, tile, lane_max, lane_sum, stop, WIDE: tl
 
 
 @triton.jit
+def _relative(x, row_max, factor, is_exp, WIDE: tl.constexpr, ACC: tl.constexpr):
+    """E relative to row_max of one tile [REPS, LANES, WIDE], of whose lanes some hold an E already."""
+    LANES: tl.constexpr = is_exp.shape[0]
+    x = tl.reshape(x.to(ACC), [x.shape[0] // (LANES * WIDE), LANES, WIDE])
+    return tl.where(is_exp[None, :, None], x * factor, tl.exp2((x - row_max) * LOG2E))
+
+
+@triton.jit
 def _again(tile_ptr, i, wide, c, row_max, stop, WIDE: tl.constexpr, ACC: tl.constexpr):
     """E relative to row_max over a row that has E relative to c up to where its lanes stopped; the sum."""
     LANES: tl.constexpr = stop.shape[0]
     BLOCK_V: tl.constexpr = i.shape[0]
-    REPS: tl.constexpr = BLOCK_V // (LANES * WIDE)
     factor = tl.exp2((c - row_max) * LOG2E)
     lane_sum = tl.zeros([LANES], ACC)
-    for tile in range(0, wide, BLOCK_V):
-        inside = i < wide - tile
-        x = tl.reshape(tl.load(tile_ptr + tile + i, mask=inside, other=0.0).to(ACC), [REPS, LANES, WIDE])
-        e = tl.where((tile < stop)[None, :, None], x * factor, tl.exp2((x - row_max) * LOG2E))
-        e = tl.where(tl.reshape(inside, [REPS, LANES, WIDE]), e, 0.0)
+    whole = wide // BLOCK_V * BLOCK_V
+    for tile in range(0, whole, BLOCK_V):
+        x = tl.load(tile_ptr + tile + i)
+        e = _relative(x, row_max, factor, tile < stop, WIDE, ACC)
         lane_sum += tl.sum(tl.sum(e, 2), 0)
-        tl.store(tile_ptr + tile + i, tl.reshape(e, [BLOCK_V]).to(tile_ptr.dtype.element_ty), mask=inside)
+        tl.store(tile_ptr + tile + i, tl.reshape(e, [BLOCK_V]).to(tile_ptr.dtype.element_ty))
+    if whole < wide:
+        rest = i < wide - whole
+        x = tl.load(tile_ptr + whole + i, mask=rest, other=0.0)
+        e = _relative(x, row_max, factor, whole < stop, WIDE, ACC)
+        lane_sum += tl.sum(tl.sum(tl.where(tl.reshape(rest, e.shape), e, 0.0), 2), 0)
+        tl.store(tile_ptr + whole + i, tl.reshape(e, [BLOCK_V]).to(tile_ptr.dtype.element_ty), mask=rest)
     return tl.sum(lane_sum, 0)
 
 
