@@ -64,10 +64,15 @@ JUDGES = (
     ("losses/*", "tests/test_errors.py tests/test_api.py tests/test_losses.py"),
     ("ops/_head.py", "tests/test_head.py tests/test_losses.py"),
     ("ops/_workers.py", "tests/test_workers.py"),
-    ("ops/_torch_rows.py", "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py"),
-    ("ops/*linear*", "tests/test_errors.py tests/test_linear_nll.py tests/test_compile.py"),
-    ("ops/_active_rows.py", "tests/test_linear_nll.py tests/test_compile.py"),
-    ("ops/*", "tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_compile.py"),
+    ("ops/_torch_rows.py", "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py -k 'not triton'"),
+    ("ops/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
+    ("ops/_checks.py", "tests/test_errors.py tests/test_losses.py -k 'not triton'"),
+    ("ops/_chunks.py", "tests/test_linear_nll.py tests/test_compile.py -k 'not triton'"),
+    ("ops/_compiled*.py", "tests/test_compile.py"),
+    (
+        "ops/*",
+        "tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_compile.py -k 'not triton'",
+    ),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
 SPEED_ONLY = ("kernels/_tiles.py",)
