@@ -67,6 +67,14 @@ def steps(out: Path) -> list[Step]:
         few = ("--subject", "collate") if subject == "all" else ()
         return Step(subject, (*python, subject, *options, *to), (*python, subject, *toy, *few, *to), minutes)
 
+    def with_one_pass(step: Step) -> Step:
+        """The same with the chunk kernel that is off by default."""
+        name, one_pass = f"{step.name}_one_pass", ("env", "DLLM_KERNELS_ONE_PASS=1")
+        beside = [
+            tuple(part.replace(step.name + ".json", name + ".json") for part in c) for c in (step.command, step.dry)
+        ]
+        return Step(name, (*one_pass, *beside[0]), (*one_pass, *beside[1]), step.minutes)
+
     sanitized = (*pytest, "tests/test_row_kernels.py", "tests/test_gumbel_topk.py", "-k", SMALL)
     return [
         Step("gpu_tests", (*pytest, "-m", "gpu", "tests"), (*pytest, "--collect-only", "-m", "gpu", "tests"), 4),
@@ -74,6 +82,7 @@ def steps(out: Path) -> list[Step]:
         Step("model", (*python, "inspect"), (*python, "inspect", "--target", "sm_90", "--kernel", "token_nll_bwd[bf16"), 3),
         measured("token_nll", 4),
         measured("linear_nll", 6),
+        with_one_pass(measured("linear_nll", 6)),
         measured("tune", 8),
         measured("losses", 6),
         measured("corruption", 3),
