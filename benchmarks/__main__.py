@@ -40,6 +40,7 @@ SUBJECTS = {
         "registers, spills, occupancy and the static roofline of every kernel",
         (("--target", "sm_90", "--kernel", "bf16"),),
     ),
+    "predicted": Subject("benchmarks.predicted", "the row kernels beside what the static roofline says of them"),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
     "on_gpu": Subject(
         "benchmarks.on_gpu",

@@ -80,6 +80,7 @@ def steps(out: Path) -> list[Step]:
         Step("gpu_tests", (*pytest, "-m", "gpu", "tests"), (*pytest, "--collect-only", "-m", "gpu", "tests"), 4),
         Step("parity", (*pytest, "-n", "8", *files), (*pytest, "--collect-only", *files), 8),
         Step("model", (*python, "inspect"), (*python, "inspect", "--target", "sm_90", "--kernel", "token_nll_bwd[bf16"), 3),
+        measured("predicted", 3),
         measured("token_nll", 4),
         measured("linear_nll", 6),
         with_one_pass(measured("linear_nll", 6)),

@@ -60,6 +60,7 @@ CPU_TRAINABLE = Shape("CPU 2x960 trainable", 2, 960, 32_000, 512, block_size=16,
 CPU_MTP = Shape("CPU MTP 2x480", 2, 480, 32_000, 256, depths=2, chunk=256)
 
 TOY_LOGITS = Shape("toy 2x30", 2, 30, 257, 32)
+TOY_ROWS = Shape("toy 1x4", 1, 4, 257, 32)  # of kernels that are launched many times
 TOY_FROZEN = Shape("toy 2x30 frozen", 2, 30, 257, 32, frozen=True, block_size=16, chunk=16)
 TOY_TRAINABLE = Shape("toy 2x30 trainable", 2, 30, 257, 32, block_size=16, chunk=16)
 TOY_MTP = Shape("toy MTP", 2, 30, 257, 32, depths=2, chunk=16)

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.measure import Result, arguments, ceilings, compare, parse
 from benchmarks.record import report
-from benchmarks.shapes import LOGITS, Shape
+from benchmarks.shapes import LOGITS, TOY_ROWS, Shape
 
 BLOCKS = {"toy": (256,), "full": (1024, 2048, 4096, 8192, 16384)}
 WARPS = {"toy": (4,), "full": (2, 4, 8, 16)}
@@ -113,7 +113,7 @@ def main(argv: list[str]) -> int:
             return subprocess.run(again, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     measured = ceilings(options.device, options.dtype, options.size)
     results: list[Result] = []
-    for shape in LOGITS[options.size]:
+    for shape in (TOY_ROWS,) if options.size == "toy" else LOGITS[options.size]:
         for name, launch in launches(shape, options.dtype, options.device).items():
             candidates = {"rule": _timed(launch.rule, None, launch.call)}
             for tile in search_space(launch.rule, options.size, options.dtype.itemsize):
