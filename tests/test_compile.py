@@ -17,6 +17,7 @@ from dllm_kernels.mtp import (
 )
 from dllm_kernels.ops import _compiled, _compiled_checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plan import Needs, Plan
+from dllm_kernels.ops._transform import Transform
 from tests.cases import BY_NAME, CASES
 from tests.conftest import DEVICE
 
@@ -476,6 +477,8 @@ def test_a_plan_survives_packing():
     plans = [
         Plan(torch.bfloat16, True, with_correct=True, needs=Needs(True, False, True)),
         Plan(torch.float64, False, round_nll=True, read_beyond=True, chunk_size=7, memory_budget=9, num_active=0),
+        Plan(torch.float32, True, transform=Transform(30.0, 1 / 0.7, 0)),
+        Plan(torch.float32, True, transform=Transform(scale=0.1)),
     ]
     assert [Plan.unpack(plan.pack()) for plan in plans] == plans
 

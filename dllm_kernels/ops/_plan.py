@@ -14,6 +14,7 @@ import torch
 
 from dllm_kernels.ops._backend import row_primitives
 from dllm_kernels.ops._rows import SKIP, RowPrimitives
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -80,6 +81,7 @@ class Plan:
         num_active: an upper bound of the number of active rows, where the caller gave one.
         needs: which inputs want a gradient.
         one_pass: read a chunk of logits once, where the backend and the dtype allow; unproven, see ``_backend.one_pass``.
+        transform: of the logits, before they become probabilities.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
     """
 
@@ -96,6 +98,7 @@ class Plan:
     num_active: int | None = None
     needs: Needs = NO_GRADIENTS
     one_pass: bool = False
+    transform: Transform = NO_TRANSFORM
     rows: RowPrimitives | None = None
 
     @property
@@ -116,12 +119,13 @@ class Plan:
         """What a compiled op has to know below the doors, as the integers that its schema can carry."""
         flags = (self.triton, self.with_correct, self.round_nll, self.read_beyond, self.one_pass, *self.needs)
         sizes = (self.chunk_size, self.memory_budget, self.num_active)
-        return [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
+        packed = [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
+        return packed + self.transform.pack()
 
     @classmethod
     def unpack(cls, packed: Sequence[int]) -> Plan:
         """The plan of :meth:`pack`."""
-        dtype, *flags, chunk_size, memory_budget, num_active = packed
+        dtype, *flags, chunk_size, memory_budget, num_active = packed[:-3]
         triton, with_correct, round_nll, read_beyond, one_pass, *needs = (bool(f) for f in flags)
         return cls(
             _DTYPES[dtype],
@@ -134,6 +138,7 @@ class Plan:
             num_active=None if num_active < 0 else num_active,
             needs=Needs(*needs),
             one_pass=one_pass,
+            transform=Transform.unpack(packed[-3:]),
         )
 
 
