@@ -29,12 +29,14 @@ from reference.mtp import (
     mtp_loss,
     seq_idx_from_cu_seqlens,
 )
+from reference.row_stats import RowStats, linear_row_stats, row_stats
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
 
 __all__ = [
     "Corrupted",
     "HybridLoss",
     "MTPLoss",
+    "RowStats",
     "argmax_match",
     "batched_gumbel_topk",
     "block_diffusion_loss",
@@ -53,11 +55,13 @@ __all__ = [
     "gumbel_topk",
     "hybrid_loss",
     "linear_logits",
+    "linear_row_stats",
     "linear_token_nll",
     "masked_cross_entropy",
     "mdlm_loss",
     "mtp_labels",
     "mtp_loss",
+    "row_stats",
     "sample_level",
     "seq_idx_from_cu_seqlens",
     "token_lse",

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from dllm_kernels.ops._rows import RowPrimitives
+from dllm_kernels.ops._rows import RowPrimitives, StatsPrimitives
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -83,6 +83,9 @@ def row_primitives(triton: bool) -> RowPrimitives:
             linear_nll.scale_,
             linear_nll_once.row_nll_factored_,
         )
-    from dllm_kernels.ops import _torch_rows
+    from dllm_kernels.ops import _torch_row_stats, _torch_rows
 
-    return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_)
+    stats = StatsPrimitives(_torch_row_stats.forward, _torch_row_stats.mix, _torch_row_stats.backward)
+    return RowPrimitives(
+        _torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_, stats=stats
+    )

@@ -20,6 +20,9 @@ a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for flo
 ``row_nll_factored_(logits [C, V], targets, scale, *, with_correct)``, float32 and bfloat16, or None where a backend has none
     ``row_stats`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
 
+``stats``
+    The primitives of the row statistics, see ``ops/_stats_rows.py``.
+
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
 """
@@ -28,12 +31,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 SKIP = -100
 Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+class StatsPrimitives(NamedTuple):
+    """One backend's primitives of the row statistics."""
+
+    forward: Callable[..., Any]
+    mix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    backward: Callable[..., None]
 
 
 class RowPrimitives(NamedTuple):
@@ -44,6 +55,7 @@ class RowPrimitives(NamedTuple):
     row_nll_grad_: Callable[..., Stats]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
     row_nll_factored_: Callable[..., tuple[Stats, torch.Tensor]] | None = None
+    stats: StatsPrimitives | None = None
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:
