@@ -60,10 +60,11 @@ def row_stats(
     z = _transformed(z, softcap, scale, skip_id)
     log_p = torch.log_softmax(z, dim=-1)
     index = ids.long().view(*rows.shape, -1)
+    asked = rows[..., None] & (index != IGNORE_INDEX)
     there = (index >= 0) & (index < V) & (index != (IGNORE_INDEX if skip_id is None else skip_id))
     picked = log_p.gather(-1, torch.where(there, index, 0))
-    picked = picked * torch.where(there, 1.0, torch.nan)  # a product, so that the gradient is NaN as well
-    log_probs = torch.where(rows[..., None] & (index != IGNORE_INDEX), picked, 0.0)
+    picked = picked * torch.where(there | ~asked, 1.0, torch.nan)  # a product, so that the gradient is NaN as well
+    log_probs = torch.where(asked, picked, 0.0)
     lse = torch.where(rows, torch.logsumexp(z, dim=-1), 0.0)
     p = log_p.exp()
     entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
@@ -74,9 +75,7 @@ def row_stats(
     return RowStats(log_probs.view(ids.shape), lse, torch.where(rows, entropy, 0.0), F, correct)
 
 
-def _transformed(
-    logits: torch.Tensor, softcap: float | None, scale: float | None, skip_id: int | None
-) -> torch.Tensor:
+def _transformed(logits: torch.Tensor, softcap: float | None, scale: float | None, skip_id: int | None) -> torch.Tensor:
     z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     z = z if scale is None else z * scale
     if skip_id is None:
@@ -87,11 +86,10 @@ def _transformed(
 def _sum_of_logs(log_p: torch.Tensor, mix: Mix, skip_id: int | None) -> torch.Tensor:
     """``sum_v log(a + b p_v)``, from log a and log b + log p, so that a p_v below the least float counts where a is 0."""
     a, b = (t.detach().to(log_p.dtype)[..., None] for t in mix)
-    without_p = a.log().expand(log_p.shape)
-    terms = torch.where(b == 0, without_p, torch.logaddexp(without_p, b.log() + log_p))
     if skip_id is not None:
-        terms = torch.where(torch.arange(log_p.shape[-1], device=log_p.device) == skip_id, 0.0, terms)
-    return terms.sum(-1)
+        log_p = log_p[..., torch.arange(log_p.shape[-1], device=log_p.device) != skip_id]
+    without_p = a.log().expand(log_p.shape)
+    return torch.where(b == 0, without_p, torch.logaddexp(without_p, b.log() + log_p)).sum(-1)
 
 
 def linear_row_stats(

@@ -34,12 +34,12 @@ def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
 
 def row_stats(logits: torch.Tensor, ask: Ask, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     """(log_probs, lse, entropy, mix, correct) of each row; all but correct are differentiable."""
-    return _RowStats.apply(logits, *ask[:4], plan)[:5]  # type: ignore[no-untyped-call, no-any-return]
+    return _RowStats.apply(logits, *ask[:4], plan)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def linear_row_stats(job: LinearStatsJob, ask: Ask, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     """As :func:`row_stats`, differentiable in hidden, weight and bias."""
-    return _LinearRowStats.apply(*job[:3], *ask[:4], plan)[:5]  # type: ignore[no-untyped-call, no-any-return]
+    return _LinearRowStats.apply(*job[:3], *ask[:4], plan)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _TokenNLL(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch
 from dllm_kernels.ops._rows import SKIP
 from dllm_kernels.ops._stats_rows import FARTHEST, Ask, Coefficients, Found
 from dllm_kernels.ops._torch_rows import _column, _Listed, _Space, _spaces, _split, _team, _top, acc_dtype
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
+from dllm_kernels.ops._transform import Transform, through_, transformed, with_slope
 from dllm_kernels.ops._workers import share_out
 
 
@@ -48,9 +48,11 @@ class _Mix(NamedTuple):
         return torch.where(self.b == 0, math.inf, self.a * row_sum / self.b)
 
 
-def _rooms(threads: int, size: int, V: int, like: torch.Tensor, more: int, narrow: bool) -> list[_Room]:
+def _rooms(
+    threads: int, size: int, V: int, like: torch.Tensor, more: int, *, narrow: bool, slope: bool = False
+) -> list[_Room]:
     acc = acc_dtype(like.dtype)
-    spaces = _spaces(threads, size, V, like, wide=True, narrow=narrow)
+    spaces = _spaces(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
     return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in spaces]
 
 
@@ -297,9 +299,9 @@ def backward(
     at_ids = _at_ids(_at(source, column).to(acc), column, ask.ids[rows], c.of_ids[rows], grad, ask.transform)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
     jobs += [partial(_grad_block, source, target, ask.transform, *block) for block in blocks]
-    more = (2 if grad.of_mix is not None else 1 if grad.of_log is not None else 0) + ask.transform.caps
+    more, caps = 2 if grad.of_mix is not None else int(grad.of_log is not None), ask.transform.softcap is not None
     in_place = source.together and target.together
-    share_out(jobs, _rooms(threads, size, V, logits, more, narrow=not in_place))
+    share_out(jobs, _rooms(threads, size, V, logits, more, narrow=not in_place, slope=caps))
     target.flat[target.index.unsqueeze(1), column] = at_ids.to(out.dtype)
 
 
@@ -310,13 +312,10 @@ def _zero(listed: _Listed, block: torch.Tensor, room: _Room) -> None:
 def _grad_block(
     source: _Listed, target: _Listed, transform: Transform, block: torch.Tensor, to: torch.Tensor, grad: _Grad, room: _Room
 ) -> None:  # fmt: skip
-    spare = [_top(t, block) for t in room.more]
-    slope: torch.Tensor | float = 1.0
-    z = source.load(block, room.space)
-    if transform != NO_TRANSFORM:
-        z, slope = with_slope(z, transform, _top(room.space.wide, block), spare[-1] if transform.caps else z)
-    values = grad.dense(z, target.room(to, room.space), *spare)
-    target.store(to, through_(values, slope, transform), room.space)
+    space = room.space
+    z, slope = with_slope(source.load(block, space), transform, _top(space.wide, block), _top(space.slope, block))
+    values = grad.dense(z, target.room(to, space), *(_top(t, block) for t in room.more))
+    target.store(to, through_(values, slope, transform), space)
 
 
 def _at_ids(
