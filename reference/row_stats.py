@@ -59,7 +59,7 @@ def row_stats(
     z = torch.where(rows[..., None], logits.to(compute_dtype(logits)), 0.0)
     z = _transformed(z, softcap, scale, skip_id)
     log_p = torch.log_softmax(z, dim=-1)
-    index = ids.long().view(*rows.shape, -1)
+    index = ids.long() if ids.dim() > rows.dim() else ids.long()[..., None]
     asked = rows[..., None] & (index != IGNORE_INDEX)
     there = (index >= 0) & (index < V) & (index != (IGNORE_INDEX if skip_id is None else skip_id))
     picked = log_p.gather(-1, torch.where(there, index, 0))
