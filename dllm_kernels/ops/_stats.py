@@ -49,7 +49,9 @@ def linear_forward(job: LinearStatsJob, ask: Ask, plan: Plan) -> Found:
             for whole in out:
                 if whole is not None and whole.is_floating_point():
                     whole.masked_fill_(rows.overflow, math.nan)
-        return Found(*(None if t is None else rows.whole(t) for t in out))  # type: ignore[arg-type]
+        log_probs, *others = (None if t is None else rows.whole(t) for t in out)
+        assert log_probs is not None
+        return Found(log_probs.clone() if log_probs is not out[0] else log_probs, *others)  # type: ignore[arg-type]
 
 
 def linear_backward(job: LinearStatsJob, ask: Ask, found: Found, up: Upstream, plan: Plan) -> Gradients:
