@@ -31,6 +31,7 @@ from reference.mtp import (
 )
 from reference.row_stats import RowStats, linear_row_stats, row_stats
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
+from reference.transform import possible_targets, transformed
 
 __all__ = [
     "Corrupted",
@@ -61,11 +62,11 @@ __all__ = [
     "mdlm_loss",
     "mtp_labels",
     "mtp_loss",
+    "possible_targets",
     "row_stats",
-    "sample_level",
-    "seq_idx_from_cu_seqlens",
     "token_lse",
     "token_nll",
+    "transformed",
     "weighted_linear_nll",
     "weighted_nll",
 ]
