@@ -64,6 +64,8 @@ __all__ = [
     "mtp_loss",
     "possible_targets",
     "row_stats",
+    "sample_level",
+    "seq_idx_from_cu_seqlens",
     "token_lse",
     "token_nll",
     "transformed",

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 
 from reference.linear_nll import linear_logits
-from reference.token_nll import IGNORE_INDEX, compute_dtype
+from reference.token_nll import IGNORE_INDEX
+from reference.transform import transformed
 
 Mix = tuple[torch.Tensor, torch.Tensor]
 
@@ -56,8 +57,7 @@ def row_stats(
     """
     V = logits.shape[-1]
     rows = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if active is None else active.bool()
-    z = torch.where(rows[..., None], logits.to(compute_dtype(logits)), 0.0)
-    z = _transformed(z, softcap, scale, skip_id)
+    z = transformed(torch.where(rows[..., None], logits, 0.0), softcap, scale, skip_id)
     log_p = torch.log_softmax(z, dim=-1)
     index = ids.long() if ids.dim() > rows.dim() else ids.long()[..., None]
     asked = rows[..., None] & (index != IGNORE_INDEX)
@@ -73,14 +73,6 @@ def row_stats(
     best = torch.where(is_best, torch.arange(V, device=z.device), V).amin(dim=-1)
     correct = rows & (best == index[..., 0]) & there[..., 0] & ~picked[..., 0].isnan()
     return RowStats(log_probs.view(ids.shape), lse, torch.where(rows, entropy, 0.0), F, correct)
-
-
-def _transformed(logits: torch.Tensor, softcap: float | None, scale: float | None, skip_id: int | None) -> torch.Tensor:
-    z = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    z = z if scale is None else z * scale
-    if skip_id is None:
-        return z
-    return torch.where(torch.arange(z.shape[-1], device=z.device) == skip_id, -torch.inf, z)
 
 
 def _sum_of_logs(log_p: torch.Tensor, mix: Mix, skip_id: int | None) -> torch.Tensor:
