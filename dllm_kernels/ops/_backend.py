@@ -74,7 +74,7 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
 def row_primitives(triton: bool) -> RowPrimitives:
     """The row primitives of a backend; Triton is imported only when asked for."""
     if triton:
-        from dllm_kernels.kernels import linear_nll, linear_nll_once, token_nll
+        from dllm_kernels.kernels import linear_nll, linear_nll_once, row_stats, token_nll
 
         return RowPrimitives(
             token_nll.row_stats,
@@ -82,6 +82,7 @@ def row_primitives(triton: bool) -> RowPrimitives:
             linear_nll.row_nll_grad_,
             linear_nll.scale_,
             linear_nll_once.row_nll_factored_,
+            StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
         )
     from dllm_kernels.ops import _torch_row_stats, _torch_rows
 
