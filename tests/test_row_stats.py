@@ -171,6 +171,8 @@ def test_each_output_alone(asked, dtype, path):
 @pytest.mark.parametrize("K", [None, 1, 2, 5])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "scale": 1.5, "skip_id": 1}], ids=str)
 def test_gradcheck(K, transform, path):
+    if path == "triton" and (K != 2 or transform):
+        pytest.skip("the interpreter is slow, and parity compares the gradients that are right on this path")
     torch.manual_seed(0)
     logits = torch.randn(2, 2, 19, dtype=torch.float64, device=DEVICE, requires_grad=True)
     ids, given = options((2, 2), 19, K, torch.float64, skip_id=transform.get("skip_id"))
@@ -369,6 +371,8 @@ def of_hidden(backend, transform, **sizes):
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(4, None), (None, None), (3, 9), (50, 8)])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=str)
 def test_parity_of_hidden_states(dtype, chunk_size, num_active, transform, path):
+    if path == "triton" and DEVICE == "cpu" and (chunk_size, bool(transform)) not in {(4, False), (3, True)}:
+        pytest.skip("the interpreter is slow, and its kernels know nothing of chunks")
     if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
         pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
     sizes = {"chunk_size": chunk_size, "num_active": num_active}
