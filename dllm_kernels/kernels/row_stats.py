@@ -294,8 +294,14 @@ def _store_grad(
     if WITH_MIX:
         grad += of_mix * tl.where(none, 1.0, p / (p + ratio))
     if tl.max(((ids >= lowest) & (ids < highest)).to(tl.int32), 0) > 0:
-        for k in range(K):
-            grad += tl.where(v == tl.load(ids_ptr + k).to(tl.int32), tl.load(of_id_ptr + k), 0.0)
+        if ids.shape[0] <= 8:  # a loop of unknown length takes a third more registers
+            for k in tl.static_range(ids.shape[0]):
+                there = k < K
+                hot = tl.load(ids_ptr + k, mask=there, other=-1).to(tl.int32)
+                grad = tl.where(v == hot, grad + tl.load(of_id_ptr + k, mask=there, other=0.0), grad)
+        else:
+            for k in range(K):
+                grad = tl.where(v == tl.load(ids_ptr + k).to(tl.int32), grad + tl.load(of_id_ptr + k), grad)
     grad = through(grad, x, v, transform, ACC)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -343,8 +349,12 @@ def _row_stats_bwd(
         of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), plain, of_log, of_mix, ratio, none)
         x_few = tl.load(logits_ptr + row + v, mask=there)
         end = tl.maximum(start, end)
-        tile = start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V  # the last; before the start where there is none
-        x = tl.load(logits_ptr + at + tile + i, mask=(i < end - tile) & (i >= start - tile), eviction_policy="evict_first")
+        tile = (
+            start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
+        )  # the last; before the start where there is none
+        x = tl.load(
+            logits_ptr + at + tile + i, mask=(i < end - tile) & (i >= start - tile), eviction_policy="evict_first"
+        )
         for _ in range(start, end, BLOCK_V):
             ahead = tile - BLOCK_V
             x_ahead = tl.load(logits_ptr + at + ahead + i, mask=i >= start - ahead, eviction_policy="evict_first")
@@ -374,7 +384,7 @@ def _block_k(ids: torch.Tensor) -> int:
 @on_its_device
 def forward(logits: torch.Tensor, ask: Any) -> tuple[Optional, ...]:
     """Launch the forward pass."""
-    B, L, V = logits.shape
+    V = logits.shape[2]
     N, K = ask.ids.shape
     acc = torch.promote_types(logits.dtype, torch.float32)
 
