@@ -8,7 +8,7 @@ vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -53,6 +53,11 @@ def real() -> Iterator[Call]:
             yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, one_pass=True, with_correct=flag)
     yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, num_active=5000)
     yield from transformed()
+    for dtype in DTYPES:
+        yield partial(row_stats, REAL_LOGITS, dtype, entropy=True, mix=True, with_correct=True)
+    for asked in ({}, {"entropy": True}, {"mix": True}):
+        yield partial(row_stats, REAL_LOGITS, torch.bfloat16, **asked)
+    yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
     for size in (32, 4096, 131072):
         yield partial(topk, 8, size)
         yield partial(topk, 8, size, given=True)
@@ -97,6 +102,12 @@ def odd() -> Iterator[Call]:
     yield partial(token_nll, (8, 512, 50257), torch.bfloat16, with_correct=True, **(ALL_STEPS | {"skip_id": 1}))
     for shape in ((1, 131072, 32768), (2, 65536, 50257)):  # 2**32 logits and more
         yield partial(token_nll, shape, torch.bfloat16)
+    for dtype in (torch.bfloat16, torch.float32):
+        yield partial(row_stats, (8, 512, 50257), dtype, K=5, entropy=True, mix=True)
+    yield partial(row_stats, (2, 17, 1), torch.bfloat16, mix=True)
+    for view in (_shifted, _transposed, _misaligned):
+        yield partial(row_stats, (4, 1025, 126464), torch.bfloat16, view=view, entropy=True, with_correct=True)
+    yield partial(row_stats, REAL_LOGITS, torch.float32, entropy=True, mix=True, softcap=30.0, scale=0.7, skip_id=5)
     for ids, mask in ((torch.int32, torch.bool), (torch.int64, torch.float32)):
         yield partial(corrupt, corrupt_uniform, 8, 4096, ids=ids, mask=mask)
         yield partial(corrupt, corrupt_blockwise, 8, 4096, ids=ids, mask=mask, block_size=32)
@@ -168,6 +179,38 @@ def _from_hidden(shape: tuple[int, ...], dtype: torch.dtype, D: int, frozen: boo
     targets = torch.zeros(rows, dtype=torch.int64)
     ops.weighted_linear_nll(hidden, head, targets, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
     ops.linear_token_nll(hidden, head, targets, **options).nll.sum().backward()  # type: ignore[no-untyped-call]
+
+
+def row_stats(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    K: int = 2,
+    mix: bool = False,
+    view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    **options: Any,
+) -> None:
+    """``ops.row_stats`` forward and backward, with a gradient for all that is asked for."""
+    logits = view(torch.empty(shape, dtype=dtype)).requires_grad_()
+    rows = logits.shape[:-1]
+    ids = torch.zeros(*rows, K, dtype=torch.int64)
+    _backward(ops.row_stats(logits, ids, mix=_mixture(rows) if mix else None, **options))
+
+
+def row_stats_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
+    """``ops.linear_row_stats`` forward and backward, all of it."""
+    *rows, V = shape
+    hidden, head = (torch.empty(*s, D, dtype=dtype, requires_grad=True) for s in (rows, (V,)))
+    ids = torch.zeros(rows, dtype=torch.int64)
+    _backward(ops.linear_row_stats(hidden, head, ids, entropy=True, mix=_mixture(rows), **options))
+
+
+def _mixture(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(*rows), torch.ones(*rows)
+
+
+def _backward(out: ops.RowStats) -> None:
+    sum(t.sum() for t in out[:4] if t is not None).backward()  # type: ignore[union-attr, no-untyped-call]
 
 
 def topk(

@@ -32,7 +32,18 @@ from dllm_kernels.mtp import (
     calculate_loss,
     calculate_mtp_loss,
 )
-from dllm_kernels.ops import gumbel_topk_mask, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import (
+    RowStats,
+    TokenLogProbs,
+    gumbel_topk_mask,
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_log_probs,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 from dllm_kernels.ops._route import handlers_from
 
 __version__ = "0.1.0"
@@ -59,6 +70,8 @@ __all__ = [
     "MTPLossOutput",
     "MaskedCrossEntropy",
     "PipelineCausalLMLoss",
+    "RowStats",
+    "TokenLogProbs",
     "__version__",
     "batched_gumbel_topk",
     "calculate_loss",
@@ -75,8 +88,11 @@ __all__ = [
     "encoder_ar_loss_fused",
     "gumbel_topk",
     "gumbel_topk_mask",
+    "linear_row_stats",
     "linear_token_nll",
+    "row_stats",
     "sample_level",
+    "token_log_probs",
     "token_nll",
     "weighted_linear_nll",
     "weighted_nll",

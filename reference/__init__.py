@@ -29,6 +29,7 @@ from reference.mtp import (
     mtp_loss,
     seq_idx_from_cu_seqlens,
 )
+from reference.row_stats import RowStats, linear_row_stats, row_stats
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
 from reference.transform import possible_targets, transformed
 
@@ -36,6 +37,7 @@ __all__ = [
     "Corrupted",
     "HybridLoss",
     "MTPLoss",
+    "RowStats",
     "argmax_match",
     "batched_gumbel_topk",
     "block_diffusion_loss",
@@ -54,12 +56,14 @@ __all__ = [
     "gumbel_topk",
     "hybrid_loss",
     "linear_logits",
+    "linear_row_stats",
     "linear_token_nll",
     "masked_cross_entropy",
     "mdlm_loss",
     "mtp_labels",
     "mtp_loss",
     "possible_targets",
+    "row_stats",
     "sample_level",
     "seq_idx_from_cu_seqlens",
     "token_lse",

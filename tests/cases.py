@@ -91,6 +91,33 @@ def _encoder(B: int, L: int, V: int) -> Inputs:
     return {"input_ids": torch.randint(0, V, (B, L)), "valid_mask": _mask(B, L, 0.8)}
 
 
+def _statistics(B: int, L: int, V: int) -> Inputs:
+    ids = torch.stack([_targets(B, L, V) for _ in range(2)], -1)
+    a, b = 10 ** (-3 * torch.rand(B, L)) * _mask(B, L, 0.8), torch.rand(B, L) + 0.1
+    return {"ids": ids, "a": a, "b": b, "weights": torch.randn(B, L) * _mask(B, L)}
+
+
+def _one_number(out):
+    """A row's statistics, each with a weight of its own, but for the logsumexp, which a shift of the row shifts."""
+    ids = torch.tensor([1.0, -0.7], dtype=out.lse.dtype, device=out.lse.device)
+    return out.log_probs @ ids - 1.3 * out.entropy + 0.1 * out.mix
+
+
+def _row_stats(x, i, **options):
+    out = ops.row_stats(x, i["ids"], entropy=True, mix=(i["a"], i["b"]), active=i["weights"], **options)
+    return _one_number(out)
+
+
+def _linear_row_stats(h, w, b, i, **options):
+    mix = (i["a"], i["b"])
+    out = ops.linear_row_stats(h, w, i["ids"], bias=b, entropy=True, mix=mix, active=i["weights"], **options)
+    return _one_number(out)
+
+
+def _statistics_oracle(x, i):
+    return _one_number(reference.row_stats(x, i["ids"], (i["a"], i["b"]), i["weights"] != 0))
+
+
 def _token_nll(x, i, **options):
     return ops.token_nll(x, i["targets"], active=i["weights"], **options).nll
 
@@ -233,6 +260,7 @@ def _transformed(case: Case, **transform: Any) -> Case:
 
 PLAIN = (
     Case("token_nll", _rows, _token_nll, _linear_token_nll, _token_oracle, per_row=True),
+    Case("row_stats", _statistics, _row_stats, _linear_row_stats, _statistics_oracle, per_row=True),
     Case("weighted_nll", _rows, _weighted_nll, _weighted_linear_nll, _weighted_oracle, linear_in="weights"),
     Case("mdlm", _diffusion, _mdlm, _mdlm_hidden, _mdlm_oracle, rounds=True),
     Case("mdlm, counted", _counted_diffusion, _mdlm, _mdlm_hidden, _mdlm_oracle, rounds=True),

@@ -320,6 +320,33 @@ def fsdp_gradient_divide_factor_outlives_the_parameters(how):
         compare("mdlm, counted", summing, factor=1)
 
 
+@check(2, trains=(True, False))
+@check(4, trains=(True, False))
+def fsdp_row_statistics(trains):
+    """A sharded head, gathered once each way; the gradient reaches the shards, averaged over the ranks, in every chunk."""
+    mesh = mesh_of("dp")
+    hidden, ids = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L, 2))
+    whole, mix = torch.randn(V, D).double(), (torch.rand(B, L).double(), torch.rand(B, L).double())
+    here = torch.chunk(torch.arange(B), mesh.size())[mesh.get_local_rank()]
+    results = []
+    for rows, head in ((slice(None), whole.clone()), (here, distribute_tensor(whole, mesh, [Shard(0)]))):
+        head = nn.Parameter(head, requires_grad=trains)
+        h = hidden.clone().requires_grad_()
+        options = {"entropy": True, "mix": tuple(t[rows] for t in mix), "chunk_size": 5, "with_correct": True}
+        out = ops.linear_row_stats(h[rows], head, ids[rows], **options)
+        sum(out.log_probs.sum(-1).square() + out.lse + out.entropy.square() + out.mix).sum().backward()
+        results.append((out, h.grad, head.grad))
+    (expected, expected_h, expected_w), (got, got_h, got_w) = results
+    for a, b in zip(got, expected, strict=True):
+        close(a, b[here])
+    close(got_h[here], expected_h[here])
+    if not trains:
+        assert got_w is None
+        return
+    assert got_w.placements == (Shard(0),)
+    close(mesh.size() * got_w.full_tensor(), expected_w)
+
+
 @check(2)
 def gradient_divide_factor_of_a_parameter_without_a_module():
     """It is kept with the parameter."""

@@ -32,7 +32,7 @@ from tests.parity import assert_parity
 
 NAMES = [case.name for case in CASES]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FEW = ("token_nll", "hybrid, one tensor", "dflash")
+FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash")
 
 
 def logits_draw(case, dtype, columns=V):
@@ -282,6 +282,85 @@ def special_values(kind):
             got = ops.linear_token_nll(x, shard(eye, mesh, Shard(0)), y, **flags)
             for a, b in zip(got, expected, strict=True):
                 close(a, b)
+
+
+@check(2, kind=SPECIAL)
+@check(4, kind=SPECIAL)
+def special_row_statistics(kind):
+    """Every statistic and the gradient of all of them, with ids of all kinds, and a column that is skipped."""
+    mesh, N = mesh_of("tp"), 24
+    x = SPECIAL[kind](torch.randn(N, V)).double()
+    ids = torch.randint(0, V, (N, 3))
+    ids[:4, 1] = torch.tensor([-100, V, -7, 1 << 40])
+    if kind == "targets at the edges":
+        ids = torch.stack([torch.arange(N) % V] * 2, 1)
+    active, mix = torch.rand(N) < 0.8, (torch.rand(N).double() * (torch.rand(N) < 0.7), torch.rand(N).double() + 0.1)
+    for transform in ({}, {"skip_id": 9}, {"softcap": 3.0, "scale": 0.6, "skip_id": V - 1}):
+        for backend in ("torch", "triton") if transform and mesh.size() == 2 else ("torch",):
+            flags = {
+                "active": active,
+                "entropy": True,
+                "mix": mix,
+                "with_correct": True,
+                "backend": backend,
+                **transform,
+            }
+            leaves = [x.clone().requires_grad_(), shard(x, mesh, Shard(1)).detach().clone().requires_grad_()]
+            expected, got = (ops.row_stats(leaf, ids, **flags) for leaf in leaves)
+            grads = [torch.randn_like(t) * (torch.rand(t.shape) < 0.8) for t in expected[:4]]
+            for a, b in zip(got, expected, strict=True):
+                assert not isinstance(a, DTensor)
+                close(a, b)
+            for out in (expected, got):
+                torch.autograd.backward(out[:4], grads)
+            close(leaves[1].grad, leaves[0].grad)
+
+
+@check(2)
+@check(4)
+def row_statistics_in_few_bytes():
+    """A collective a pass over the logits: maximum, sum, entropy, ids; then, only for a mixture, its two sums."""
+    mesh, K = mesh_of("tp"), 2
+    logits = distribute_tensor(torch.randn(B, L, V), mesh, [Shard(2)]).requires_grad_()
+    ids, ones = torch.randint(0, V, (B, L, K)), torch.ones(B, L)
+    first, second = ("all_gather", (B * L, 3 + K), 4 * B * L * (3 + K)), ("all_reduce", (2, B * L), 8 * B * L)
+    for mix, calls in ((None, [first]), ((ones, ones), [first, second])):
+        with Sent() as sent:
+            out = ops.row_stats(logits, ids, entropy=True, mix=mix)
+            sum(t.sum() for t in out[:4] if t is not None).backward()
+        assert sent.calls == calls
+
+
+@check(2)
+def row_statistics_of_split_rows_in_the_global_shape():
+    """Logits split along the sequence, ids with and without K: as on one process, in one small sum."""
+    mesh, x = mesh_of("cp"), torch.randn(B, L, V).double()
+    for ids in (torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L, 3))):
+        expected = ops.row_stats(x, ids, entropy=True, with_correct=True)
+        logits = distribute_tensor(x, mesh, [Shard(1)])
+        with Sent() as sent:
+            got = ops.row_stats(logits, ids, entropy=True, with_correct=True)
+        assert [call[0] for call in sent.calls] == ["all_reduce"]
+        for a, b in zip(got, expected, strict=True):
+            close(a, b) if b is not None else None
+
+
+@check(2)
+def token_log_probs_with_a_split_head():
+    """From split logits and from a split head, at a temperature."""
+    mesh, h, w, y = (
+        mesh_of("tp"),
+        torch.randn(B, L, D).double(),
+        torch.randn(V, D).double(),
+        torch.randint(0, V, (B, L)),
+    )
+    y[0, 0] = -100
+    expected = ops.token_log_probs(h @ w.T, y, temperature=0.7, with_entropy=True)
+    from_logits = ops.token_log_probs(shard(h @ w.T, mesh, Shard(2)), y, temperature=0.7, with_entropy=True)
+    from_head = ops.token_log_probs(h, y, weight=shard(w, mesh, Shard(0)), temperature=0.7, with_entropy=True)
+    for got in (from_logits, from_head):
+        for a, b in zip(got, expected, strict=True):
+            close(a, b)
 
 
 def _same(function, whole, sharded, g):

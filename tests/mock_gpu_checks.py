@@ -232,6 +232,8 @@ def far_apart():
     yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
     yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17, one_pass=True)
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
+    for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
+        yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_correct=True)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
     yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)

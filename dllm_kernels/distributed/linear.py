@@ -9,7 +9,7 @@ hidden states' gradient, of which each rank has the part that went through its c
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,11 @@ from dllm_kernels.distributed._layout import (
     sum_over,
 )
 from dllm_kernels.distributed.fsdp import gather_head
-from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard, whole_rows
+from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard, whole_rows, whole_stats
 from dllm_kernels.ops import _checks, _run
 from dllm_kernels.ops._active_rows import choose_chunk, multiprocessors
-from dllm_kernels.ops._plan import LinearJob, Plan
-from dllm_kernels.ops._results import TokenNLL, WeightedNLL
+from dllm_kernels.ops._plan import LinearJob, LinearStatsJob, Plan
+from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops._route import handles
 
 
@@ -58,16 +58,23 @@ def linear_token_nll(job: LinearJob, plan: Plan) -> TokenNLL:
     return whole_rows(here.rows, _run.linear_token_nll(here.job, here.plan))
 
 
+@handles(_run.linear_row_stats)
+def linear_row_stats(job: LinearStatsJob, plan: Plan) -> RowStats:
+    """The statistics of each row, likewise; all but ``correct`` are differentiable."""
+    here = _localize(job, plan)
+    return whole_stats(here.rows, _run.linear_row_stats(here.job, here.plan))
+
+
 class _Local(NamedTuple):
     """What this rank does: the job in plain tensors, its plan, and which of all rows these are."""
 
-    job: LinearJob
+    job: Any
     plan: Plan
     rows: Rows
 
 
-def _localize(job: LinearJob, plan: Plan) -> _Local:
-    """Gather and unwrap; raises where a layout cannot be served."""
+def _localize(job: LinearJob | LinearStatsJob, plan: Plan) -> _Local:
+    """Gather and unwrap; raises where a layout cannot be served. What follows the bias in a job is of each row."""
     w, b = gather_head(job.weight, job.hidden), None if job.bias is None else gather_head(job.bias, job.hidden)
     vocab_dim = _vocab_mesh_dim(w)
     _check_bias(w, b, vocab_dim)
@@ -76,16 +83,16 @@ def _localize(job: LinearJob, plan: Plan) -> _Local:
     split = [dist.get_process_group_ranks(g) for g in rows.groups]
     weight, bias = _local_parameter(w, split), None if b is None else _local_parameter(b, split)
     _checks.check_dtypes(_checks.LINEAR, hidden, weight, bias)
-    per_row = (None if t is None else rows.local(t) for t in (job.targets, job.weights, job.active))
-    here = LinearJob(hidden, weight, bias, *per_row)  # type: ignore[arg-type]
+    per_row = (None if t is None else rows.local(t) for t in job[3:])
+    here = type(job)(hidden, weight, bias, *per_row)  # type: ignore[arg-type]
     if vocab_dim is not None and isinstance(w, DTensor):
         shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
         check_local_shape("the LM head's weight", w, (shard.size, w.shape[1]))
-        plan = _on_shard(here, plan, shard)
+        plan = _on_shard(hidden, plan, shard)
     return _Local(here, plan, rows)
 
 
-def _on_shard(job: LinearJob, plan: Plan, shard: VocabShard) -> Plan:
+def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:
     """The plan on a split vocabulary.
 
     Every rank must cut the same chunks, since each ends in a collective, whatever number of columns it holds. A chunk
@@ -94,8 +101,8 @@ def _on_shard(job: LinearJob, plan: Plan, shard: VocabShard) -> Plan:
     chunk_size = plan.chunk_size
     if chunk_size is None:
         ranks = dist.get_world_size(shard.group)
-        rows, sms = -(-job.targets.numel() // ranks), multiprocessors(job.hidden.device)
-        chunk_size = ranks * choose_chunk(rows, shard.step * ranks, job.weight.shape[1], plan, sms)
+        rows, sms = -(-hidden.shape[:-1].numel() // ranks), multiprocessors(hidden.device)
+        chunk_size = ranks * choose_chunk(rows, shard.step * ranks, hidden.shape[-1], plan, sms)
     return replace(plan, chunk_size=chunk_size, rows=shard.primitives(plan))
 
 

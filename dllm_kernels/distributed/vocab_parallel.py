@@ -36,10 +36,11 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
 )
 from dllm_kernels.ops import _run
-from dllm_kernels.ops._plan import LogitsJob, Plan
-from dllm_kernels.ops._results import TokenNLL
+from dllm_kernels.ops._plan import LogitsJob, Plan, StatsJob
+from dllm_kernels.ops._results import RowStats, TokenNLL
 from dllm_kernels.ops._route import handles
-from dllm_kernels.ops._rows import SKIP, RowPrimitives, Stats
+from dllm_kernels.ops._rows import SKIP, RowPrimitives, Stats, StatsPrimitives
+from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 ELSEWHERE = -1  # the target of a row that counts, where another rank holds its column
@@ -70,6 +71,7 @@ class VocabShard(NamedTuple):
             functools.partial(_row_grad, self, local),
             functools.partial(_row_nll_grad_, self, local),
             local.scale_,
+            stats=row_stats_primitives(self, local.stats),
         )
 
     def local_targets(self, targets: torch.Tensor) -> torch.Tensor:
@@ -103,7 +105,21 @@ def token_nll(job: LogitsJob, plan: Plan) -> TokenNLL:
     Raises:
         ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
     """
-    logits = job.logits
+    logits, rows, plan = _local_logits(job.logits, plan)
+    active = None if job.active is None else rows.local(job.active)
+    return whole_rows(rows, _run.token_nll(LogitsJob(logits, rows.local(job.targets), active), plan))
+
+
+@handles(_run.row_stats)
+def row_stats(job: StatsJob, plan: Plan) -> RowStats:
+    """The statistics of rows of DTensor logits, likewise; all but ``correct`` are differentiable."""
+    logits, rows, plan = _local_logits(job.logits, plan)
+    per_row = (None if t is None else rows.local(t) for t in job[1:])
+    return whole_stats(rows, _run.row_stats(StatsJob(logits, *per_row), plan))  # type: ignore[arg-type]
+
+
+def _local_logits(logits: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Rows, Plan]:
+    """This rank's piece, which rows it is of, and the plan for its columns."""
     assert isinstance(logits, DTensor)
     vocab_dim = _vocab_mesh_dim(logits)
     mesh, V = logits.device_mesh, logits.shape[-1]
@@ -112,9 +128,7 @@ def token_nll(job: LogitsJob, plan: Plan) -> TokenNLL:
     check_local_shape("logits", logits, (*rows.local_shape, columns))
     if vocab_dim is not None:
         plan = replace(plan, rows=vocab_shard(V, mesh, vocab_dim).primitives(plan))
-    active = None if job.active is None else rows.local(job.active)
-    here = LogitsJob(local_piece(logits, logits.placements), rows.local(job.targets), active)
-    return whole_rows(rows, _run.token_nll(here, plan))
+    return local_piece(logits, logits.placements), rows, plan
 
 
 def whole_rows(rows: Rows, out: TokenNLL) -> TokenNLL:
@@ -125,6 +139,20 @@ def whole_rows(rows: Rows, out: TokenNLL) -> TokenNLL:
     nll, lse, correct = (None if t is None else next(whole) for t in out)
     assert nll is not None
     return TokenNLL(nll, None if lse is None else lse.detach(), None if correct is None else correct.detach() != 0)
+
+
+def whole_stats(rows: Rows, out: RowStats) -> RowStats:
+    """:func:`whole_rows` of all of them, in the same one sum; the ids of a row are as many numbers of it."""
+    if not rows.groups:
+        return out
+    several = out.log_probs.dim() > len(rows.shape)
+    ids = out.log_probs.unbind(-1) if several else (out.log_probs,)
+    whole = rows.whole(*ids, *(t.to(out.lse.dtype) for t in out[1:] if t is not None))
+    log_probs = torch.stack(whole[: len(ids)], -1) if several else whole[0]
+    others = iter(whole[len(ids) :])
+    lse, entropy, mix, correct = (None if t is None else next(others) for t in out[1:])
+    assert lse is not None
+    return RowStats(log_probs, lse, entropy, mix, None if correct is None else correct.detach() != 0)
 
 
 def _vocab_mesh_dim(logits: DTensor) -> int | None:
@@ -241,3 +269,100 @@ def _row_nll_grad_(
     stats = _row_stats(shard, local, logits[None], targets, with_correct=with_correct, transform=transform)
     _row_grad(shard, local, logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
     return stats
+
+
+def row_stats_primitives(shard: VocabShard, local: StatsPrimitives | None) -> StatsPrimitives:
+    """The primitives of the row statistics for rows that are split over the shard's group."""
+    assert local is not None
+    forward, mix, backward = (functools.partial(f, shard, local) for f in (_stats_forward, _stats_mix, _stats_backward))
+    return StatsPrimitives(forward, mix, backward)
+
+
+def _local_ask(shard: VocabShard, ask: Ask) -> Ask:
+    """Of these columns: an id that lies elsewhere is none here."""
+    y = ask.ids - shard.start
+    ids = torch.where((y >= 0) & (y < shard.size), y, SKIP)
+    return ask._replace(ids=ids, transform=shard.local_transform(ask.transform))
+
+
+def _stats_forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask) -> Found:
+    """One all-gather of what each shard found, as a distribution of its own; one more sum for the mixture.
+
+    A shard has the share w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
+    """
+    here = _local_ask(shard, ask)._replace(a=None, b=None)
+    found = Found(*local.forward(logits, here)) if shard.size else _nothing_found(here, logits.dtype)
+    mine = here.ids != SKIP
+    from_max = torch.where(mine, found.log_probs + found.log_sum.unsqueeze(1), 0.0)
+    from_max = from_max.masked_fill(mine & (found.log_sum == -math.inf).unsqueeze(1), -math.inf)
+    more = [t.to(from_max.dtype) for t in (found.entropy, found.correct) if t is not None]
+    part = torch.cat([torch.stack([found.row_max, found.log_sum.exp(), *more], 1), from_max], 1)
+    maxima, sums, *more, from_max = _gather(part, shard.group).split([1] * (2 + len(more)) + [ask.ids.shape[1]], -1)
+    row_max, log_sum, log_probs = _combine_ids(shard, ask, maxima, sums, from_max)
+    columns = iter(t.squeeze(-1) for t in more)
+    share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
+    entropy = _combine_entropy(share, next(columns)) if ask.entropy else None
+    off = ask.marks == SKIP
+    correct = None
+    if ask.correct:
+        best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max  # a shard of -inf beats nothing
+        first = best & (best.cumsum(0) == 1)
+        correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~off
+    row_max, log_sum = row_max.masked_fill(off, 0), log_sum.masked_fill(off, 0)
+    F, W = (None, None) if ask.a is None else _stats_mix(shard, local, logits, ask, row_max, log_sum)
+    log_probs = log_probs.masked_fill((ask.ids == SKIP) | off.unsqueeze(1), 0)
+    return Found(log_probs, row_max, log_sum, None if entropy is None else entropy.masked_fill(off, 0), F, W, correct)
+
+
+def _nothing_found(ask: Ask, dtype: torch.dtype) -> Found:
+    """What a shard without columns adds: nothing."""
+    acc = torch.promote_types(dtype, torch.float32)
+    zero = torch.zeros(ask.marks.shape, dtype=acc, device=ask.marks.device)
+    log_probs = torch.zeros(ask.ids.shape, dtype=acc, device=ask.marks.device)
+    lowest, none = zero + torch.finfo(acc).min, zero - math.inf
+    return Found(log_probs, lowest, none, zero if ask.entropy else None, correct=zero != 0 if ask.correct else None)
+
+
+def _combine_ids(
+    shard: VocabShard, ask: Ask, maxima: torch.Tensor, sums: torch.Tensor, from_max: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(M, log S, log p) of whole rows, from ``[ranks, N, 1]``, the same, and the ids' distances to their shard's maximum."""
+    row_max = maxima.amax(0)
+    row_sum = (sums * torch.exp(maxima - row_max)).sum(0)
+    rank = torch.arange(maxima.shape[0], device=maxima.device).view(-1, 1, 1)
+    owned = torch.div(ask.ids, shard.step, rounding_mode="floor") == rank
+    distance = (from_max + torch.where(owned, maxima - row_max, 0.0)).sum(0)
+    lost = ~shard.in_vocabulary(ask.ids) | (row_sum == 0)
+    return row_max.squeeze(1), row_sum.log().squeeze(1), (distance - row_sum.log()).masked_fill(lost, math.nan)
+
+
+def _combine_entropy(log_share: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+    """That of whole rows from those of the shards, each with a share of its row."""
+    return torch.where(log_share == -math.inf, 0.0, log_share.exp() * (entropies - log_share)).sum(0)
+
+
+def _stats_mix(
+    shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask, *sums: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(F, W) of whole rows: one all-reduce."""
+    here = _local_ask(shard, ask)
+    if shard.size:
+        parts = torch.stack([t for t in local.mix(logits, here, *sums) if t is not None])
+    else:
+        parts = sums[0].new_zeros(1 + ask.gradients, ask.marks.shape[0])
+    dist.all_reduce(parts, group=shard.group)
+    F, *W = parts.unbind()
+    return F, W[0] if W else None
+
+
+def _stats_backward(
+    shard: VocabShard,
+    local: StatsPrimitives,
+    logits: torch.Tensor,
+    ask: Ask,
+    c: Coefficients,
+    *sums_and_out: torch.Tensor,
+) -> None:
+    """The gradient of this rank's columns; no communication."""
+    if shard.size:
+        local.backward(logits, _local_ask(shard, ask), c, *sums_and_out)

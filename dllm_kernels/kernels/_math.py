@@ -88,7 +88,7 @@ def finite(m):
 
 
 @triton.jit
-def _masked_tile(x, v, mask, transform, ACC: tl.constexpr, first):
+def masked_tile(x, v, mask, transform, ACC: tl.constexpr, first=None):
     """The transformed logits of the columns v, -inf where they are masked, as they were loaded: a cap would lift them."""
     x = transformed(x, v, transform, ACC, first)
     _, rate, _ = transform
@@ -148,13 +148,13 @@ def column_stats(
     if whole < wide:
         rest = lanes < wide - whole
         x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy=EVICT)
-        x = _masked_tile(x, lanes, rest, transform, ACC, first + whole)
+        x = masked_tile(x, lanes, rest, transform, ACC, first + whole)
         lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + wide <= y, lane_max, before)
     v, there = ragged_columns(start, end, first, wide, WIDE)
     x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
-    x = _masked_tile(x, v, there, transform, ACC, None)
+    x = masked_tile(x, v, there, transform, ACC, None)
     row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
     row_sum = tl.sum(lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), 0) + tl.sum(
         tl.exp2((x - row_max) * LOG2E), 0

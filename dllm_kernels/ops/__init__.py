@@ -1,15 +1,22 @@
 """The functional primitives under every loss and corruption, for people who write a new one."""
 
-from dllm_kernels.ops._results import TokenNLL, WeightedNLL
+from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
+from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
 
 __all__ = [
+    "RowStats",
+    "TokenLogProbs",
     "TokenNLL",
     "WeightedNLL",
     "gumbel_topk_mask",
+    "linear_row_stats",
     "linear_token_nll",
+    "row_stats",
+    "token_log_probs",
     "token_nll",
     "weighted_linear_nll",
     "weighted_nll",

@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from dllm_kernels.ops._rows import RowPrimitives
+from dllm_kernels.ops._rows import RowPrimitives, StatsPrimitives
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -74,7 +74,7 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
 def row_primitives(triton: bool) -> RowPrimitives:
     """The row primitives of a backend; Triton is imported only when asked for."""
     if triton:
-        from dllm_kernels.kernels import linear_nll, linear_nll_once, token_nll
+        from dllm_kernels.kernels import linear_nll, linear_nll_once, row_stats, token_nll
 
         return RowPrimitives(
             token_nll.row_stats,
@@ -82,7 +82,11 @@ def row_primitives(triton: bool) -> RowPrimitives:
             linear_nll.row_nll_grad_,
             linear_nll.scale_,
             linear_nll_once.row_nll_factored_,
+            StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
         )
-    from dllm_kernels.ops import _torch_rows
+    from dllm_kernels.ops import _torch_row_stats, _torch_rows
 
-    return RowPrimitives(_torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_)
+    stats = StatsPrimitives(_torch_row_stats.forward, _torch_row_stats.mix, _torch_row_stats.backward)
+    return RowPrimitives(
+        _torch_rows.row_stats, _torch_rows.row_grad, _torch_rows.row_nll_grad_, _torch_rows.scale_, stats=stats
+    )

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels.ops import _chunks
-from dllm_kernels.ops._plan import LinearJob, Needs, Plan
+from dllm_kernels.ops import _chunks, _stats
+from dllm_kernels.ops._plan import LinearJob, LinearStatsJob, Needs, Plan
 from dllm_kernels.ops._rows import as_blv
+from dllm_kernels.ops._stats_rows import Ask, Found, Upstream
 
 Tensors = tuple[Tensor, ...]
 Three = tuple[Tensor, Tensor, Tensor]
 Four = tuple[Tensor, Tensor, Tensor, Tensor]
 Five = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Eight = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -39,6 +41,16 @@ def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
     """As ``_eager.linear_token_nll``."""
     out: Five = _linear_token_nll(*job[:4], *plan.pack())
     return out[:4]
+
+
+def row_stats(logits: Tensor, ask: Ask, plan: Plan) -> tuple[Tensor | None, ...]:
+    """As ``_eager.row_stats``."""
+    return _asked_for(_row_stats(logits, *ask[:4], *plan.pack()), ask)
+
+
+def linear_row_stats(job: LinearStatsJob, ask: Ask, plan: Plan) -> tuple[Tensor | None, ...]:
+    """As ``_eager.linear_row_stats``."""
+    return _asked_for(_linear_row_stats(*job[:3], *ask[:4], *plan.pack()), ask)
 
 
 def _present(t: Tensor | None, like: Tensor) -> Tensor:
@@ -217,3 +229,140 @@ def _linear_token_grad(ctx: Any, grad_nll: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 _linear_token_nll.register_autograd(_linear_token_grad, setup_context=_linear_token_setup)
+
+
+def _asked_for(out: Tensors, ask: Ask) -> tuple[Tensor | None, ...]:
+    """The five results that the caller sees."""
+    wanted = (True, True, ask.entropy, ask.a is not None, ask.correct)
+    return tuple(t if w else None for t, w in zip(out, wanted, strict=False))
+
+
+def _stats_out(found: Found) -> Eight:
+    """Those five, and what else backward needs: (row_max, log_sum, mix_weight)."""
+    lse = found.row_max + found.log_sum
+    entropy, mix, weight = (_present(t, lse) for t in (found.entropy, found.mix, found.mix_weight))
+    correct = _present(found.correct, lse).to(torch.bool)
+    return found.log_probs, lse, entropy, mix, correct, found.row_max, found.log_sum, weight
+
+
+def _fake_stats(ids: Tensor, mix: bool, plan: Plan) -> Tensors:
+    N = ids.shape[0]
+    wanted = (True, plan.with_entropy, mix, plan.with_correct, True, True, mix and any(plan.needs))
+    rows = [ids.new_empty(N if w else 0, dtype=torch.bool if i == 3 else plan.acc) for i, w in enumerate(wanted)]
+    return (ids.new_empty(ids.shape, dtype=plan.acc), *rows)
+
+
+def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
+    *saved, packed, factors = inputs
+    ctx.packed = packed, factors
+    ctx.save_for_backward(*saved, *output)
+    ctx.mark_non_differentiable(*output[4:])
+
+
+def _stats_and_upstream(saved: list[Tensor], grads: tuple[Tensor, ...], mix: bool, plan: Plan) -> list[Tensor | None]:
+    """What a backward op takes: log_probs, row_max, log_sum, entropy, mix_weight, and the gradients of four outputs."""
+    log_probs, _, entropy, _, _, row_max, log_sum, weight = saved
+    g_log_probs, g_lse, g_entropy, g_mix, *_ = grads
+    with_entropy = plan.with_entropy
+    return [
+        log_probs, row_max, log_sum, entropy if with_entropy else None, weight if mix else None,
+        g_log_probs, g_lse, g_entropy if with_entropy else None, g_mix if mix else None,
+    ]  # fmt: skip
+
+
+def _unpacked(stats: list[Tensor | None]) -> tuple[Found, Upstream]:
+    log_probs, row_max, log_sum, entropy, weight, *up = stats
+    found = Found(log_probs, row_max, log_sum, entropy, mix_weight=weight)  # type: ignore[arg-type]
+    return found, Upstream(*(None if g is None else g.contiguous() for g in up))
+
+
+@torch.library.custom_op("dllm_kernels::row_stats", mutates_args=())
+def _row_stats(
+    logits: Tensor,
+    ids: Tensor,
+    marks: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    packed: list[int],
+    factors: list[float],
+) -> Eight:
+    plan = Plan.unpack(packed, factors)
+    return _stats_out(_stats.forward(logits, _stats.ask_of(plan, ids, marks, a, b), plan))
+
+
+@_row_stats.register_fake
+def _(
+    logits: Tensor,
+    ids: Tensor,
+    marks: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    packed: list[int],
+    factors: list[float],
+) -> Tensors:
+    return _fake_stats(ids, a is not None, Plan.unpack(packed, factors))
+
+
+@torch.library.custom_op("dllm_kernels::row_stats_backward", mutates_args=())
+def _row_stats_backward(
+    logits: Tensor, ids: Tensor, marks: Tensor, a: Tensor | None, b: Tensor | None, stats: list[Tensor | None],
+    packed: list[int], factors: list[float],
+) -> Tensor:  # fmt: skip
+    plan = Plan.unpack(packed, factors)
+    return _stats.backward(logits, _stats.ask_of(plan, ids, marks, a, b), *_unpacked(stats), plan)
+
+
+@_row_stats_backward.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+def _row_stats_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    logits, ids, marks, a, b, *out = ctx.saved_tensors
+    stats = _stats_and_upstream(out, grads, a is not None, Plan.unpack(*ctx.packed))
+    return _row_stats_backward(logits, ids, marks, a, b, stats, *ctx.packed), *(None,) * 6
+
+
+_row_stats.register_autograd(_row_stats_grad, setup_context=_save_stats)
+
+
+@torch.library.custom_op("dllm_kernels::linear_row_stats", mutates_args=())
+def _linear_row_stats(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor, a: Tensor | None, b: Tensor | None,
+    packed: list[int], factors: list[float],
+) -> Eight:  # fmt: skip
+    plan = Plan.unpack(packed, factors)
+    ask = _stats.ask_of(plan, ids, marks, a, b)
+    return _stats_out(_stats.linear_forward(LinearStatsJob(hidden, weight, bias, ids), ask, plan))
+
+
+@_linear_row_stats.register_fake
+def _(*args: Any) -> Tensors:
+    return _fake_stats(args[3], args[5] is not None, Plan.unpack(*args[-2:]))
+
+
+@torch.library.custom_op("dllm_kernels::linear_row_stats_backward", mutates_args=())
+def _linear_row_stats_backward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor, a: Tensor | None, b: Tensor | None,
+    stats: list[Tensor | None], packed: list[int], factors: list[float],
+) -> Three:  # fmt: skip
+    plan = Plan.unpack(packed, factors)
+    ask = _stats.ask_of(plan, ids, marks, a, b)
+    grads = _stats.linear_backward(LinearStatsJob(hidden, weight, bias, ids), ask, *_unpacked(stats), plan)
+    return tuple(_present(g, hidden) for g in grads)  # type: ignore[return-value]
+
+
+@_linear_row_stats_backward.register_fake
+def _(*args: Any) -> Tensors:
+    return tuple(_fake_gradients(LinearJob(*args[:4]), Plan.unpack(*args[-2:])))
+
+
+def _linear_row_stats_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    inputs, out = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    plan = Plan.unpack(*ctx.packed)
+    stats = _stats_and_upstream(out, grads, inputs[5] is not None, plan)
+    made = _linear_row_stats_backward(*inputs, stats, *ctx.packed)
+    return *(g if need else None for g, need in zip(made, plan.needs, strict=True)), *(None,) * 6
+
+
+_linear_row_stats.register_autograd(_linear_row_stats_grad, setup_context=_save_stats)

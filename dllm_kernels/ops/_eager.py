@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _chunks
+from dllm_kernels.ops import _chunks, _stats
 from dllm_kernels.ops._first_order import first_order_only
-from dllm_kernels.ops._plan import LinearJob, Plan
+from dllm_kernels.ops._plan import LinearJob, LinearStatsJob, Plan
 from dllm_kernels.ops._rows import as_blv
+from dllm_kernels.ops._stats_rows import Ask, Found, Upstream
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -29,6 +30,16 @@ def weighted_linear_nll(job: LinearJob, plan: Plan) -> Tensors:
 def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
     """(nll, row_max, log_sum, correct), nll differentiable with any gradient per row."""
     return _LinearTokenNLL.apply(*job, plan)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def row_stats(logits: torch.Tensor, ask: Ask, plan: Plan) -> tuple[torch.Tensor | None, ...]:
+    """(log_probs, lse, entropy, mix, correct) of each row; all but correct are differentiable."""
+    return _RowStats.apply(logits, *ask[:4], plan)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def linear_row_stats(job: LinearStatsJob, ask: Ask, plan: Plan) -> tuple[torch.Tensor | None, ...]:
+    """As :func:`row_stats`, differentiable in hidden, weight and bias."""
+    return _LinearRowStats.apply(*job[:3], *ask[:4], plan)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _TokenNLL(torch.autograd.Function):
@@ -121,6 +132,59 @@ class _LinearTokenNLL(torch.autograd.Function):
         *job, row_max, log_sum = ctx.saved_tensors
         grads = _chunks.token_backward(LinearJob(*job), ctx.plan, (row_max, log_sum), grad_nll)
         return (*grads, *(None,) * 4)
+
+
+class _RowStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, *ask_and_plan: Any) -> tuple[Any, ...]:
+        *ask, plan = ask_and_plan
+        return _save_stats(ctx, (logits, *ask), _stats.forward(logits, _stats.ask_of(plan, *ask), plan), plan)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        (logits, *ask), found, up = _saved_stats(ctx, 1, grads)
+        if up is None:
+            return (None,) * 6
+        return (_stats.backward(logits, _stats.ask_of(ctx.plan, *ask), found, up, ctx.plan), *(None,) * 5)
+
+
+class _LinearRowStats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *head_ask_and_plan: Any) -> tuple[Any, ...]:
+        *head, ids, marks, a, b, plan = head_ask_and_plan
+        ask = _stats.ask_of(plan, ids, marks, a, b)
+        found = _stats.linear_forward(LinearStatsJob(*head, ids), ask, plan)
+        return _save_stats(ctx, (*head, ids, marks, a, b), found, plan)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        (*head, ids, marks, a, b), found, up = _saved_stats(ctx, 3, grads)
+        if up is None:
+            return (None,) * 8
+        ask = _stats.ask_of(ctx.plan, ids, marks, a, b)
+        return (*_stats.linear_backward(LinearStatsJob(*head, ids), ask, found, up, ctx.plan), *(None,) * 5)
+
+
+def _save_stats(ctx: Any, inputs: tuple[Any, ...], found: Found, plan: Plan) -> tuple[Any, ...]:
+    """What a Function of row statistics returns: five that the caller sees, and what else backward needs."""
+    out = (found.log_probs, found.row_max + found.log_sum, found.entropy, found.mix, found.correct)
+    ctx.save_for_backward(*inputs, found.log_probs, found.row_max, found.log_sum, found.entropy, found.mix_weight)
+    ctx.plan = plan
+    if found.correct is not None:
+        ctx.mark_non_differentiable(found.correct)
+    ctx.set_materialize_grads(False)
+    return out
+
+
+def _saved_stats(ctx: Any, leaves: int, grads: tuple[torch.Tensor | None, ...]) -> tuple[Any, Found, Upstream | None]:
+    """The inputs, what was found, and the upstream gradients, None where there is none at all."""
+    saved, N = ctx.saved_tensors, leaves + 4
+    log_probs, row_max, log_sum, entropy, weight = saved[N:]
+    found = Found(log_probs, row_max, log_sum, entropy, mix_weight=weight)
+    up = Upstream(*(None if g is None else g.contiguous() for g in grads[:4]))
+    return saved[:N], found, None if all(g is None for g in up) else up
 
 
 def _check_still_gathered(head: Iterable[weakref.ref[torch.Tensor]]) -> None:

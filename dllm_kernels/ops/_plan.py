@@ -42,8 +42,30 @@ class LinearJob(NamedTuple):
     active: torch.Tensor | None = None
 
 
+class StatsJob(NamedTuple):
+    """Rows of logits ``[..., V]``, ids ``[..., K]`` or ``[...]``, (a, b) of the mixture ``[...]`` or None, ``active`` likewise."""
+
+    logits: torch.Tensor
+    ids: torch.Tensor
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    active: torch.Tensor | None = None
+
+
+class LinearStatsJob(NamedTuple):
+    """Hidden states ``[..., D]``, the head ``[V, D]`` and ``[V]``; the rest as in :class:`StatsJob`."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    ids: torch.Tensor
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    active: torch.Tensor | None = None
+
+
 class Needs(NamedTuple):
-    """Which inputs of a linear job want a gradient."""
+    """Which inputs of a job want a gradient; logits stand in the place of hidden states."""
 
     hidden: bool = False
     weight: bool = False
@@ -74,6 +96,7 @@ class Plan:
         ignore_index: the target that switches a row off.
         with_lse: return the logsumexp.
         with_correct: return the argmax-match.
+        with_entropy: return the entropy.
         round_nll: round each NLL to ``dtype`` before it is weighted.
         read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
         inplace_backward: write the gradient over the logits.
@@ -91,6 +114,7 @@ class Plan:
     ignore_index: int = SKIP
     with_lse: bool = False
     with_correct: bool = False
+    with_entropy: bool = False
     round_nll: bool = False
     read_beyond: bool = False
     inplace_backward: bool = False
@@ -118,7 +142,9 @@ class Plan:
 
     def pack(self) -> Packed:
         """What a compiled op has to know below the doors, as the integers and the floats that its schema can carry."""
-        flags = (self.triton, self.with_correct, self.round_nll, self.read_beyond, self.one_pass, *self.needs)
+        flags = (
+            self.triton, self.with_correct, self.with_entropy, self.round_nll, self.read_beyond, self.one_pass, *self.needs
+        )  # fmt: skip
         sizes = (self.chunk_size, self.memory_budget, self.num_active, self.transform.skip_id)
         packed = [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
         return packed, self.transform.factors
@@ -127,11 +153,12 @@ class Plan:
     def unpack(cls, packed: Sequence[int], factors: Sequence[float]) -> Plan:
         """The plan of :meth:`pack`."""
         dtype, *flags, chunk_size, memory_budget, num_active, skip_id = packed
-        triton, with_correct, round_nll, read_beyond, one_pass, *needs = (bool(f) for f in flags)
+        triton, with_correct, with_entropy, round_nll, read_beyond, one_pass, *needs = (bool(f) for f in flags)
         return cls(
             _DTYPES[dtype],
             triton,
             with_correct=with_correct,
+            with_entropy=with_entropy,
             round_nll=round_nll,
             read_beyond=read_beyond,
             chunk_size=None if chunk_size < 0 else chunk_size,

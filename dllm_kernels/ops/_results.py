@@ -32,6 +32,35 @@ class TokenNLL(NamedTuple):
         return cls(nll.view(shape), lse, correct.view(shape) if plan.with_correct else None)
 
 
+class RowStats(NamedTuple):
+    """What was asked of each row of logits, all but ``correct`` differentiable together; 0 / False for inactive rows.
+
+    Float32 (float64 for float64 logits), in nats; of the shape of the rows but for the first.
+
+    Attributes:
+        log_probs: log p of each id, of the shape of the ids; 0 for an id of -100.
+        lse: logsumexp.
+        entropy: ``-sum_v p_v log p_v``, or None when not asked for.
+        mix: ``sum_v log(a + b p_v)`` over the columns that are not skipped, or None when not asked for.
+        correct: whether the first id is the argmax (the lowest index wins a tie), bool, or None when not asked for. False
+            where its log-probability is NaN.
+    """
+
+    log_probs: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor | None = None
+    mix: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, ids: torch.Size, rows: torch.Size, *found: torch.Tensor | None) -> RowStats:
+        """From ``[N, K]`` and ``[N]``, in the shapes of the ids and of the rows."""
+        log_probs, *others = found
+        lse, entropy, mix, correct = (None if t is None else t.view(rows) for t in others)
+        assert lse is not None
+        return cls(log_probs.view(ids), lse, entropy, mix, correct)  # type: ignore[union-attr]
+
+
 class WeightedNLL(NamedTuple):
     """A weighted sum and what it was made of.
 
@@ -79,3 +108,16 @@ def row_targets(targets: torch.Tensor, active: torch.Tensor | None, plan: Plan) 
     if plan.transform.skip_id is not None:
         y = y.masked_fill(y == plan.transform.skip_id, -1)
     return y.contiguous() if off is None else y.masked_fill(off, SKIP)
+
+
+def row_ids(ids: torch.Tensor, rows: torch.Size, plan: Plan) -> torch.Tensor:
+    """Ids as the row primitives take them: contiguous int64 ``[N, K]``, the skipped column's as one that no column has."""
+    K = ids.shape[-1] if ids.dim() > len(rows) else 1
+    flat = ids.detach().reshape(rows.numel(), K).to(torch.int64).contiguous()
+    return flat if plan.transform.skip_id is None else flat.masked_fill(flat == plan.transform.skip_id, -1)
+
+
+def row_marks(active: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    """Int64 ``[N]``, ``SKIP`` in rows of ``ids [N, K]`` that are off and 0 in the others."""
+    marks = ids.new_zeros(ids.shape[0])
+    return marks if active is None else marks.masked_fill(active.detach().reshape(-1) == 0, SKIP)

@@ -25,6 +25,9 @@ out of the columns.
     ``row_stats`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
     Alone without a transform.
 
+``stats``
+    The primitives of the row statistics, see ``ops/_stats_rows.py``.
+
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
 """
@@ -33,12 +36,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 SKIP = -100
 Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+class StatsPrimitives(NamedTuple):
+    """One backend's primitives of the row statistics."""
+
+    forward: Callable[..., Any]
+    mix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    backward: Callable[..., None]
 
 
 class RowPrimitives(NamedTuple):
@@ -49,6 +60,7 @@ class RowPrimitives(NamedTuple):
     row_nll_grad_: Callable[..., Stats]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
     row_nll_factored_: Callable[..., tuple[Stats, torch.Tensor]] | None = None
+    stats: StatsPrimitives | None = None
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,11 @@ import torch
 
 from dllm_kernels.ops import _eager
 from dllm_kernels.ops._checks import check_inplace
-from dllm_kernels.ops._plan import LinearJob, LogitsJob, Plan
-from dllm_kernels.ops._results import TokenNLL, WeightedNLL, row_targets
+from dllm_kernels.ops._plan import LinearJob, LinearStatsJob, LogitsJob, Plan, StatsJob
+from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL, row_ids, row_marks, row_targets
 from dllm_kernels.ops._rows import as_blv
+from dllm_kernels.ops._stats import ask_of
+from dllm_kernels.ops._stats_rows import Ask
 
 
 def token_nll(job: LogitsJob, plan: Plan) -> TokenNLL:
@@ -30,6 +32,25 @@ def weighted_linear_nll(job: LinearJob, plan: Plan) -> WeightedNLL:
 def linear_token_nll(job: LinearJob, plan: Plan) -> TokenNLL:
     """NLL of rows of hidden states, with a gradient a row."""
     return TokenNLL.of(plan, job.targets.shape, *_implementation().linear_token_nll(_flat(job, plan), plan))
+
+
+def row_stats(job: StatsJob, plan: Plan) -> RowStats:
+    """Statistics of rows of logits, with a gradient a row and output."""
+    rows = job.logits.shape[:-1]
+    return RowStats.of(job.ids.shape, rows, *_implementation().row_stats(job.logits, _ask(job, rows, plan), plan))
+
+
+def linear_row_stats(job: LinearStatsJob, plan: Plan) -> RowStats:
+    """Statistics of rows of hidden states, with a gradient a row and output."""
+    rows = job.hidden.shape[:-1]
+    flat = job._replace(hidden=job.hidden.reshape(-1, job.hidden.shape[-1]))
+    return RowStats.of(job.ids.shape, rows, *_implementation().linear_row_stats(flat, _ask(job, rows, plan), plan))
+
+
+def _ask(job: StatsJob | LinearStatsJob, rows: torch.Size, plan: Plan) -> Ask:
+    ids = row_ids(job.ids, rows, plan)
+    a, b = (None if t is None else t.detach().reshape(-1).to(plan.acc).contiguous() for t in (job.a, job.b))
+    return ask_of(plan, ids, row_marks(job.active, ids), a, b)
 
 
 def _implementation() -> ModuleType:

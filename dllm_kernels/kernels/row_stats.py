@@ -1,0 +1,453 @@
+r"""Log-probabilities at given ids, entropy and a sum of log-mixtures of each active row, and the gradient of all of them.
+
+With d_v = x_v - M for the transformed logits x of a row, M = max x, S = sum e^{d_v}, T = sum e^{d_v} d_v, p_v = e^{d_v} / S:
+
+    log p_k = d_k - log S,        lse = M + log S,        H = log S - T / S,
+    F = sum_v log(a + b p_v),     W = sum_v q_v,          q_v = p_v / (p_v + a / b), 1 where a is 0.
+
+**Forward**: each lane of a program keeps (m, s, t) of the columns that it has seen, t about its own maximum m; a larger one m'
+makes e^{m - m'} (t + (m - m') s) of it. Programs that share a row leave (M, S, T) each, which a second kernel merges by the same
+rule, adding what takes a look at single columns: the ids. F and W need S, hence a pass of their own, of the same programs as
+backward; their parts are summed afterwards, in one order.
+
+**Backward** reads each active row once and writes every row, or zeros, in one launch whatever is asked for:
+
+    dL/dx_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
+
+A, B and g_F made beforehand (``ops/_stats_rows.py``, which also has the contract of the functions here). A tile compares
+its columns with the ids only where one of them lies in it. log p_v is kept above FARTHEST, where p_v is 0: -inf would make
+their product NaN.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dllm_kernels.kernels import _tiles
+from dllm_kernels.kernels._launch import on_its_device, threads
+from dllm_kernels.kernels._math import (
+    FUSED,
+    LOG2E,
+    SKIP,
+    column_of,
+    finite,
+    load_target_logit,
+    masked_tile,
+    ragged_columns,
+    row_offset,
+    tied_below,
+    wide_columns,
+    zero_columns,
+)
+from dllm_kernels.kernels._transform import arguments, through, transformed
+from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, _share
+
+FARTHEST = tl.constexpr(-1e4)
+Optional = torch.Tensor | None
+
+
+@triton.jit
+def _moved(moment, total, step):
+    """Sum e^d d about a maximum that lies ``-step`` further up, from that about the old one."""
+    return moment + tl.maximum(step, FARTHEST) * total
+
+
+@triton.jit
+def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr):
+    """(m, s, t) of the lanes after one more tile x [BLOCK_V]."""
+    LANES: tl.constexpr = lane_max.shape[0]
+    x = tl.reshape(x.to(ACC), [x.shape[0] // (LANES * WIDE), LANES, WIDE])
+    new_max = tl.maximum(lane_max, tl.max(tl.max(x, 2), 0))
+    m = finite(new_max)
+    d = x - m[None, :, None]
+    e = tl.exp2(d * LOG2E)
+    step = finite(lane_max) - m
+    less = tl.exp2(step * LOG2E)
+    if WITH_ENTROPY:
+        moments = tl.sum(tl.sum(e * tl.maximum(d, FARTHEST), 2), 0)
+        lane_moment = less * _moved(lane_moment, lane_sum, step) + moments
+    lane_sum = lane_sum * less + tl.sum(tl.sum(e, 2), 0)
+    return new_max, lane_sum, lane_moment
+
+
+@triton.jit
+def _column_sums(
+    logits_ptr, row, start, end, y, target_logit, transform,
+    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """(M, S, T) of the columns [start, end), and whether one beats the target, as in ``_math.column_stats``."""
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
+    at, first, wide = wide_columns(row, start, end, WIDE)
+    tile_ptr = logits_ptr + at
+    lanes = tl.arange(0, BLOCK_V)
+    y = y.to(tl.int32)
+    lane_max = tl.full([LANES], -float("inf"), ACC)
+    lane_sum = tl.zeros([LANES], ACC)
+    lane_moment = lane_sum
+    before = lane_max
+    whole = wide // BLOCK_V * BLOCK_V
+    for tile in range(0, whole, BLOCK_V):
+        x = tl.load(tile_ptr + tile + lanes, eviction_policy="evict_first")
+        x = transformed(x, first + tile + lanes, transform, ACC)
+        lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
+        if WITH_CORRECT:
+            before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
+    if whole < wide:
+        rest = lanes < wide - whole
+        x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy="evict_first")
+        x = masked_tile(x, first + whole + lanes, rest, transform, ACC)
+        lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
+        if WITH_CORRECT:
+            before = tl.where(first + wide <= y, lane_max, before)
+    v, there = ragged_columns(start, end, first, wide, WIDE)
+    x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
+    x = masked_tile(x, v, there, transform, ACC)
+    row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
+    d = x - row_max
+    e = tl.exp2(d * LOG2E)
+    step = finite(lane_max) - row_max
+    less = tl.exp2(step * LOG2E)
+    moment = row_max
+    if WITH_ENTROPY:
+        moment = tl.sum(less * _moved(lane_moment, lane_sum, step), 0) + tl.sum(e * tl.maximum(d, FARTHEST), 0)
+    row_sum = tl.sum(lane_sum * less, 0) + tl.sum(e, 0)
+    beaten = row_max > target_logit
+    if WITH_CORRECT:  # noqa: SIM102  (known at compile time, the next at run time)
+        if row_max == target_logit:
+            beaten = tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V, ACC)
+            beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
+            beaten = beaten | (tl.max(before, 0) == target_logit)
+    return row_max, row_sum, moment, beaten
+
+
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS"])
+def _row_stats_parts(
+    logits_ptr, ids_ptr, mark_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
+    L, stride_b, stride_l, V, K, gain, rate, skip, TILES, SPLITS,
+    WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) // SPLITS
+    k = tl.program_id(0) % SPLITS
+    transform = (gain, rate, skip)
+    if tl.load(mark_ptr + n) != SKIP:
+        row = row_offset(n, L, stride_b, stride_l)
+        y = tl.load(ids_ptr + n.to(tl.int64) * K)
+        target_logit = tl.zeros([], ACC)
+        if WITH_CORRECT:
+            target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
+        start = k * TILES * BLOCK_V
+        end = tl.minimum(start + TILES * BLOCK_V, V)
+        row_max, row_sum, moment, beaten = _column_sums(
+            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_ENTROPY
+        )
+        part = n.to(tl.int64) * SPLITS + k
+        tl.store(part_max_ptr + part, row_max)
+        tl.store(part_sum_ptr + part, row_sum)
+        if WITH_ENTROPY:
+            tl.store(part_moment_ptr + part, moment)
+        if WITH_CORRECT:
+            tl.store(part_beaten_ptr + part, beaten)
+
+
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "SPLITS"])
+def _row_stats_merge(
+    logits_ptr, ids_ptr, mark_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
+    log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr,
+    L, stride_b, stride_l, V, K, gain, rate, skip, SPLITS,
+    WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    k = tl.arange(0, BLOCK_K)
+    asked = k < K
+    ids_at = n.to(tl.int64) * K + k
+    if tl.load(mark_ptr + n) != SKIP:
+        s = tl.arange(0, BLOCK_SPLITS)
+        there = s < SPLITS
+        part = n.to(tl.int64) * SPLITS + s
+        maxima = tl.load(part_max_ptr + part, mask=there, other=-float("inf"))
+        sums = tl.load(part_sum_ptr + part, mask=there, other=0.0)
+        row_max = finite(tl.max(maxima, 0))
+        step = finite(maxima) - row_max
+        less = tl.exp2(step * LOG2E)
+        row_sum = tl.sum(sums * less, 0)
+        log_sum = tl.log(row_sum)
+        tl.store(max_ptr + n, row_max)
+        tl.store(log_sum_ptr + n, log_sum)
+        if WITH_ENTROPY:
+            moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
+            moment = tl.sum(less * _moved(moments, sums, step), 0)
+            tl.store(entropy_ptr + n, log_sum - moment / row_sum)
+        ids = tl.load(ids_ptr + ids_at, mask=asked, other=SKIP)
+        inside = (ids >= 0) & (ids < V)
+        z = tl.load(logits_ptr + row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
+        x = tl.where(inside, transformed(z, ids, (gain, rate, skip), ACC), float("nan"))
+        log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
+        tl.store(log_prob_ptr + ids_at, tl.where(ids == SKIP, 0.0, log_prob), mask=asked)
+        if WITH_CORRECT:
+            beaten = tl.load(part_beaten_ptr + part, mask=there, other=0).to(tl.int32)
+            first = tl.max(((k == 0) & (log_prob == log_prob) & (ids != SKIP)).to(tl.int32), 0)
+            tl.store(correct_ptr + n, (first > 0) & (tl.max(beaten, 0) == 0))
+    else:
+        tl.store(log_prob_ptr + ids_at, tl.zeros([BLOCK_K], ACC), mask=asked)
+        tl.store(max_ptr + n, 0.0)
+        tl.store(log_sum_ptr + n, 0.0)
+        if WITH_ENTROPY:
+            tl.store(entropy_ptr + n, 0.0)
+        if WITH_CORRECT:
+            tl.store(correct_ptr + n, False)
+
+
+@triton.jit
+def _with_mix(
+    z, v, there, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
+    WIDE: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """F and W of the lanes after the columns v of one more tile; F without V log(b / S) in a row that has no a."""
+    _, _, skip = transform
+    d = transformed(z, v, transform, ACC) - row_max
+    e = tl.exp2(d * LOG2E)
+    if skip is not None:
+        there = there & (v != skip)
+    LANES: tl.constexpr = lane_mix.shape[0]
+    SHAPE: tl.constexpr = [z.shape[0] // (LANES * WIDE), LANES, WIDE]
+    terms = tl.where(there, tl.where(none, d, tl.log(a + ratio * e)), 0.0)
+    lane_mix += tl.sum(tl.sum(tl.reshape(terms, SHAPE), 2), 0)
+    if WITH_WEIGHT:
+        q = tl.where(there, tl.where(none, 1.0, e / (e + beside)), 0.0)
+        lane_weight += tl.sum(tl.sum(tl.reshape(q, SHAPE), 2), 0)
+    return lane_mix, lane_weight
+
+
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
+def _row_stats_mix(
+    logits_ptr, mark_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
+    L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
+    WITH_WEIGHT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
+    n = tl.program_id(0) // SPLITS
+    transform = (gain, rate, skip)
+    mix = tl.zeros([], ACC)
+    weight = mix
+    if tl.load(mark_ptr + n) != SKIP:
+        a = tl.load(a_ptr + n)
+        b = tl.load(b_ptr + n)
+        row_max = tl.load(max_ptr + n)
+        log_sum = tl.load(log_sum_ptr + n)
+        none = (a == 0) & (b > 0)
+        ratio = b * tl.exp(-log_sum)
+        beside = tl.where(b == 0, float("inf"), a / ratio)
+        row = row_offset(n, L, stride_b, stride_l)
+        at, first, wide = wide_columns(row, 0, V, WIDE)
+        start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
+        end = tl.minimum(start + TILES * BLOCK_V, wide)
+        i = tl.arange(0, BLOCK_V)
+        lane_mix = tl.zeros([LANES], ACC)
+        lane_weight = lane_mix
+        for tile in range(start, end, BLOCK_V):
+            there = i < end - tile
+            z = tl.load(logits_ptr + at + tile + i, mask=there, other=0.0, eviction_policy="evict_first")
+            lane_mix, lane_weight = _with_mix(
+                z, first + tile + i, there, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
+                WIDE, ACC,
+            )  # fmt: skip
+        count = tl.maximum(end - start, 0)
+        mix = tl.sum(lane_mix, 0)
+        weight = tl.sum(lane_weight, 0)
+        if start == 0:  # the ragged columns go with the first part
+            v, there = ragged_columns(0, V, first, wide, WIDE)
+            z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
+            few_mix, few_weight = _with_mix(
+                z, v, there, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
+                2 * WIDE, ACC,
+            )  # fmt: skip
+            mix += tl.sum(few_mix, 0)
+            weight += tl.sum(few_weight, 0)
+            count += V - wide
+            if skip is not None:
+                count -= ((skip >= 0) & (skip < V)).to(tl.int32)
+        if none:
+            mix += count * tl.log(ratio)
+    tl.store(part_mix_ptr + tl.program_id(0).to(tl.int64), mix)
+    if WITH_WEIGHT:
+        tl.store(part_weight_ptr + tl.program_id(0).to(tl.int64), weight)
+
+
+@triton.jit
+def _store_grad(
+    x, v, out_ptr, i, mask, lowest, highest, row, ids_ptr, of_id_ptr, ids, K, transform,
+    WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Write the gradient for the places i, in the row the columns v, all of them in [lowest, highest)."""
+    row_max, log_sum, plain, of_log, of_mix, ratio, none = row
+    log_p = (transformed(x, v, transform, ACC) - row_max) - log_sum
+    p = tl.exp2(log_p * LOG2E)
+    if WITH_LOG:
+        grad = p * (plain + of_log * tl.maximum(log_p, FARTHEST))
+    else:
+        grad = p * plain
+    if WITH_MIX:
+        grad += of_mix * tl.where(none, 1.0, p / (p + ratio))
+    if tl.max(((ids >= lowest) & (ids < highest)).to(tl.int32), 0) > 0:
+        if ids.shape[0] <= 8:  # a loop of unknown length takes a third more registers
+            for k in tl.static_range(ids.shape[0]):
+                there = k < K
+                hot = tl.load(ids_ptr + k, mask=there, other=-1).to(tl.int32)
+                grad = tl.where(v == hot, grad + tl.load(of_id_ptr + k, mask=there, other=0.0), grad)
+        else:
+            for k in range(K):
+                grad = tl.where(v == tl.load(ids_ptr + k).to(tl.int32), grad + tl.load(of_id_ptr + k), grad)
+    grad = through(grad, x, v, transform, ACC)
+    tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "L", "stride_b", "stride_l", "out_stride_b", "out_stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS",
+    ]
+)  # fmt: skip
+def _row_stats_bwd(
+    logits_ptr, ids_ptr, mark_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr, out_ptr,
+    L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, gain, rate, skip, TILES, SPLITS,
+    SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    n = tl.program_id(0) // SPLITS
+    transform = (gain, rate, skip)
+    row = row_offset(n, L, stride_b, stride_l)
+    at, first, wide = wide_columns(row, 0, V, WIDE)
+    if SAME_STRIDES:
+        out_row = row
+        out_at = at
+    else:
+        out_row = row_offset(n, L, out_stride_b, out_stride_l)
+        out_at = out_row + first
+    start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
+    end = tl.minimum(start + TILES * BLOCK_V, wide)
+    i = tl.arange(0, BLOCK_V)
+    v, there = ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
+    if tl.load(mark_ptr + n) != SKIP:
+        k = tl.arange(0, BLOCK_K)
+        ids_at = n.to(tl.int64) * K
+        ids = column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=SKIP), V)
+        plain = tl.load(plain_ptr + n)
+        of_log, of_mix, ratio, none = plain, plain, plain, False
+        if WITH_LOG:
+            of_log = tl.load(of_log_ptr + n)
+        if WITH_MIX:
+            of_mix = tl.load(of_mix_ptr + n)
+            a = tl.load(a_ptr + n)
+            b = tl.load(b_ptr + n)
+            ratio = tl.where(b == 0, float("inf"), a / b)
+            none = (a == 0) & (b > 0)
+        of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), plain, of_log, of_mix, ratio, none)
+        x_few = tl.load(logits_ptr + row + v, mask=there)
+        end = tl.maximum(start, end)
+        tile = (
+            start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
+        )  # the last; before the start where there is none
+        x = tl.load(
+            logits_ptr + at + tile + i, mask=(i < end - tile) & (i >= start - tile), eviction_policy="evict_first"
+        )
+        for _ in range(start, end, BLOCK_V):
+            ahead = tile - BLOCK_V
+            x_ahead = tl.load(logits_ptr + at + ahead + i, mask=i >= start - ahead, eviction_policy="evict_first")
+            column = first + tile
+            _store_grad(
+                x, column + i, out_ptr + out_at + tile, i, i < end - tile, column, column + BLOCK_V, of_row,
+                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, ACC,
+            )  # fmt: skip
+            x = x_ahead
+            tile = ahead
+        if start == 0:
+            _store_grad(
+                x_few, v, out_ptr + out_row, v, there, 0, V, of_row,
+                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, ACC,
+            )  # fmt: skip
+    else:
+        for tile in range(start, end, BLOCK_V):
+            zero_columns(out_ptr + out_at + tile, i, i < end - tile)
+        if start == 0:
+            zero_columns(out_ptr + out_row, v, there)
+
+
+def _block_k(ids: torch.Tensor) -> int:
+    return int(triton.next_power_of_2(ids.shape[1]))
+
+
+@on_its_device
+def forward(logits: torch.Tensor, ask: Any) -> tuple[Optional, ...]:
+    """Launch the forward pass."""
+    V = logits.shape[2]
+    N, K = ask.ids.shape
+    acc = torch.promote_types(logits.dtype, torch.float32)
+
+    def new(*shape: int, wanted: bool = True, dtype: torch.dtype = acc) -> Optional:
+        return torch.empty(*shape, dtype=dtype, device=logits.device) if wanted else None
+
+    log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, wanted=ask.entropy)
+    correct = new(N, wanted=ask.correct, dtype=torch.bool)
+    if N:
+        tile = _tiles.token_nll_fwd(N, V, logits.element_size())
+        tiles, splits = _share(V, tile)
+        parts = (
+            new(N, splits), new(N, splits), new(N, splits, wanted=ask.entropy),
+            new(N, splits, wanted=ask.correct, dtype=torch.bool),
+        )  # fmt: skip
+        sizes = (*_rows_of(logits, _flat(logits)), V, K, *arguments(ask.transform))
+        flags = {"WITH_CORRECT": ask.correct, "WITH_ENTROPY": ask.entropy, "ACC": _acc(acc)}
+        _row_stats_parts[(N * splits,)](
+            logits, ask.ids, ask.marks, *parts, *sizes, tiles, splits, **flags,
+            BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), num_warps=tile.num_warps, **FUSED,
+        )  # fmt: skip
+        most = max(splits, _tiles.most_splits(V, tile.block_v))
+        _row_stats_merge[(N,)](
+            logits, ask.ids, ask.marks, *parts, log_probs, row_max, log_sum, entropy, correct, *sizes, splits, **flags,
+            BLOCK_SPLITS=triton.next_power_of_2(most), BLOCK_K=_block_k(ask.ids), num_warps=1, **FUSED,
+        )  # fmt: skip
+    F, W = (None, None) if ask.a is None else mix(logits, ask, row_max, log_sum)
+    return log_probs, row_max, log_sum, entropy, F, W, correct
+
+
+@on_its_device
+def mix(logits: torch.Tensor, ask: Any, row_max: Optional, log_sum: Optional) -> tuple[torch.Tensor, Optional]:
+    """Launch the pass for F and W."""
+    B, L, V = logits.shape
+    N = B * L
+    tile = _tiles.token_nll_bwd(V, logits.element_size())
+    tiles, splits = _share(V, tile)
+    F = torch.empty(N, splits, dtype=ask.a.dtype, device=logits.device)
+    W = torch.empty_like(F) if ask.gradients else None
+    if N:
+        _row_stats_mix[(N * splits,)](
+            logits, ask.marks, row_max, log_sum, ask.a, ask.b, F, W, *_rows_of(logits, _flat(logits)), V,
+            *arguments(ask.transform), tiles, splits, WITH_WEIGHT=ask.gradients, BLOCK_V=tile.block_v,
+            THREADS=threads(tile.num_warps), ACC=_acc(ask.a.dtype), num_warps=tile.num_warps, **FUSED,
+        )  # fmt: skip
+    return F.sum(1), None if W is None else W.sum(1)
+
+
+@on_its_device
+def backward(
+    logits: torch.Tensor, ask: Any, c: Any, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Launch the backward pass."""
+    B, L, V = logits.shape
+    if B * L == 0:
+        return
+    tile = _tiles.token_nll_bwd(V, logits.element_size())
+    tiles, splits = _share(V, tile)
+    flat = _flat(logits) and _flat(out)
+    rows, out_rows = _rows_of(logits, flat), _rows_of(out, flat)
+    _row_stats_bwd[(B * L * splits,)](
+        logits, ask.ids, ask.marks, c.of_ids, c.plain, c.of_log, c.of_mix, ask.a, ask.b, row_max, log_sum, out,
+        *rows, *out_rows[1:], V, ask.ids.shape[1], *arguments(ask.transform), tiles, splits,
+        SAME_STRIDES=rows == out_rows, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None, BLOCK_V=tile.block_v,
+        BLOCK_K=_block_k(ask.ids), ACC=_acc(c.plain.dtype), num_warps=tile.num_warps, **FUSED,
+    )  # fmt: skip

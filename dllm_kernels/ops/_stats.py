@@ -1,0 +1,113 @@
+"""The row statistics over N rows, forward and backward, eager and compiled alike: of logits, or of a head's, chunk by chunk.
+
+A head's logits exist in one buffer that every chunk re-uses, and are made again in backward, in which the gradient is
+written over them. Nothing else of a row's length is kept.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dllm_kernels.ops._chunks import Factors, Gradients, _Chunks, _no_autocast, _unit_scale, times_headroom
+from dllm_kernels.ops._plan import NO_GRADIENTS, LinearJob, LinearStatsJob, Plan
+from dllm_kernels.ops._rows import SKIP, StatsPrimitives, as_blv
+from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found, Upstream
+
+
+def ask_of(plan: Plan, ids: torch.Tensor, marks: torch.Tensor, *mix: torch.Tensor | None) -> Ask:
+    """What the plan asks of rows that are flattened already."""
+    return Ask(ids, marks, *mix, plan.transform, plan.with_entropy, plan.with_correct, any(plan.needs))
+
+
+def forward(logits: torch.Tensor, ask: Ask, plan: Plan) -> Found:
+    """Of rows of logits ``[..., V]``."""
+    return Found(*_primitives(plan).forward(as_blv(logits), ask))
+
+
+def backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream, plan: Plan) -> torch.Tensor:
+    """The gradient of the logits, contiguous, in their dtype."""
+    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    c = Coefficients.of(up, ask, found)
+    ask = _with_gradient(ask, c.size(up))
+    _primitives(plan).backward(as_blv(logits), ask, c, found.row_max, found.log_sum, as_blv(grad))
+    return grad
+
+
+def linear_forward(job: LinearStatsJob, ask: Ask, plan: Plan) -> Found:
+    """Of rows of hidden states: one product a chunk."""
+    with _no_autocast(_as_linear(job, ask)):
+        chunks = _Chunks(_as_linear(job, ask), plan, NO_GRADIENTS)
+        rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
+        for chunk, _, marks, logits in chunks:
+            part = _primitives(plan).forward(logits[None], _part(chunks, chunk, ask, marks))
+            for whole, found in zip(out, part, strict=True):
+                if whole is not None and found is not None:
+                    rows.put(whole, chunk, found)
+        if rows.overflow is not None:
+            for whole in out:
+                if whole is not None and whole.is_floating_point():
+                    whole.masked_fill_(rows.overflow, math.nan)
+        log_probs, *others = (None if t is None else rows.whole(t) for t in out)
+        assert log_probs is not None
+        return Found(log_probs.clone() if log_probs is not out[0] else log_probs, *others)  # type: ignore[arg-type]
+
+
+def linear_backward(job: LinearStatsJob, ask: Ask, found: Found, up: Upstream, plan: Plan) -> Gradients:
+    """The gradients of hidden, weight and bias: the logits once more, then a product for each input that wants one."""
+    linear = _as_linear(job, ask)
+    with _no_autocast(linear):
+        c = Coefficients.of(up, ask, found)
+        size = c.size(up)
+        ask = _with_gradient(ask, size)
+        factors, headroom = Factors(), None
+        if plan.narrow:
+            c = c.over(torch.where(size == 0, 1.0, size))
+            of_hidden = size
+            size, of_head, headroom = _unit_scale(size)
+            factors = Factors(of_hidden, of_head)
+        chunks = _Chunks(linear._replace(targets=ask.marks), plan, plan.needs, factors)
+        take = chunks.rows.take
+        for chunk, h, marks, logits in chunks:
+            part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
+            row_max, log_sum = take(found.row_max, chunk), take(found.log_sum, chunk)
+            here = _part(chunks, chunk, ask, marks)
+            _primitives(plan).backward(logits[None], here, part, row_max, log_sum, logits[None])
+            chunks.add_gradients(chunk, h, marks, logits, take(size, chunk))
+        if headroom is None:
+            return chunks.gradients()
+        grad_hidden, *head = chunks.gradients(wide=True)
+        dtypes = [None if t is None else t.dtype for t in (job.weight, job.bias)]
+        grad_weight, grad_bias = times_headroom(head, headroom, dtypes)
+        return grad_hidden, grad_weight, grad_bias
+
+
+def _primitives(plan: Plan) -> StatsPrimitives:
+    stats = plan.primitives().stats
+    assert stats is not None
+    return stats
+
+
+def _as_linear(job: LinearStatsJob, ask: Ask) -> LinearJob:
+    """As the chunk loop takes it: a row's target says no more than whether it is off."""
+    return LinearJob(job.hidden, job.weight, job.bias, ask.marks)
+
+
+def _with_gradient(ask: Ask, size: torch.Tensor) -> Ask:
+    """Rows without a gradient switched off: theirs is 0 whatever they hold."""
+    return ask._replace(marks=ask.marks.masked_fill(size == 0, SKIP))
+
+
+def _part(chunks: _Chunks, chunk: slice, ask: Ask, marks: torch.Tensor) -> Ask:
+    a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (ask.a, ask.b))
+    return ask._replace(ids=chunks.rows.take(ask.ids, chunk), marks=marks, a=a, b=b)
+
+
+def _empty(chunks: _Chunks, ask: Ask, acc: torch.dtype) -> list[torch.Tensor | None]:
+    """The fields of :class:`Found`, for the chunks to fill."""
+    rows, device, mix = chunks.rows, chunks.logits.device, ask.a is not None
+    wanted = (True, True, ask.entropy, mix, mix and ask.gradients)
+    made = [rows.empty(dtype=acc, device=device) if w else None for w in wanted]
+    correct = rows.empty(dtype=torch.bool, device=device) if ask.correct else None
+    return [rows.empty(ask.ids.shape[1], dtype=acc, device=device), *made, correct]

@@ -1,0 +1,126 @@
+r"""The row primitives of the row statistics: what a backend must offer, and what is common to all of them.
+
+With d_v = z_v - M for the transformed logits z of a row and M its maximum, S = sum e^{d_v}, p_v = e^{d_v} / S:
+
+    log p_k = d_k - log S,        lse = M + log S,        H = log S - sum_v e^{d_v} d_v / S,
+    F = sum_v log(a + b p_v),     W = sum_v q_v,          q_v = b p_v / (a + b p_v) = e^{d_v} / (e^{d_v} + a S / b),
+
+and, for upstream gradients g of each output, with log p_v = d_v - log S,
+
+    dL/dz_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
+    A = g_lse - sum_k g_k - g_H H - g_F W,        B = -g_H.
+
+Everything that belongs to a row but needs no column is in A, B and g_F, so that one pass serves any set of outputs. Where a
+is 0, q_v = 1 and F = sum_v (d_v + log(b / S)): no p_v that float32 rounds to 0 gets into a logarithm or a quotient. e^{d_v}
+is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a product: -inf would make it NaN.
+
+``logits`` are ``[B, L, V]`` as in ``ops/_rows.py``, ``out`` likewise. A row that is off is never read.
+
+``forward(logits, ask)``
+    The fields of :class:`Found` of each row; 0 / False where it is off.
+
+``mix(logits, ask, row_max, log_sum)``
+    (F, W) of these columns alone, in rows whose (M, log S) is known already.
+
+``backward(logits, ask, coefficients, row_max, log_sum, out)``
+    Writes the gradient in the logits to ``out``, which may be the logits themselves; zeros where a row is off.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from dllm_kernels.ops._rows import SKIP
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
+
+FARTHEST = -1e4
+
+
+class Ask(NamedTuple):
+    """What is asked of N rows, contiguous.
+
+    Attributes:
+        ids: int64 ``[N, K]``; ``SKIP``: none, one that no column has: NaN.
+        marks: int64 ``[N]``, 0, or ``SKIP`` where a row is off.
+        a, b: of the mixture, ``[N]`` in the dtype of sums, or None.
+        transform: of the logits.
+        entropy, correct: whether these are asked for.
+        gradients: whether W is.
+    """
+
+    ids: torch.Tensor
+    marks: torch.Tensor
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    transform: Transform = NO_TRANSFORM
+    entropy: bool = False
+    correct: bool = False
+    gradients: bool = False
+
+
+class Found(NamedTuple):
+    """What there is to say of N rows: ``log_probs [N, K]``, else ``[N]``; in the dtype of sums, ``correct`` bool."""
+
+    log_probs: torch.Tensor
+    row_max: torch.Tensor
+    log_sum: torch.Tensor
+    entropy: torch.Tensor | None = None
+    mix: torch.Tensor | None = None
+    mix_weight: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
+
+
+class Upstream(NamedTuple):
+    """The gradients of the differentiable outputs, ``[N, K]`` and ``[N]``, None where there is none."""
+
+    log_probs: torch.Tensor | None
+    lse: torch.Tensor | None
+    entropy: torch.Tensor | None
+    mix: torch.Tensor | None
+
+
+class Coefficients(NamedTuple):
+    """What the gradient of a row is made of: ``of_ids [N, K]``, ``plain``, ``of_log`` and ``of_mix [N]``: g_k, A, B, g_F."""
+
+    of_ids: torch.Tensor
+    plain: torch.Tensor
+    of_log: torch.Tensor | None
+    of_mix: torch.Tensor | None
+
+    @classmethod
+    def of(cls, up: Upstream, ask: Ask, found: Found) -> Coefficients:
+        """An id with NaN for a log-probability and any gradient makes its row's gradient NaN."""
+        of_ids = torch.zeros_like(found.log_probs)
+        if up.log_probs is not None:
+            lost = found.log_probs.isnan() & (up.log_probs != 0)
+            of_ids = up.log_probs.masked_fill(ask.ids == SKIP, 0).masked_fill(lost, math.nan)
+        plain = -of_ids.sum(1)
+        if up.lse is not None:
+            plain += up.lse
+        if up.entropy is not None:
+            plain -= _times(up.entropy, found.entropy)
+        if up.mix is not None:
+            plain -= _times(up.mix, found.mix_weight)
+        return cls(of_ids, plain, None if up.entropy is None else -up.entropy, up.mix)
+
+    def size(self, up: Upstream) -> torch.Tensor:
+        """``[N]``: a bound of the parts that a row's gradient is made of, 0 where there is no gradient at all."""
+        size = self.of_ids.abs().sum(1) + self.plain.abs()
+        for part in (up.lse, up.entropy, up.mix):
+            if part is not None:
+                size = size + part.abs()
+        return size
+
+    def over(self, size: torch.Tensor) -> Coefficients:
+        """Divided by a number a row."""
+        of_ids, *others = self
+        return Coefficients(of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others))  # type: ignore[arg-type]
+
+
+def _times(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+    """Their product; 0 where the gradient is, whatever the value."""
+    assert value is not None
+    return torch.where(grad != 0, grad * value, 0.0)

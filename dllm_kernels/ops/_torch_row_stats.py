@@ -1,0 +1,331 @@
+"""The row statistics in plain torch (``_stats_rows.py``): some active rows at a time, in buffers that stay in cache.
+
+As in ``_torch_rows.py``, threads share the blocks out, and what is one number a row is computed for all of them at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels.ops._rows import SKIP
+from dllm_kernels.ops._stats_rows import FARTHEST, Ask, Coefficients, Found
+from dllm_kernels.ops._torch_rows import _column, _Listed, _Space, _spaces, _split, _team, _top, acc_dtype
+from dllm_kernels.ops._transform import Transform, through_, transformed, with_slope
+from dllm_kernels.ops._workers import share_out
+
+
+class _Room(NamedTuple):
+    """A thread's buffers: those of ``_torch_rows.py``, and some more blocks in the dtype of sums."""
+
+    space: _Space
+    more: Sequence[torch.Tensor]
+
+
+class _Mix(NamedTuple):
+    """Of each row, ``[n, 1]``: a, b, and whether a is 0 beside a b that is not."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    none: torch.Tensor
+
+    @classmethod
+    def of(cls, ask: Ask, rows: torch.Tensor) -> _Mix:
+        assert ask.a is not None
+        assert ask.b is not None
+        a, b = ask.a[rows].unsqueeze(1), ask.b[rows].unsqueeze(1)
+        return cls(a, b, (a == 0) & (b > 0))
+
+    def blocks(self, size: int) -> list[_Mix]:
+        return [_Mix(*part) for part in zip(*(_split(t, size) for t in self), strict=True)]
+
+    def beside(self, row_sum: torch.Tensor) -> torch.Tensor:
+        """What e^d has to be divided by, with itself added, to be q."""
+        return torch.where(self.b == 0, math.inf, self.a * row_sum / self.b)
+
+
+def _rooms(
+    threads: int, size: int, V: int, like: torch.Tensor, more: int, *, narrow: bool, slope: bool = False
+) -> list[_Room]:
+    acc = acc_dtype(like.dtype)
+    spaces = _spaces(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
+    return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in spaces]
+
+
+def _columns(V: int, transform: Transform) -> int:
+    return V if transform.skip_id is None else V - 1
+
+
+def _fill_skipped(t: torch.Tensor, transform: Transform, value: float) -> None:
+    if transform.skip_id is not None:
+        t.select(-1, transform.skip_id).fill_(value)
+
+
+def _add_up_mix(
+    e: torch.Tensor, d_sum: torch.Tensor | None, row_sum: torch.Tensor, mix: _Mix, sums: _Sums, spare: torch.Tensor,
+    transform: Transform,
+) -> None:  # fmt: skip
+    """F and W of a block from its e^d; ``d_sum``: sums of d where a row of the block has no a."""
+    V = _columns(e.shape[1], transform)
+    ratio = mix.b / row_sum
+    torch.mul(e, ratio, out=spare).add_(mix.a)
+    _fill_skipped(spare, transform, 1)
+    torch.sum(spare.log_(), 1, keepdim=True, out=sums.mix)
+    if sums.mix_weight is not None:
+        torch.add(e, mix.beside(row_sum), out=spare)
+        torch.sum(torch.div(e, spare, out=spare), 1, keepdim=True, out=sums.mix_weight)
+        sums.mix_weight.masked_fill_(mix.none, V)
+    if d_sum is not None:
+        assert sums.mix is not None
+        sums.mix.copy_(torch.where(mix.none, d_sum + V * ratio.log(), sums.mix))
+
+
+class _Sums(NamedTuple):
+    """What the blocks leave of each row; None where not asked for."""
+
+    row_max: torch.Tensor
+    row_sum: torch.Tensor
+    best: torch.Tensor | None
+    moment: torch.Tensor | None
+    mix: torch.Tensor | None
+    mix_weight: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, n: int, like: torch.Tensor, *wanted: bool) -> _Sums:
+        dtypes = (acc_dtype(like.dtype),) * 2 + (torch.int64,) + (acc_dtype(like.dtype),) * 3
+        wanted = (True, True, *wanted)
+        made = (torch.empty(n, dtype=d, device=like.device) if w else None for d, w in zip(dtypes, wanted, strict=True))
+        return cls(*made)  # type: ignore[arg-type]
+
+    def blocks(self, size: int) -> list[_Sums]:
+        """Views of ``[size, 1]``."""
+        count = -(-self.row_max.shape[0] // size)
+        parts = ([None] * count if t is None else _split(t.unsqueeze(1), size) for t in self)
+        return [_Sums(*part) for part in zip(*parts, strict=True)]  # type: ignore[arg-type]
+
+
+def _reduce(
+    listed: _Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix | None, room: _Room
+) -> None:
+    """All sums of a block of rows."""
+    wide = _top(room.space.wide, block)
+    z = transformed(listed.load(block, room.space), transform, wide)
+    if sums.best is None:
+        torch.amax(z, 1, keepdim=True, out=sums.row_max)
+    else:
+        torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))
+    d = torch.sub(z, sums.row_max, out=wide)
+    if sums.moment is None and mix is None:
+        torch.sum(d.exp_(), 1, keepdim=True, out=sums.row_sum)
+        return
+    e = torch.exp(d, out=_top(room.more[0], block))
+    torch.sum(e, 1, keepdim=True, out=sums.row_sum)
+    _fill_skipped(d, transform, 0)
+    d_sum = d.sum(1, keepdim=True) if mix is not None and bool(mix.none.any()) else None
+    if sums.moment is not None:
+        torch.sum(d.clamp_(min=FARTHEST).mul_(e), 1, keepdim=True, out=sums.moment)
+    if mix is not None:
+        _add_up_mix(e, d_sum, sums.row_sum, mix, sums, d, transform)
+
+
+def forward(logits: torch.Tensor, ask: Ask) -> Found:
+    """See ``_stats_rows.py``."""
+    B, L, V = logits.shape
+    rows = (ask.marks != SKIP).nonzero().squeeze(1)
+    whole = _nothing(ask, acc_dtype(logits.dtype))
+    if rows.numel() == 0:
+        return whole
+    acc = acc_dtype(logits.dtype)
+    with_mix = ask.a is not None
+    flags = (ask.correct, ask.entropy, with_mix, with_mix and ask.gradients)
+    listed, sums = _Listed(logits, rows), _Sums.empty(rows.numel(), logits, *flags)
+    threads, size = _team(rows.numel(), V, acc, logits.device)
+    mix = _Mix.of(ask, rows) if with_mix else None
+    parts = sums.blocks(size)
+    mixes = [None] * len(parts) if mix is None else mix.blocks(size)
+    blocks = zip(listed.blocks(size), parts, mixes, strict=True)
+    rooms = _rooms(threads, size, V, logits, int(ask.entropy or with_mix), narrow=not listed.together)
+    share_out([partial(_reduce, listed, ask.transform, *block) for block in blocks], rooms)
+    ids = ask.ids[rows]
+    column, inside = _column(ids, V)
+    picked = _at(listed, column).to(acc)
+    picked = transformed(picked, ask.transform.pointwise, picked)
+    found = _finish(sums, ids, picked.masked_fill_(~inside, math.nan))
+    if rows.numel() == B * L:
+        return found
+    for out, part in zip(whole, found, strict=True):
+        if out is not None and part is not None:
+            out.index_copy_(0, rows, part)
+    return whole
+
+
+def _nothing(ask: Ask, acc: torch.dtype) -> Found:
+    """Zeros, None where not asked for."""
+    mix = ask.a is not None
+
+    def zeros(wanted: bool = True, dtype: torch.dtype = acc) -> torch.Tensor | None:
+        return ask.marks.new_zeros(ask.marks.shape, dtype=dtype) if wanted else None
+
+    return Found(
+        ask.ids.new_zeros(ask.ids.shape, dtype=acc), zeros(), zeros(), zeros(ask.entropy), zeros(mix),
+        zeros(mix and ask.gradients), zeros(ask.correct, torch.bool),
+    )  # type: ignore[arg-type]  # fmt: skip
+
+
+def _at(listed: _Listed, columns: torch.Tensor) -> torch.Tensor:
+    """Entries ``[n, K]``, at so many columns of each row."""
+    return listed.flat[listed.index.unsqueeze(1), columns]
+
+
+def _finish(sums: _Sums, ids: torch.Tensor, picked: torch.Tensor) -> Found:
+    """From what the blocks left and the logits of the ids."""
+    nothing = sums.row_max == -math.inf  # -inf + inf is NaN; such a row, or shard of a row, adds up to 0
+    row_sum = sums.row_sum.masked_fill(nothing, 0)
+    log_sum = row_sum.log()
+    row_max = sums.row_max.clamp(min=torch.finfo(sums.row_max.dtype).min)
+    log_probs = ((picked - row_max.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(nothing.unsqueeze(1), math.nan)
+    correct = None if sums.best is None else (sums.best == ids[:, 0]) & ~log_probs[:, 0].isnan()
+    entropy = None if sums.moment is None else log_sum - sums.moment / row_sum
+    return Found(log_probs.masked_fill_(ids == SKIP, 0), row_max, log_sum, entropy, sums.mix, sums.mix_weight, correct)
+
+
+def mix(
+    logits: torch.Tensor, ask: Ask, row_max: torch.Tensor, log_sum: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See ``_stats_rows.py``."""
+    V = logits.shape[-1]
+    rows = (ask.marks != SKIP).nonzero().squeeze(1)
+    wanted = (True, ask.gradients)
+    out = [torch.zeros(ask.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
+    if rows.numel():
+        listed, sums = _Listed(logits, rows), _Sums.empty(rows.numel(), logits, False, False, *wanted)
+        threads, size = _team(rows.numel(), V, row_max.dtype, logits.device)
+        per_row = (_split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum.exp()))
+        jobs = zip(listed.blocks(size), sums.blocks(size), _Mix.of(ask, rows).blocks(size), *per_row, strict=True)
+        rooms = _rooms(threads, size, V, logits, 1, narrow=not listed.together)
+        share_out([partial(_mix_block, listed, ask.transform, *job) for job in jobs], rooms)
+        for whole, part in zip(out, (sums.mix, sums.mix_weight), strict=True):
+            if whole is not None and part is not None:
+                whole.index_copy_(0, rows, part)
+    assert out[0] is not None
+    return out[0], out[1]
+
+
+def _mix_block(
+    listed: _Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix, row_max: torch.Tensor,
+    row_sum: torch.Tensor, room: _Room,
+) -> None:  # fmt: skip
+    wide = _top(room.space.wide, block)
+    d = torch.sub(transformed(listed.load(block, room.space), transform, wide), row_max, out=wide)
+    e = torch.exp(d, out=_top(room.more[0], block))
+    _fill_skipped(d, transform, 0)
+    d_sum = d.sum(1, keepdim=True) if bool(mix.none.any()) else None
+    _add_up_mix(e, d_sum, row_sum, mix, sums, d, transform)
+
+
+class _Grad(NamedTuple):
+    """What the gradient of a block needs, ``[n, 1]``: M, A and B over S as factors of e^d, and those of the mixture.
+
+    p (A + B log p) = e^d (``plain`` + ``of_log`` d), g_F q = ``of_mix`` e^d / (e^d + ``beside``).
+    """
+
+    row_max: torch.Tensor
+    plain: torch.Tensor
+    of_log: torch.Tensor | None
+    of_mix: torch.Tensor | None
+    beside: torch.Tensor | None
+    none: torch.Tensor | None
+
+    @classmethod
+    def of(cls, c: Coefficients, ask: Ask, row_max: torch.Tensor, log_sum: torch.Tensor, rows: torch.Tensor) -> _Grad:
+        row_max, log_sum, plain = (t[rows].unsqueeze(1) for t in (row_max, log_sum, c.plain))
+        over_sum = torch.exp(-log_sum)
+        of_log = None if c.of_log is None else c.of_log[rows].unsqueeze(1)
+        if of_log is not None:
+            plain = plain - of_log * log_sum
+            of_log = of_log * over_sum
+        if c.of_mix is None:
+            return cls(row_max, plain * over_sum, of_log, None, None, None)
+        mix = _Mix.of(ask, rows)
+        return cls(row_max, plain * over_sum, of_log, c.of_mix[rows].unsqueeze(1), mix.beside(log_sum.exp()), mix.none)
+
+    def blocks(self, size: int) -> list[_Grad]:
+        count = -(-self.row_max.shape[0] // size)
+        return [
+            _Grad(*part) for part in zip(*([None] * count if t is None else _split(t, size) for t in self), strict=True)
+        ]
+
+    def dense(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
+        """The gradient but for the ids, of transformed logits z; written to ``out``, which may be z."""
+        d = torch.sub(z, self.row_max, out=out)
+        if self.of_log is None and self.of_mix is None:
+            return d.exp_().mul_(self.plain)
+        e = torch.exp(d, out=spare[0])
+        if self.of_log is None:
+            grad = torch.mul(e, self.plain, out=out)
+        else:
+            grad = torch.addcmul(self.plain, d.clamp_(min=FARTHEST), self.of_log, out=out).mul_(e)
+        if self.of_mix is None:
+            return grad
+        assert self.beside is not None
+        assert self.none is not None
+        q = e.div_(torch.add(e, self.beside, out=spare[1])).masked_fill_(self.none, 1)
+        return grad.addcmul_(q, self.of_mix)
+
+
+def backward(
+    logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
+) -> None:
+    """See ``_stats_rows.py``."""
+    B, L, V = logits.shape
+    acc = acc_dtype(logits.dtype)
+    mask = ask.marks != SKIP
+    idle, rows = (~mask).nonzero().squeeze(1), mask.nonzero().squeeze(1)
+    threads, size = _team(B * L, V, acc, logits.device)
+    jobs: list[Callable[[_Room], None]] = []
+    if idle.numel():
+        unread = _Listed(out, idle)
+        jobs += [partial(_zero, unread, block) for block in unread.blocks(size)]
+    if rows.numel() == 0:
+        share_out(jobs, [_Room(s, ()) for s in _spaces(threads, size, V, logits, wide=False, narrow=False)])
+        return
+    source, target = _Listed(logits, rows), _Listed(out, rows)
+    grad = _Grad.of(c, ask, row_max, log_sum, rows)
+    column, _ = _column(ask.ids[rows], V)
+    at_ids = _at_ids(_at(source, column).to(acc), column, ask.ids[rows], c.of_ids[rows], grad, ask.transform)
+    blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
+    jobs += [partial(_grad_block, source, target, ask.transform, *block) for block in blocks]
+    more, caps = 2 if grad.of_mix is not None else int(grad.of_log is not None), ask.transform.softcap is not None
+    in_place = source.together and target.together
+    share_out(jobs, _rooms(threads, size, V, logits, more, narrow=not in_place, slope=caps))
+    target.flat[target.index.unsqueeze(1), column] = at_ids.to(out.dtype)
+
+
+def _zero(listed: _Listed, block: torch.Tensor, room: _Room) -> None:
+    listed.zero(block, room.space)
+
+
+def _grad_block(
+    source: _Listed, target: _Listed, transform: Transform, block: torch.Tensor, to: torch.Tensor, grad: _Grad, room: _Room
+) -> None:  # fmt: skip
+    space = room.space
+    z, slope = with_slope(source.load(block, space), transform, _top(space.wide, block), _top(space.slope, block))
+    values = grad.dense(z, target.room(to, space), *(_top(t, block) for t in room.more))
+    target.store(to, through_(values, slope, transform), space)
+
+
+def _at_ids(
+    z: torch.Tensor, column: torch.Tensor, ids: torch.Tensor, of_ids: torch.Tensor, grad: _Grad, transform: Transform
+) -> torch.Tensor:
+    """The gradient ``[n, K]`` at a column for each id: every id that has this column adds its own."""
+    z, slope = with_slope(z, transform.pointwise, z, torch.empty_like(z))
+    spare: list[Any] = [torch.empty_like(z) for _ in range(2)]
+    values = grad.dense(z, z, *spare)
+    for k in range(ids.shape[1]):
+        values += torch.where(ids[:, k : k + 1] == column, of_ids[:, k : k + 1], 0.0)
+    values = values * slope
+    return values if transform.skip_id is None else values.masked_fill(column == transform.skip_id, 0)

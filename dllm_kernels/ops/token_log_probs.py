@@ -1,0 +1,103 @@
+"""Log-probabilities of given tokens, and entropies: what trainers of policies ask of a model, old and reference ones too."""
+
+from __future__ import annotations
+
+import numbers
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels.ops import _checks
+from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
+
+
+class TokenLogProbs(NamedTuple):
+    """Per-token results of the shape of the ids, differentiable together, in nats; 0 where there is no id.
+
+    Attributes:
+        log_probs: log p of each id, float32 (float64 for float64 input).
+        entropy: of the token's distribution, or None when not asked for.
+    """
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor | None = None
+
+
+def token_log_probs(
+    logits_or_hidden: torch.Tensor,
+    ids: torch.Tensor,
+    *,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    active: torch.Tensor | None = None,
+    softcap: float | None = None,
+    skip_id: int | None = None,
+    chunk_size: int | None = None,
+    memory_budget: int | None = None,
+    num_active: int | None = None,
+    check_targets: bool | None = None,
+    backend: str = "auto",
+) -> TokenLogProbs:
+    r"""``log softmax(z / temperature)[id]`` of each token, from logits or from hidden states and the LM head.
+
+    Under ``torch.no_grad``, as for old and reference policies, a head costs one product and nothing is kept. A token whose
+    id is -100, or whose entry of ``active`` is zero, is neither read nor projected.
+
+    Args:
+        logits_or_hidden: logits ``[..., V]`` or, with ``weight``, hidden states ``[..., D]``; float16, bfloat16, float32 or
+            float64.
+        ids: ``[...]``, integers in ``[0, V)`` or -100; anything else, or ``skip_id``, gives NaN in its own place.
+        weight: the LM head ``[V, D]``, or None for logits.
+        bias: ``[V]``, only with ``weight``.
+        temperature: T > 0, by which the logits, capped if they are, are divided.
+        with_entropy: also return the entropy of each token's distribution, differentiable like the log-probabilities.
+        active: ``[...]``, bool or numeric; None: every token that has an id.
+        softcap: as in :func:`token_nll`.
+        skip_id: as in :func:`token_nll`.
+        chunk_size: as in :func:`linear_row_stats`; only with ``weight``, like the two that follow.
+        memory_budget: as in :func:`linear_row_stats`.
+        num_active: as in :func:`linear_row_stats`.
+        check_targets: as in :func:`row_stats`.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`TokenLogProbs`.
+
+    Raises:
+        TypeError: an argument is not a tensor, or no number.
+        ValueError: shapes, dtypes or devices that do not fit, a number out of range, an argument that goes with ``weight``
+            without it, or an unknown backend.
+        IndexError: ``check_targets`` found a bad id.
+    """
+    ids, active = all_plain(ids, active)
+    sizes = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
+    names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
+    _checks.check_rows(names, logits_or_hidden, ids, weight, bias)
+    _checks.check_shape("ids", ids, logits_or_hidden.shape[:-1], "that of logits_or_hidden without its last dimension")
+    _checks.check_active(names, logits_or_hidden, active)
+    options: dict[str, Any] = {
+        "entropy": with_entropy, "active": ids != -100 if active is None else (ids != -100) & (active != 0),
+        "softcap": softcap, "scale": 1 / _checked_temperature(temperature), "skip_id": skip_id,
+        "check_targets": check_targets, "backend": backend,
+    }  # fmt: skip
+    if weight is not None:
+        out = linear_row_stats(logits_or_hidden, weight, ids, bias=bias, **sizes, **options)
+    else:
+        for name, value in {"bias": bias, **sizes}.items():
+            if value is not None:
+                raise ValueError(f"{name} must be None without weight, got {value if name != 'bias' else 'a bias'}")
+        out = row_stats(logits_or_hidden, ids, **options)
+    return TokenLogProbs(out.log_probs, out.entropy)
+
+
+def _checked_temperature(temperature: Any) -> float:
+    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
+        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
+    if not _checks.LEAST_FACTOR <= float(temperature) <= 1 / _checks.LEAST_FACTOR:
+        raise ValueError(
+            f"temperature must be positive, from {_checks.LEAST_FACTOR} to {1 / _checks.LEAST_FACTOR}, got {temperature}"
+        )
+    return float(temperature)

@@ -1,0 +1,112 @@
+"""What a row of logits says of itself: log p at given ids, logsumexp, entropy, a sum of log-mixtures, the argmax's match."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from reference.linear_nll import linear_logits
+from reference.token_nll import IGNORE_INDEX
+from reference.transform import transformed
+
+Mix = tuple[torch.Tensor, torch.Tensor]
+
+
+class RowStats(NamedTuple):
+    """Of each row; ``log_probs`` of each id."""
+
+    log_probs: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor
+    mix: torch.Tensor | None
+    correct: torch.Tensor
+
+
+def row_stats(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    mix: Mix | None = None,
+    active: torch.Tensor | None = None,
+    *,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+) -> RowStats:
+    """Statistics of the softmax p of every row of transformed logits z.
+
+    ``log_probs = log p[ids]``, ``lse = log sum_v exp(z_v)``, ``entropy = -sum_v p_v log p_v`` with ``0 log 0 = 0``,
+    ``mix = sum_v log(a + b p_v)`` over the columns that are not skipped, ``correct``: the lowest argmax is the first id.
+
+    An inactive row gives 0 and False, and gradient 0, whatever it holds. An id of -100 gives 0; any other that no column
+    has, or the skipped one, gives NaN.
+
+    Args:
+        logits: ``[..., V]``, floating; ``-inf`` means probability 0.
+        ids: ``[...]`` or ``[..., K]``, integer.
+        mix: (a, b), each ``[...]``, constants of the differentiation; None: no such sum.
+        active: optional mask ``[...]``; nonzero is True.
+        softcap: c of ``z = c tanh(x / c)``.
+        scale: factor of the logits after the cap.
+        skip_id: the column whose probability is 0.
+
+    Returns:
+        Each ``[...]``, ``log_probs`` of the shape of ids, in float32 (float64 for float64 logits), in nats.
+
+    Source: the definitions; sums of log-mixtures are what the bound of self-correcting discrete diffusion (SCDD) is made of.
+    """
+    V = logits.shape[-1]
+    rows = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if active is None else active.bool()
+    z = transformed(torch.where(rows[..., None], logits, 0.0), softcap, scale, skip_id)
+    log_p = torch.log_softmax(z, dim=-1)
+    index = ids.long() if ids.dim() > rows.dim() else ids.long()[..., None]
+    asked = rows[..., None] & (index != IGNORE_INDEX)
+    there = (index >= 0) & (index < V) & (index != (IGNORE_INDEX if skip_id is None else skip_id))
+    picked = log_p.gather(-1, torch.where(there, index, 0))
+    picked = picked * torch.where(there | ~asked, 1.0, torch.nan)  # a product, so that the gradient is NaN as well
+    log_probs = torch.where(asked, picked, 0.0)
+    lse = torch.where(rows, torch.logsumexp(z, dim=-1), 0.0)
+    p = log_p.exp()
+    entropy = -(p * torch.where(p == 0, 0.0, log_p)).sum(-1)
+    F = None if mix is None else torch.where(rows, _sum_of_logs(log_p, mix, skip_id), 0.0)
+    is_best = z == z.amax(dim=-1, keepdim=True)
+    best = torch.where(is_best, torch.arange(V, device=z.device), V).amin(dim=-1)
+    correct = rows & (best == index[..., 0]) & there[..., 0] & ~picked[..., 0].isnan()
+    return RowStats(log_probs.view(ids.shape), lse, torch.where(rows, entropy, 0.0), F, correct)
+
+
+def _sum_of_logs(log_p: torch.Tensor, mix: Mix, skip_id: int | None) -> torch.Tensor:
+    """``sum_v log(a + b p_v)``, from log a and log b + log p, so that a p_v below the least float counts where a is 0."""
+    a, b = (t.detach().to(log_p.dtype)[..., None] for t in mix)
+    if skip_id is not None:
+        log_p = log_p[..., torch.arange(log_p.shape[-1], device=log_p.device) != skip_id]
+    without_p = a.log().expand(log_p.shape)
+    return torch.where(b == 0, without_p, torch.logaddexp(without_p, b.log() + log_p)).sum(-1)
+
+
+def linear_row_stats(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    mix: Mix | None = None,
+    active: torch.Tensor | None = None,
+    **transform: float | int | None,
+) -> RowStats:
+    """:func:`row_stats` of the logits that the LM head makes of hidden states.
+
+    Args:
+        hidden: ``[..., D]``, floating.
+        weight: the LM head ``[V, D]``.
+        ids: ``[...]`` or ``[..., K]``, integer.
+        bias: optional ``[V]``.
+        mix: (a, b), each ``[...]``.
+        active: optional mask ``[...]``; nonzero is True.
+        transform: ``softcap``, ``scale``, ``skip_id``.
+
+    Returns:
+        As :func:`row_stats`, differentiable with respect to ``hidden``, ``weight`` and ``bias``.
+
+    Source: :func:`row_stats` of the projected states.
+    """
+    return row_stats(linear_logits(hidden, weight, bias, active), ids, mix, active, **transform)  # type: ignore[arg-type]

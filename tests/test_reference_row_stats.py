@@ -1,0 +1,133 @@
+"""The oracle of the row statistics: numbers worked out by hand, gradcheck, each sentence on bad rows and columns.
+
+Logits are logarithms of small integer odds: odds (1, 2, 1) are the probabilities (1/4, 1/2, 1/4).
+"""
+
+import math
+
+import pytest
+import torch
+
+from reference import linear_row_stats, row_stats
+
+LN2, LN3 = math.log(2.0), math.log(3.0)
+NAN, INF = math.nan, math.inf
+DOUBLE = {"dtype": torch.float64}
+
+
+def from_odds(*rows):
+    return torch.tensor(rows, **DOUBLE).log()
+
+
+def mixture(a, b):
+    return torch.tensor(a, **DOUBLE), torch.tensor(b, **DOUBLE)
+
+
+def values(*numbers):
+    return torch.tensor(numbers, **DOUBLE)
+
+
+def close(got, *expected):
+    torch.testing.assert_close(got, values(*expected), equal_nan=True)
+
+
+def test_values():
+    out = row_stats(
+        from_odds((1, 2, 1), (1, 1, 2)), torch.tensor([[1, 0], [-100, 2]]), mixture([0.25, 0.0], [1.0, 4.0])
+    )
+    # log(1/2), log(1/4); none, log(1/2)
+    torch.testing.assert_close(out.log_probs, values(-LN2, -2 * LN2, 0, -LN2).view(2, 2))
+    close(out.lse, 2 * LN2, 2 * LN2)
+    close(out.entropy, 1.5 * LN2, 1.5 * LN2)  # 2 * 1/4 * 2 ln 2 + 1/2 ln 2
+    # log(1/2) + log(3/4) + log(1/2) = ln 3 - 4 ln 2; log(1) + log(1) + log(2)
+    close(out.mix, LN3 - 4 * LN2, LN2)
+    assert out.correct.tolist() == [True, False]
+
+
+def test_gradients():
+    logits = from_odds((1, 2, 1)).requires_grad_()
+    out = row_stats(logits, torch.tensor([1]), mixture([0.25], [0.5]))
+    p = values(0.25, 0.5, 0.25)
+    for value, expected in (
+        (out.log_probs, values(-0.25, 0.5, -0.25)),
+        (out.lse, p),
+        (out.entropy, -p * (p.log() + 1.5 * LN2)),
+        # r = b / (a + b p) = 0.5 / (3/8, 1/2, 3/8) = (4/3, 1, 4/3), sum p r = 7/6
+        (out.mix, p * (values(4 / 3, 1, 4 / 3) - 7 / 6)),
+    ):
+        (grad,) = torch.autograd.grad(value.sum(), logits, retain_graph=True)
+        torch.testing.assert_close(grad[0], expected)
+
+
+def test_gradcheck():
+    torch.manual_seed(0)
+    logits = torch.randn(4, 5, **DOUBLE, requires_grad=True)
+    ids = torch.tensor([[0, 1], [4, 4], [-100, 2], [3, -100]])
+    mix, active = mixture([0.0, 0.5, 2.0, 1.0], [1.0, 0.0, 3.0, 1.0]), torch.tensor([1, 1, 1, 0])
+    for transform in ({}, {"skip_id": 3}, {"softcap": 1.5, "scale": 0.7, "skip_id": 3}):
+        used = torch.where(ids == 3, 2, ids)
+        assert torch.autograd.gradcheck(
+            lambda x, i, t: row_stats(x, i, mix, active, **t)[:4], (logits, used, transform)
+        )
+
+
+def test_the_transform():
+    logits = torch.tensor([[0.0, 3.0, 100.0, 1.0]], **DOUBLE)
+    out = row_stats(logits, torch.tensor([1]), mixture([1.0], [1.0]), softcap=2.0, scale=0.5, skip_id=2)
+    plain = row_stats(torch.tanh(logits[:, [0, 1, 3]] / 2), torch.tensor([1]), mixture([1.0], [1.0]))
+    for got, expected in zip(out, plain, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_an_id_that_no_column_has_or_that_is_skipped_is_nan_in_its_own_place():
+    ids = torch.tensor([[0, 3], [-1, 1], [2, 1]])
+    out = row_stats(from_odds((1, 1, 1), (1, 1, 1), (1, 1, 1)), ids, skip_id=2)
+    torch.testing.assert_close(out.log_probs, values(-LN2, NAN, NAN, -LN2, NAN, -LN2).view(3, 2), equal_nan=True)
+    close(out.entropy, LN2, LN2, LN2)
+    assert out.correct.tolist() == [True, False, False]
+
+
+def test_impossible_columns():
+    logits = torch.tensor([[-INF, 0.0, 0.0]], **DOUBLE, requires_grad=True)
+    out = row_stats(logits, torch.tensor([1]), mixture([0.5], [1.0]))
+    close(out.entropy, LN2)
+    close(out.mix, -LN2)  # log(1/2) + log(1) + log(1)
+    (grad,) = torch.autograd.grad(out.entropy + out.mix + out.log_probs, logits)
+    close(grad[0], 0.0, 0.5, -0.5)
+    assert row_stats(logits, torch.tensor([1]), mixture([0.0], [1.0])).mix.item() == -INF
+
+
+def test_rows_that_are_off_are_inert_and_bad_rows_keep_to_themselves():
+    logits = torch.tensor([[NAN, 0.0], [NAN, 0.0], [-INF, -INF], [0.0, 0.0]], **DOUBLE, requires_grad=True)
+    out = row_stats(logits, torch.tensor([0, 1, 1, 0]), mixture([1.0] * 4, [2.0] * 4), torch.tensor([0, 1, 1, 1]))
+    close(out.log_probs, 0, NAN, NAN, -LN2)
+    close(out.lse, 0, NAN, -INF, LN2)
+    close(out.entropy, 0, NAN, NAN, LN2)
+    close(out.mix, 0, NAN, NAN, 2 * LN2)
+    assert out.correct.tolist() == [False, False, False, True]
+    (grad,) = torch.autograd.grad(sum(t.sum() for t in out[:4]), logits)
+    assert grad[0].tolist() == [0, 0]
+    assert grad[1:3].isnan().all()
+    close(grad[3], 1.0, 0.0)  # lse (1/2, 1/2) and log p (1/2, -1/2); entropy and mix are at their greatest
+
+
+def test_a_without_a_counts_probabilities_that_round_to_zero():
+    logits = torch.tensor([[0.0, -300.0]])
+    out = row_stats(logits, torch.tensor([0]), (torch.tensor([0.0]), torch.tensor([2.0])))
+    torch.testing.assert_close(out.mix, torch.tensor([2 * LN2 - 300]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_computed_in_float32_at_least(dtype):
+    out = row_stats(torch.randn(2, 3, dtype=dtype), torch.zeros(2, dtype=torch.long), (torch.ones(2), torch.ones(2)))
+    assert {t.dtype for t in out[:4]} == {torch.promote_types(dtype, torch.float32)}
+
+
+def test_of_hidden_states():
+    torch.manual_seed(0)
+    hidden, weight, bias = torch.randn(2, 3), torch.randn(5, 3), torch.randn(5)
+    ids, active = torch.tensor([[1, 4], [2, 0]]), torch.tensor([True, False])
+    out = linear_row_stats(hidden, weight, ids, bias, active=active, skip_id=3)
+    expected = row_stats(hidden @ weight.T + bias, ids, active=active, skip_id=3)
+    for got, want in zip(out, expected, strict=True):
+        assert want is None or torch.allclose(got, want)
