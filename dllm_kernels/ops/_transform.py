@@ -1,10 +1,16 @@
-"""The transform that logits may go through before they become probabilities."""
+"""The transform that logits may go through before they become probabilities, and what it is in plain torch.
+
+The kernels have the same in ``kernels/_transform.py``.
+"""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 
 class Transform(NamedTuple):
@@ -20,6 +26,16 @@ class Transform(NamedTuple):
     scale: float | None = None
     skip_id: int | None = None
 
+    @property
+    def pointwise(self) -> Transform:
+        """Without the column: what becomes of a logit wherever it stands."""
+        return self._replace(skip_id=None)
+
+    @property
+    def caps(self) -> bool:
+        """Whether the slope differs from logit to logit."""
+        return self.softcap is not None
+
     def pack(self) -> list[int]:
         """Three integers, as the schema of a compiled op can carry them: the bits of the floats, and the column."""
         bits = [-1 if f is None else struct.unpack("<q", struct.pack("<d", f))[0] for f in self[:2]]
@@ -33,3 +49,50 @@ class Transform(NamedTuple):
 
 
 NO_TRANSFORM = Transform()
+
+
+def transformed(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.Tensor:
+    """The transformed logits ``[..., V]`` of z, in the dtype that sums are made in; z itself where nothing is to be done.
+
+    Written to ``out``, of the same shape and dtype, which may be z.
+    """
+    return _masked(_scaled(z, transform, out), transform, out)
+
+
+def with_slope(
+    z: torch.Tensor, transform: Transform, out: torch.Tensor, slope: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """:func:`transformed`, and its derivative but for the column: one number where it is the same for all logits.
+
+    ``slope``, of the shape and dtype of z, holds it where not; it must be no memory of ``out``.
+    """
+    scale = 1.0 if transform.scale is None else transform.scale
+    if transform.softcap is None:
+        return transformed(z, transform, out), scale
+    torch.div(z, transform.softcap, out=slope).tanh_()
+    x = torch.mul(slope, transform.softcap * scale, out=out)
+    return _masked(x, transform, out), slope.square_().mul_(-scale).add_(scale)
+
+
+def _scaled(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.Tensor:
+    cap, scale, _ = transform
+    if cap is not None:
+        return torch.div(z, cap, out=out).tanh_().mul_(cap if scale is None else cap * scale)
+    return z if scale is None else torch.mul(z, scale, out=out)
+
+
+def _masked(x: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.Tensor:
+    if transform.skip_id is None:
+        return x
+    x = x if x is out else out.copy_(x)
+    x.select(-1, transform.skip_id).fill_(-math.inf)
+    return x
+
+
+def through_(grad: torch.Tensor, slope: torch.Tensor | float, transform: Transform) -> torch.Tensor:
+    """Make the gradient ``[..., V]`` in the transformed logits, in place, that in the logits; 0 in the skipped column."""
+    if isinstance(slope, torch.Tensor) or slope != 1:
+        grad.mul_(slope)
+    if transform.skip_id is not None:
+        grad.select(-1, transform.skip_id).zero_()
+    return grad

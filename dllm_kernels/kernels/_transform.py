@@ -1,0 +1,101 @@
+r"""The transform of the logits inside the kernels, the same few lines for every one of them.
+
+A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), each None where the transform has no such step, and
+hands them on as one tuple. What is None leaves no instruction behind. The numbers come as the bits of a float64, which a
+launch would round to float32, and as integers that no launcher specialises on: another temperature is not another kernel.
+
+**Without a cap**, x = gain z. **With one**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one exponential,
+
+    q = exp(-2 |u|),    r = 1 / (1 + q),    x = gain tanh(u),    dx/dz = gain rate (1 - tanh(u)^2) = gain rate 4 q r^2,
+
+the slope to full relative precision however flat the cap is. Likewise tanh(|u|) = 1 - 2 q r; below 0.625, where the difference
+would cancel, the odd functions of Cephes (Moshier, ``tanhf.c``, ``tanh.c``) stand in its place. Each sum of a product is an
+explicit fused multiply-add: whatever surrounds it, a logit has one transformed value, so that equal logits tie.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import triton
+import triton.language as tl
+
+from dllm_kernels.kernels._math import LOG2E
+from dllm_kernels.ops._transform import Transform
+
+Arguments = tuple[int | None, int | None, int | None]
+
+
+def arguments(transform: Transform) -> Arguments:
+    """(gain, rate, skip) of a transform as a kernel takes them; the column is that of the tensor that it reads."""
+    cap, scale, skip = transform
+    if cap is None:
+        return None if scale is None else _bits(scale), None, skip
+    return _bits(cap if scale is None else cap * scale), _bits(1 / cap), skip
+
+
+def _bits(number: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+@triton.jit
+def number(bits, ACC: tl.constexpr):
+    """What ``_bits`` packed."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True).to(ACC)
+
+
+@triton.jit
+def _halves(u):
+    """(q, r) of u."""
+    q = tl.exp2(tl.abs(u) * (-2 * LOG2E))
+    return q, 1 / (1 + q)
+
+
+@triton.jit
+def _tanh(u, ACC: tl.constexpr):
+    q, r = _halves(u)
+    far = tl.fma(-2 * q, r, tl.full(u.shape, 1.0, ACC))
+    s = u * u
+    if tl.float64 == ACC:
+        p = tl.fma(s, -9.64399179425052238628e-1, tl.full(u.shape, -9.92877231001918586564e1, ACC))
+        p = tl.fma(s, p, tl.full(u.shape, -1.61468768441708447952e3, ACC))
+        d = tl.fma(s, tl.full(u.shape, 1.0, ACC), tl.full(u.shape, 1.12811678491632931402e2, ACC))
+        d = tl.fma(s, d, tl.full(u.shape, 2.23548839060100448583e3, ACC))
+        d = tl.fma(s, d, tl.full(u.shape, 4.84406305325125486048e3, ACC))
+        p = p / d
+    else:
+        p = tl.fma(s, -5.70498872745e-3, tl.full(u.shape, 2.06390887954e-2, ACC))
+        p = tl.fma(s, p, tl.full(u.shape, -5.37397155531e-2, ACC))
+        p = tl.fma(s, p, tl.full(u.shape, 1.33314422036e-1, ACC))
+        p = tl.fma(s, p, tl.full(u.shape, -3.33332819422e-1, ACC))
+    near = tl.fma(s * u, p, u)
+    return tl.where(tl.abs(u) < 0.625, near, tl.where(u < 0, -far, far))
+
+
+@triton.jit
+def transformed(z, v, transform, ACC: tl.constexpr):
+    """The transformed logits, in ACC, of the columns ``v`` of a row; masked lanes are the caller's to overwrite."""
+    gain, rate, skip = transform
+    x = z.to(ACC)
+    if rate is not None:
+        x = number(gain, ACC) * _tanh(x * number(rate, ACC), ACC)
+    elif gain is not None:
+        x = x * number(gain, ACC)
+    if skip is not None:
+        x = tl.where(v == skip, -float("inf"), x)
+    return x
+
+
+@triton.jit
+def through(grad, z, v, transform, ACC: tl.constexpr):
+    """The gradient in the logits from that in the transformed ones: times the slope, and 0 in the skipped column."""
+    gain, rate, skip = transform
+    if rate is not None:
+        q, r = _halves(z.to(ACC) * number(rate, ACC))
+        grad = grad * (number(gain, ACC) * number(rate, ACC)) * (4 * q * r * r)
+    elif gain is not None:
+        grad = grad * number(gain, ACC)
+    if skip is not None:
+        grad = tl.where(v == skip, 0.0, grad)
+    return grad
