@@ -40,6 +40,7 @@ from dllm_kernels.ops._plan import LogitsJob, Plan
 from dllm_kernels.ops._results import TokenNLL
 from dllm_kernels.ops._route import handles
 from dllm_kernels.ops._rows import SKIP, RowPrimitives, Stats
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 ELSEWHERE = -1  # the target of a row that counts, where another rank holds its column
 
@@ -75,6 +76,11 @@ class VocabShard(NamedTuple):
         """Column of each target in this shard, or ``ELSEWHERE``; ``SKIP`` stays."""
         y = targets - self.start
         return torch.where((y >= 0) & (y < self.size), y, ELSEWHERE).masked_fill_(targets == SKIP, SKIP)
+
+    def local_transform(self, transform: Transform) -> Transform:
+        """The same transform of these columns, which may not have the skipped one."""
+        skip = -1 if transform.skip_id is None else transform.skip_id - self.start
+        return transform._replace(skip_id=skip if 0 <= skip < self.size else None)
 
     def in_vocabulary(self, targets: torch.Tensor) -> torch.Tensor:
         """Whether any rank holds the target."""
@@ -140,12 +146,18 @@ def _vocab_mesh_dim(logits: DTensor) -> int | None:
 
 
 def _row_stats(
-    shard: VocabShard, local: RowPrimitives, logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool
+    shard: VocabShard,
+    local: RowPrimitives,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    *,
+    with_correct: bool,
+    transform: Transform = NO_TRANSFORM,
 ) -> Stats:
     """``row_stats`` of the whole rows, with one all-gather."""
     mask, y = targets != SKIP, shard.local_targets(targets)
     if shard.size:
-        stats = local.row_stats(logits, y, with_correct=with_correct)
+        stats = local.row_stats(logits, y, with_correct=with_correct, transform=shard.local_transform(transform))
     else:
         stats = _stats_of_no_columns(targets, logits.dtype)
     parts = _gather(_four_numbers(stats, y >= 0), shard.group)
@@ -206,11 +218,13 @@ def _row_grad(
     targets: torch.Tensor,
     scale: torch.Tensor,
     *stats_and_out: torch.Tensor,
+    transform: Transform = NO_TRANSFORM,
 ) -> None:
     """``row_grad`` of this rank's columns; no communication."""
     if shard.size:
         scale = torch.where(shard.in_vocabulary(targets) | (scale == 0), scale, math.nan)
-        local.row_grad(logits, shard.local_targets(targets), scale, *stats_and_out, whole_row=False)
+        y, transform = shard.local_targets(targets), shard.local_transform(transform)
+        local.row_grad(logits, y, scale, *stats_and_out, whole_row=False, transform=transform)
 
 
 def _row_nll_grad_(
@@ -221,8 +235,9 @@ def _row_nll_grad_(
     scale: torch.Tensor,
     *,
     with_correct: bool,
+    transform: Transform = NO_TRANSFORM,
 ) -> Stats:
     """``row_stats`` and ``row_grad`` at once, the gradient over the logits ``[C, columns]``."""
-    stats = _row_stats(shard, local, logits[None], targets, with_correct=with_correct)
-    _row_grad(shard, local, logits[None], targets, scale, *stats[1:3], logits[None])
+    stats = _row_stats(shard, local, logits[None], targets, with_correct=with_correct, transform=transform)
+    _row_grad(shard, local, logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
     return stats

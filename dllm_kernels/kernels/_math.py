@@ -27,6 +27,8 @@ would be every probability computed from it, while exp((x - M) - log S) stays ex
 import triton
 import triton.language as tl
 
+from dllm_kernels.kernels._transform import through, transformed
+
 # Launch option: a product and a sum may become one fused multiply-add, which is more exact here. Said at every launch,
 # since Triton is about to change its default and warns where neither is chosen.
 FUSED = {"enable_fp_fusion": True}
@@ -50,10 +52,10 @@ def row_offset(n, L, stride_b, stride_l):
 
 
 @triton.jit
-def load_target_logit(row_ptr, y, V, ACC: tl.constexpr):
-    """The target's logit; NaN, and nothing read, for a target outside the row."""
+def load_target_logit(row_ptr, y, V, transform, ACC: tl.constexpr):
+    """The target's transformed logit; NaN, and nothing read, for a target outside the row."""
     inside = (y >= 0) & (y < V)
-    return tl.load(row_ptr + y, mask=inside, other=float("nan")).to(ACC)
+    return transformed(tl.load(row_ptr + y, mask=inside, other=float("nan")), y, transform, ACC)
 
 
 @triton.jit
@@ -86,6 +88,16 @@ def finite(m):
 
 
 @triton.jit
+def _masked_tile(x, v, mask, transform, ACC: tl.constexpr):
+    """The transformed logits of the columns v, -inf where they are masked, as they were loaded: a cap would lift them."""
+    x = transformed(x, v, transform, ACC)
+    _, rate, _ = transform
+    if rate is not None:
+        x = tl.where(mask, x, -float("inf"))
+    return x
+
+
+@triton.jit
 def _with_tile(x, lane_max, lane_sum, WIDE: tl.constexpr, ACC: tl.constexpr):
     """Maxima and sums of the lanes after one more tile x [BLOCK_V]."""
     LANES: tl.constexpr = lane_max.shape[0]
@@ -98,19 +110,22 @@ def _with_tile(x, lane_max, lane_sum, WIDE: tl.constexpr, ACC: tl.constexpr):
 
 
 @triton.jit
-def tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     """Whether a lower column of the target's own tile equals it."""
     i = (y - first) // BLOCK_V * BLOCK_V + tl.arange(0, BLOCK_V)
-    x = tl.load(tile_ptr + i, mask=(i >= 0) & (i < wide) & (first + i < y), other=float("nan")).to(ACC)
+    x = tl.load(tile_ptr + i, mask=(i >= 0) & (i < wide) & (first + i < y), other=float("nan"))
+    x = transformed(x, first + i, transform, ACC)
     return tl.max((x == target_logit).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def column_stats(
-    logits_ptr, row, start, end, y, target_logit,
+    logits_ptr, row, start, end, y, target_logit, transform,
     BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Maximum M, sum of exp(x - M), and whether a column of [start, end) beats the target, reading each column once.
+
+    All of them of the transformed logits x.
 
     A column beats the target when it is larger, or equal with a lower index: the target is the argmax when none does.
     """
@@ -126,17 +141,20 @@ def column_stats(
     whole = wide // BLOCK_V * BLOCK_V
     for tile in range(0, whole, BLOCK_V):
         x = tl.load(tile_ptr + tile + lanes, eviction_policy=EVICT)
+        x = transformed(x, first + tile + lanes, transform, ACC)
         lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
     if whole < wide:
         rest = lanes < wide - whole
         x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy=EVICT)
+        x = _masked_tile(x, first + whole + lanes, rest, transform, ACC)
         lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + wide <= y, lane_max, before)
     v, there = ragged_columns(start, end, first, wide, WIDE)
-    x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf")).to(ACC)
+    x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
+    x = _masked_tile(x, v, there, transform, ACC)
     row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
     row_sum = tl.sum(lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), 0) + tl.sum(
         tl.exp2((x - row_max) * LOG2E), 0
@@ -144,25 +162,31 @@ def column_stats(
     beaten = row_max > target_logit
     if WITH_CORRECT:  # noqa: SIM102  (known at compile time, the next at run time)
         if row_max == target_logit:
-            beaten = tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V, ACC)
+            beaten = tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V, ACC)
             beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
             beaten = beaten | (tl.max(before, 0) == target_logit)
     return row_max, row_sum, beaten
 
 
 @triton.jit
-def store_grad(x, out_ptr, i, mask, hot, scale, row_max, log_sum, ACC: tl.constexpr):
-    """Write scale * (softmax - onehot) for the columns i; the one-hot, at ``hot``, is subtracted before the rounding."""
-    p = tl.exp2((x.to(ACC) - row_max) * LOG2E - log_sum * LOG2E)
-    grad = scale * tl.where(i == hot, p - 1, p)
+def store_grad(x, v, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, ACC: tl.constexpr):
+    """Write scale * (softmax - onehot) * slope for the columns i, in the row the columns v.
+
+    The one-hot, at ``hot`` among the i, is subtracted before the rounding.
+    """
+    p = tl.exp2((transformed(x, v, transform, ACC) - row_max) * LOG2E - log_sum * LOG2E)
+    grad = through(scale * tl.where(i == hot, p - 1, p), x, v, transform, ACC)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def grad_tiles(in_ptr, out_ptr, wide, hot, scale, row_max, log_sum, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+def grad_tiles(
+    in_ptr, out_ptr, column, wide, hot, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr
+):
     """The gradient of ``wide`` columns from the last tile to the first, each loaded while the one before it is worked on.
 
-    What was read last is read first: it is still near. The output may be the input.
+    The pointers are at the ``column`` of the row, from which ``hot`` is counted. What was read last is read first: it is
+    still near. The output may be the input.
     """
     i = tl.arange(0, BLOCK_V)
     tile = (wide - 1) // BLOCK_V * BLOCK_V
@@ -170,7 +194,8 @@ def grad_tiles(in_ptr, out_ptr, wide, hot, scale, row_max, log_sum, BLOCK_V: tl.
     for _ in range(0, wide, BLOCK_V):
         ahead = tile - BLOCK_V
         x_ahead = tl.load(in_ptr + ahead + i, mask=i >= -ahead, eviction_policy="evict_first")
-        store_grad(x, out_ptr + tile, i, i < wide - tile, hot - tile, scale, row_max, log_sum, ACC)
+        v = column + tile + i
+        store_grad(x, v, out_ptr + tile, i, i < wide - tile, hot - tile, scale, row_max, log_sum, transform, ACC)
         x = x_ahead
         tile = ahead
 

@@ -20,9 +20,9 @@ import struct
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels._math import LOG2E
 from dllm_kernels.ops._transform import Transform
 
+MINUS_2_LOG2E = tl.constexpr(-2.8853900817779268)
 Arguments = tuple[int | None, int | None, int | None]
 
 
@@ -48,7 +48,7 @@ def number(bits, ACC: tl.constexpr):
 @triton.jit
 def _halves(u):
     """(q, r) of u."""
-    q = tl.exp2(tl.abs(u) * (-2 * LOG2E))
+    q = tl.exp2(tl.abs(u) * MINUS_2_LOG2E)
     return q, 1 / (1 + q)
 
 

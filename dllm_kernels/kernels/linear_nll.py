@@ -32,7 +32,9 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
+from dllm_kernels.kernels._transform import arguments
 from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 
 @triton.jit
@@ -47,30 +49,32 @@ def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+def _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     at, first, wide = wide_columns(row, 0, V, WIDE)
     v, there = ragged_columns(0, V, first, wide, WIDE)
     hot = column_of(y, V)
     x = tl.load(logits_ptr + row + v, mask=there)
-    grad_tiles(logits_ptr + at, logits_ptr + at, wide, hot - first, scale, row_max, log_sum, BLOCK_V, ACC)
-    store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, ACC)
+    tile_ptr = logits_ptr + at
+    grad_tiles(tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC)
+    store_grad(x, v, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, ACC)
 
 
-@triton.jit(do_not_specialize=["stride_n", "V"])
+@triton.jit(do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
 def _linear_nll_rows(
     logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
-    stride_n, V,
+    stride_n, V, gain, rate, skip,
     WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
+    transform = (gain, rate, skip)
     if y != SKIP:
-        target_logit = load_target_logit(logits_ptr + row, y, V, ACC)
+        target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, 0, V, y, target_logit, BLOCK_V, THREADS, ACC, WITH_CORRECT, ""
+            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ""
         )
         _finish_row(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
@@ -82,7 +86,7 @@ def _linear_nll_rows(
         if weightless:
             _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
-            _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, BLOCK_V, ACC)
+            _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, transform, BLOCK_V, ACC)
     else:
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
         _zero_row(logits_ptr, row, V, BLOCK_V)
@@ -114,6 +118,7 @@ def row_nll_grad_(
     scale: torch.Tensor,
     *,
     with_correct: bool,
+    transform: Transform = NO_TRANSFORM,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``ops._rows`` for the contract."""
     C, V = logits.shape
@@ -122,7 +127,7 @@ def row_nll_grad_(
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
     tile = _tiles.linear_nll_rows(V, logits.element_size())
     _linear_nll_rows[(C,)](
-        logits, targets, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V,
+        logits, targets, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip

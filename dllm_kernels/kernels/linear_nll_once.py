@@ -92,14 +92,14 @@ def _linear_nll_rows_once(
         tile_ptr = logits_ptr + at
         i = tl.arange(0, BLOCK_V)
         y = column_of(y64, V)
-        target_logit = load_target_logit(logits_ptr + row, y64, V, ACC)
+        target_logit = load_target_logit(logits_ptr + row, y64, V, (None, None, None), ACC)
         v, there = ragged_columns(0, V, first, wide, WIDE)
         ragged = tl.load(logits_ptr + row + v, mask=there, other=-float("inf")).to(ACC)
         nearest = tl.load(tile_ptr + i, mask=i < wide, other=-float("inf")).to(ACC)
         c = finite(tl.maximum(tl.max(nearest, 0), tl.max(ragged, 0)))
         tied = tl.max(((ragged == target_logit) & (v < y)).to(tl.int32), 0) > 0
         if WITH_CORRECT:
-            tied = tied | tied_below(tile_ptr, first, wide, y, target_logit, BLOCK_V, ACC)
+            tied = tied | tied_below(tile_ptr, first, wide, y, target_logit, (None, None, None), BLOCK_V, ACC)
         tl.debug_barrier()  # everything of the row that is needed as it was has been read
         lane_max = tl.full([LANES], -float("inf"), ACC)
         lane_sum = tl.zeros([LANES], ACC)

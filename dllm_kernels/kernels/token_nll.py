@@ -29,6 +29,8 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
+from dllm_kernels.kernels._transform import arguments
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 
 @triton.jit
@@ -56,19 +58,20 @@ def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, W
         tl.store(correct_ptr + n, False)
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V"])
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip"])
 def _token_nll_fwd(
     logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
-    L, stride_b, stride_l, V,
+    L, stride_b, stride_l, V, gain, rate, skip,
     WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
+    transform = (gain, rate, skip)
     y = tl.load(target_ptr + n)
     if y != SKIP:
         row = row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(logits_ptr + row, y, V, ACC)
+        target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, 0, V, y, target_logit, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
+            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
         )
         _finish_row(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
@@ -77,22 +80,23 @@ def _token_nll_fwd(
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "TILES", "SPLITS"])
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
 def _token_nll_fwd_split(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
-    L, stride_b, stride_l, V, TILES, SPLITS,
+    L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
     WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
+    transform = (gain, rate, skip)
     y = tl.load(target_ptr + n)
     if y != SKIP:
         row = row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(logits_ptr + row, y, V, ACC)
+        target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
         row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, start, end, y, target_logit, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
+            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
         )
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
@@ -100,18 +104,18 @@ def _token_nll_fwd_split(
         tl.store(part_beaten_ptr + part, beaten)
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "SPLITS"])
+@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "SPLITS"])
 def _token_nll_merge(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
-    L, stride_b, stride_l, V, SPLITS,
+    L, stride_b, stride_l, V, gain, rate, skip, SPLITS,
     WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
     if y != SKIP:
         row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(row_ptr, y, V, ACC)
+        target_logit = load_target_logit(row_ptr, y, V, (gain, rate, skip), ACC)
         k = tl.arange(0, BLOCK_K)
         part = n.to(tl.int64) * SPLITS + k
         maxima = tl.load(part_max_ptr + part, mask=k < SPLITS, other=-float("inf"))
@@ -127,16 +131,17 @@ def _token_nll_merge(
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
 
 
-@triton.jit(do_not_specialize=["L", "V", "TILES", "SPLITS"])
+@triton.jit(do_not_specialize=["L", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
 def _token_nll_bwd(
     logits_ptr, target_ptr, scale_ptr, max_ptr, log_sum_ptr, out_ptr,
-    L, stride_b, stride_l, out_stride_b, out_stride_l, V, TILES, SPLITS,
+    L, stride_b, stride_l, out_stride_b, out_stride_l, V, gain, rate, skip, TILES, SPLITS,
     SAME_STRIDES: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0) // SPLITS
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
+    transform = (gain, rate, skip)
     row = row_offset(n, L, stride_b, stride_l)
     at, first, wide = wide_columns(row, 0, V, WIDE)
     if SAME_STRIDES:
@@ -156,10 +161,13 @@ def _token_nll_bwd(
         log_sum = tl.load(log_sum_ptr + n)
         hot = column_of(y, V)
         in_ptr, tile_ptr = logits_ptr + at + start, out_ptr + out_at + start
-        grad_tiles(in_ptr, tile_ptr, end - start, hot - first - start, scale, row_max, log_sum, BLOCK_V, ACC)
+        column = first + start
+        grad_tiles(
+            in_ptr, tile_ptr, column, end - start, hot - first - start, scale, row_max, log_sum, transform, BLOCK_V, ACC
+        )
         if start == 0:
             x = tl.load(logits_ptr + row + v, mask=there)
-            store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, ACC)
+            store_grad(x, v, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, ACC)
     else:
         for tile in range(start, end, BLOCK_V):
             zero_columns(out_ptr + out_at + tile, i, i < end - tile)
@@ -189,7 +197,7 @@ def _flat(t: torch.Tensor) -> bool:
 
 @on_its_device
 def row_stats(
-    logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool
+    logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch the forward pass; see ``ops._rows`` for the contract."""
     B, L, V = logits.shape
@@ -200,7 +208,7 @@ def row_stats(
     if N == 0:
         return nll, row_max, log_sum, target_logit, correct
     tile = _tiles.token_nll_fwd(N, V, logits.element_size())
-    sizes = (*_rows_of(logits, _flat(logits)), V)
+    sizes = (*_rows_of(logits, _flat(logits)), V, *arguments(transform))
     outputs = (nll, row_max, log_sum, target_logit, correct)
     flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     options = {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
@@ -231,6 +239,7 @@ def row_grad(
     out: torch.Tensor,
     *,
     whole_row: bool = True,
+    transform: Transform = NO_TRANSFORM,
 ) -> None:
     """Launch the backward pass; see ``ops._rows`` for the contract."""
     B, L, V = logits.shape
@@ -241,7 +250,7 @@ def row_grad(
     flat = _flat(logits) and _flat(out)
     rows, out_rows = _rows_of(logits, flat), _rows_of(out, flat)
     _token_nll_bwd[(B * L * splits,)](
-        logits, targets, scale, row_max, log_sum, out, *rows, *out_rows[1:], V, tiles, splits,
+        logits, targets, scale, row_max, log_sum, out, *rows, *out_rows[1:], V, *arguments(transform), tiles, splits,
         SAME_STRIDES=rows == out_rows, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip

@@ -13,8 +13,11 @@ import torch
 
 from dllm_kernels.ops._plain import is_dtensor, plain
 from dllm_kernels.ops._target_range import raise_bad_target
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Of a soft cap or a scale: float32 holds it, its inverse and their product.
+LEAST_FACTOR = 1e-18
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -158,11 +161,14 @@ def check_row_targets(
     *,
     check_targets: bool | None = None,
     ignore_index: int = -100,
-) -> None:
-    """:func:`check_rows` of any shape, one target each, and on request :func:`check_target_range`."""
+    **transform: Any,
+) -> Transform:
+    """:func:`check_rows` of any shape, one target each, the transform, and on request :func:`check_target_range`."""
     V = check_rows(names, rows, targets, weight, bias)
+    checked = checked_transform(V, **transform)
     check_shape(names.targets, targets, rows.shape[:-1], f"that of {names.rows} without its last dimension")
-    check_target_range(check_targets, names.targets, targets, V, ignore_index)
+    check_target_range(check_targets, names.targets, targets, V, ignore_index, skip_id=checked.skip_id)
+    return checked
 
 
 def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -207,9 +213,16 @@ def targets_checked(check_targets: bool | None) -> bool:
 
 
 def check_target_range(
-    check_targets: bool | None, name: str, targets: torch.Tensor, V: int, ignore_index: int = -100, *, shift: int = 0
+    check_targets: bool | None,
+    name: str,
+    targets: torch.Tensor,
+    V: int,
+    ignore_index: int = -100,
+    *,
+    shift: int = 0,
+    skip_id: int | None = None,
 ) -> None:
-    """On request, raise an IndexError naming the first target outside [0, V) that is not ``ignore_index``.
+    """On request, raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``.
 
     Reads the targets back to the host (a sync), hence only on request. While a graph is traced, one op stands for it, so
     that the graph stays whole and the check runs with it. ``shift``: how many positions further on the caller's tensor,
@@ -220,9 +233,9 @@ def check_target_range(
     if torch.compiler.is_compiling():
         from dllm_kernels.ops._compiled_checks import target_range
 
-        target_range(plain(targets), name, V, ignore_index, shift)
+        target_range(plain(targets), name, V, ignore_index, shift, skip_id)
     else:
-        raise_bad_target(plain(targets), name, V, ignore_index, shift)
+        raise_bad_target(plain(targets), name, V, ignore_index, shift, skip_id)
 
 
 def check_inplace(logits: torch.Tensor, rows: torch.Tensor) -> None:
@@ -260,6 +273,33 @@ def checked_sizes(rows: int, num_active: Any, **at_least_one: Any) -> dict[str, 
         raise ValueError(f"num_active must be an int in [0, {rows}], got {num_active!r}")
     sizes = {"num_active": num_active, **at_least_one}
     return {name: value if value is None or type(value) is int else int(value) for name, value in sizes.items()}
+
+
+def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
+    """Raise unless they are what a transform is made of, or None; whether there is such a column is for later."""
+    for name, value in {"softcap": softcap, "scale": scale}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
+            raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+        if value is not None and not LEAST_FACTOR <= float(value) <= 1 / LEAST_FACTOR:
+            raise ValueError(f"{name} must be positive, from {LEAST_FACTOR} to {1 / LEAST_FACTOR}, got {value}")
+    if skip_id is not None and not is_int(skip_id):
+        raise TypeError(f"skip_id must be an int or None, got {type(skip_id).__name__}")
+    if skip_id is not None and skip_id < 0:
+        raise ValueError(f"skip_id must not be negative, got {skip_id}")
+
+
+def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: Any = None) -> Transform:
+    """The transform of logits of V columns, checked; a scale of 1 is none."""
+    if softcap is None and scale is None and skip_id is None:
+        return NO_TRANSFORM
+    check_transform(softcap, scale, skip_id)
+    if skip_id is not None and skip_id >= V:
+        raise ValueError(f"skip_id must lie in [0, {V}), got {skip_id}")
+    return Transform(
+        None if softcap is None else float(softcap),
+        None if scale is None or scale == 1 else float(scale),
+        None if skip_id is None else int(skip_id),
+    )
 
 
 def check_active(names: Names, rows: torch.Tensor, active: torch.Tensor | None) -> None:

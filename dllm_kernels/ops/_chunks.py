@@ -15,6 +15,7 @@ from dllm_kernels.ops._active_rows import ActiveRows, choose_chunk, multiprocess
 from dllm_kernels.ops._plan import NO_GRADIENTS, LinearJob, Needs, Plan
 from dllm_kernels.ops._results import rounded, weighted_sum
 from dllm_kernels.ops._rows import SKIP
+from dllm_kernels.ops._transform import NO_TRANSFORM
 
 # Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
 SLAB = 4096
@@ -97,7 +98,7 @@ def token_backward(
         chunks = _Chunks(job, plan, plan.needs, factors)
         for chunk, h, y, logits in chunks:
             s, row_max, log_sum = (chunks.rows.take(t, chunk) for t in (scale, *stats))
-            chunks.primitives.row_grad(logits[None], y, s, row_max, log_sum, logits[None])
+            chunks.primitives.row_grad(logits[None], y, s, row_max, log_sum, logits[None], transform=plan.transform)
             chunks.add_gradients(chunk, h, y, logits, s)
         if headroom is None:
             return chunks.gradients()
@@ -128,6 +129,7 @@ class _Chunks:
         self.rows = ActiveRows(job.targets, plan.num_active)
         self.primitives = plan.primitives()
         once = plan.one_pass and plan.dtype in (torch.bfloat16, torch.float32) and not needs.bias
+        once = once and plan.transform == NO_TRANSFORM
         self.factored = self.primitives.row_nll_factored_ if once else None
         (V, D), device = job.weight.shape, job.hidden.device
         size = plan.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
@@ -155,14 +157,15 @@ class _Chunks:
         ``scale=None`` makes none: only the first product and the reduction run.
         """
         rows, acc, flags = self.rows, self.plan.acc, {"with_correct": self.plan.with_correct}
+        through: dict[str, Any] = {**flags, "transform": self.plan.transform}
         outputs = [rows.empty(dtype=dtype, device=self.logits.device) for dtype in (acc, acc, acc, torch.bool)]
         for chunk, h, y, logits in self:
             if scale is None:
-                stats = self.primitives.row_stats(logits[None], y, **flags)
+                stats = self.primitives.row_stats(logits[None], y, **through)
             else:
                 s = rows.take(scale, chunk)
                 if self.factored is None:
-                    stats, factor = self.primitives.row_nll_grad_(logits, y, s, **flags), None
+                    stats, factor = self.primitives.row_nll_grad_(logits, y, s, **through), None
                 else:
                     stats, factor = self.factored(logits, y, s, **flags)
                 self.add_gradients(chunk, h, y, logits, s, factor)

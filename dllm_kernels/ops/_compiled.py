@@ -64,7 +64,7 @@ def _fake_gradients(job: LinearJob, plan: Plan, head: torch.dtype | None = None)
 def _token_nll(logits: Tensor, targets: Tensor, packed: list[int]) -> Four:
     plan = Plan.unpack(packed)
     nll, row_max, log_sum, _, correct = plan.primitives().row_stats(
-        as_blv(logits), targets, with_correct=plan.with_correct
+        as_blv(logits), targets, with_correct=plan.with_correct, transform=plan.transform
     )
     return nll, row_max, log_sum, _present(correct, nll).to(torch.bool)
 
@@ -80,8 +80,9 @@ def _token_nll_backward(
     logits: Tensor, targets: Tensor, grad_nll: Tensor, row_max: Tensor, log_sum: Tensor, packed: list[int]
 ) -> Tensor:
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    Plan.unpack(packed).primitives().row_grad(
-        as_blv(logits), targets, grad_nll.contiguous(), row_max, log_sum, as_blv(grad)
+    plan = Plan.unpack(packed)
+    plan.primitives().row_grad(
+        as_blv(logits), targets, grad_nll.contiguous(), row_max, log_sum, as_blv(grad), transform=plan.transform
     )
     return grad
 

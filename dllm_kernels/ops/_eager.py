@@ -35,7 +35,7 @@ class _TokenNLL(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, plan: Plan) -> tuple[Any, ...]:
         nll, row_max, log_sum, _, correct = plan.primitives().row_stats(
-            as_blv(logits), targets, with_correct=plan.with_correct
+            as_blv(logits), targets, with_correct=plan.with_correct, transform=plan.transform
         )
         ctx.save_for_backward(logits, targets, row_max, log_sum)
         ctx.plan = plan
@@ -53,7 +53,9 @@ class _TokenNLL(torch.autograd.Function):
         inplace = plan.inplace_backward
         grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         scale = grad_nll.reshape(-1).contiguous()
-        plan.primitives().row_grad(as_blv(logits), targets, scale, row_max, log_sum, as_blv(grad))
+        plan.primitives().row_grad(
+            as_blv(logits), targets, scale, row_max, log_sum, as_blv(grad), transform=plan.transform
+        )
         if inplace:
             torch.autograd.graph.increment_version(logits)
         return grad, None, None

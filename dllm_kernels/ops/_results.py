@@ -66,11 +66,16 @@ def weighted_sum(nll: torch.Tensor, weights: torch.Tensor, plan: Plan) -> torch.
 
 
 def row_targets(targets: torch.Tensor, active: torch.Tensor | None, plan: Plan) -> torch.Tensor:
-    """Targets as the row primitives take them: contiguous int64 ``[N]``, ``SKIP`` in rows that do not count."""
+    """Targets as the row primitives take them: contiguous int64 ``[N]``, ``SKIP`` in rows that do not count.
+
+    A target that the plan's transform skips is one that no column has.
+    """
     y = targets.detach().reshape(-1).to(torch.int64)
     off = None if active is None else active.detach().reshape(-1) == 0
     if plan.ignore_index != SKIP:
         ignored = y == plan.ignore_index
         y = y.masked_fill(y == SKIP, -1)  # a target like any other that no column has
         off = ignored if off is None else off | ignored
+    if plan.transform.skip_id is not None:
+        y = y.masked_fill(y == plan.transform.skip_id, -1)
     return y.contiguous() if off is None else y.masked_fill(off, SKIP)

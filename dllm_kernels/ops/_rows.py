@@ -5,6 +5,10 @@ Both backends (``ops/_torch_rows.py``, ``kernels/token_nll.py`` with ``kernels/l
 a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64, is
 ``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
 
+All take ``transform`` (``ops/_transform.py``): it is the transformed logits whose statistics and softmax these are, and the
+gradient is that in the logits as they were given. No target is its ``skip_id``: who makes the job has taken such targets
+out of the columns.
+
 ``row_stats(logits, targets, *, with_correct)``
     Reads each active row once. Returns (nll, row_max, log_sum, target_logit, correct): ``[N]`` of dtype acc, and a bool
     ``[N]`` or None. ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows.
@@ -19,6 +23,7 @@ a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for flo
 
 ``row_nll_factored_(logits [C, V], targets, scale, *, with_correct)``, float32 and bfloat16, or None where a backend has none
     ``row_stats`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
+    Alone without a transform.
 
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.

@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 
 
-def raise_bad_target(targets: torch.Tensor, name: str, V: int, ignore_index: int, shift: int) -> None:
-    """Raise an IndexError naming the first target outside [0, V) that is not ``ignore_index``, see ``_checks``."""
+def raise_bad_target(
+    targets: torch.Tensor, name: str, V: int, ignore_index: int, shift: int, skip_id: int | None = None
+) -> None:
+    """Raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``."""
     targets = targets.long()  # compared as int8 or uint8, a vocabulary size or -100 would wrap around
-    where = first_true(((targets < 0) | (targets >= V)) & (targets != ignore_index))
+    bad, also = (targets < 0) | (targets >= V), ""
+    if skip_id is not None:
+        bad, also = bad | (targets == skip_id), f" and not be skip_id, {skip_id}"
+    where = first_true(bad & (targets != ignore_index))
     if where is not None:
         position = (*where[:-1], where[-1] + shift) if where else where
         raise IndexError(
-            f"{name} must lie in [0, {V}) or be {ignore_index}, got {int(targets[where])} at position {position}"
+            f"{name} must lie in [0, {V}){also} or be {ignore_index}, got {int(targets[where])} at position {position}"
         )
 
 

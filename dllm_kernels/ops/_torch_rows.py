@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.ops._rows import SKIP, Stats
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 from dllm_kernels.ops._workers import how_many, share_out
 
 # Bytes of the block of rows that a thread works on. It has to stay in a core's cache: of those with 2 MiB, 0.5 and 1 MiB
@@ -33,10 +34,11 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Space(NamedTuple):
-    """A thread's buffers: a block in the accumulation dtype, and one in the dtype of the logits."""
+    """A thread's buffers: a block in the accumulation dtype, one in the dtype of the logits, and one for slopes."""
 
     wide: torch.Tensor
     narrow: torch.Tensor
+    slope: torch.Tensor
 
 
 def _split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
@@ -119,12 +121,15 @@ def _team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[in
     return threads, min(max(rows // (4 * threads), least), most)
 
 
-def _spaces(threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool) -> list[_Space]:
+def _spaces(
+    threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool, slope: bool = False
+) -> list[_Space]:
     acc = acc_dtype(like.dtype)
     return [
         _Space(
             torch.empty(size * wide, V, dtype=acc, device=like.device),
             torch.empty(size * (narrow and like.dtype != acc), V, dtype=like.dtype, device=like.device),
+            torch.empty(size * slope, V, dtype=acc, device=like.device),
         )
         for _ in range(threads)
     ]
@@ -133,6 +138,15 @@ def _spaces(threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, 
 def _column(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A column to look at for every target, and whether the target is really there."""
     return y.clamp(0, max(V - 1, 0)), (y >= 0) & (y < V)
+
+
+def _of_column(z: torch.Tensor, transform: Transform) -> torch.Tensor:
+    """The transformed logits of one column of each row, the target's, which is never the skipped one."""
+    return transformed(z, transform.pointwise, z)
+
+
+def _with_slope_of_column(z: torch.Tensor, transform: Transform) -> tuple[torch.Tensor, torch.Tensor | float]:
+    return with_slope(z, transform.pointwise, z, torch.empty_like(z))
 
 
 class _Sums(NamedTuple):
@@ -183,6 +197,7 @@ def row_stats(
     targets: torch.Tensor,
     *,
     with_correct: bool,
+    transform: Transform = NO_TRANSFORM,
 ) -> Stats:
     """See ``ops._rows``."""
     B, L, V = logits.shape
@@ -193,14 +208,15 @@ def row_stats(
     listed, sums = _Listed(logits, rows), _Sums.empty(rows.numel(), acc, logits.device, with_correct)
 
     def work(block: torch.Tensor, part: _Sums, space: _Space) -> None:
-        part.reduce(listed.load(block, space), _top(space.wide, block))
+        wide = _top(space.wide, block)
+        part.reduce(transformed(listed.load(block, space), transform, wide), wide)
 
     threads, size = _team(rows.numel(), V, acc, logits.device)
     spaces = _spaces(threads, size, V, logits, wide=True, narrow=not listed.together)
     share_out([partial(work, *job) for job in zip(listed.blocks(size), sums.blocks(size), strict=True)], spaces)
     y = targets[rows]
     column, inside = _column(y, V)
-    target_logit = listed.column(column).to(acc).masked_fill_(~inside, math.nan)
+    target_logit = _of_column(listed.column(column).to(acc), transform).masked_fill_(~inside, math.nan)
     listed_stats = sums.stats(y, target_logit)
     if rows.numel() == B * L:
         return listed_stats
@@ -220,6 +236,7 @@ def row_grad(
     out: torch.Tensor,
     *,
     whole_row: bool = True,
+    transform: Transform = NO_TRANSFORM,
 ) -> None:
     """See ``ops._rows``."""
     B, L, V = logits.shape
@@ -240,18 +257,23 @@ def row_grad(
     if whole_row:
         scale = torch.where(inside, scale, math.nan)
     factor = scale * torch.exp(-log_sum[rows])
-    with_onehot = factor * torch.exp(source.column(column).to(acc) - row_max) - scale  # read before it is written over
+    at_target, slope_there = _with_slope_of_column(
+        source.column(column).to(acc), transform
+    )  # before it is written over
+    with_onehot = (factor * torch.exp(at_target - row_max) - scale) * slope_there
 
     def work(
         block: torch.Tensor, to: torch.Tensor, part_max: torch.Tensor, part_factor: torch.Tensor, space: _Space
     ) -> None:
-        grad = torch.sub(source.load(block, space), part_max, out=target.room(to, space)).exp_().mul_(part_factor)
-        target.store(to, grad, space)
+        room = target.room(to, space)
+        x, slope = with_slope(source.load(block, space), transform, room, _top(space.slope, block))
+        target.store(to, through_(torch.sub(x, part_max, out=room).exp_().mul_(part_factor), slope, transform), space)
 
     per_row = (_split(t.unsqueeze(1), size) for t in (row_max, factor))
     jobs += [partial(work, *job) for job in zip(source.blocks(size), target.blocks(size), *per_row, strict=True)]
     in_place = source.together and target.together
-    share_out(jobs, _spaces(threads, size, V, logits, wide=not in_place or logits.dtype != acc, narrow=not in_place))
+    wide, caps = not in_place or logits.dtype != acc, transform.softcap is not None
+    share_out(jobs, _spaces(threads, size, V, logits, wide=wide, narrow=not in_place, slope=caps))
     target.set_column(column, torch.where(inside, with_onehot.to(out.dtype), target.column(column)))
 
 
@@ -261,6 +283,7 @@ def row_nll_grad_(
     scale: torch.Tensor,
     *,
     with_correct: bool,
+    transform: Transform = NO_TRANSFORM,
 ) -> Stats:
     """See ``ops._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
     C, V = logits.shape
@@ -268,7 +291,9 @@ def row_nll_grad_(
     mask = targets != SKIP
     column, inside = _column(targets, V)
     row = torch.arange(C, device=logits.device)
-    target_logit = logits[row, column].to(acc)  # read before it is written over
+    target_logit, slope_there = _with_slope_of_column(
+        logits[row, column].to(acc), transform
+    )  # before it is written over
     sums, factor = _Sums.empty(C, acc, logits.device, with_correct), torch.empty(C, dtype=acc, device=logits.device)
     row_scale = torch.where(inside, scale, math.nan)
 
@@ -276,17 +301,19 @@ def row_nll_grad_(
         block: torch.Tensor, part: _Sums, part_scale: torch.Tensor, part_factor: torch.Tensor, space: _Space
     ) -> None:
         x = block if block.dtype == acc else _top(space.wide, block).copy_(block)
+        _, slope = with_slope(x, transform, x, _top(space.slope, block))
         part.reduce(x, x)
-        x.mul_(torch.div(part_scale, part.row_sum, out=part_factor))
+        through_(x.mul_(torch.div(part_scale, part.row_sum, out=part_factor)), slope, transform)
         if x is not block:
             block.copy_(x)
 
     threads, size = _team(C, V, acc, logits.device)
     per_row = (_split(t.unsqueeze(1), size) for t in (row_scale, factor))
-    spaces = _spaces(threads, size, V, logits, wide=logits.dtype != acc, narrow=False)
+    caps = transform.softcap is not None
+    spaces = _spaces(threads, size, V, logits, wide=logits.dtype != acc, narrow=False, slope=caps)
     jobs = [partial(work, *job) for job in zip(_split(logits, size), sums.blocks(size), *per_row, strict=True)]
     share_out(jobs, spaces)
-    with_onehot = factor * torch.exp(target_logit - sums.row_max) - row_scale
+    with_onehot = (factor * torch.exp(target_logit - sums.row_max) - row_scale) * slope_there
     logits[row, column] = with_onehot.to(logits.dtype)
     logits.index_fill_(0, (~mask | (scale == 0)).nonzero().squeeze(1), 0)
     stats = sums.stats(targets, target_logit.masked_fill_(~inside, math.nan))

@@ -31,11 +31,6 @@ class Transform(NamedTuple):
         """Without the column: what becomes of a logit wherever it stands."""
         return self._replace(skip_id=None)
 
-    @property
-    def caps(self) -> bool:
-        """Whether the slope differs from logit to logit."""
-        return self.softcap is not None
-
     def pack(self) -> list[int]:
         """Three integers, as the schema of a compiled op can carry them: the bits of the floats, and the column."""
         bits = [-1 if f is None else struct.unpack("<q", struct.pack("<d", f))[0] for f in self[:2]]
@@ -44,8 +39,8 @@ class Transform(NamedTuple):
     @classmethod
     def unpack(cls, packed: Sequence[int]) -> Transform:
         """The transform of :meth:`pack`; all bits set would be a NaN, which no transform has."""
-        floats = (None if n == -1 else struct.unpack("<d", struct.pack("<q", n))[0] for n in packed[:2])
-        return cls(*floats, None if packed[2] < 0 else packed[2])
+        softcap, scale = (None if n == -1 else struct.unpack("<d", struct.pack("<q", n))[0] for n in packed[:2])
+        return cls(softcap, scale, None if packed[2] < 0 else packed[2])
 
 
 NO_TRANSFORM = Transform()

@@ -39,6 +39,9 @@ def weighted_linear_nll(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     num_active: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> WeightedNLL:
@@ -64,6 +67,10 @@ def weighted_linear_nll(
         memory_budget: bytes that a chunk of logits may take where ``chunk_size`` is None.
         num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a
             bound gives a NaN loss.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and a
+            target equal to it is as bad as one outside of ``[0, V)``.
         check_targets: raise an IndexError that names the first bad target; reads the targets back to the host. None
             follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
@@ -72,22 +79,23 @@ def weighted_linear_nll(
         :class:`WeightedNLL`: ``loss`` float32 (float64 for float64 input), differentiable in hidden, weight and bias.
 
     Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: shapes, dtypes or devices that do not fit, ``chunk_size`` < 1, or an unknown backend.
+        TypeError: an argument is not a tensor, or no number.
+        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
         RuntimeError: a second backward pass through the same loss.
     """
     targets, weights, active = all_plain(targets, weights, active)
     weights = _checks.checked_weights(weights, targets, hidden)
-    _checks.check_row_targets(
-        _checks.LINEAR, hidden, targets, weight, bias, check_targets=check_targets, ignore_index=ignore_index
-    )
+    transform = _checks.check_row_targets(
+        _checks.LINEAR, hidden, targets, weight, bias,
+        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
+    )  # fmt: skip
     _checks.check_active(_checks.LINEAR, hidden, active)
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     job = LinearJob(hidden, weight, bias, targets, weights, weights if active is None else active)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll,
-        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), **sizes,
+        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), transform=transform, **sizes,
     )  # fmt: skip
     return route(_run.weighted_linear_nll, job, plan)  # type: ignore[no-any-return]
 
@@ -105,6 +113,9 @@ def linear_token_nll(
     chunk_size: int | None = None,
     memory_budget: int | None = None,
     num_active: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> TokenNLL:
@@ -127,6 +138,9 @@ def linear_token_nll(
         chunk_size: rows of logits that exist at a time; None chooses.
         memory_budget: bytes that a chunk of logits may take where ``chunk_size`` is None.
         num_active: an upper bound of the number of active rows; too small a bound gives NaN.
+        softcap: as in :func:`weighted_linear_nll`.
+        scale: as in :func:`weighted_linear_nll`.
+        skip_id: as in :func:`weighted_linear_nll`.
         check_targets: as in :func:`weighted_linear_nll`.
         backend: "auto", "triton" or "torch".
 
@@ -134,19 +148,20 @@ def linear_token_nll(
         :class:`TokenNLL`, its ``nll`` differentiable in hidden, weight and bias.
 
     Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: shapes, dtypes or devices that do not fit, ``chunk_size`` < 1, or an unknown backend.
+        TypeError: an argument is not a tensor, or no number.
+        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
     targets, active = all_plain(targets, active)
-    _checks.check_row_targets(
-        _checks.LINEAR, hidden, targets, weight, bias, check_targets=check_targets, ignore_index=ignore_index
-    )
+    transform = _checks.check_row_targets(
+        _checks.LINEAR, hidden, targets, weight, bias,
+        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
+    )  # fmt: skip
     _checks.check_active(_checks.LINEAR, hidden, active)
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct,
-        needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), **sizes,
+        needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), transform=transform, **sizes,
     )  # fmt: skip
     job = LinearJob(hidden, weight, bias, targets, active=active)
     return route(_run.linear_token_nll, job, plan)  # type: ignore[no-any-return]

@@ -27,6 +27,9 @@ def token_nll(
     with_lse: bool = False,
     with_correct: bool = False,
     inplace_backward: bool = False,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> TokenNLL:
@@ -45,9 +48,13 @@ def token_nll(
         active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax.
+        with_correct: also return whether the target is the argmax, of the transformed logits if there is a transform.
         inplace_backward: write the gradient over ``logits`` instead of allocating it; no two rows may share memory.
             Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and a
+            target equal to it is as bad as one outside of ``[0, V)``.
         check_targets: raise an IndexError that names the first bad target; reads the targets back to the host. None
             follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
@@ -56,12 +63,15 @@ def token_nll(
         :class:`TokenNLL`.
 
     Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: shapes, dtypes or devices that do not fit, or an unknown backend.
+        TypeError: an argument is not a tensor, or no number.
+        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
     targets, active = all_plain(targets, active)
-    _checks.check_row_targets(_checks.LOGITS, logits, targets, check_targets=check_targets, ignore_index=ignore_index)
+    transform = _checks.check_row_targets(
+        _checks.LOGITS, logits, targets,
+        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
+    )  # fmt: skip
     _checks.check_active(_checks.LOGITS, logits, active)
     job = LogitsJob(logits, targets, active)
     plan = Plan(
@@ -71,6 +81,7 @@ def token_nll(
         with_lse,
         with_correct,
         inplace_backward=inplace_backward,
+        transform=transform,
     )
     return route(_run.token_nll, job, plan)  # type: ignore[no-any-return]
 
@@ -86,6 +97,9 @@ def weighted_nll(
     with_correct: bool = False,
     round_nll: bool = False,
     inplace_backward: bool = False,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> WeightedNLL:
@@ -103,10 +117,13 @@ def weighted_nll(
             rows that do not enter the loss.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax.
+        with_correct: also return whether the target is the argmax, of the transformed logits if there is a transform.
         round_nll: round each NLL to the dtype of the logits before it is weighted, as a cross-entropy computed in that
             dtype would return it.
         inplace_backward: as in :func:`token_nll`.
+        softcap: as in :func:`token_nll`.
+        scale: as in :func:`token_nll`.
+        skip_id: as in :func:`token_nll`.
         check_targets: as in :func:`token_nll`.
         backend: "auto", "triton" or "torch".
 
@@ -114,17 +131,20 @@ def weighted_nll(
         :class:`WeightedNLL`.
 
     Raises:
-        TypeError: an argument is not a tensor.
-        ValueError: shapes, dtypes or devices that do not fit, or an unknown backend.
+        TypeError: an argument is not a tensor, or no number.
+        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
     targets, weights, active = all_plain(targets, weights, active)
     weights = _checks.checked_weights(weights, targets, logits)
-    _checks.check_row_targets(_checks.LOGITS, logits, targets, check_targets=check_targets, ignore_index=ignore_index)
+    transform = _checks.check_row_targets(
+        _checks.LOGITS, logits, targets,
+        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
+    )  # fmt: skip
     _checks.check_active(_checks.LOGITS, logits, active)
     job = LogitsJob(logits, targets, weights if active is None else active)
     plan = Plan(
         logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll,
-        read_beyond=active is not None, inplace_backward=inplace_backward,
+        read_beyond=active is not None, inplace_backward=inplace_backward, transform=transform,
     )  # fmt: skip
     return WeightedNLL.of(plan, route(_run.token_nll, job, plan), weights)
