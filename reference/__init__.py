@@ -30,6 +30,7 @@ from reference.mtp import (
     seq_idx_from_cu_seqlens,
 )
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
+from reference.transform import possible_targets, transformed
 
 __all__ = [
     "Corrupted",
@@ -58,10 +59,12 @@ __all__ = [
     "mdlm_loss",
     "mtp_labels",
     "mtp_loss",
+    "possible_targets",
     "sample_level",
     "seq_idx_from_cu_seqlens",
     "token_lse",
     "token_nll",
+    "transformed",
     "weighted_linear_nll",
     "weighted_nll",
 ]

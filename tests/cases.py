@@ -31,6 +31,7 @@ class Case(NamedTuple):
         per_row: whether the value is one number a row.
         linear_in: the input the value is linear in, if any.
         rounds: whether it takes ``fp32_upcast``.
+        transform: what the logits go through first, as the ops and losses take it.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Case(NamedTuple):
     per_row: bool = False
     linear_in: str | None = None
     rounds: bool = False
+    transform: dict[str, Any] | None = None
 
 
 def _targets(B: int, L: int, V: int) -> torch.Tensor:
@@ -202,7 +204,34 @@ def _mdlm_oracle(x, i, **options):
     return reference.mdlm_loss(x, **i, **options)
 
 
-CASES = (
+SKIP_ID = 1
+
+
+def _transformed(case: Case, **transform: Any) -> Case:
+    """The same of transformed logits. No target is the skipped column, whose NLL would be NaN."""
+    skip_id = transform.get("skip_id", -1)
+
+    def draw(B, L, V):
+        inputs = case.draw(B, L, V)
+        ids = next(name for name in ("targets", "target_ids", "input_ids") if name in inputs)
+        return inputs | {ids: torch.where(inputs[ids] == skip_id, (skip_id + 1) % V, inputs[ids])}
+
+    def logits_form(x, i, **options):
+        return case.logits_form(x, i, **transform, **options)
+
+    def hidden_form(h, w, b, i, **options):
+        return case.hidden_form(h, w, b, i, **transform, **options)
+
+    def oracle(x, i):
+        return case.oracle(reference.transformed(x, **transform), i)
+
+    return case._replace(
+        name=f"{case.name}, {' '.join(transform)}", draw=draw, logits_form=logits_form, hidden_form=hidden_form,
+        oracle=oracle, rounds=False, transform=transform,
+    )  # fmt: skip
+
+
+PLAIN = (
     Case("token_nll", _rows, _token_nll, _linear_token_nll, _token_oracle, per_row=True),
     Case("weighted_nll", _rows, _weighted_nll, _weighted_linear_nll, _weighted_oracle, linear_in="weights"),
     Case("mdlm", _diffusion, _mdlm, _mdlm_hidden, _mdlm_oracle, rounds=True),
@@ -217,6 +246,17 @@ CASES = (
     Case("dflash, no decay", _dflash, *_dflash_forms(block_size=BLOCK, loss_gamma=None), linear_in="block_mask"),
     Case("encoder AR", _encoder, _encoder_ar, _encoder_ar_hidden, _encoder_oracle),
 )
+TRANSFORMS = {
+    "token_nll": {"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID},
+    "weighted_nll": {"softcap": 3.0},
+    "mdlm, counted": {"scale": 1 / 0.7, "skip_id": SKIP_ID},
+    "block diffusion": {"softcap": 30.0},
+    "hybrid": {"softcap": 2.5, "skip_id": SKIP_ID},
+    "hybrid, one tensor": {"scale": 0.6},
+    "dflash": {"softcap": 5.0, "scale": 0.8, "skip_id": SKIP_ID},
+    "encoder AR": {"softcap": 4.0, "scale": 1.3},
+}
+CASES = (*PLAIN, *(_transformed(case, **TRANSFORMS[case.name]) for case in PLAIN if case.name in TRANSFORMS))
 LOSSES = tuple(case for case in CASES if not case.per_row)
 BY_NAME = {case.name: case for case in CASES}
 

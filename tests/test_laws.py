@@ -83,7 +83,7 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
     assert_as_good_as_plain([both], [a * v1 + b * v2, terms], 0.0, sizes=reduction_sizes(leaves[form]))
 
 
-@cases()
+@cases([case for case in CASES if case.transform is None])  # else the transformed logits differ in rounding
 @examples
 @given(seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
 def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):

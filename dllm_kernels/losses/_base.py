@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._plain import all_plain
 from dllm_kernels.ops._target_range import first_true
@@ -79,17 +79,29 @@ def check_not_swapped(p_mask: torch.Tensor | None) -> None:
         raise ValueError("p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?")
 
 
-class DiffusionLoss(nn.Module):
+class DiffusionLoss(TransformedLoss):
     """A loss of tokens ``[B, L]``, from logits or from hidden states.
 
     Args:
         fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
             to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
+        softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
+            NLL of a target equal to it is NaN. None: all columns are.
         backend: "auto", "triton" or "torch".
     """
 
-    def __init__(self, fp32_upcast: bool = True, *, backend: str = "auto") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        fp32_upcast: bool = True,
+        *,
+        softcap: float | None = None,
+        scale: float | None = None,
+        skip_id: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(softcap, scale, skip_id)
         self.fp32_upcast = fp32_upcast
         self.backend = backend
 
@@ -133,7 +145,7 @@ class DiffusionLoss(nn.Module):
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
-        rows = Rows.of_logits(logits, backend=self.backend, round_nll=not self.fp32_upcast)
+        rows = Rows.of_logits(logits, backend=self.backend, round_nll=not self.fp32_upcast, **self.transform)
         return self._loss(rows, batch, causal_logits, noisy_input_ids)
 
     def forward_fused(
@@ -181,7 +193,8 @@ class DiffusionLoss(nn.Module):
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
         rows = Rows.of_hidden(
-            hidden, lm_head_weight, lm_head_bias, chunk_size=chunk_size, backend=self.backend, round_nll=not self.fp32_upcast
+            hidden, lm_head_weight, lm_head_bias,
+            chunk_size=chunk_size, backend=self.backend, round_nll=not self.fp32_upcast, **self.transform,
         )  # fmt: skip
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
 

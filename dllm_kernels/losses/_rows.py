@@ -10,6 +10,7 @@ import torch
 from dllm_kernels.ops import _checks, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plain import plain
 from dllm_kernels.ops._results import WeightedNLL
+from dllm_kernels.ops._transform import Transform
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Rows:
         """
         names, x = self.names, self.x
         V = _checks.check_rows(names, x, target_ids, self.weight, self.bias)
+        transform = _checks.checked_transform(V, *(self.options.get(step) for step in Transform._fields))
         _checks.check_ndim(names.rows, x, 3, "[B, L, D]" if self.fused else "[B, L, V]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
         B, L = target_ids.shape
@@ -80,7 +82,7 @@ class Rows:
                 f"got {tuple(x.shape)}"
             )
         targets = plain(target_ids)[:, shift:] if shift else target_ids
-        _checks.check_target_range(None, names.targets, targets, V, shift=shift)
+        _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=transform.skip_id)
 
     def weighted(self, targets: torch.Tensor, weights: torch.Tensor, **flags: Any) -> WeightedNLL:
         """The sum of weights * NLL: every loss is one of these."""

@@ -21,6 +21,9 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
 
     Args:
         fp32_upcast: as in :class:`MDLMCrossEntropyLoss`.
+        softcap: as in :class:`MDLMCrossEntropyLoss`.
+        scale: as in :class:`MDLMCrossEntropyLoss`.
+        skip_id: as in :class:`MDLMCrossEntropyLoss`.
         backend: "auto", "triton" or "torch".
     """
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import _checks, linear_token_nll
 from dllm_kernels.ops._plain import all_plain
 
 NORMALIZE = ("tokens", "mean")
 
 
-class DFlashDecayLoss(nn.Module):
+class DFlashDecayLoss(TransformedLoss):
     r"""Cross-entropy of the drafted tokens, each weighted by how early in its block it stands.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
@@ -32,6 +32,9 @@ class DFlashDecayLoss(nn.Module):
         chunk_size: rows of logits that exist at a time in :meth:`forward_fused`. The default keeps the documented
             memory; larger chunks are faster on a GPU, None chooses.
         normalize: "tokens" divides by ``num_tokens``, "mean" by the sum of the weights (plus 1e-6).
+        softcap: as in :class:`MDLMCrossEntropyLoss`.
+        scale: as in :class:`MDLMCrossEntropyLoss`.
+        skip_id: as in :class:`MDLMCrossEntropyLoss`.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -46,9 +49,12 @@ class DFlashDecayLoss(nn.Module):
         chunk_size: int | None = 1024,
         normalize: str = "tokens",
         *,
+        softcap: float | None = None,
+        scale: float | None = None,
+        skip_id: int | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(softcap, scale, skip_id)
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.use_fused_linear_ce = bool(use_fused_linear_ce)
         self.chunk_size = chunk_size
@@ -83,7 +89,8 @@ class DFlashDecayLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
-        return self._loss(Rows.of_logits(logits, backend=self.backend), target_ids, block_mask, num_tokens, block_size)
+        rows = Rows.of_logits(logits, backend=self.backend, **self.transform)
+        return self._loss(rows, target_ids, block_mask, num_tokens, block_size)
 
     def forward_fused(
         self,
@@ -116,7 +123,9 @@ class DFlashDecayLoss(nn.Module):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
         """
-        rows = Rows.of_hidden(hidden, lm_head_weight, lm_head_bias, chunk_size=self.chunk_size, backend=self.backend)
+        rows = Rows.of_hidden(
+            hidden, lm_head_weight, lm_head_bias, chunk_size=self.chunk_size, backend=self.backend, **self.transform
+        )
         return self._loss(rows, target_ids, block_mask, num_tokens, block_size)
 
     def _loss(

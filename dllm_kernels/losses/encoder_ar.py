@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from dllm_kernels.losses._common import Count, check_counts, divide, shift_left
@@ -10,12 +12,24 @@ from dllm_kernels.ops import _checks, token_nll
 from dllm_kernels.ops._plain import all_plain
 
 
-def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
+def compute_per_token_nll(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    *,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    backend: str = "auto",
+) -> torch.Tensor:
     r"""Negative log-likelihood of every token, :math:`\log\sum_v e^{z_{iv}} - z_{i,y_i}`.
 
     Args:
         logits: ``[B, L, V]``, any float dtype.
         target_ids: ``[B, L]`` integers; -100 gives 0.
+        softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
+            NLL of a target equal to it is NaN. None: all columns are.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -25,8 +39,9 @@ def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor, *, bac
         TypeError: an argument is not a tensor.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    _checks.check_row_targets(_checks.Names("logits", "target_ids"), logits, target_ids)
-    return token_nll(logits, target_ids, backend=backend).nll
+    transform: dict[str, Any] = {"softcap": softcap, "scale": scale, "skip_id": skip_id}
+    _checks.check_row_targets(_checks.Names("logits", "target_ids"), logits, target_ids, **transform)
+    return token_nll(logits, target_ids, backend=backend, **transform).nll
 
 
 def encoder_ar_loss(
@@ -35,6 +50,9 @@ def encoder_ar_loss(
     valid_mask: torch.Tensor | None = None,
     num_tokens: int | torch.Tensor | None = None,
     *,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     r"""Next-token cross-entropy where both the current and the next position are valid.
@@ -48,6 +66,9 @@ def encoder_ar_loss(
         input_ids: ``[B, S]`` integers, the clean sequence.
         valid_mask: ``[B, S]``, nonzero where a position is not padding; None: all are valid.
         num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions here.
+        softcap: as in :func:`compute_per_token_nll`.
+        scale: as in :func:`compute_per_token_nll`.
+        skip_id: as in :func:`compute_per_token_nll`.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -57,7 +78,10 @@ def encoder_ar_loss(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    rows = Rows.of_logits(encoder_logits, names=_checks.Names("encoder_logits", "input_ids"), backend=backend)
+    rows = Rows.of_logits(
+        encoder_logits, names=_checks.Names("encoder_logits", "input_ids"),
+        backend=backend, softcap=softcap, scale=scale, skip_id=skip_id,
+    )  # fmt: skip
     return _next_token(rows, input_ids, valid_mask, num_tokens)
 
 
@@ -70,6 +94,9 @@ def encoder_ar_loss_fused(
     *,
     lm_head_bias: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
     """:func:`encoder_ar_loss` from hidden states and the LM head; the logits exist one chunk at a time.
@@ -82,6 +109,9 @@ def encoder_ar_loss_fused(
         num_tokens: as in :func:`encoder_ar_loss`.
         lm_head_bias: ``[V]`` or None.
         chunk_size: rows of logits that exist at a time; None chooses.
+        softcap: as in :func:`compute_per_token_nll`.
+        scale: as in :func:`compute_per_token_nll`.
+        skip_id: as in :func:`compute_per_token_nll`.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -92,7 +122,10 @@ def encoder_ar_loss_fused(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     names = _checks.Names("hidden", "input_ids", "lm_head_weight", "lm_head_bias")
-    rows = Rows.of_hidden(hidden, lm_head_weight, lm_head_bias, names=names, chunk_size=chunk_size, backend=backend)
+    rows = Rows.of_hidden(
+        hidden, lm_head_weight, lm_head_bias, names=names,
+        chunk_size=chunk_size, backend=backend, softcap=softcap, scale=scale, skip_id=skip_id,
+    )  # fmt: skip
     return _next_token(rows, input_ids, valid_mask, num_tokens)
 
 

@@ -28,11 +28,23 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     Args:
         alpha: weight of the diffusion part, a constant.
         fp32_upcast: as in :class:`MDLMCrossEntropyLoss`.
+        softcap: as in :class:`MDLMCrossEntropyLoss`.
+        scale: as in :class:`MDLMCrossEntropyLoss`.
+        skip_id: as in :class:`MDLMCrossEntropyLoss`.
         backend: "auto", "triton" or "torch".
     """
 
-    def __init__(self, alpha: float = 1.0, fp32_upcast: bool = True, *, backend: str = "auto") -> None:
-        super().__init__(fp32_upcast, backend=backend)
+    def __init__(
+        self,
+        alpha: float = 1.0,
+        fp32_upcast: bool = True,
+        *,
+        softcap: float | None = None,
+        scale: float | None = None,
+        skip_id: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, backend=backend)
         self.alpha = alpha
 
     def forward_fused(  # type: ignore[override]

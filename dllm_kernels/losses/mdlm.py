@@ -24,6 +24,10 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
     Args:
         fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
             to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
+        softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
+            NLL of a target equal to it is NaN. None: all columns are.
         backend: "auto", "triton" or "torch".
     """
 
