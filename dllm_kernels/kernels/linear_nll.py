@@ -32,9 +32,8 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
-from dllm_kernels.kernels._transform import arguments
+from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
 from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 
 @triton.jit

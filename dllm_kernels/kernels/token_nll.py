@@ -29,8 +29,7 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
-from dllm_kernels.kernels._transform import arguments
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
+from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
 
 
 @triton.jit
