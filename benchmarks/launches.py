@@ -34,6 +34,9 @@ FEW_ROWS = (GEMMA_CANVAS.batch, GEMMA_CANVAS.length, GEMMA_CANVAS.vocab)
 SHORT_ROWS = (4, 1024, 16000)  # which no launcher splits
 REAL_HIDDEN = (DFLASH_4B.batch, DFLASH_4B.length, DFLASH_4B.vocab)
 
+ALL_STEPS: dict[str, Any] = {"softcap": 30.0, "scale": 1 / 0.7, "skip_id": 126336}
+SOME_STEPS: tuple[dict[str, Any], ...] = ({"softcap": 30.0}, {"scale": 1 / 0.7}, {"scale": 1 / 0.7, "skip_id": 126336})
+
 Call = Callable[[], object]
 
 
@@ -49,6 +52,7 @@ def real() -> Iterator[Call]:
         for flag in (False, True):
             yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, one_pass=True, with_correct=flag)
     yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, num_active=5000)
+    yield from transformed()
     for size in (32, 4096, 131072):
         yield partial(topk, 8, size)
         yield partial(topk, 8, size, given=True)
@@ -64,6 +68,18 @@ def real() -> Iterator[Call]:
     yield partial(levels, 8)
 
 
+def transformed() -> Iterator[Call]:
+    """Calls with a transform of the logits: all its steps in every dtype, some of them in bfloat16."""
+    for dtype in DTYPES:
+        for flag in (False, True):
+            yield partial(token_nll, REAL_LOGITS, dtype, with_correct=flag, **ALL_STEPS)
+            yield partial(token_nll, SHORT_ROWS, dtype, with_correct=flag, **(ALL_STEPS | {"skip_id": 0}))
+            yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=flag, **ALL_STEPS)
+    for steps in SOME_STEPS:
+        yield partial(token_nll, REAL_LOGITS, torch.bfloat16, with_correct=True, **steps)
+        yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, frozen=True, **steps)
+
+
 def odd() -> Iterator[Call]:
     """Calls with what else a caller may bring."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -77,6 +93,7 @@ def odd() -> Iterator[Call]:
     for rows in (torch.bool, torch.int64, torch.float16):
         yield partial(token_nll, REAL_LOGITS, torch.bfloat16, rows=rows)
     yield partial(weighted_nll, REAL_LOGITS, torch.bfloat16, with_correct=True)
+    yield partial(token_nll, (8, 512, 50257), torch.bfloat16, with_correct=True, **(ALL_STEPS | {"skip_id": 1}))
     for shape in ((1, 131072, 32768), (2, 65536, 50257)):  # 2**32 logits and more
         yield partial(token_nll, shape, torch.bfloat16)
     for ids, mask in ((torch.int32, torch.bool), (torch.int64, torch.float32)):

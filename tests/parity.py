@@ -126,4 +126,4 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(16, 4, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 4, 2))
     for rule in ("linear_nll_rows", "linear_nll_rows_once"):
-        monkeypatch.setattr(tiles, rule, lambda V, itemsize: tiles.Tile(16, 4))
+        monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(16, 4))

@@ -28,7 +28,7 @@ def _several_accesses_a_thread(monkeypatch):
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(TILE, 1))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(TILE, 1, 2))
     for rule in ("linear_nll_rows", "linear_nll_rows_once"):
-        monkeypatch.setattr(tiles, rule, lambda V, itemsize: tiles.Tile(TILE, 1))
+        monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(TILE, 1))
 
 
 def rows(V, dtype):

@@ -88,9 +88,9 @@ def finite(m):
 
 
 @triton.jit
-def _masked_tile(x, v, mask, transform, ACC: tl.constexpr):
+def _masked_tile(x, v, mask, transform, ACC: tl.constexpr, first):
     """The transformed logits of the columns v, -inf where they are masked, as they were loaded: a cap would lift them."""
-    x = transformed(x, v, transform, ACC)
+    x = transformed(x, v, transform, ACC, first)
     _, rate, _ = transform
     if rate is not None:
         x = tl.where(mask, x, -float("inf"))
@@ -141,20 +141,20 @@ def column_stats(
     whole = wide // BLOCK_V * BLOCK_V
     for tile in range(0, whole, BLOCK_V):
         x = tl.load(tile_ptr + tile + lanes, eviction_policy=EVICT)
-        x = transformed(x, first + tile + lanes, transform, ACC)
+        x = transformed(x, lanes, transform, ACC, first + tile)
         lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
     if whole < wide:
         rest = lanes < wide - whole
         x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy=EVICT)
-        x = _masked_tile(x, first + whole + lanes, rest, transform, ACC)
+        x = _masked_tile(x, lanes, rest, transform, ACC, first + whole)
         lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + wide <= y, lane_max, before)
     v, there = ragged_columns(start, end, first, wide, WIDE)
     x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
-    x = _masked_tile(x, v, there, transform, ACC)
+    x = _masked_tile(x, v, there, transform, ACC, None)
     row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
     row_sum = tl.sum(lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), 0) + tl.sum(
         tl.exp2((x - row_max) * LOG2E), 0
@@ -169,13 +169,13 @@ def column_stats(
 
 
 @triton.jit
-def store_grad(x, v, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, ACC: tl.constexpr):
-    """Write scale * (softmax - onehot) * slope for the columns i, in the row the columns v.
+def store_grad(x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, first, ACC: tl.constexpr):
+    """Write scale * (softmax - onehot) * slope for the columns i; the one-hot, at ``hot``, is subtracted before the rounding.
 
-    The one-hot, at ``hot`` among the i, is subtracted before the rounding.
+    ``first`` as in ``transformed``.
     """
-    p = tl.exp2((transformed(x, v, transform, ACC) - row_max) * LOG2E - log_sum * LOG2E)
-    grad = through(scale * tl.where(i == hot, p - 1, p), x, v, transform, ACC)
+    p = tl.exp2((transformed(x, i, transform, ACC, first) - row_max) * LOG2E - log_sum * LOG2E)
+    grad = through(scale * tl.where(i == hot, p - 1, p), x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -194,8 +194,8 @@ def grad_tiles(
     for _ in range(0, wide, BLOCK_V):
         ahead = tile - BLOCK_V
         x_ahead = tl.load(in_ptr + ahead + i, mask=i >= -ahead, eviction_policy="evict_first")
-        v = column + tile + i
-        store_grad(x, v, out_ptr + tile, i, i < wide - tile, hot - tile, scale, row_max, log_sum, transform, ACC)
+        first = column + tile
+        store_grad(x, out_ptr + tile, i, i < wide - tile, hot - tile, scale, row_max, log_sum, transform, first, ACC)
         x = x_ahead
         tile = ahead
 

@@ -56,14 +56,16 @@ def token_nll_bwd(V: int, itemsize: int) -> Tile:
     return Tile(block, _warps(block, itemsize), -(-V // (4 * block)))
 
 
-def linear_nll_rows(V: int, itemsize: int) -> Tile:
+def linear_nll_rows(V: int, itemsize: int, capped: bool = False) -> Tile:
     """A whole row by one program, read twice and written once: tiles of 32 KiB, 16 warps.
+
+    Of 16 KiB under a soft cap, whose arithmetic would spill otherwise, and takes longer than a load.
 
     Its registers leave room for one such program a multiprocessor: some 130 rows of 300 KB at a time, which an L2 of 50 MB
     holds until they are read again.
     """
-    block = _bytes_to_block(itemsize, 32768, V)
-    return Tile(block, _warps(block, itemsize))
+    block = _bytes_to_block(itemsize, 16384 if capped else 32768, V)
+    return Tile(block, _warps(block * (2 if capped else 1), itemsize))
 
 
 def linear_nll_rows_once(V: int, itemsize: int) -> Tile:

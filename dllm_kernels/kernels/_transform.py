@@ -46,36 +46,63 @@ def number(bits, ACC: tl.constexpr):
 
 
 @triton.jit
-def _halves(u):
-    """(q, r) of u."""
-    q = tl.exp2(tl.abs(u) * MINUS_2_LOG2E)
-    return q, 1 / (1 + q)
+def _polynomial(s, c0, c1, c2, c3, c4, ACC: tl.constexpr):
+    """From the highest coefficient to the lowest."""
+    p = tl.fma(s, tl.full(s.shape, c0, ACC), tl.full(s.shape, c1, ACC))
+    p = tl.fma(s, p, tl.full(s.shape, c2, ACC))
+    p = tl.fma(s, p, tl.full(s.shape, c3, ACC))
+    return tl.fma(s, p, tl.full(s.shape, c4, ACC))
 
 
 @triton.jit
 def _tanh(u, ACC: tl.constexpr):
-    q, r = _halves(u)
-    far = tl.fma(-2 * q, r, tl.full(u.shape, 1.0, ACC))
+    a = tl.abs(u)
     s = u * u
-    if tl.float64 == ACC:
-        p = tl.fma(s, -9.64399179425052238628e-1, tl.full(u.shape, -9.92877231001918586564e1, ACC))
-        p = tl.fma(s, p, tl.full(u.shape, -1.61468768441708447952e3, ACC))
-        d = tl.fma(s, tl.full(u.shape, 1.0, ACC), tl.full(u.shape, 1.12811678491632931402e2, ACC))
-        d = tl.fma(s, d, tl.full(u.shape, 2.23548839060100448583e3, ACC))
-        d = tl.fma(s, d, tl.full(u.shape, 4.84406305325125486048e3, ACC))
-        p = p / d
+    near = a < 0.625
+    q = tl.exp2(a * MINUS_2_LOG2E)
+    if tl.float64 == ACC:  # one division for both
+        p = _polynomial(
+            s, 0.0, 0.0, -9.64399179425052238628e-1, -9.92877231001918586564e1, -1.61468768441708447952e3, ACC
+        )
+        d = _polynomial(s, 0.0, 1.0, 1.12811678491632931402e2, 2.23548839060100448583e3, 4.84406305325125486048e3, ACC)
+        t = tl.where(near, a, 1.0) + tl.where(near, s * a * p, -2 * q) / tl.where(near, d, 1 + q)
     else:
-        p = tl.fma(s, -5.70498872745e-3, tl.full(u.shape, 2.06390887954e-2, ACC))
-        p = tl.fma(s, p, tl.full(u.shape, -5.37397155531e-2, ACC))
-        p = tl.fma(s, p, tl.full(u.shape, 1.33314422036e-1, ACC))
-        p = tl.fma(s, p, tl.full(u.shape, -3.33332819422e-1, ACC))
-    near = tl.fma(s * u, p, u)
-    return tl.where(tl.abs(u) < 0.625, near, tl.where(u < 0, -far, far))
+        p = _polynomial(
+            s, -5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1, ACC
+        )
+        t = tl.where(near, tl.fma(s * a, p, a), tl.fma(-2 * q, 1 / (1 + q), tl.full(u.shape, 1.0, ACC)))
+    return tl.where(u < 0, -t, t)
 
 
 @triton.jit
-def transformed(z, v, transform, ACC: tl.constexpr):
-    """The transformed logits, in ACC, of the columns ``v`` of a row; masked lanes are the caller's to overwrite."""
+def _slope(u, ACC: tl.constexpr):
+    """The derivative of tanh."""
+    if tl.float64 == ACC:
+        t = _tanh(u, ACC)
+        return tl.fma(-t, t, tl.full(u.shape, 1.0, ACC))
+    else:
+        q = tl.exp2(tl.abs(u) * MINUS_2_LOG2E)
+        r = 1 / (1 + q)
+        return 4 * q * r * r
+
+
+@triton.jit
+def _with_column(x, v, skip, value, first):
+    if first is None:
+        return tl.where(v == skip, value, x)
+    else:  # few tiles have the column, and to look for it in every lane would take more registers than all the rest
+        i = skip - first
+        if (i >= 0) & (i < v.shape[0]):
+            x = tl.where(v == i, value, x)
+        return x
+
+
+@triton.jit
+def transformed(z, v, transform, ACC: tl.constexpr, first=None):
+    """The transformed logits, in ACC, of the columns v of a row; masked lanes are the caller's to overwrite.
+
+    With ``first`` the columns are first + v, and v is 0, 1, 2, ...: a tile, in which a column is cheaper to find.
+    """
     gain, rate, skip = transform
     x = z.to(ACC)
     if rate is not None:
@@ -83,19 +110,18 @@ def transformed(z, v, transform, ACC: tl.constexpr):
     elif gain is not None:
         x = x * number(gain, ACC)
     if skip is not None:
-        x = tl.where(v == skip, -float("inf"), x)
+        x = _with_column(x, v, skip, -float("inf"), first)
     return x
 
 
 @triton.jit
-def through(grad, z, v, transform, ACC: tl.constexpr):
-    """The gradient in the logits from that in the transformed ones: times the slope, and 0 in the skipped column."""
+def through(grad, z, v, transform, ACC: tl.constexpr, first=None):
+    """The gradient in the logits z from that in the transformed ones: times the slope, and 0 in the skipped column."""
     gain, rate, skip = transform
     if rate is not None:
-        q, r = _halves(z.to(ACC) * number(rate, ACC))
-        grad = grad * (number(gain, ACC) * number(rate, ACC)) * (4 * q * r * r)
+        grad = grad * (number(gain, ACC) * number(rate, ACC)) * _slope(z.to(ACC) * number(rate, ACC), ACC)
     elif gain is not None:
         grad = grad * number(gain, ACC)
     if skip is not None:
-        grad = tl.where(v == skip, 0.0, grad)
+        grad = _with_column(grad, v, skip, 0.0, first)
     return grad

@@ -33,7 +33,7 @@ from dllm_kernels.kernels._math import (
     zero_columns,
 )
 from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row
+from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row, row_grad, row_stats
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, transform, BLOCK_V
     x = tl.load(logits_ptr + row + v, mask=there)
     tile_ptr = logits_ptr + at
     grad_tiles(tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC)
-    store_grad(x, v, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, ACC)
+    store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC)
 
 
 @triton.jit(do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
@@ -122,9 +122,15 @@ def row_nll_grad_(
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``ops._rows`` for the contract."""
     C, V = logits.shape
     acc = torch.promote_types(logits.dtype, torch.float32)
+    if (
+        acc == torch.float64 and transform[0] is not None
+    ):  # both passes with their hyperbolic tangents in one kernel spill
+        stats = row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
+        row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
+        return stats
     nll, row_max, log_sum, target_logit = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(4))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
-    tile = _tiles.linear_nll_rows(V, logits.element_size())
+    tile = _tiles.linear_nll_rows(V, logits.element_size(), capped=transform[0] is not None)
     _linear_nll_rows[(C,)](
         logits, targets, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc),

@@ -166,7 +166,7 @@ def _token_nll_bwd(
         )
         if start == 0:
             x = tl.load(logits_ptr + row + v, mask=there)
-            store_grad(x, v, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, ACC)
+            store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC)
     else:
         for tile in range(start, end, BLOCK_V):
             zero_columns(out_ptr + out_at + tile, i, i < end - tile)
