@@ -32,7 +32,7 @@ def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
     from dllm_kernels.kernels import _tiles
 
     kept = getattr(_tiles, rule)
-    setattr(_tiles, rule, lambda *_: tile)
+    setattr(_tiles, rule, lambda *_, **__: tile)
     try:
         yield
     finally:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from dllm_kernels.losses import MDLMCrossEntropyLoss
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import (
     FusedLinearCrossEntropy,
@@ -17,7 +18,7 @@ from dllm_kernels.mtp import (
 )
 from dllm_kernels.ops import _compiled, _compiled_checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plan import Needs, Plan
-from dllm_kernels.ops._transform import Transform
+from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 from tests.cases import BY_NAME, CASES
 from tests.conftest import DEVICE
 
@@ -93,6 +94,25 @@ def test_frozen_inputs(name, frozen):
     else:
         step = step_of(case, "hidden", inputs)
         torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), step(*leaves))
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_a_temperature_may_change_from_call_to_call(form):
+    """After the first change it is a symbolic number while a graph is traced."""
+    inputs, leaves = draw(BY_NAME["mdlm"])
+    loss = MDLMCrossEntropyLoss(softcap=4.0)
+
+    def value():
+        out = loss(*leaves[:1], **inputs) if form == "logits" else loss.forward_fused(*leaves[:2], **inputs)
+        return out.total_loss
+
+    leaves = leaves if form == "hidden" else [F.linear(*leaves)]
+    compiled = torch.compile(value, backend="aot_eager", fullgraph=True)
+    seen = set()
+    for loss.scale in (0.5, 0.7, 1.0, 1.3):
+        torch.testing.assert_close(compiled(), value())
+        seen.add(value().item())
+    assert len(seen) == 4
 
 
 def test_inputs_that_are_not_contiguous():
@@ -419,12 +439,13 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_a
 @pytest.mark.parametrize("with_correct", [False, True])
 def test_opcheck_token_nll(dtype, with_correct, backend):
     logits, targets, _ = rows(dtype)
-    packed = Plan(dtype, backend == "triton", with_correct=with_correct).pack()
+    transform = Transform(3.0, 0.7, 1) if with_correct else NO_TRANSFORM
+    packed = Plan(dtype, backend == "triton", with_correct=with_correct, transform=transform).pack()
     checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
     for x in (logits, logits.clone().requires_grad_()):
-        torch.library.opcheck(_compiled._token_nll, (x, targets, packed), **checked)
-    nll, row_max, log_sum, _ = _compiled._token_nll(logits, targets, packed)
-    arguments = (logits, targets, torch.randn_like(nll), row_max, log_sum, packed)
+        torch.library.opcheck(_compiled._token_nll, (x, targets, *packed), **checked)
+    nll, row_max, log_sum, _ = _compiled._token_nll(logits, targets, *packed)
+    arguments = (logits, targets, torch.randn_like(nll), row_max, log_sum, *packed)
     torch.library.opcheck(_compiled._token_nll_backward, arguments)
 
 
@@ -444,15 +465,15 @@ def linear_plan(dtype, needs, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_linear(dtype, needs):
     leaves, targets, weights = linear_inputs(dtype, needs)
-    packed = linear_plan(dtype, needs, chunk_size=2)
+    packed = linear_plan(dtype, needs, chunk_size=2, transform=Transform(3.0, 0.7, 1))
     # float16 differs between two ways of rounding the same gradient; its autograd is compared above
     checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
-    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, packed), **checked)
-    torch.library.opcheck(_compiled._linear_token_nll, (*leaves, targets, packed), **checked)
+    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, *packed), **checked)
+    torch.library.opcheck(_compiled._linear_token_nll, (*leaves, targets, *packed), **checked)
     detached = [leaf.detach() for leaf in leaves]
-    nll, row_max, log_sum, *_ = _compiled._linear_token_nll(*detached, targets, packed)
+    nll, row_max, log_sum, *_ = _compiled._linear_token_nll(*detached, targets, *packed)
     if any(needs):
-        backward = (*detached, targets, [row_max, log_sum, torch.randn_like(nll)], packed)
+        backward = (*detached, targets, [row_max, log_sum, torch.randn_like(nll)], *packed)
         torch.library.opcheck(_compiled._linear_token_nll_backward, backward)
 
 
@@ -461,7 +482,7 @@ def test_opcheck_linear(dtype, needs):
 def test_opcheck_of_float16_without_a_row(needs, N):
     leaves, targets, weights = linear_inputs(torch.float16, needs)
     leaves[0] = leaves[0].detach()[:N].requires_grad_(needs[0])
-    arguments = (*leaves, targets[:N], weights[:N], linear_plan(torch.float16, needs))
+    arguments = (*leaves, targets[:N], weights[:N], *linear_plan(torch.float16, needs))
     torch.library.opcheck(_compiled._weighted_linear_nll, arguments, test_utils=TESTS[:3])
 
 
@@ -469,7 +490,7 @@ def test_opcheck_with_a_given_number_of_active_rows():
     needs = (True, True, True)
     leaves, targets, weights = linear_inputs(torch.float32, needs)
     packed = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
-    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, packed), test_utils=TESTS[:3])
+    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, *packed), test_utils=TESTS[:3])
 
 
 def test_a_plan_survives_packing():
@@ -480,7 +501,7 @@ def test_a_plan_survives_packing():
         Plan(torch.float32, True, transform=Transform(30.0, 1 / 0.7, 0)),
         Plan(torch.float32, True, transform=Transform(scale=0.1)),
     ]
-    assert [Plan.unpack(plan.pack()) for plan in plans] == plans
+    assert [Plan.unpack(*plan.pack()) for plan in plans] == plans
 
 
 @pytest.mark.gpu

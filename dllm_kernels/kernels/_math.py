@@ -174,7 +174,8 @@ def store_grad(x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, fir
 
     ``first`` as in ``transformed``.
     """
-    p = tl.exp2((transformed(x, i, transform, ACC, first) - row_max) * LOG2E - log_sum * LOG2E)
+    gain, rate, _ = transform  # whatever p is in the skipped column, the gradient there is 0
+    p = tl.exp2((transformed(x, i, (gain, rate, None), ACC) - row_max) * LOG2E - log_sum * LOG2E)
     grad = through(scale * tl.where(i == hot, p - 1, p), x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 

@@ -56,16 +56,16 @@ def token_nll_bwd(V: int, itemsize: int) -> Tile:
     return Tile(block, _warps(block, itemsize), -(-V // (4 * block)))
 
 
-def linear_nll_rows(V: int, itemsize: int, capped: bool = False) -> Tile:
+def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
     """A whole row by one program, read twice and written once: tiles of 32 KiB, 16 warps.
 
-    Of 16 KiB under a soft cap, whose arithmetic would spill otherwise, and takes longer than a load.
+    Of 16 KiB where there is a soft cap or a column to skip, for which there are no registers otherwise.
 
     Its registers leave room for one such program a multiprocessor: some 130 rows of 300 KB at a time, which an L2 of 50 MB
     holds until they are read again.
     """
-    block = _bytes_to_block(itemsize, 16384 if capped else 32768, V)
-    return Tile(block, _warps(block * (2 if capped else 1), itemsize))
+    block = _bytes_to_block(itemsize, 16384 if small else 32768, V)
+    return Tile(block, _warps(block * (2 if small else 1), itemsize))
 
 
 def linear_nll_rows_once(V: int, itemsize: int) -> Tile:

@@ -130,7 +130,7 @@ def row_nll_grad_(
         return stats
     nll, row_max, log_sum, target_logit = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(4))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
-    tile = _tiles.linear_nll_rows(V, logits.element_size(), capped=transform[0] is not None)
+    tile = _tiles.linear_nll_rows(V, logits.element_size(), small=(transform[0], transform[2]) != (None, None))
     _linear_nll_rows[(C,)](
         logits, targets, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc),

@@ -1,7 +1,7 @@
 """The ops as torch.compile sees them: opaque and functional, so that a compiled step has no graph break.
 
 The whole chunk loop is one op each way. What an op returns is all it writes, and a tensor: an empty one stands for None.
-The plan travels packed, as a list of integers. Loaded only while a graph is traced, since registering costs import time.
+The plan travels packed, as integers and floats. Loaded only while a graph is traced, since registering costs import time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Ten
 
 def token_nll(logits: Tensor, targets: Tensor, plan: Plan) -> Tensors:
     """As ``_eager.token_nll``."""
-    out: Four = _token_nll(logits, targets, plan.pack())
+    out: Four = _token_nll(logits, targets, *plan.pack())
     return out
 
 
 def weighted_linear_nll(job: LinearJob, plan: Plan) -> Tensors:
     """As ``_eager.weighted_linear_nll``."""
-    out: Nine = _weighted_linear_nll(*job[:5], plan.pack())
+    out: Nine = _weighted_linear_nll(*job[:5], *plan.pack())
     return out[:5]
 
 
 def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
     """As ``_eager.linear_token_nll``."""
-    out: Five = _linear_token_nll(*job[:4], plan.pack())
+    out: Five = _linear_token_nll(*job[:4], *plan.pack())
     return out[:4]
 
 
@@ -61,8 +61,8 @@ def _fake_gradients(job: LinearJob, plan: Plan, head: torch.dtype | None = None)
 
 
 @torch.library.custom_op("dllm_kernels::token_nll", mutates_args=())
-def _token_nll(logits: Tensor, targets: Tensor, packed: list[int]) -> Four:
-    plan = Plan.unpack(packed)
+def _token_nll(logits: Tensor, targets: Tensor, packed: list[int], factors: list[float]) -> Four:
+    plan = Plan.unpack(packed, factors)
     nll, row_max, log_sum, _, correct = plan.primitives().row_stats(
         as_blv(logits), targets, with_correct=plan.with_correct, transform=plan.transform
     )
@@ -70,17 +70,23 @@ def _token_nll(logits: Tensor, targets: Tensor, packed: list[int]) -> Four:
 
 
 @_token_nll.register_fake
-def _(logits: Tensor, targets: Tensor, packed: list[int]) -> Tensors:
-    *rows, correct = _fake_rows(targets, plan := Plan.unpack(packed))
+def _(logits: Tensor, targets: Tensor, packed: list[int], factors: list[float]) -> Tensors:
+    *rows, correct = _fake_rows(targets, plan := Plan.unpack(packed, factors))
     return (*rows, correct if plan.with_correct else correct.new_empty(0))
 
 
 @torch.library.custom_op("dllm_kernels::token_nll_backward", mutates_args=())
 def _token_nll_backward(
-    logits: Tensor, targets: Tensor, grad_nll: Tensor, row_max: Tensor, log_sum: Tensor, packed: list[int]
+    logits: Tensor,
+    targets: Tensor,
+    grad_nll: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    packed: list[int],
+    factors: list[float],
 ) -> Tensor:
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    plan = Plan.unpack(packed)
+    plan = Plan.unpack(packed, factors)
     plan.primitives().row_grad(
         as_blv(logits), targets, grad_nll.contiguous(), row_max, log_sum, as_blv(grad), transform=plan.transform
     )
@@ -93,7 +99,8 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 
 def _token_nll_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *saved, ctx.packed = inputs
+    *saved, packed, factors = inputs
+    ctx.packed = packed, factors
     _, row_max, log_sum, correct = output
     ctx.save_for_backward(*saved, row_max, log_sum)
     ctx.mark_non_differentiable(row_max, log_sum, correct)
@@ -101,7 +108,7 @@ def _token_nll_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None
 
 def _token_nll_grad(ctx: Any, grad_nll: Tensor, *_: Any) -> tuple[Any, ...]:
     logits, targets, row_max, log_sum = ctx.saved_tensors
-    return _token_nll_backward(logits, targets, grad_nll, row_max, log_sum, ctx.packed), None, None
+    return _token_nll_backward(logits, targets, grad_nll, row_max, log_sum, *ctx.packed), None, None, None
 
 
 _token_nll.register_autograd(_token_nll_grad, setup_context=_token_nll_setup)
@@ -109,10 +116,16 @@ _token_nll.register_autograd(_token_nll_grad, setup_context=_token_nll_setup)
 
 @torch.library.custom_op("dllm_kernels::weighted_linear_nll", mutates_args=())
 def _weighted_linear_nll(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, weights: Tensor, packed: list[int]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    weights: Tensor,
+    packed: list[int],
+    factors: list[float],
 ) -> Nine:
     job = LinearJob(hidden, weight, bias, targets, weights)
-    out = _chunks.weighted_forward(job, Plan.unpack(packed))
+    out = _chunks.weighted_forward(job, Plan.unpack(packed, factors))
     *grads, headroom = out.gradients
     made = (*(_present(g, hidden) for g in grads), _present(headroom, out.loss))
     return (out.loss, *(t.clone() for t in out.rows), *made)  # type: ignore[return-value]
@@ -120,7 +133,7 @@ def _weighted_linear_nll(
 
 @_weighted_linear_nll.register_fake
 def _(*args: Any) -> Tensors:
-    job, plan = LinearJob(*args[:-1]), Plan.unpack(args[-1])
+    job, plan = LinearJob(*args[:-2]), Plan.unpack(*args[-2:])
     loss = job.hidden.new_empty((), dtype=plan.acc)
     makes_headroom = plan.narrow and any(plan.needs)
     grads = _fake_gradients(job, plan, plan.acc if makes_headroom else None)
@@ -128,7 +141,7 @@ def _(*args: Any) -> Tensors:
 
 
 def _weighted_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    ctx.needs = Plan.unpack(inputs[-1]).needs
+    ctx.needs = Plan.unpack(*inputs[-2:]).needs
     ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs[:3])
     ctx.save_for_backward(*output[5:], inputs[4])
     ctx.mark_non_differentiable(*output[1:])
@@ -143,55 +156,64 @@ def _weighted_grad(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
         (grad.to(factor.dtype) * factor).to(dtype) if need else None
         for grad, factor, need, dtype in zip(grads, (of_hidden, head, head), ctx.needs, ctx.dtypes, strict=True)
     ]
-    return *scaled, None, None, None
+    return *scaled, None, None, None, None
 
 
 _weighted_linear_nll.register_autograd(_weighted_grad, setup_context=_weighted_setup)
 
 
 @torch.library.custom_op("dllm_kernels::linear_token_nll", mutates_args=())
-def _linear_token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, packed: list[int]) -> Five:
-    rows, unit_grad = _chunks.token_forward(LinearJob(hidden, weight, bias, targets), Plan.unpack(packed))
+def _linear_token_nll(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, packed: list[int], factors: list[float]
+) -> Five:
+    rows, unit_grad = _chunks.token_forward(LinearJob(hidden, weight, bias, targets), Plan.unpack(packed, factors))
     return (*(t.clone() for t in rows), _present(unit_grad, hidden))  # type: ignore[return-value]
 
 
 @_linear_token_nll.register_fake
 def _(*args: Any) -> Tensors:
-    job, plan = LinearJob(*args[:-1]), Plan.unpack(args[-1])
+    job, plan = LinearJob(*args[:-2]), Plan.unpack(*args[-2:])
     unit_grad, *_ = _fake_gradients(job, replace(plan, needs=Needs(plan.needs.frozen)))
     return (*_fake_rows(job.targets, plan), unit_grad)
 
 
 @torch.library.custom_op("dllm_kernels::linear_token_nll_backward", mutates_args=())
 def _linear_token_nll_backward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, stats: list[Tensor], packed: list[int]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    stats: list[Tensor],
+    packed: list[int],
+    factors: list[float],
 ) -> Three:
     row_max, log_sum, grad_nll = stats
-    job, plan = LinearJob(hidden, weight, bias, targets), Plan.unpack(packed)
+    job, plan = LinearJob(hidden, weight, bias, targets), Plan.unpack(packed, factors)
     grads = _chunks.token_backward(job, plan, (row_max, log_sum), grad_nll)
     return tuple(_present(g, hidden) for g in grads)  # type: ignore[return-value]
 
 
 @_linear_token_nll_backward.register_fake
 def _(*args: Any) -> Tensors:
-    return tuple(_fake_gradients(LinearJob(*args[:4]), Plan.unpack(args[-1])))
+    return tuple(_fake_gradients(LinearJob(*args[:4]), Plan.unpack(*args[-2:])))
 
 
 def _linear_token_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *job, ctx.packed = inputs
+    *job, packed, factors = inputs
+    ctx.packed = packed, factors
     _, row_max, log_sum, _, unit_grad = output
-    ctx.frozen = Plan.unpack(ctx.packed).needs.frozen
+    ctx.frozen = Plan.unpack(*ctx.packed).needs.frozen
     ctx.save_for_backward(*((unit_grad,) if ctx.frozen else (*job, row_max, log_sum)))
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _linear_token_grad(ctx: Any, grad_nll: Tensor, *_: Any) -> tuple[Any, ...]:
     if ctx.frozen:
-        return _chunks.scale_rows(ctx.saved_tensors[0], grad_nll), None, None, None, None
+        return _chunks.scale_rows(ctx.saved_tensors[0], grad_nll), None, None, None, None, None
     *job, row_max, log_sum = ctx.saved_tensors
-    grads = _linear_token_nll_backward(*job, [row_max, log_sum, grad_nll], ctx.packed)
-    wanted = (g if need else None for g, need in zip(grads, Plan.unpack(ctx.packed).needs, strict=True))
-    return *wanted, None, None
+    grads = _linear_token_nll_backward(*job, [row_max, log_sum, grad_nll], *ctx.packed)
+    wanted = (g if need else None for g, need in zip(grads, Plan.unpack(*ctx.packed).needs, strict=True))
+    return *wanted, None, None, None
 
 
 _linear_token_nll.register_autograd(_linear_token_grad, setup_context=_linear_token_setup)

@@ -16,6 +16,7 @@ from dllm_kernels.ops._backend import row_primitives
 from dllm_kernels.ops._rows import SKIP, RowPrimitives
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
+Packed = tuple[list[int], list[float]]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -115,17 +116,17 @@ class Plan:
         """The row primitives to work with."""
         return row_primitives(self.triton) if self.rows is None else self.rows
 
-    def pack(self) -> list[int]:
-        """What a compiled op has to know below the doors, as the integers that its schema can carry."""
+    def pack(self) -> Packed:
+        """What a compiled op has to know below the doors, as the integers and the floats that its schema can carry."""
         flags = (self.triton, self.with_correct, self.round_nll, self.read_beyond, self.one_pass, *self.needs)
-        sizes = (self.chunk_size, self.memory_budget, self.num_active)
+        sizes = (self.chunk_size, self.memory_budget, self.num_active, self.transform.skip_id)
         packed = [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
-        return packed + self.transform.pack()
+        return packed, self.transform.factors
 
     @classmethod
-    def unpack(cls, packed: Sequence[int]) -> Plan:
+    def unpack(cls, packed: Sequence[int], factors: Sequence[float]) -> Plan:
         """The plan of :meth:`pack`."""
-        dtype, *flags, chunk_size, memory_budget, num_active = packed[:-3]
+        dtype, *flags, chunk_size, memory_budget, num_active, skip_id = packed
         triton, with_correct, round_nll, read_beyond, one_pass, *needs = (bool(f) for f in flags)
         return cls(
             _DTYPES[dtype],
@@ -138,7 +139,7 @@ class Plan:
             num_active=None if num_active < 0 else num_active,
             needs=Needs(*needs),
             one_pass=one_pass,
-            transform=Transform.unpack(packed[-3:]),
+            transform=Transform.of(factors, None if skip_id < 0 else skip_id),
         )
 
 

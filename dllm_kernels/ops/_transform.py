@@ -6,7 +6,6 @@ The kernels have the same in ``kernels/_transform.py``.
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,16 +30,19 @@ class Transform(NamedTuple):
         """Without the column: what becomes of a logit wherever it stands."""
         return self._replace(skip_id=None)
 
-    def pack(self) -> list[int]:
-        """Three integers, as the schema of a compiled op can carry them: the bits of the floats, and the column."""
-        bits = [-1 if f is None else struct.unpack("<q", struct.pack("<d", f))[0] for f in self[:2]]
-        return [*bits, -1 if self.skip_id is None else self.skip_id]
+    @property
+    def factors(self) -> list[float]:
+        """The cap and the scale as the schema of a compiled op can carry them, 0 for None.
+
+        No integers made of their bits: a number that changes from call to call has no bits while a graph is traced.
+        """
+        return [0.0 if f is None else f for f in self[:2]]
 
     @classmethod
-    def unpack(cls, packed: Sequence[int]) -> Transform:
-        """The transform of :meth:`pack`; all bits set would be a NaN, which no transform has."""
-        softcap, scale = (None if n == -1 else struct.unpack("<d", struct.pack("<q", n))[0] for n in packed[:2])
-        return cls(softcap, scale, None if packed[2] < 0 else packed[2])
+    def of(cls, factors: Sequence[float], skip_id: int | None) -> Transform:
+        """The transform of these :attr:`factors`."""
+        softcap, scale = (None if f == 0 else f for f in factors)
+        return cls(softcap, scale, skip_id)
 
 
 NO_TRANSFORM = Transform()
