@@ -78,6 +78,7 @@ def transformed() -> Iterator[Call]:
     for steps in SOME_STEPS:
         yield partial(token_nll, REAL_LOGITS, torch.bfloat16, with_correct=True, **steps)
         yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, frozen=True, **steps)
+    yield partial(token_nll, SHORT_ROWS, torch.bfloat16, with_correct=True, scale=1 / 0.7)
 
 
 def odd() -> Iterator[Call]:
