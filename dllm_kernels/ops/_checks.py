@@ -17,7 +17,7 @@ from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a soft cap or a scale: float32 holds it, its inverse and their product.
-LEAST_FACTOR = 1e-18
+FACTORS = (1e-18, 1e18)
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -281,8 +281,9 @@ def check_factor(name: str, value: Any) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
-    if not LEAST_FACTOR <= float(value) <= 1 / LEAST_FACTOR:
-        raise ValueError(f"{name} must be positive, from {LEAST_FACTOR} to {1 / LEAST_FACTOR}, got {value}")
+    least, most = FACTORS
+    if not least <= float(value) <= most:
+        raise ValueError(f"{name} must be positive, from {least} to {most}, got {value}")
 
 
 def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
