@@ -19,6 +19,7 @@ corruption routines differ from the host's: a run resumed after the switch draws
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -32,7 +33,7 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import mtp
-from dllm_kernels.mtp.head import head_module
+from dllm_kernels.mtp.head import head_module, unwrapped
 
 HOST = "nemo_automodel"
 HOMES = {
@@ -330,7 +331,7 @@ def _calculate_loss(original: Any) -> Any:
             return original(loss_fn, **kwargs)
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy):
             kwargs["lm_weight"] = _head_given(loss_fn, kwargs)
-        return mtp.calculate_loss(loss_fn, **kwargs)
+        return mtp.calculate_loss(_capped_like(kwargs.get("model"), loss_fn), **kwargs)
 
     return calculate_loss
 
@@ -346,6 +347,22 @@ def _calculate_mtp_loss(original: Any) -> Any:
         return mtp.calculate_mtp_loss(loss_fn, **kwargs)
 
     return calculate_mtp_loss
+
+
+def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
+    """A loss from hidden states that has no soft cap of its own, under the cap that the model puts on its logits.
+
+    The host's takes the uncapped ones, which is another loss than that of the model's logits.
+    """
+    config = getattr(unwrapped(model), "config", None)
+    get_text_config = getattr(config, "get_text_config", None)
+    text_config = get_text_config() if callable(get_text_config) else config
+    cap = getattr(text_config, "final_logit_softcapping", None)
+    if cap is None or not isinstance(loss_fn, mtp.FusedLinearCrossEntropy) or loss_fn.softcap is not None:
+        return loss_fn
+    capped = copy.copy(loss_fn)
+    capped.softcap = cap
+    return capped
 
 
 def _head_given(loss_fn: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -389,6 +406,10 @@ def _pipeline_causal_lm_loss(original: Any) -> Any:
                 return super().forward(output, labels)
             loss: torch.Tensor = original.forward(self, output, labels)  # it reads attributes that ours has as well
             return loss
+
+        def _main_loss_fn(self) -> torch.nn.Module:
+            loss_fn: torch.nn.Module = _capped_like(self.model, self.loss_fn)
+            return loss_fn
 
         def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
             return _in_dtype_of(hidden, _host_head(self.loss_fn, self.model, self.grad_reduce_group))

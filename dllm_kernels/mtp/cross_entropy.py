@@ -7,8 +7,8 @@ import operator
 from typing import Any
 
 import torch
-from torch import nn
 
+from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plain import all_plain, plain_count
 
@@ -19,7 +19,7 @@ LOGITS = _checks.Names("logits", "labels")
 HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
 
 
-class MaskedCrossEntropy(nn.Module):
+class MaskedCrossEntropy(TransformedLoss):
     """Cross-entropy from logits that leaves out ignored and masked positions.
 
     Args:
@@ -27,17 +27,28 @@ class MaskedCrossEntropy(nn.Module):
             to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
         ignore_index: label to leave out; -100 is left out as well.
         reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
+        softcap: as in :class:`MDLMCrossEntropyLoss`; None for logits that the model has capped itself.
+        scale: as in :class:`MDLMCrossEntropyLoss`.
+        skip_id: as in :class:`MDLMCrossEntropyLoss`.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: an ``ignore_index`` that is not an int.
-        ValueError: an unknown ``reduction``.
+        TypeError: an ``ignore_index`` or a ``skip_id`` that is not an int, a ``softcap`` or a ``scale`` that is no number.
+        ValueError: an unknown ``reduction``, or a number out of range.
     """
 
     def __init__(
-        self, fp32_upcast: bool = True, ignore_index: int = PADDING, reduction: str = "sum", *, backend: str = "auto"
+        self,
+        fp32_upcast: bool = True,
+        ignore_index: int = PADDING,
+        reduction: str = "sum",
+        *,
+        softcap: float | None = None,
+        scale: float | None = None,
+        skip_id: int | None = None,
+        backend: str = "auto",
     ) -> None:
-        super().__init__()
+        super().__init__(softcap, scale, skip_id)
         self.fp32_upcast = fp32_upcast
         self.ignore_index = _checked_index(ignore_index)
         self.reduction = _checked_reduction(reduction)
@@ -69,33 +80,38 @@ class MaskedCrossEntropy(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _check_rows(LOGITS, self.ignore_index, logits, labels)
+        _check_rows(LOGITS, self, logits, labels)
         rows = _rows_of(logits, labels)
         weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights).reshape(rows)
         targets = targets_of(labels, self.ignore_index).reshape(rows)
         if self.reduction == "none":
-            nll = token_nll(logits, targets, active=weights, ignore_index=PADDING, backend=self.backend).nll.flatten()
+            options: dict[str, Any] = {"ignore_index": PADDING, "backend": self.backend, **self.transform}
+            nll = token_nll(logits, targets, active=weights, **options).nll.flatten()
             return nll if self.fp32_upcast else nll.to(logits.dtype).to(nll.dtype)
         weights = normalized(weights, self.reduction, num_label_tokens)
         return weighted_nll(
-            logits, targets, weights, ignore_index=PADDING, round_nll=not self.fp32_upcast, backend=self.backend
-        ).loss
+            logits, targets, weights,
+            ignore_index=PADDING, round_nll=not self.fp32_upcast, backend=self.backend, **self.transform,
+        ).loss  # fmt: skip
 
 
-class FusedLinearCrossEntropy(nn.Module):
+class FusedLinearCrossEntropy(TransformedLoss):
     """Cross-entropy from hidden states and the LM head; the logits exist one chunk at a time.
 
     Args:
         ignore_index: label to leave out; -100 is left out as well.
-        logit_softcapping: must be 0; soft-capped logits are not supported.
+        logit_softcapping: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; 0: no cap.
         reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
         impl: accepted so that a configuration written for another implementation still loads; there is one here.
+        scale: as in :class:`MDLMCrossEntropyLoss`.
+        skip_id: as in :class:`MDLMCrossEntropyLoss`.
         chunk_size: rows of logits that exist at a time; None chooses.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: an ``ignore_index`` or a ``chunk_size`` that is not an int.
-        ValueError: an unknown ``reduction``, ``chunk_size`` < 1, or ``logit_softcapping`` other than 0.
+        TypeError: an ``ignore_index``, ``skip_id`` or ``chunk_size`` that is not an int, a ``logit_softcapping`` or ``scale``
+            that is no number.
+        ValueError: an unknown ``reduction``, or a number out of range.
     """
 
     def __init__(
@@ -105,15 +121,13 @@ class FusedLinearCrossEntropy(nn.Module):
         reduction: str = "sum",
         impl: str = "cce",
         *,
+        scale: float | None = None,
+        skip_id: int | None = None,
         chunk_size: int | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__()
-        if logit_softcapping:
-            raise ValueError(
-                f"logit_softcapping must be 0, got {logit_softcapping}: soft-capped logits are not supported; "
-                "use MaskedCrossEntropy on the capped logits"
-            )
+        _checks.check_factor("logit_softcapping", logit_softcapping or None)
+        super().__init__(logit_softcapping or None, scale, skip_id)
         if chunk_size is not None:
             _checks.check_positive_int("chunk_size", chunk_size)
         self.ignore_index = _checked_index(ignore_index)
@@ -122,6 +136,20 @@ class FusedLinearCrossEntropy(nn.Module):
         self.impl = impl
         self.chunk_size = chunk_size
         self.backend = backend
+
+    @property
+    def softcap(self) -> float | None:
+        """``logit_softcapping``, or None where that is 0."""
+        return self.logit_softcapping or None
+
+    @softcap.setter
+    def softcap(self, value: float | None) -> None:
+        self.logit_softcapping = value or 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For the ops, in every call."""
+        return {"chunk_size": self.chunk_size, "backend": self.backend, **self.transform}
 
     def forward(
         self,
@@ -154,13 +182,13 @@ class FusedLinearCrossEntropy(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _check_rows(HIDDEN, self.ignore_index, hidden_states, labels, lm_weight, lm_bias)
+        _check_rows(HIDDEN, self, hidden_states, labels, lm_weight, lm_bias)
         _checks.check_shape(
             "labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension"
         )
         weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
         targets = targets_of(labels, self.ignore_index)
-        options: dict[str, Any] = {"bias": lm_bias, "chunk_size": self.chunk_size, "backend": self.backend}
+        options: dict[str, Any] = {"bias": lm_bias, **self.options}
         if self.reduction == "none":
             return linear_token_nll(hidden_states, lm_weight, targets, active=weights, **options).nll.flatten()
         weights = normalized(weights, self.reduction, num_label_tokens)
@@ -174,10 +202,15 @@ def _checked_reduction(reduction: str) -> str:
 
 
 def _check_rows(
-    names: _checks.Names, ignore_index: int, rows: torch.Tensor, labels: torch.Tensor, *head: torch.Tensor | None
+    names: _checks.Names,
+    loss_fn: MaskedCrossEntropy | FusedLinearCrossEntropy,
+    rows: torch.Tensor,
+    labels: torch.Tensor,
+    *head: torch.Tensor | None,
 ) -> None:
     V = _checks.check_rows(names, rows, labels, *head)
-    _checks.check_target_range(None, names.targets, targets_of(labels, ignore_index), V)
+    targets = targets_of(labels, loss_fn.ignore_index)
+    _checks.check_target_range(None, names.targets, targets, V, skip_id=loss_fn.skip_id)
 
 
 def _checked_index(ignore_index: Any) -> int:

@@ -238,7 +238,8 @@ def _given_targets(
 def _check_targets(loss_fn: nn.Module, targets: torch.Tensor, V: int, name: str, shift: int) -> None:
     """On request, look for bad targets of one depth; the message says where the caller's own tensor has them."""
     if isinstance(loss_fn, MaskedCrossEntropy | FusedLinearCrossEntropy):
-        _checks.check_target_range(None, name, targets_of(targets, loss_fn.ignore_index), V, shift=shift)
+        y = targets_of(targets, loss_fn.ignore_index)
+        _checks.check_target_range(None, name, y, V, shift=shift, skip_id=loss_fn.skip_id)
 
 
 def _depth_loss(
@@ -281,7 +282,7 @@ def _fused_depths(
     ]
     targets = [targets_of(t, loss_fn.ignore_index) for t in targets]
     hidden, labels, row_weights = torch.stack(outputs), torch.stack(targets), torch.stack(weights)
-    options: dict[str, Any] = {"bias": lm_bias, "chunk_size": loss_fn.chunk_size, "backend": loss_fn.backend}
+    options: dict[str, Any] = {"bias": lm_bias, **loss_fn.options}
     if not return_per_depth:
         return weighted_linear_nll(hidden, lm_weight, labels, row_weights * factor, **options).loss, []
     nll = linear_token_nll(hidden, lm_weight, labels, active=row_weights, **options).nll

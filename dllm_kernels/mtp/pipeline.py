@@ -94,13 +94,17 @@ class PipelineCausalLMLoss(nn.Module):
         common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
         if linear:
             common["lm_weight"] = self._lm_weight(required({"hidden_states": hidden}, "hidden_states", self.loss_fn))
-        loss = calculate_loss(self.loss_fn, logits=logits, hidden_states=hidden, labels=labels, **common)
+        loss = calculate_loss(self._main_loss_fn(), logits=logits, hidden_states=hidden, labels=labels, **common)
         if not self.model.training or (depths := self._depths(output)) is None:
             return loss
         packing: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "seq_idx": seq_idx}
         common |= {"labels": labels, "scaling_factor": self._scaling(output), "ignore_index": self.ignore_index}
         mtp: torch.Tensor = calculate_mtp_loss(self.loss_fn, **depths, **packing, **common)
         return loss + mtp
+
+    def _main_loss_fn(self) -> nn.Module:
+        """The base loss as the main path takes it."""
+        return self.loss_fn
 
     def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head, gathered once for the main loss and all depths."""

@@ -17,7 +17,7 @@ from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a soft cap or a scale: float32 holds it, its inverse and their product.
-LEAST_FACTOR = 1e-18
+FACTORS = (1e-18, 1e18)
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -275,13 +275,21 @@ def checked_sizes(rows: int, num_active: Any, **at_least_one: Any) -> dict[str, 
     return {name: value if value is None or type(value) is int else int(value) for name, value in sizes.items()}
 
 
+def check_factor(name: str, value: Any) -> None:
+    """Raise unless ``value`` is None or a Python number that a cap or a scale may be."""
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+    least, most = FACTORS
+    if not least <= float(value) <= most:
+        raise ValueError(f"{name} must be positive, from {least} to {most}, got {value}")
+
+
 def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
     """Raise unless they are what a transform is made of, or None; whether there is such a column is for later."""
-    for name, value in {"softcap": softcap, "scale": scale}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
-            raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
-        if value is not None and not LEAST_FACTOR <= float(value) <= 1 / LEAST_FACTOR:
-            raise ValueError(f"{name} must be positive, from {LEAST_FACTOR} to {1 / LEAST_FACTOR}, got {value}")
+    check_factor("softcap", softcap)
+    check_factor("scale", scale)
     if skip_id is not None and not is_int(skip_id):
         raise TypeError(f"skip_id must be an int or None, got {type(skip_id).__name__}")
     if skip_id is not None and skip_id < 0:
