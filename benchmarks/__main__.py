@@ -32,6 +32,7 @@ SUBJECTS = {
     ),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
+    "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
     "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
     "collate": Subject("benchmarks.collate", "the collator"),
     "losses": Subject("benchmarks.losses", "every loss class against the plain one"),

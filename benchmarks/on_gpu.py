@@ -28,7 +28,7 @@ from benchmarks.record import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (
-    "token_nll", "linear_nll", "row_kernels", "losses", "mtp", "corruption", "corruption_levels", "gumbel_topk", "philox",
+    "token_nll", "linear_nll", "row_kernels", "row_stats", "losses", "mtp", "corruption", "corruption_levels", "gumbel_topk", "philox",
     "compile",
 )  # fmt: skip
 SMALL = "not more_than_2_to_the_31 and not compile and not hypothesis"
@@ -84,6 +84,7 @@ def steps(out: Path) -> list[Step]:
         measured("token_nll", 4),
         measured("linear_nll", 6),
         with_one_pass(measured("linear_nll", 6)),
+        measured("row_stats", 6),
         measured("tune", 8),
         measured("losses", 6),
         measured("corruption", 3),

@@ -22,7 +22,7 @@ from benchmarks import linear_nll, measure, record, shapes, token_nll
 from benchmarks.shapes import Shape
 
 Record = dict[str, Any]
-STEMS = ("token_nll", "linear_nll", "losses", "corruption", "collate")
+STEMS = ("token_nll", "linear_nll", "row_stats", "losses", "corruption", "collate")
 SHARES = (1.0, 0.5, 0.15)
 #: The case that the sweeps vary, by size: large enough to fill the device, small enough for the plain code.
 CENTRES = {

@@ -55,13 +55,18 @@ def _rows(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torc
     return draw.logits(), draw.hidden(), draw.head(frozen=False), draw.ids(), draw.mask().float()
 
 
-@pytest.mark.parametrize("op", ["token_nll", "weighted_nll", "linear_token_nll", "weighted_linear_nll"])
+@pytest.mark.parametrize(
+    "op",
+    ["token_nll", "weighted_nll", "row_stats", "linear_token_nll", "weighted_linear_nll", "linear_row_stats"],
+)
 def test_op(op: str, options: argparse.Namespace, benchmark: Any) -> None:
     """Every differentiable primitive, forward and backward."""
     logits, hidden, head, ids, weights = _rows(options)
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "token_nll": lambda: ops.token_nll(logits, ids).nll.sum(),
         "weighted_nll": lambda: ops.weighted_nll(logits, ids, weights).loss,
+        "row_stats": lambda: sum(t.sum() for t in ops.row_stats(logits, ids, entropy=True)[:3]),  # type: ignore[dict-item, union-attr]
+        "linear_row_stats": lambda: ops.linear_row_stats(hidden, head, ids, entropy=True).entropy.sum(),  # type: ignore[union-attr]
         "linear_token_nll": lambda: ops.linear_token_nll(hidden, head, ids).nll.sum(),
         "weighted_linear_nll": lambda: ops.weighted_linear_nll(hidden, head, ids, weights).loss,
     }

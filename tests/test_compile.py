@@ -16,7 +16,17 @@ from dllm_kernels.mtp import (
     PipelineCausalLMLoss,
     calculate_mtp_loss,
 )
-from dllm_kernels.ops import _compiled, _compiled_checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import (
+    _compiled,
+    _compiled_checks,
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_log_probs,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 from dllm_kernels.ops._plan import Needs, Plan
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 from tests.cases import BY_NAME, CASES
@@ -491,6 +501,53 @@ def test_opcheck_with_a_given_number_of_active_rows():
     leaves, targets, weights = linear_inputs(torch.float32, needs)
     packed = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
     torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, *packed), test_utils=TESTS[:3])
+
+
+def statistics_of(N, K, mix):
+    ids = torch.randint(0, V, (N, K), device=DEVICE)
+    ids[0, 0] = -100
+    marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
+    a, b = (torch.rand(N, device=DEVICE) if mix else None for _ in range(2))
+    return ids, marks, a, b
+
+
+@pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])
+def test_opcheck_row_stats(entropy, mix, correct, backend):
+    logits, _, _ = rows(torch.float32)
+    for x in (logits, logits.clone().requires_grad_()):
+        needs = Needs(x.requires_grad)
+        packed = Plan(
+            torch.float32, backend == "triton", with_entropy=entropy, with_correct=correct, needs=needs
+        ).pack()
+        torch.library.opcheck(_compiled._row_stats, (x, *statistics_of(5, 2, mix), packed), test_utils=TESTS)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_active", [None, 4])
+def test_opcheck_linear_row_stats(dtype, needs, num_active):
+    leaves, _, _ = linear_inputs(dtype, needs)
+    packed = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, with_entropy=True)
+    arguments = (*leaves, *statistics_of(5, 2, mix=True), packed)
+    torch.library.opcheck(
+        _compiled._linear_row_stats, arguments, test_utils=TESTS if dtype == torch.float32 else TESTS[:3]
+    )
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_row_statistics_are_one_graph(trains_head):
+    """Not all outputs get a gradient, and some are not asked for."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(s, device=DEVICE) for s in ((2, 6, D), (V, D))]
+    ids, active = torch.randint(0, V, (2, 6, 3), device=DEVICE), torch.rand(2, 6, device=DEVICE) < 0.7
+
+    def step(h, w):
+        first = row_stats(F.linear(h.tanh(), w), ids, active=active, with_correct=True)
+        second = linear_row_stats(h.tanh(), w, ids, entropy=True, active=active, chunk_size=5)
+        third = token_log_probs(h, ids[..., 0], weight=w, temperature=0.5, with_entropy=True)
+        return first.log_probs.square().sum() + first.correct.sum() + (second.entropy * third.log_probs).sum()
+
+    assert_compiled_equals_eager(step, leaves, "aot_eager", frozen=() if trains_head else (1,))
 
 
 def test_a_plan_survives_packing():

@@ -22,7 +22,15 @@ from dllm_kernels import (
     encoder_ar_loss_fused,
     losses,
 )
-from dllm_kernels.ops import WeightedNLL, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import (
+    WeightedNLL,
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 
 B, L, V, D = 2, 3, 5, 4
 X, H, W, BIAS = torch.randn(B, L, V), torch.randn(B, L, D), torch.randn(V, D), torch.randn(V)
@@ -67,6 +75,55 @@ def test_logits_ops(op):
     raises(ValueError, "active must have dtype bool, ", op, X, Y, active=ON.to(torch.complex64))
     raises(ValueError, "active must be on cpu like logits, got meta", op, X, Y, active=ON.to(META))
     raises(ValueError, "backend must be one of auto, triton, torch, got 'cuda'", op, X, Y, backend="cuda")
+
+
+STATISTICS = {
+    "row_stats": ("logits", lambda y, **o: row_stats(X, y, **o)),
+    "linear_row_stats": ("hidden", lambda y, **o: linear_row_stats(H, W, y, **o)),
+}
+
+
+@pytest.mark.parametrize(("rows", "op"), STATISTICS.values(), ids=STATISTICS)
+def test_row_statistics(rows, op):
+    raises(TypeError, "ids must be a torch.Tensor, got list", op, [0])
+    raises(ValueError, f"ids must have dtype {INTS}, got float32", op, Y.float())
+    raises(ValueError, f"ids must be on cpu like {rows}, got meta", op, Y.to(META))
+    shape = f"ids must have shape (2, 3) or (2, 3, 'K') (that of {rows} without its last dimension, or one more of K >= 1 ids)"
+    for bad in (Y[:, 1:], Y[..., None][..., :0], Y[..., None, None], Y[0]):
+        raises(ValueError, f"{shape}, got {tuple(bad.shape)}", op, bad)
+    raises(TypeError, "active must be a torch.Tensor, got int", op, Y, active=1)
+    raises(ValueError, "active must have shape (2, 3) (that of ids), got (2, 1)", op, Y, active=ON[:, :1])
+    raises(TypeError, "mix must be a tuple of two tensors (a, b), got Tensor", op, Y, mix=ON)
+    raises(TypeError, "mix must be a tuple of two tensors (a, b), got 1 of them", op, Y, mix=(ON,))
+    raises(TypeError, "mix[1] must be a torch.Tensor, got float", op, Y, mix=(ON, 1.0))
+    raises(ValueError, f"mix[0] must have dtype {FLOATS}, got int64", op, Y, mix=(Y, ON))
+    of = f"(that of {rows} without its last dimension)"
+    raises(ValueError, f"mix[1] must have shape (2, 3) {of}, got (2, 2)", op, Y, mix=(ON, ON[:, 1:]))
+    raises(ValueError, f"mix[1] must be on cpu like {rows}, got meta", op, Y, mix=(ON, ON.to(META)))
+    wants = ON.clone().requires_grad_()
+    raises(ValueError, "mix[0] must not require a gradient, since it is taken as a constant", op, Y, mix=(wants, ON))
+    raises(ValueError, f"skip_id must lie in [0, {V}), got {V}", op, Y, skip_id=V)
+    raises(ValueError, "softcap must be positive", op, Y, softcap=0.0)
+    raises(ValueError, "backend must be one of auto, triton, torch, got 'cuda'", op, Y, backend="cuda")
+    raises(IndexError, "ids", op, torch.stack([Y, Y + V], -1), check_targets=True)
+    raises(IndexError, "ids", op, Y, check_targets=True, skip_id=0)
+
+
+def test_row_statistics_of_bad_rows():
+    raises(ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", row_stats, X[..., :0], Y)
+    raises(TypeError, "logits must be a torch.Tensor, got list", row_stats, [[0.0]], Y)
+    raises(ValueError, "weight must have shape [V, D], got (4,)", linear_row_stats, H, W[0], Y)
+    raises(
+        ValueError,
+        "bias must have shape (5,) (one entry per row of weight), got (4,)",
+        linear_row_stats,
+        H,
+        W,
+        Y,
+        bias=BIAS[1:],
+    )
+    raises(ValueError, "chunk_size must be at least 1, got 0", linear_row_stats, H, W, Y, chunk_size=0)
+    raises(ValueError, "num_active must be an int in [0, 6], got 7", linear_row_stats, H, W, Y, num_active=7)
 
 
 def test_a_scalar_is_no_row_of_logits():

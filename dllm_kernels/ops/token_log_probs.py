@@ -96,8 +96,6 @@ def token_log_probs(
 def _checked_temperature(temperature: Any) -> float:
     if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
-    if not _checks.LEAST_FACTOR <= float(temperature) <= 1 / _checks.LEAST_FACTOR:
-        raise ValueError(
-            f"temperature must be positive, from {_checks.LEAST_FACTOR} to {1 / _checks.LEAST_FACTOR}, got {temperature}"
-        )
+    if not 1e-18 <= float(temperature) <= 1e18:  # its inverse is a scale of the logits, which has to lie there
+        raise ValueError(f"temperature must be positive, from 1e-18 to 1e+18, got {temperature}")
     return float(temperature)

@@ -1,0 +1,167 @@
+"""Log-probability of the taken token and entropy of each row, as policy trainers ask for them, from logits and hidden states.
+
+Ours beside what anybody would write (log_softmax, gather, entropy) on all rows and on the active ones, and Liger's, where it
+is installed. Random upstream gradients of both outputs; forward without a graph, as for old and reference policies, and both
+passes. The floors count the fewest bytes or flops: logits are read forward, read and written backward; a head makes its
+logits once forward and, both ways, once more with a product for each gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks import peers
+from benchmarks.measure import Candidate, Result, arguments, ceilings, compare, parse, relative_error
+from benchmarks.record import report
+from benchmarks.shapes import ACTIVE_SHARES, LINEAR, LOGITS, Shape
+from dllm_kernels import ops
+
+Outputs = tuple[torch.Tensor, torch.Tensor]
+ERROR_ROWS = 64
+
+
+class Inputs(NamedTuple):
+    """Logits ``[N, V]`` or hidden states ``[N, D]`` with their head, ids, active rows, the gradients of both outputs."""
+
+    rows: torch.Tensor
+    head: torch.Tensor | None
+    ids: torch.Tensor
+    active: torch.Tensor
+    upstream: tuple[torch.Tensor, torch.Tensor]
+
+    def leaves(self) -> list[torch.Tensor]:
+        """What has a gradient."""
+        return [t for t in (self.rows, self.head) if t is not None and t.requires_grad]
+
+    def first(self, N: int, dtype: torch.dtype) -> Inputs:
+        """Fresh leaves of another dtype, the first rows only."""
+        rows, ids, active = self.rows[:N].detach().to(dtype).requires_grad_(), self.ids[:N], self.active[:N]
+        head = None if self.head is None else self.head.detach().to(dtype).requires_grad_(self.head.requires_grad)
+        return Inputs(rows, head, ids, active, (self.upstream[0][:N], self.upstream[1][:N]))
+
+
+Statistics = Callable[[Inputs], Outputs]
+
+
+def make_inputs(shape: Shape, form: str, share: float, options: Any) -> Inputs:
+    """Random ones, a ``share`` of the rows active."""
+    N, on = shape.rows, {"device": options.device}
+    columns = shape.vocab if form == "logits" else shape.hidden
+    rows = torch.randn(N, columns, dtype=options.dtype, **on).requires_grad_()
+    head = None
+    if form == "hidden":
+        head = torch.randn(shape.vocab, columns, dtype=options.dtype, **on) / columns**0.5
+        head.requires_grad_(not shape.frozen)
+    ids, active = torch.randint(0, shape.vocab, (N,), **on), torch.rand(N, **on) < share
+    return Inputs(rows, head, ids, active, (torch.randn(N, **on), torch.randn(N, **on)))
+
+
+def statistics(options: Any, form: str) -> dict[str, Statistics]:
+    """Ours and every peer that runs here, by name; of inactive rows they may say anything."""
+
+    def ours(i: Inputs) -> Outputs:
+        out = ops.token_log_probs(
+            i.rows, i.ids, weight=i.head, with_entropy=True, active=i.active, backend=options.backend
+        )
+        assert out.entropy is not None
+        return out
+
+    def gather(i: Inputs) -> Outputs:
+        listed = i.active.nonzero().squeeze(1)
+        found = _plain(i.rows[listed], i.head, i.ids[listed])
+        return tuple(torch.zeros_like(i.upstream[0], dtype=t.dtype).index_copy(0, listed, t) for t in found)  # type: ignore[return-value]
+
+    out: dict[str, Statistics] = {"ours": ours, "plain": lambda i: _plain(i.rows, i.head, i.ids), "gather": gather}
+    liger = peers.module("liger_kernel.ops.fused_linear_scaled_cross_entropy")
+    if form == "hidden" and liger is not None and torch.device(options.device).type == "cuda":
+        out["liger"] = lambda i: _liger(liger.LigerFusedLinearScaledCrossEntropyFunction, i)
+    return out
+
+
+def _plain(rows: torch.Tensor, head: torch.Tensor | None, ids: torch.Tensor) -> Outputs:
+    logits = rows if head is None else F.linear(rows, head)
+    log_p = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def _liger(function: Any, i: Inputs) -> Outputs:
+    nll, entropy = function.apply(i.rows, i.head, torch.where(i.active, i.ids, -100), 1.0, -100, 1, True)
+    return -nll, entropy
+
+
+def _backward(out: Outputs, i: Inputs) -> None:
+    torch.autograd.backward(
+        out, [torch.where(i.active, g.to(t.dtype), 0.0) for g, t in zip(i.upstream, out, strict=True)]
+    )
+
+
+def candidate(function: Statistics, i: Inputs, phase: str) -> Candidate:
+    """One of them in one phase. The last gradients are dropped before, untimed, so that new ones are allocated within."""
+
+    def prepare(_: int) -> None:
+        for leaf in i.leaves():
+            leaf.grad = None
+
+    def forward(_: None) -> Outputs:
+        with torch.no_grad():
+            return function(i)
+
+    def both(_: None) -> None:
+        _backward(function(i), i)
+
+    return Candidate(forward if phase == "forward" else both, prepare)
+
+
+def errors(candidates: dict[str, Statistics], inputs: Inputs) -> dict[str, float]:
+    """Each one's gradient of the rows against float64's, on the first rows: a float64 copy of all would not fit."""
+    exact = inputs.first(ERROR_ROWS, torch.float64)
+    _backward(candidates["plain"](exact), exact)
+    assert exact.rows.grad is not None
+    found = {}
+    for name, function in candidates.items():
+        here = inputs.first(ERROR_ROWS, inputs.rows.dtype)
+        _backward(function(here), here)
+        assert here.rows.grad is not None
+        found[name] = relative_error(here.rows.grad, exact.rows.grad)
+    return found
+
+
+def floor(shape: Shape, form: str, active: int, phase: str, measured: dict[str, float], itemsize: int) -> float:
+    """Least seconds at this run's ceilings."""
+    if form == "hidden":
+        products = 1 if phase == "forward" else 3 if shape.frozen else 4
+        return 2 * products * active * shape.vocab * shape.hidden / measured["gemm_flop_per_s"]
+    forward = active * shape.vocab * itemsize
+    moved = forward if phase == "forward" else 2 * forward + shape.rows * shape.vocab * itemsize
+    return moved / measured["copy_bytes_per_s"]
+
+
+def run(options: Any, form: str, shapes: tuple[Shape, ...], measured: dict[str, float]) -> list[Result]:
+    """Measure all cases of a form."""
+    candidates, results = statistics(options, form), []
+    for shape in shapes:
+        for share in options.share or ACTIVE_SHARES[options.size]:
+            inputs = make_inputs(shape, form, share, options)
+            active, off = int(inputs.active.sum()), errors(candidates, inputs)
+            case = {"shape": shape.name, "form": form, "rows": shape.rows, "V": shape.vocab, "active": f"{share:.0%}"}
+            for phase in ("forward", "both"):
+                least = floor(shape, form, active, phase, measured, options.dtype.itemsize)
+                each = {name: candidate(function, inputs, phase) for name, function in candidates.items()}
+                results += compare("row_stats", case, phase, each, options, errors=off, floor_s=least)
+    return results
+
+
+def main(argv: list[str]) -> int:
+    """Print the table and write the JSON."""
+    parser = arguments("row_stats", __doc__)
+    parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
+    options = parse(parser, argv)
+    measured = ceilings(options.device, options.dtype, options.size)
+    results = [r for form, by_size in (("logits", LOGITS), ("hidden", LINEAR))
+               for r in run(options, form, by_size[options.size], measured)]  # fmt: skip
+    report(results, options, baseline="plain", measured_ceilings=measured)
+    return 0
