@@ -20,6 +20,7 @@ from reference.dflash import decay_weights, dflash_loss, draft_accuracy_per_posi
 from reference.encoder_ar import encoder_ar_loss
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
+from reference.idlm import IDLMLoss, idlm_loss
 from reference.linear_nll import linear_logits, linear_token_nll, weighted_linear_nll
 from reference.mdlm import mdlm_loss
 from reference.mtp import (
@@ -30,14 +31,17 @@ from reference.mtp import (
     seq_idx_from_cu_seqlens,
 )
 from reference.row_stats import RowStats, linear_row_stats, row_stats
+from reference.scdd import SCDDSchedule, scdd_loss, scdd_schedule
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
 from reference.transform import possible_targets, transformed
 
 __all__ = [
     "Corrupted",
     "HybridLoss",
+    "IDLMLoss",
     "MTPLoss",
     "RowStats",
+    "SCDDSchedule",
     "argmax_match",
     "batched_gumbel_topk",
     "block_diffusion_loss",
@@ -55,6 +59,7 @@ __all__ = [
     "encoder_ar_loss",
     "gumbel_topk",
     "hybrid_loss",
+    "idlm_loss",
     "linear_logits",
     "linear_row_stats",
     "linear_token_nll",
@@ -65,6 +70,8 @@ __all__ = [
     "possible_targets",
     "row_stats",
     "sample_level",
+    "scdd_loss",
+    "scdd_schedule",
     "seq_idx_from_cu_seqlens",
     "token_lse",
     "token_nll",

@@ -16,7 +16,10 @@ from reference import (
     draft_accuracy_per_position,
     encoder_ar_loss,
     hybrid_loss,
+    idlm_loss,
     mdlm_loss,
+    scdd_loss,
+    scdd_schedule,
 )
 
 LN2 = math.log(2.0)
@@ -343,6 +346,126 @@ def test_encoder_ar_of_nothing_is_zero_with_zero_gradient():
         assert logits.grad.eq(0).all()
 
 
+# I-DLM: ids 2, 1, 0, 1 and the answer the last three, of which the last is padding: the rows 0 and 1 are scored, with the
+# targets 1 and 0. Under odds (1, 2, 1) their NLL is ln 2 and 2 ln 2, under equal odds ln 3 each.
+INTRO = (row(2, 1, 0, 1), row(0, 1, 1, 1), row(1, 1, 1, 0))
+LN3 = math.log(3.0)
+
+
+def introspective(**options):
+    logits = torch.cat([odds_121(4), torch.zeros(1, 4, 3, dtype=torch.float64)], 1)
+    logits = with_nan_rows(logits, [2, 3, 6, 7])
+    return idlm_loss(logits, *INTRO, **options), logits
+
+
+@pytest.mark.parametrize("count", [None, 2, torch.tensor(2.0)])
+def test_idlm_value_and_gradient(count):
+    out, logits = introspective(num_diffusion_tokens=count, clean_loss_weight=0.5)
+    assert out.dllm_loss.item() == pytest.approx(1.5 * LN2)
+    assert not out.dllm_loss.requires_grad
+    assert out.total_loss.item() == pytest.approx(1.5 * LN2 + 0.5 * LN3)
+    out.total_loss.backward()
+    zero = [0.0, 0.0, 0.0]
+    masked, clean = [[0.125, -0.25, 0.125], [-0.375, 0.25, 0.125]], [[1 / 12, -1 / 6, 1 / 12], [-1 / 6, 1 / 12, 1 / 12]]
+    torch.testing.assert_close(logits.grad, torch.tensor([[*masked, zero, zero, *clean, zero, zero]]).double())
+
+
+def test_idlm_counts_and_balances():
+    assert introspective(num_diffusion_tokens=6)[0].total_loss.item() == pytest.approx((3 * LN2 + 0.4 * LN3) / 6)
+    assert introspective(num_diffusion_tokens=0)[0].dllm_loss.item() == pytest.approx(3 * LN2)
+    balanced, logits = introspective(auto_balance=True)
+    assert balanced.total_loss.item() == pytest.approx(3 * LN2)  # both terms alike
+    balanced.total_loss.backward()
+    alpha = 1.5 * LN2 / LN3  # a constant: the clean rows have alpha times the gradient of their own term
+    assert logits.grad[0, 4].tolist() == pytest.approx([alpha / 6, -alpha / 3, alpha / 6])
+    logits = torch.tensor([0.0, 60.0, 0.0], dtype=torch.float64).repeat(1, 8, 1)  # no clean loss worth the name
+    answer = row(0, 1, 0, 0)
+    out = idlm_loss(logits, row(2, 1, 0, 1), answer, answer, auto_balance=True)
+    assert out.total_loss.item() == pytest.approx(2e-26, rel=0.2)
+
+
+def test_idlm_without_an_answer_is_zero():
+    for auto_balance in (False, True):
+        out = idlm_loss(odds_121(8), *INTRO[:2], row(0, 0, 0, 0), auto_balance=auto_balance)
+        assert out == (0.0, 0.0)
+
+
+# SCDD with a = b = 1 and c = 4 t (1 - t): at 1/2 the masses are 1/4, 1/2, 1/4, at 3/4 they are 1/7, 3/7, 3/7. Token 2 is
+# MASK: under odds (1, 2, anything) p = (1/3, 2/3), and K = 2.
+PEAKED = {"max_ratio": 0.5, "gamma_shape": 2.0, "t_peak": 0.5}
+TIMES = torch.tensor([0.0, 0.5, 0.75, 1.0], dtype=torch.float64)
+
+
+def test_scdd_schedule():
+    found = scdd_schedule(TIMES, **PEAKED)
+    assert found.clean_mass.tolist() == pytest.approx([1, 1 / 4, 1 / 7, 0])
+    assert found.uniform_mass.tolist() == pytest.approx([0, 1 / 2, 3 / 7, 0])
+    assert found.absorbed_mass.tolist() == pytest.approx([0, 1 / 4, 3 / 7, 1])
+    assert found.gamma.tolist() == pytest.approx([1, 3 / 4, 4 / 7, 0])
+    assert found.rho.tolist() == pytest.approx([1, 1 / 3, 1 / 4, 0])
+    assert scdd_schedule(torch.tensor([-1.0, 2.0]), **PEAKED).gamma.tolist() == [1.0, 0.0]
+    skewed = scdd_schedule(torch.tensor([0.2]), max_ratio=0.3, gamma_shape=5.0, t_peak=0.2)
+    assert skewed.uniform_mass.item() == pytest.approx(0.3)
+
+
+def scdd(t, z, x, T, **options):
+    logits = torch.tensor([1.0, 2.0, 9.0], dtype=torch.float64).log().repeat(1, len(z), 1).requires_grad_()
+    p_mask = torch.full((1, len(z)), t, dtype=torch.float64)
+    ones = torch.ones(1, len(z))
+    return scdd_loss(logits, row(*x), p_mask, ones, row(*z), 2, num_timesteps=T, **(PEAKED | options)), logits
+
+
+@pytest.mark.parametrize(
+    ("z", "x", "loss"),
+    [
+        (2, 1, math.log(3 / 2)),  # the whole of it is released in the one step down to s = 0
+        (2, 0, math.log(3)),
+        (1, 1, math.log(5 / 6)),  # u = r = 1/3: -(log p - log((1 + p) / 3))
+        (0, 1, -math.log(3 / 2)),  # -1/3 (log 2/3 - log 4/9) over 1/3
+    ],
+)
+def test_scdd_value_of_the_last_step(z, x, loss):
+    found, _ = scdd(0.5, [z], [x], 2)
+    assert found.item() == pytest.approx(2 * loss)
+
+
+def test_scdd_value_on_the_way():
+    """From 3/4 to 1/2: 5/12 is released, base_s = 1/3, base_t = 3/8, terms 4/9 and 5/9, u = 1/8, r = 3/4."""
+    zero, one = math.log(4 / 9), math.log(5 / 9)
+    found, _ = scdd(0.75, [2], [1], 4)
+    assert found.item() == pytest.approx(-4 * 5 / 12 * ((zero + one) / 3 + one / 3))
+    D = math.log(11 / 24)
+    found, _ = scdd(0.75, [0], [1], 4)
+    expected = ((zero + one - 2 * D) / 24 + (one - D) / 24 + (zero - D) / 4) / (3 / 8)
+    assert found.item() == pytest.approx(-4 * expected)
+    D = math.log(13 / 24)
+    found, _ = scdd(0.75, [1], [1], 4)
+    expected = ((zero + one - 2 * D) / 24 + (one - D) / 24 + (one - D) / 4 + (one - D) / 4) / (5 / 8)
+    assert found.item() == pytest.approx(-4 * expected)
+
+
+def test_scdd_without_uniform_noise_is_mdlm():
+    found, logits = scdd(0.75, [2, 2, 1, 0], [1, 0, 1, 1], 1000, max_ratio=0.0, num_diffusion_tokens=3)
+    assert found.item() == pytest.approx((math.log(3 / 2) + math.log(3)) / 0.75 / 3)
+    found.backward()
+    assert logits.grad[0, 2:].abs().max() < 1e-12
+    assert logits.grad[0, 0].tolist() == pytest.approx([(1 / 3) / 2.25, -(1 / 3) / 2.25, 0])
+
+
+def test_scdd_of_impossible_times_is_finite_and_what_is_not_supervised_is_inert():
+    for t in (0.0, 1e-9, 1.0):
+        found, logits = scdd(t, [2, 1, 0], [1, 1, 1], 10)
+        found.backward()
+        assert found.isfinite()
+        assert logits.grad.isfinite().all()
+    logits = with_nan_rows(odds_121(3), [0, 2])
+    noisy, t = row(2, 2, 0), torch.full((1, 3), 0.5)
+    found = scdd_loss(logits, row(1, 1, -100), t, row(0, 1, 1), noisy, 2, num_timesteps=2, **PEAKED)
+    found.backward()
+    assert found.item() == pytest.approx(math.log(3 / 2))  # over two supervised tokens, one of them without a target
+    assert logits.grad[0, [0, 2]].eq(0).all()
+
+
 def test_gradcheck():
     torch.manual_seed(0)
     logits, causal = (torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -351,4 +474,9 @@ def test_gradcheck():
     assert check(lambda x: block_diffusion_loss(x, TARGETS, SUPERVISED), logits)
     assert check(lambda x, c: hybrid(x, causal_logits=c, alpha=0.3).total_loss, (logits, causal))
     assert check(lambda x: dflash_loss(x, TARGETS, SUPERVISED, normalize="mean"), logits)
+    assert check(
+        lambda x: idlm_loss(x, *INTRO).total_loss, torch.randn(1, 8, 3, dtype=torch.float64, requires_grad=True)
+    )
+    noisy, t = row(2, 2, 0, 1, 1), torch.full((1, 5), 0.6)
+    assert check(lambda x: scdd_loss(x, row(0, 1, 0, 1, 0), t, SUPERVISED, noisy, 2, **PEAKED), logits)
     assert check(lambda x: encoder_ar_loss(x, IDS, row(1, 1, 0, 1, 1)), logits)

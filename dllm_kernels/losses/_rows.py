@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _checks, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import (
+    _checks,
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 from dllm_kernels.ops._plain import plain
-from dllm_kernels.ops._results import WeightedNLL
+from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops._transform import Transform
 
 
@@ -64,6 +72,11 @@ class Rows:
         """The dtype that sums over the rows are made in."""
         return torch.promote_types(self.x.dtype, torch.float32)
 
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
+
     def check(self, target_ids: torch.Tensor, *, width: int | None = None, shift: int = 0) -> None:
         """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any.
 
@@ -85,7 +98,20 @@ class Rows:
         _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=transform.skip_id)
 
     def weighted(self, targets: torch.Tensor, weights: torch.Tensor, **flags: Any) -> WeightedNLL:
-        """The sum of weights * NLL: every loss is one of these."""
+        """The sum of weights * NLL: what a loss is whose weights are known."""
         if self.weight is None:
             return weighted_nll(self.x, targets, weights, **self.options, **flags)
         return weighted_linear_nll(self.x, self.weight, targets, weights, bias=self.bias, **self.options, **flags)
+
+    def per_row(self, targets: torch.Tensor, active: torch.Tensor, **flags: Any) -> TokenNLL:
+        """The NLL of the active rows, differentiable: for weights that are not known before the forward pass."""
+        if self.weight is None:
+            return token_nll(self.x, targets, active=active, **self.options, **flags)
+        return linear_token_nll(self.x, self.weight, targets, active=active, bias=self.bias, **self.options, **flags)
+
+    def stats(self, ids: torch.Tensor, active: torch.Tensor, **asked: Any) -> RowStats:
+        """Statistics of the active rows, differentiable: for what is no sum of NLLs."""
+        options = {name: option for name, option in self.options.items() if name != "round_nll"}  # there is no NLL
+        if self.weight is None:
+            return row_stats(self.x, ids, active=active, **options, **asked)
+        return linear_row_stats(self.x, self.weight, ids, active=active, bias=self.bias, **options, **asked)
