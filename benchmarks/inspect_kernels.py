@@ -18,6 +18,9 @@ follow, and the lowest is the bound:
 instructions that do nothing (they count), what happens before and after the loop, hits in L2, uneven ends, clocks that
 sag. It is an upper bound, made to tell which of two kernels is better and what holds one back. Kernels that search their
 keys in memory read them as often as the data demand, and merges are too small to matter: neither gets a roofline.
+
+Of a kernel that draws random bits the instructions a draw are counted, all that a thread issues divided by the positions
+that it draws for: those of its longest way or, where keys lie in memory, of the loop over tiles that draws and writes them.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,6 +41,7 @@ from benchmarks.gpus import GPUS, REGISTER_UNIT, TARGETS, Limits
 from benchmarks.record import markdown, size
 
 if TYPE_CHECKING:
+    from benchmarks.machine_code import Instruction
     from benchmarks.mock_gpu import Specimen
 
 CALLS = ("real", "odd")
@@ -96,6 +100,7 @@ class Report:
         programs: how many fit on a multiprocessor.
         occupancy: theoretical share of the warps that a multiprocessor can hold.
         passes: the static roofline, where there is one.
+        slots_a_draw: issue slots for each random draw; None where nothing is drawn, or nothing was counted.
     """
 
     kernel: str
@@ -111,6 +116,7 @@ class Report:
     programs: int
     occupancy: float
     passes: list[Pass] = field(default_factory=list)
+    slots_a_draw: float | None = None
 
 
 def report(name: str, specimen: Specimen, target: str, roofline: bool = True) -> Report:
@@ -120,6 +126,7 @@ def report(name: str, specimen: Specimen, target: str, roofline: bool = True) ->
     asm, shared, num_warps = compiled.asm, int(compiled.metadata.shared), int(compiled.metadata.num_warps)
     registers, spills = _nvidia_resources(asm["cubin"]) if "cubin" in asm else _amd_resources(asm["amdgcn"])
     programs = _programs(limits, registers, shared, num_warps)
+    code = machine_code.disassemble(asm["cubin"]) if roofline and target in COUNTED else []
     return Report(
         kernel=name,
         function=specimen.kernel,
@@ -133,7 +140,8 @@ def report(name: str, specimen: Specimen, target: str, roofline: bool = True) ->
         num_warps=num_warps,
         programs=programs,
         occupancy=programs * num_warps / limits.warps,
-        passes=_passes(specimen, asm["cubin"], target, num_warps, programs) if roofline and target in COUNTED else [],
+        passes=_passes(specimen, code, target, num_warps, programs) if code else [],
+        slots_a_draw=_slots_a_draw(specimen, code, num_warps) if code else None,
     )
 
 
@@ -181,12 +189,21 @@ def _programs(limits: Limits, registers: int, shared: int, num_warps: int) -> in
     )
 
 
-def _passes(specimen: Specimen, cubin: bytes, target: str, num_warps: int, programs: int) -> list[Pass]:
+def _slots_a_draw(specimen: Specimen, code: Sequence[Instruction], num_warps: int) -> float | None:
+    """Issue slots for each draw of a kernel that draws."""
+    constants = specimen.constants
+    if "seed_ptr" not in specimen.types or "BLOCK" not in constants:
+        return None
+    draws = max(1, constants.get("R", 1) * constants["BLOCK"] / (32 * num_warps))
+    in_memory = "key_ptr" in specimen.types
+    return (machine_code.slots_of_products(code) if in_memory else machine_code.whole(code).slots) / draws
+
+
+def _passes(specimen: Specimen, code: Sequence[Instruction], target: str, num_warps: int, programs: int) -> list[Pass]:
     """The static roofline of each loop over memory, or of the kernel."""
     constants, threads = specimen.constants, 32 * num_warps
     if "key_ptr" in specimen.types or "BLOCK_K" in constants:
         return []
-    code = machine_code.disassemble(cubin)
     itemsize = {"fp16": 2, "bf16": 2, "fp32": 4, "fp64": 8}.get(specimen.dtype)
     loops = machine_code.passes(code)
     if loops and itemsize:
@@ -255,6 +272,8 @@ def _rows(reports: Iterable[Report]) -> list[dict[str, str]]:
             "shared": str(r.shared), "access": str(r.widest_access), "warps": str(r.num_warps),
             "programs": str(r.programs), "occupancy": f"{r.occupancy:.0%}",
         }  # fmt: skip
+        if r.slots_a_draw is not None:
+            resources["slots a draw"] = f"{r.slots_a_draw:.0f}"
         rows += [resources | _roofline_cells(p) for p in r.passes] or [resources]
     return rows
 

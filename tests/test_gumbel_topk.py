@@ -222,6 +222,43 @@ def test_many_slices_of_rows_equal_one(monkeypatch):
     assert torch.equal(gumbel_topk_mask(log_w, k, generator=torch.Generator().manual_seed(2)), whole)
 
 
+EDGES = [0, 1, 2, 2**24 - 1, 2**24 + 1, 2**31 - 1, 2**31, 2**32 - 257, 2**32 - 128, 2**32 - 2, 2**32 - 1]
+
+
+def test_quick_keys_err_less_than_is_allowed_for():
+    rng = np.random.default_rng(0)
+    near_one = 2**32 - 1 - rng.integers(0, 2**12, 50_000)
+    draws = np.concatenate([np.repeat(EDGES, 1000), near_one, rng.integers(0, 2**32, 500_000)]).astype(np.uint32)
+    log_w = rng.uniform(0, op._MILD, len(draws)).astype(np.float32)
+    exact = -np.log(op._rules.fine_uniform(draws)) / np.exp(log_w.astype(np.float64))
+    error = np.abs(op._keys(log_w, draws) - exact)
+    assert (error <= op._ROUNDING * (0.25 + exact)).all()
+    assert (error > 0).mean() > 0.9
+
+
+@pytest.mark.parametrize("spread", [1, 64, 2**20, 2**32], ids=lambda n: f"{n} draws")
+@pytest.mark.parametrize("steepest", [0.0, 1e-6, 3.9, 50.0])
+def test_draws_that_float32_cannot_tell_apart_are_decided_exactly(spread, steepest):
+    rng = np.random.default_rng(1)
+    draws = (2**32 - 1 - rng.integers(0, spread, (200, 24))).astype(np.uint32)
+    log_w = (rng.random((200, 1)) * np.linspace(0, steepest, 24)).astype(np.float32)
+    k = rng.integers(0, 25, 200)
+    u = op._rules.fine_uniform(draws)
+    expected = op.select_exact(*(torch.from_numpy(x) for x in (log_w, u, k)))
+    assert op.select_of_draws(log_w, draws, k, steepest).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("u", [0.5, None])
+def test_the_exact_choice_is_the_same_in_numpy(u):
+    rng = np.random.default_rng(2)
+    uniform = rng.random((60, 17)) if u is None else np.full((60, 17), u)
+    log_w = rng.integers(-3, 4, (60, 17)).astype(np.float64)
+    log_w[rng.random((60, 17)) < 0.2] = -np.inf
+    k = rng.integers(0, 20, 60)
+    expected = op.select_exact(*(torch.from_numpy(x) for x in (log_w, uniform, k)))
+    assert op._select_exact_host(log_w, uniform, k).tolist() == expected.tolist()
+
+
 def test_weights_beyond_float32_on_the_host():
     # The host's quick scores are float32: there these are all infinite, and the exact ones must decide.
     log_w = torch.tensor([[1e300, 2e300, -1e300, -2e300, 0.0, -INF]], dtype=torch.float64)

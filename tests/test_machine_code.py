@@ -149,3 +149,14 @@ def test_inspecting_needs_a_compiler(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert main(["--target", "sm_90"]) == 2
     assert "TRITON_INTERPRET=1" in capsys.readouterr().err
+
+
+def test_the_loop_that_draws_is_the_one_with_the_most_products():
+    few = ["IMAD R1, R2, R3, R4", "MOV R5, R6", "MOV R5, R7", "@P0 BRA 0x0"]
+    many = ["IMAD.WIDE.U32 R1, R2, R3, R4", "IMAD R5, R6, R7, R8", "@P0 BRA 0x40"]
+    assert machine_code.slots_of_products(listing(*few, *many, "EXIT")) == 3
+    assert machine_code.slots_of_products(listing("IMAD R1, R2, R3, R4", "MOV R1, R2", "EXIT")) == 3
+    assert (
+        machine_code.slots_of_products(listing("MOV R1, R2", "@P0 BRA 0x0", "EXIT"))
+        == 2 * machine_code.SEARCH_STEPS + 1
+    )

@@ -22,6 +22,7 @@ RUNS = {
     "real": "--no-roofline",
     "odd": "--no-roofline --calls odd --target sm_90 --target gfx942",
     "counted": "--kernel [bf16 --target sm_80 --target sm_90",
+    "draws": "--kernel corrupt --kernel gumbel --kernel sample_level --target sm_90",
 }
 
 
@@ -100,6 +101,22 @@ def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
     records = [r for r in reports("real") if r["target"] == target]
     assert records
     assert all(r["num_warps"] * lanes <= 1024 for r in records)
+
+
+def test_the_instructions_of_a_draw_are_counted(reports):
+    records = reports("draws")
+    slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
+    # Ten rounds of two products of 64 bits give four words: no draw, of half a word, costs less than five such products.
+    assert [(kernel, n) for kernel, n in slots.items() if not 20 < n < 1000] == []
+    assert {r["function"] for r in records if r["kernel"] in slots} == {
+        "corrupt_independent", "corrupt_mix", "corrupt_topk", "corrupt_topk_long", "gumbel_topk", "gumbel_topk_long",
+        "sample_level",
+    }  # fmt: skip
+    nothing_drawn = {r["kernel"] for r in records} - set(slots)
+    assert {kernel for kernel in nothing_drawn if "uniform" not in kernel} == {
+        "corrupt_independent[i64, blocks=1, WHAT=2]"
+    }
+    assert len(nothing_drawn) > 1
 
 
 # The static roofline of bf16 rows: what the kernels must hold, so that no later change loses it unseen.

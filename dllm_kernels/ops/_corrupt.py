@@ -42,7 +42,7 @@ def mask_tokens(
         m = _level(rows, level, eps)
         return Change(_exactly(rows, m) if exact else _coins(grid, rows, m), mask_token_id, m)
 
-    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body)
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body, 1 if exact else 8)
 
 
 def replace_tokens(
@@ -79,6 +79,8 @@ def mask_all(
         from dllm_kernels.kernels.corruption import mask_all as kernel
 
         return kernel(input_ids, loss_mask, mask_token_id)
+    if on_host(input_ids):
+        return _corruption_host.mask_all(input_ids, loss_mask, mask_token_id)
     noise = loss_mask != 0
     p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     return torch.where(noise, mask_token_id, input_ids), noise, p_mask
@@ -104,13 +106,13 @@ def mask_topk(
         from dllm_kernels.kernels.corruption import mask_topk as kernel
 
         return kernel(input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed)
-    topk_of_blocks = _corruption_host.topk_of_blocks if on_host(input_ids.device) else _topk_of_blocks
+    topk_of_blocks = _corruption_host.topk_of_blocks if on_host(input_ids) else _topk_of_blocks
 
     def body(rows: Rows) -> Change:
         m = _level(rows, level, eps)
         return Change(topk_of_blocks(grid, rows.draws, m, rate, at_least), mask_token_id, m)
 
-    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body)
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body, 2)
 
 
 def mix_tokens(
@@ -125,7 +127,7 @@ def mix_tokens(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks and other tokens; see :func:`dllm_kernels.corruption.corrupt_mix`."""
-    if check or input_ids.device.type == "cpu":
+    if check or input_ids.is_cpu:
         _check_sum(mask_prob, uniform_prob)
     if use_triton(backend, input_ids):
         from dllm_kernels.kernels.corruption import mix_tokens as kernel
@@ -135,7 +137,7 @@ def mix_tokens(
 
     def body(rows: Rows) -> Change:
         p, q = (rows_of(prob, rows) for prob in (mask_prob, uniform_prob))
-        absorbed, changed = _rules.channels(p, q, _rules.coin_bits(rows.draws))
+        absorbed, changed = _rules.channels(p, q, rows.draws)
         other = _rules.other_token(rows.words, rows.ids, mask_token_id, vocab_size)
         chosen = absorbed | (changed & (rows.ids != mask_token_id))
         return Change(chosen, other - (other - mask_token_id) * absorbed, None)
@@ -160,7 +162,7 @@ def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tenso
 
         return kernel(B, method, low, high, seed)
     layout = _philox.Layout(1, 0)
-    if on_host(seed.device):
+    if on_host(seed):
         return _corruption_host.sample_level(B, method, low, high, seed, layout)
     u = _rules.uniform(_philox.random_bits(seed, B, layout)[0])[:, 0]
     level: torch.Tensor = _rules.scaled(_rules.coupled(u, torch.arange(B, device=seed.device), method), low, high)
@@ -175,7 +177,7 @@ def position_rate(half_life_ratio: float, size: int) -> float:
 
 def check_level(level: torch.Tensor | None) -> None:
     """Raise where a level lies outside [0, 1]; on a GPU looking would be a host sync."""
-    if level is not None and level.device.type == "cpu":
+    if level is not None and level.is_cpu:
         values = level.numpy()
         if not ((values >= 0) & (values <= 1)).all():
             raise ValueError(f"level must lie in [0, 1], got values from {values.min()} to {values.max()}")
@@ -200,8 +202,7 @@ def _level(rows: Rows, given: torch.Tensor | None, eps: float) -> Array:
 
 def _coins(grid: Grid, rows: Rows, level: Array) -> Array:
     """``u < m`` for each position."""
-    bits = grid.fold(_rules.coin_bits(rows.draws))
-    return (bits < grid.beside(_rules.coin_bound(level, bits))).reshape(-1, grid.L)
+    return _rules.below(grid.fold(rows.draws), grid.beside(level)).reshape(-1, grid.L)
 
 
 def _exactly(rows: Rows, level: Array) -> Array:
@@ -235,10 +236,11 @@ def _corrupt(
     grid: Grid,
     layout: _philox.Layout,
     body: Callable[[Rows], Change],
+    times: int = 1,
 ) -> Corrupted:
-    """Draw, run the body on all rows, write the outputs."""
-    if on_host(input_ids.device):
-        return _corruption_host.corrupt(input_ids, loss_mask, seed, grid, layout, body)
+    """Draw, run the body on all rows, write the outputs; ``times`` is for ``host_slices``."""
+    if on_host(input_ids):
+        return _corruption_host.corrupt(input_ids, loss_mask, seed, grid, layout, body, times)
     levels, draws, words = _philox.random_bits(seed, grid.B, layout)
     supervised = None if loss_mask is None else loss_mask != 0
     chosen, token, level = body(Rows(slice(None), input_ids, supervised, levels, draws, words))

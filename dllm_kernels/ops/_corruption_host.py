@@ -13,7 +13,7 @@ import torch
 
 from dllm_kernels.ops import _philox, _rules
 from dllm_kernels.ops._grid import Change, Corrupted, Grid, Rows, lengths
-from dllm_kernels.ops._topk import host_slices, select_on_host
+from dllm_kernels.ops._topk import host_slices, select_of_draws
 
 Array = _rules.Array
 
@@ -25,14 +25,19 @@ def corrupt(
     grid: Grid,
     layout: _philox.Layout,
     body: Callable[[Rows], Change],
+    times: int,
 ) -> Corrupted:
-    """Draw, run the body, write the outputs."""
+    """Draw, run the body, write the outputs, so many rows at a time as ``host_slices`` says."""
     ids, supervised = input_ids.numpy(), None if loss_mask is None else _as_bool(loss_mask)
-    noisy, noise, p_mask = (np.empty(ids.shape, dtype) for dtype in (ids.dtype, np.bool_, np.float32))
-    for rows in host_slices(grid.B, grid.L):
+    noisy, noise, p_mask = (
+        np.empty(ids.shape, ids.dtype),
+        np.empty(ids.shape, np.bool_),
+        np.empty(ids.shape, np.float32),
+    )
+    for rows in host_slices(grid.B, grid.L, times):
         part = slice(rows.start, rows.stop)
-        where = None if supervised is None else supervised[part]
         levels, draws, words = _philox.bits_on_host(seed, rows, layout)
+        where = None if supervised is None else supervised[part]
         chosen, token, level = body(Rows(part, ids[part], where, levels, draws, words))
         if where is None:
             noise[part] = chosen
@@ -46,6 +51,17 @@ def corrupt(
     return torch.from_numpy(noisy), torch.from_numpy(noise), torch.from_numpy(p_mask)
 
 
+def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int) -> Corrupted:
+    """``_corrupt.mask_all``."""
+    ids, noise = input_ids.numpy(), np.array(_as_bool(loss_mask), order="C")
+    noisy, p_mask = np.empty(ids.shape, ids.dtype), np.empty(ids.shape, np.float32)
+    for rows in host_slices(*ids.shape):
+        part = slice(rows.start, rows.stop)
+        _put(ids[part], noise[part], mask_token_id, out=noisy[part])
+    p_mask.fill(1.0)
+    return torch.from_numpy(noisy), torch.from_numpy(noise), torch.from_numpy(p_mask)
+
+
 def _as_bool(mask: torch.Tensor) -> Array:
     return mask.numpy() if mask.dtype == torch.bool else (mask != 0).numpy()
 
@@ -55,8 +71,7 @@ def _put(ids: Array, noise: Array, token: Array | int, out: Array) -> None:
 
     ``numpy.where`` and ``torch.where`` branch at every position: six times as long where the mask is random.
     """
-    new = np.asarray(token, ids.dtype) if isinstance(token, int) else token.astype(ids.dtype, copy=False)
-    np.subtract(new, ids, out=out)
+    np.subtract(token, ids, out=out, dtype=ids.dtype, casting="unsafe")
     np.multiply(out, noise, out=out)
     np.add(out, ids, out=out)
 
@@ -69,12 +84,11 @@ def topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_least
     k = _rules.number_to_mask(level, length, at_least)
     log_w = _rules.log_weights(level[..., None], rate, np.arange(grid.size, dtype=np.float32))
     if not grid.even:
-        log_w[:, -1, length[-1] :] = -np.inf
+        log_w[:, -1, length[-1] :] = -16.0  # u = 2^-33 has a score of -3.2, the least that there is
         room = np.zeros((len(draws), grid.blocks * grid.size), np.uint32)
         room[:, : grid.L] = draws
         draws = room
-    u = _rules.fine_uniform(draws).reshape(-1, grid.size)
-    chosen = select_on_host(log_w.reshape(-1, grid.size), u, k.reshape(-1), rate * grid.size)
+    chosen = select_of_draws(log_w.reshape(-1, grid.size), draws, k.reshape(-1), rate * grid.size)
     return chosen.reshape(len(draws), -1)[:, : grid.L]
 
 

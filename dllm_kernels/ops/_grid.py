@@ -37,11 +37,13 @@ class Grid(NamedTuple):
         return _philox.Layout(self.blocks, self.L, whole_words)
 
     def fold(self, at_place: Array) -> Array:
-        """``[rows, L]`` as ``[rows, blocks, size]`` where no block is short."""
-        return at_place.reshape(-1, self.blocks, self.size) if self.even else at_place
+        """``[rows, L]`` as ``[rows, blocks, size]`` where there are several and none is short."""
+        return at_place.reshape(-1, self.blocks, self.size) if self.blocks > 1 and self.even else at_place
 
     def beside(self, of_block: Array) -> Array:
         """``[rows, blocks]``, or ``[rows, 1]`` for all blocks, so that it broadcasts against what ``fold`` gives."""
+        if self.blocks == 1:
+            return of_block
         if self.even:
             return of_block[..., None]
         return of_block if of_block.shape[1] == 1 else _spread(of_block, self.size, self.L)

@@ -140,6 +140,7 @@ def random_bits(
 
 
 _local = threading.local()
+_CPU = torch.device("cpu")
 
 
 def _stream(seed: int, counter: int) -> Any:
@@ -164,7 +165,7 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
     before, stride = layout.before, layout.stride
     if seed.dim() == 0:
         first = ZERO - before + rows.start * stride
-        words = _stream(int(seed), first).random_raw((len(rows), 4 * stride))
+        words = _stream(int(seed.item()), first).random_raw((len(rows), 4 * stride))
     else:
         words = np.empty((len(rows), 4 * stride), np.uint64)
         for row, key in zip(words, seed[rows.start : rows.stop].tolist(), strict=True):
@@ -190,7 +191,7 @@ def resolve_seed(
         seeds: int64 ``[rows]`` instead, one a row.
 
     Returns:
-        int64 on ``device``: ``seeds`` itself, or a fresh 0-d seed.
+        int64 on ``device``: ``seeds`` itself, or a 0-d seed, good until this thread's next call.
 
     Raises:
         TypeError: ``generator`` or ``seeds`` of another type.
@@ -203,12 +204,27 @@ def resolve_seed(
             raise ValueError("generator and seeds exclude each other: expected one of them, got both")
         return _checked_seeds(seeds, rows, device)
     source = device if generator is None else generator.device
-    if source.type != "cpu" and not _same_device(source, device):
+    if source != _CPU and not _same_device(source, device):
         allowed = "cpu" if device.type == "cpu" else f"cpu or on {device}"
         raise ValueError(f"generator must be on {allowed} like the tensors, got one on {source}")
-    # The whole int64 range but its last value, which randint's open upper end cannot name.
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=source, generator=generator)
+    if device == _CPU and not torch.compiler.is_compiling():
+        return _seed_on_host().random_(*_SEEDS, generator=generator)
+    seed = torch.randint(*_SEEDS, (), dtype=torch.int64, device=source, generator=generator)
     return seed if source == device else seed.to(device, non_blocking=True)
+
+
+# The whole int64 range but its last value, which the open upper end cannot name.
+_SEEDS = (-(2**63), 2**63 - 1)
+
+
+def _seed_on_host() -> torch.Tensor:
+    """What a thread draws its seeds into: half the time of a tensor a call."""
+    try:
+        seed: torch.Tensor = _local.seed
+    except AttributeError:
+        with torch.inference_mode(False):  # else nothing outside that mode could write to it
+            seed = _local.seed = torch.empty((), dtype=torch.int64)
+    return seed
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

@@ -26,23 +26,32 @@ def _library(x: Array) -> Any:
     return torch if isinstance(x, torch.Tensor) else np
 
 
-def _cast(x: Array, dtype: str) -> Array:
-    return x.to(getattr(torch, dtype)) if isinstance(x, torch.Tensor) else x.astype(dtype)
+def float32(x: Array) -> Array:
+    """In float32."""
+    return x.to(torch.float32) if isinstance(x, torch.Tensor) else x.astype(np.float32)
+
+
+def float64(x: Array) -> Array:
+    """In float64."""
+    return x.to(torch.float64) if isinstance(x, torch.Tensor) else x.astype(np.float64)
 
 
 def uniform(draws: Array) -> Array:
     """Coins and levels: ``(2 q + 1) 2^-24``, q the high 23 bits; float32, exact, strictly inside (0, 1)."""
-    return _cast((draws >> 8) | 1, "float32") * 2.0**-24
+    return float32((draws >> 8) | 1) * 2.0**-24
 
 
 def fine_uniform(draws: Array) -> Array:
     """Gumbel noise: ``(2 draw + 1) 2^-33``, float64, exact, strictly inside (0, 1)."""
-    return (_cast(draws, "float64") + 0.5) * 2.0**-32
+    u = float64(draws)
+    u += 0.5
+    u *= 2.0**-32
+    return u
 
 
 def level(draws: Array, eps: float) -> Array:
-    """The m of each block from its draw, float32."""
-    return uniform(draws) * (1.0 - eps) + eps
+    """The m of each block from its draw, float32: ``(1 - eps) uniform(draws) + eps``, where a power of 2 rounds nothing."""
+    return float32((draws >> 8) | 1) * ((1.0 - eps) * 2.0**-24) + eps
 
 
 def coin_bits(draws: Array) -> Array:
@@ -54,6 +63,17 @@ def coin_bound(level: Array, bits: Array) -> Array:
     """``u < m`` is ``q < ceil(2^23 m - 1/2)``: one comparison of integers, of the type of ``bits``."""
     bound = _library(level).ceil(level * 2.0**COIN_BITS - 0.5)
     return bound.to(bits.dtype) if isinstance(bound, torch.Tensor) else bound.astype(bits.dtype)
+
+
+def below(draws: Array, level: Array) -> Array:
+    """The coin ``u < m`` of each draw."""
+    if isinstance(draws, torch.Tensor):
+        bits = coin_bits(draws)
+        return bits < coin_bound(level, bits)
+    bound = coin_bound(level, draws)
+    # q < bound as the draw against the largest below: no pass to shift it. 2^23 wraps to the largest of all, as it should.
+    found = draws <= (bound << (32 - COIN_BITS)) - 1
+    return found if np.logical_and.reduce(bound, axis=None) else found & (bound != 0)
 
 
 def token(words: Array, n: int) -> Array:
@@ -68,9 +88,10 @@ def token(words: Array, n: int) -> Array:
 
 def number_to_mask(level: Array, length: Array, at_least: Array | int) -> Array:
     """``round(m length)``, half to even, within [at_least, length]; int64."""
-    xp = _library(level)
-    k = _cast(xp.round(level * _cast(length, "float32")), "int64")
-    return xp.minimum(k.clip(at_least), length)
+    share = level * float32(length)
+    if isinstance(share, torch.Tensor):
+        return torch.minimum(share.round().to(torch.int64).clip(at_least), length)
+    return np.minimum(np.maximum(np.rint(share).astype(np.int64), at_least), length)
 
 
 def log_weights(level: Array, rate: float, place: Array) -> Array:
@@ -78,16 +99,16 @@ def log_weights(level: Array, rate: float, place: Array) -> Array:
     return ((1.0 - level) * rate) * place
 
 
-def channels(mask_prob: Array, uniform_prob: Array, bits: Array) -> tuple[Array, Array]:
+def channels(mask_prob: Array, uniform_prob: Array, draws: Array) -> tuple[Array, Array]:
     """Which positions take MASK, and which those and a token besides; none of a row whose sum is over 1 + 1e-5.
 
     ``u < mask_prob`` and ``u < mask_prob + uniform_prob``, summed in float32.
     """
     xp, total = _library(mask_prob), mask_prob + uniform_prob
     # Rounding may have made a little less than 0 of a probability, which as an unsigned bound would be everything.
-    mask_prob, total = (xp.where(total <= MOST, p, 0.0).clip(0.0) for p in (mask_prob, total))
-    absorbed = bits < coin_bound(mask_prob, bits)
-    return absorbed, absorbed | (bits < coin_bound(total, bits))
+    mask_prob, total = (xp.where((total <= MOST) & (p > 0), p, 0.0) for p in (mask_prob, total))
+    absorbed = below(draws, mask_prob)
+    return absorbed, absorbed | below(draws, total)
 
 
 #: The largest sum of two probabilities that passes for 1, float32.
@@ -110,8 +131,8 @@ def coupled(u: Array, row: Array, method: str) -> Array:
     if method == "antithetic":
         first = u[row - row % 2]
         return xp.where(row % 2 == 1, 1.0 - first, first)
-    x = _cast(u[:1], "float64") + _cast(row, "float64") / len(row)
-    return _cast(x - xp.floor(x), "float32").clip(max=1.0 - 2.0**-24)  # which rounding may have made 1
+    x = float64(u[:1]) + float64(row) / len(row)
+    return float32(x - xp.floor(x)).clip(max=1.0 - 2.0**-24)  # which rounding may have made 1
 
 
 def scaled(x: Array, low: float, high: float) -> Array:
