@@ -156,7 +156,7 @@ def special_rows(high):
         "the skipped one is the largest": (with_(9.0, 17), V - 1),
         "the target is skipped": (base, 17),
         "the target is out of range": (base, V),
-        "far beyond the cap": (base * high, V - 1),
+        "near the cap": (1.5 * base, V - 1),
         "at the cap, first of equals": (with_(high, 4, 20, 21, V - 1), 4),
         "at the cap, second of equals": (with_(high, 4, 20, 21, V - 1), 20),
         "at the cap, last of equals": (with_(high, 4, 20, 21, V - 1), V - 1),
