@@ -32,7 +32,7 @@ from tests.parity import assert_parity
 
 NAMES = [case.name for case in CASES]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash")
+FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id")
 
 
 def logits_draw(case, dtype, columns=V):
@@ -120,6 +120,26 @@ def tp_kernels(name):
         linear_oracle(case, inputs),
         hidden_draw(case, torch.float32),
     )
+
+
+@check(2)
+@check(4)
+def a_skipped_column_is_one_of_the_whole_row():
+    """Whichever rank holds it, and whether it is the largest, a tie or the target."""
+    mesh = mesh_of("tp")
+    for skip_id in (0, V // 2, V - 1):
+        x, y = torch.randn(5, V, dtype=torch.float64), (torch.arange(5) + 5) % V
+        x[:, skip_id] = 20.0
+        x[1, y[1]] = 9.0
+        y[2] = skip_id
+        for backend in ("torch", "triton"):
+            flags = {"softcap": 6.0, "scale": 1.4, "skip_id": skip_id, "with_correct": True, "backend": backend}
+            out = ops.token_nll(shard(x, mesh, Shard(1)), y, **flags)
+            assert out.nll.isnan().tolist() == [False, False, True, False, False]
+            assert out.correct[1]
+            _same(
+                lambda t, f=flags, y=y: ops.token_nll(t, y, **f), x, shard(x, mesh, Shard(1)), torch.randn(5).double()
+            )
 
 
 @check(2, name=FEW)
