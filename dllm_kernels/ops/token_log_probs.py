@@ -73,7 +73,7 @@ def token_log_probs(
         IndexError: ``check_targets`` found a bad id.
     """
     ids, active = all_plain(ids, active)
-    sizes = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
+    sizes: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
     _checks.check_rows(names, logits_or_hidden, ids, weight, bias)
     _checks.check_shape("ids", ids, logits_or_hidden.shape[:-1], "that of logits_or_hidden without its last dimension")
