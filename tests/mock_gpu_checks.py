@@ -103,7 +103,9 @@ def alignment_is_seen(gpu):
     assert [types["logits_ptr"] for types in forward] == ["*bf16 D", "*bf16"]  # rows are aligned by the kernel itself
 
 
+FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
+STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_bwd"}
 
 
 @check
@@ -115,10 +117,14 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
         shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
         t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
         case.logits_form(t["logits"], inputs).sum().backward()
-        assert launched(gpu) == {"token_nll_fwd", "token_nll_bwd"}, (case.name, launched(gpu))
+        statistics = case.name == "row_stats"
+        assert launched(gpu) == (STATISTICS if statistics else FROM_LOGITS), (case.name, launched(gpu))
         gpu.launches.clear()
         case.hidden_form(t["hidden"], t["weight"], t["bias"], inputs).sum().backward()
-        assert launched(gpu) in ({"token_nll_fwd", "token_nll_bwd"}, *FROM_HIDDEN), (case.name, launched(gpu))
+        assert launched(gpu) in ((STATISTICS,) if statistics else (FROM_LOGITS, *FROM_HIDDEN)), (
+            case.name,
+            launched(gpu),
+        )
         gpu.launches.clear()
         assert all(tensor.grad is not None for tensor in t.values()), case.name
 

@@ -188,10 +188,11 @@ def test_gradcheck(K, transform, path):
     )
 
 
-def test_the_same_id_twice_gets_both_gradients(path):
+@pytest.mark.parametrize("K", [4, 11])  # a kernel compares a tile's columns with few ids in another loop than with many
+def test_the_same_id_twice_gets_both_gradients(K, path):
     logits = torch.randn(1, 37, device=DEVICE, requires_grad=True)
-    ids = torch.tensor([[20, 0, 20, -100]], device=DEVICE)
-    grads = torch.tensor([[1.0, 2.0, 4.0, 8.0]], device=DEVICE)
+    ids = torch.tensor([[20, 0, 20, -100, 36, 0, 1, 17, 20, 15, 16]], device=DEVICE)[:, :K].contiguous()
+    grads = 2.0 ** torch.arange(K, device=DEVICE)[None]
     (grad,) = torch.autograd.grad(row_stats(logits, ids, backend=path).log_probs, logits, grads)
     (wanted,) = torch.autograd.grad(reference.row_stats(logits, ids).log_probs, logits, grads)
     torch.testing.assert_close(grad, wanted)

@@ -68,6 +68,12 @@ def test_cap_and_skipped_column():
     torch.testing.assert_close(got, plain(capped, ids, 0.5)[0])
 
 
+def test_a_uint8_id_of_156_is_an_id():
+    logits = torch.zeros(1, 256, device=DEVICE)
+    got = token_log_probs(logits, torch.tensor([156], dtype=torch.uint8, device=DEVICE)).log_probs
+    torch.testing.assert_close(got, torch.log_softmax(logits, -1)[:, 156])
+
+
 def raises(error, message, *args, **options):
     with pytest.raises(error, match="^" + re.escape(message)):
         token_log_probs(*args, **options)

@@ -274,8 +274,11 @@ def _row_nll_grad_(
 def row_stats_primitives(shard: VocabShard, local: StatsPrimitives | None) -> StatsPrimitives:
     """The primitives of the row statistics for rows that are split over the shard's group."""
     assert local is not None
-    forward, mix, backward = (functools.partial(f, shard, local) for f in (_stats_forward, _stats_mix, _stats_backward))
-    return StatsPrimitives(forward, mix, backward)
+    return StatsPrimitives(
+        functools.partial(_stats_forward, shard, local),
+        functools.partial(_stats_mix, shard, local),
+        functools.partial(_stats_backward, shard, local),
+    )
 
 
 def _local_ask(shard: VocabShard, ask: Ask) -> Ask:
@@ -297,7 +300,8 @@ def _stats_forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tens
     from_max = from_max.masked_fill(mine & (found.log_sum == -math.inf).unsqueeze(1), -math.inf)
     more = [t.to(from_max.dtype) for t in (found.entropy, found.correct) if t is not None]
     part = torch.cat([torch.stack([found.row_max, found.log_sum.exp(), *more], 1), from_max], 1)
-    maxima, sums, *more, from_max = _gather(part, shard.group).split([1] * (2 + len(more)) + [ask.ids.shape[1]], -1)
+    sizes = [1] * (2 + len(more)) + [ask.ids.shape[1]]
+    maxima, sums, *more, from_max = torch.split(_gather(part, shard.group), sizes, -1)
     row_max, log_sum, log_probs = _combine_ids(shard, ask, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum

@@ -152,19 +152,19 @@ class _RowStats(torch.autograd.Function):
 class _LinearRowStats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *head_ask_and_plan: Any) -> tuple[Any, ...]:
-        *head, ids, marks, a, b, plan = head_ask_and_plan
-        ask = _stats.ask_of(plan, ids, marks, a, b)
-        found = _stats.linear_forward(LinearStatsJob(*head, ids), ask, plan)
-        return _save_stats(ctx, (*head, ids, marks, a, b), found, plan)
+        hidden, weight, bias, *ask, plan = head_ask_and_plan
+        job = LinearStatsJob(hidden, weight, bias, ask[0])
+        found = _stats.linear_forward(job, _stats.ask_of(plan, *ask), plan)
+        return _save_stats(ctx, (hidden, weight, bias, *ask), found, plan)
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        (*head, ids, marks, a, b), found, up = _saved_stats(ctx, 3, grads)
+        (hidden, weight, bias, *ask), found, up = _saved_stats(ctx, 3, grads)
         if up is None:
             return (None,) * 8
-        ask = _stats.ask_of(ctx.plan, ids, marks, a, b)
-        return (*_stats.linear_backward(LinearStatsJob(*head, ids), ask, found, up, ctx.plan), *(None,) * 5)
+        job = LinearStatsJob(hidden, weight, bias, ask[0])
+        return (*_stats.linear_backward(job, _stats.ask_of(ctx.plan, *ask), found, up, ctx.plan), *(None,) * 5)
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], found: Found, plan: Plan) -> tuple[Any, ...]:

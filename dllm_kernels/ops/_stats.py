@@ -16,9 +16,9 @@ from dllm_kernels.ops._rows import SKIP, StatsPrimitives, as_blv
 from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found, Upstream
 
 
-def ask_of(plan: Plan, ids: torch.Tensor, marks: torch.Tensor, *mix: torch.Tensor | None) -> Ask:
+def ask_of(plan: Plan, ids: torch.Tensor, marks: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> Ask:
     """What the plan asks of rows that are flattened already."""
-    return Ask(ids, marks, *mix, plan.transform, plan.with_entropy, plan.with_correct, any(plan.needs))
+    return Ask(ids, marks, a, b, plan.transform, plan.with_entropy, plan.with_correct, any(plan.needs))
 
 
 def forward(logits: torch.Tensor, ask: Ask, plan: Plan) -> Found:

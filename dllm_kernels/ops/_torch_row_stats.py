@@ -105,7 +105,7 @@ class _Sums(NamedTuple):
         """Views of ``[size, 1]``."""
         count = -(-self.row_max.shape[0] // size)
         parts = ([None] * count if t is None else _split(t.unsqueeze(1), size) for t in self)
-        return [_Sums(*part) for part in zip(*parts, strict=True)]  # type: ignore[arg-type]
+        return [_Sums(*part) for part in zip(*parts, strict=True)]
 
 
 def _reduce(
@@ -167,13 +167,12 @@ def _nothing(ask: Ask, acc: torch.dtype) -> Found:
     """Zeros, None where not asked for."""
     mix = ask.a is not None
 
-    def zeros(wanted: bool = True, dtype: torch.dtype = acc) -> torch.Tensor | None:
+    def zeros(wanted: bool = True, dtype: torch.dtype = acc) -> Any:
         return ask.marks.new_zeros(ask.marks.shape, dtype=dtype) if wanted else None
 
-    return Found(
-        ask.ids.new_zeros(ask.ids.shape, dtype=acc), zeros(), zeros(), zeros(ask.entropy), zeros(mix),
-        zeros(mix and ask.gradients), zeros(ask.correct, torch.bool),
-    )  # type: ignore[arg-type]  # fmt: skip
+    log_probs = ask.ids.new_zeros(ask.ids.shape, dtype=acc)
+    rows = (zeros(), zeros(), zeros(ask.entropy), zeros(mix), zeros(mix and ask.gradients))
+    return Found(log_probs, *rows, zeros(ask.correct, torch.bool))
 
 
 def _at(listed: _Listed, columns: torch.Tensor) -> torch.Tensor:

@@ -73,13 +73,14 @@ def token_log_probs(
         IndexError: ``check_targets`` found a bad id.
     """
     ids, active = all_plain(ids, active)
-    sizes = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
+    sizes: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
     _checks.check_rows(names, logits_or_hidden, ids, weight, bias)
     _checks.check_shape("ids", ids, logits_or_hidden.shape[:-1], "that of logits_or_hidden without its last dimension")
     _checks.check_active(names, logits_or_hidden, active)
+    there = ids.long() != -100  # compared as uint8, -100 would be 156
     options: dict[str, Any] = {
-        "entropy": with_entropy, "active": ids != -100 if active is None else (ids != -100) & (active != 0),
+        "entropy": with_entropy, "active": there if active is None else there & (active != 0),
         "softcap": softcap, "scale": 1 / _checked_temperature(temperature), "skip_id": skip_id,
         "check_targets": check_targets, "backend": backend,
     }  # fmt: skip
