@@ -555,7 +555,7 @@ def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blo
         value = value.detach()
     if value.dtype is not torch.float32:
         value = value.to(torch.float32)
-    return value if value.dim() == 2 else value[:, None]
+    return value if value.dim() == 2 else value.view(-1, 1)
 
 
 def _checked_level(level: torch.Tensor | None, input_ids: torch.Tensor, block_size: int | None) -> torch.Tensor | None:
