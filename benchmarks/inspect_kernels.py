@@ -194,7 +194,7 @@ def _slots_a_draw(specimen: Specimen, code: Sequence[Instruction], num_warps: in
     constants = specimen.constants
     if "seed_ptr" not in specimen.types or "BLOCK" not in constants:
         return None
-    draws = max(1, constants.get("R", 1) * constants["BLOCK"] / (32 * num_warps))
+    draws: float = max(1.0, constants.get("R", 1) * constants["BLOCK"] / (32 * num_warps))
     in_memory = "key_ptr" in specimen.types
     return (machine_code.slots_of_products(code) if in_memory else machine_code.whole(code).slots) / draws
 

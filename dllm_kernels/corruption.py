@@ -551,7 +551,11 @@ def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blo
     if tuple(value.shape) not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
     check_same_device("input_ids", input_ids, **{name: value})
-    return value.detach().to(torch.float32).reshape(B, -1 if B else 1)
+    if value.requires_grad:
+        value = value.detach()
+    if value.dtype is not torch.float32:
+        value = value.to(torch.float32)
+    return value if value.dim() == 2 else value.view(-1, 1)
 
 
 def _checked_level(level: torch.Tensor | None, input_ids: torch.Tensor, block_size: int | None) -> torch.Tensor | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from dllm_kernels.ops import _corruption_host, _philox, _rules
@@ -184,15 +185,16 @@ def check_level(level: torch.Tensor | None) -> None:
 
 
 def _check_sum(mask_prob: torch.Tensor, uniform_prob: torch.Tensor) -> None:
-    total = mask_prob + uniform_prob
-    if not bool((total <= _rules.MOST).all()):
+    on_cpu = mask_prob.is_cpu
+    total = mask_prob.numpy() + uniform_prob.numpy() if on_cpu else mask_prob + uniform_prob
+    fits = total <= _rules.MOST
+    if not (np.logical_and.reduce(fits, axis=None) if on_cpu else fits.all()):
         raise ValueError(f"mask_prob + uniform_prob must be at most 1, got up to {float(total.max())}")
 
 
 def rows_of(tensor: torch.Tensor, rows: Rows) -> Array:
     """Some rows of a tensor beside the batch, in the library of the rows."""
-    part = tensor[rows.part]
-    return part if isinstance(rows.draws, torch.Tensor) else part.numpy()
+    return (tensor if isinstance(rows.draws, torch.Tensor) else tensor.numpy())[rows.part]
 
 
 def _level(rows: Rows, given: torch.Tensor | None, eps: float) -> Array:

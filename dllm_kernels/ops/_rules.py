@@ -51,7 +51,7 @@ def fine_uniform(draws: Array) -> Array:
 
 def level(draws: Array, eps: float) -> Array:
     """The m of each block from its draw, float32: ``(1 - eps) uniform(draws) + eps``, where a power of 2 rounds nothing."""
-    return float32((draws >> 8) | 1) * ((1.0 - eps) * 2.0**-24) + eps
+    return (float32(coin_bits(draws)) + 0.5) * ((1.0 - eps) * 2.0**-COIN_BITS) + eps
 
 
 def coin_bits(draws: Array) -> Array:
@@ -118,8 +118,12 @@ MOST = float(np.float32(1.0 + 1e-5))
 def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> Array:
     """A token that is neither MASK nor the one there: one of ``vocab_size - 2``, moved past both."""
     found = token(words, vocab_size - 2)
-    found += found >= ids.clip(max=mask_token)
-    found += found >= ids.clip(mask_token)
+    if isinstance(ids, torch.Tensor):
+        low, high = ids.clip(max=mask_token), ids.clip(mask_token)
+    else:
+        low, high = np.minimum(ids, mask_token), np.maximum(ids, mask_token)
+    found += found >= low
+    found += found >= high
     return found
 
 
