@@ -20,6 +20,7 @@ from reference.dflash import decay_weights, dflash_loss, draft_accuracy_per_posi
 from reference.encoder_ar import encoder_ar_loss
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
+from reference.idlm import IDLMLoss, idlm_loss
 from reference.linear_nll import linear_logits, linear_token_nll, weighted_linear_nll
 from reference.mdlm import mdlm_loss
 from reference.mtp import (
@@ -36,6 +37,7 @@ from reference.transform import possible_targets, transformed
 __all__ = [
     "Corrupted",
     "HybridLoss",
+    "IDLMLoss",
     "MTPLoss",
     "RowStats",
     "argmax_match",
@@ -55,6 +57,7 @@ __all__ = [
     "encoder_ar_loss",
     "gumbel_topk",
     "hybrid_loss",
+    "idlm_loss",
     "linear_logits",
     "linear_row_stats",
     "linear_token_nll",

@@ -87,6 +87,15 @@ def _dflash(B: int, L: int, V: int) -> Inputs:
     }
 
 
+def _idlm(B: int, L: int, V: int) -> Inputs:
+    masks = {"answer_mask": _mask(B, L, 0.7), "valid_mask": _mask(B, L, 0.9).long()}
+    return {"target_ids": _targets(B, L, V)} | masks
+
+
+def _counted_idlm(B: int, L: int, V: int) -> Inputs:
+    return _idlm(B, L, V) | {"num_diffusion_tokens": torch.tensor(max(1, B * L - 2))}
+
+
 def _encoder(B: int, L: int, V: int) -> Inputs:
     return {"input_ids": torch.randint(0, V, (B, L)), "valid_mask": _mask(B, L, 0.8)}
 
@@ -215,6 +224,20 @@ def _dflash_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
     return logits_form, hidden_form, oracle
 
 
+def _idlm_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
+    def logits_form(x, i, **options):
+        return ours.IDLMLoss(**settings, **options)(x, **i, seq_len=i["target_ids"].shape[1]).total_loss
+
+    def hidden_form(h, w, b, i, chunk_size=None, **options):
+        loss, L = ours.IDLMLoss(**settings, **options), i["target_ids"].shape[1]
+        return loss.forward_fused(h, w, **i, seq_len=L, lm_head_bias=b, chunk_size=chunk_size).total_loss
+
+    def oracle(x, i):
+        return reference.idlm_loss(x, **i, **settings).total_loss
+
+    return logits_form, hidden_form, oracle
+
+
 def _encoder_ar(x, i, **options):
     return ours.encoder_ar_loss(x, **i, **options)
 
@@ -272,6 +295,9 @@ PLAIN = (
     Case("dflash, mean", _dflash, *_dflash_forms(block_size=BLOCK, normalize="mean", loss_gamma=2.0)),
     Case("dflash, one block", _dflash, *_dflash_forms(), linear_in="block_mask"),
     Case("dflash, no decay", _dflash, *_dflash_forms(block_size=BLOCK, loss_gamma=None), linear_in="block_mask"),
+    Case("idlm", _idlm, *_idlm_forms(), width=2),
+    Case("idlm, counted", _counted_idlm, *_idlm_forms(clean_loss_weight=0.7), width=2),
+    Case("idlm, balanced", _idlm, *_idlm_forms(auto_balance=True), width=2),
     Case("encoder AR", _encoder, _encoder_ar, _encoder_ar_hidden, _encoder_oracle),
 )
 TRANSFORMS = {

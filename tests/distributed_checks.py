@@ -226,7 +226,7 @@ BY_NAME = {case.name: case for case in CASES} | {
     "pipeline": Case("pipeline", _mtp, _pipeline_logits, _pipeline_hidden, None, width=3),
 }
 # Their denominator is counted in what one call is given: over ranks and micro-batches the gradients are averaged.
-COUNTED_LOCALLY = ("block diffusion", "dflash, mean", "encoder AR")
+COUNTED_LOCALLY = ("block diffusion", "dflash, mean", "encoder AR", "idlm", "idlm, balanced")
 NAMES = tuple(BY_NAME)
 
 

@@ -32,7 +32,9 @@ from tests.distributed_checks import (
 FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
 # What each count counts, of the inputs of one call.
 COUNTED = {
-    "num_diffusion_tokens": lambda i: i["loss_mask"],
+    "num_diffusion_tokens": lambda i: (
+        i["loss_mask"] if "loss_mask" in i else i["answer_mask"][:, 1:] & (i["valid_mask"][:, 1:] != 0)
+    ),
     "num_ar_tokens": lambda i: i["loss_mask_ar"][:, 1:],
     "num_tokens": lambda i: i["block_mask"] if "block_mask" in i else i["valid_mask"][:, :-1] & i["valid_mask"][:, 1:],
     "num_label_tokens": lambda i: i["labels"] != -100,
@@ -188,7 +190,17 @@ def context_parallel(name):
         same_gradients(model, grads)
 
 
-SHIFTED = ("hybrid", "hybrid, one tensor", "encoder AR", "encoder AR, counted", "MTP", "pipeline", "dflash, one block")
+SHIFTED = (
+    "hybrid",
+    "hybrid, one tensor",
+    "idlm",
+    "idlm, balanced",
+    "encoder AR",
+    "encoder AR, counted",
+    "MTP",
+    "pipeline",
+    "dflash, one block",
+)
 
 
 class Outputs:
@@ -210,7 +222,7 @@ def along_the_sequence(model, mesh, job):
     def of(ids):
         return DTensor.from_local(model(ids.chunk(2, 1)[dist.get_rank()]), mesh, [Shard(1)])
 
-    if job.case.width == 1 or job.case.name == "hybrid, one tensor":
+    if job.case.width == 1 or job.case.name in ("hybrid, one tensor", "idlm", "idlm, balanced"):
         return of
     return lambda ids: Outputs([of(part) for part in ids.chunk(job.case.width, 1)])
 

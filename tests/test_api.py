@@ -14,7 +14,7 @@ from dllm_kernels import DFlashDecayLoss, DLLMLossOutput, losses
 
 HOMES = {
     "losses": "DLLMLossOutput MDLMCrossEntropyLoss BlockDiffusionCrossEntropyLoss HybridDiffusionLLMLoss DFlashDecayLoss "
-    "encoder_ar_loss compute_per_token_nll _compute_per_token_nll",
+    "IDLMLoss encoder_ar_loss compute_per_token_nll _compute_per_token_nll",
     "mtp": "calculate_mtp_loss calculate_loss PipelineCausalLMLoss MTPLossConfig MTPLossOutput MaskedCrossEntropy "
     "FusedLinearCrossEntropy",
     "corruption": "gumbel_topk batched_gumbel_topk _batched_gumbel_topk corrupt_uniform corrupt_blockwise "
@@ -72,6 +72,8 @@ DOCUMENTED = {
     "DFlashDecayLoss._chunk_nll": "hidden_chunk, lm_head_weight, lm_head_bias, target_chunk",
     "DFlashDecayLoss._reduce": "self, token_nll, block_mask, num_tokens, block_size, draft_correct_per_pos=None, "
     "draft_count_per_pos=None",
+    "IDLMLoss": "clean_loss_weight=0.2, auto_balance=False",
+    "IDLMLoss.forward": "self, logits, target_ids, answer_mask, valid_mask, *, seq_len, num_diffusion_tokens=None",
     "encoder_ar_loss": "encoder_logits, input_ids, valid_mask=None, num_tokens=None",
     "_compute_per_token_nll": "logits, target_ids",
     "gumbel_topk": "log_w, k",
@@ -123,7 +125,8 @@ def test_calculate_mtp_loss_takes_keywords():
 
 
 def test_loss_classes_are_modules_without_parameters():
-    for name in ("MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss", "DFlashDecayLoss"):
+    names = "MDLMCrossEntropyLoss BlockDiffusionCrossEntropyLoss HybridDiffusionLLMLoss DFlashDecayLoss IDLMLoss"
+    for name in names.split():
         loss = getattr(dllm_kernels, name)()
         assert isinstance(loss, torch.nn.Module)
         assert not loss.state_dict()
@@ -154,6 +157,8 @@ def test_every_loss_can_be_called_by_position():
     dflash = DFlashDecayLoss(5.0, True, 64, "mean")
     assert dflash(x, ids, on, 12, 4).draft_count_per_pos.tolist() == [4.0, 4.0, 4.0]
     assert dflash.forward_fused(x, torch.eye(7), ids, on, 12, 4, torch.zeros(7)).total_loss.isfinite()
+    intro = dllm_kernels.IDLMLoss(0.5, True)(torch.randn(2, 12, 7), ids, on, on, seq_len=6, num_diffusion_tokens=3)
+    assert intro.total_loss.isfinite()
     assert dllm_kernels.encoder_ar_loss(x, ids, on, 5).isfinite()
 
 

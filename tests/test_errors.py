@@ -14,6 +14,7 @@ from dllm_kernels import (
     DFlashDecayLoss,
     FusedLinearCrossEntropy,
     HybridDiffusionLLMLoss,
+    IDLMLoss,
     MaskedCrossEntropy,
     MDLMCrossEntropyLoss,
     calculate_mtp_loss,
@@ -394,6 +395,68 @@ def test_no_value_is_looked_at_on_another_device(name, monkeypatch):
     raises(ValueError, "p_mask must hold probabilities, got bool", LOSSES[name](), x, y, on, on.bool(), on)
 
 
+def introspective(form, **settings):
+    """I-DLM's loss in either form, every argument with a good default."""
+    loss = IDLMLoss(**settings)
+
+    def call(x=None, y=Y, answer=ON, valid=ON, seq_len=L, w=W, **options):
+        x = (X if form == "logits" else H).repeat(1, 2, 1) if x is None else x
+        head = (w,) if form == "hidden" else ()
+        function = loss if form == "logits" else loss.forward_fused
+        return function(x, *head, y, answer, valid, seq_len=seq_len, **options)
+
+    return call
+
+
+@forms
+@pytest.mark.parametrize("auto_balance", [False, True])
+def test_idlm(form, auto_balance):
+    call, (name, good) = (
+        introspective(form, auto_balance=auto_balance),
+        (("logits", X), ("hidden", H))[form == "hidden"],
+    )
+    size = good.shape[-1]
+    raises(TypeError, f"{name} must be a torch.Tensor, got list", call, [])
+    raises(ValueError, "target_ids must have shape [B, L], got (6,)", call, y=Y.flatten())
+    for rows in (3, 5, 7):  # of a single copy, and of more or less than two
+        raises(
+            ValueError,
+            f"{name} must have shape (2, 6, {size}) to go with target_ids of shape (2, 3), got (2, {rows}, {size})",
+            call, good.repeat(1, 3, 1)[:, :rows],
+        )  # fmt: skip
+    for mask in ("answer", "valid"):
+        raises(TypeError, f"{mask}_mask must be a torch.Tensor, got int", call, **{mask: 6})
+        raises(
+            ValueError,
+            f"{mask}_mask must have shape (2, 3) (that of target_ids), got (2, 2)",
+            call,
+            **{mask: ON[:, :2]},
+        )
+        raises(ValueError, f"{mask}_mask must be on cpu like target_ids, got meta", call, **{mask: ON.to(META)})
+        raises(ValueError, f"{mask}_mask must have dtype bool, ", call, **{mask: ON.to(torch.complex64)})
+    raises(ValueError, "seq_len must be the length of target_ids, 3, got 6", call, seq_len=6)
+    raises(TypeError, "seq_len must be an int, got float", call, seq_len=3.0)
+    raises(TypeError, "seq_len must be an int, got bool", call, seq_len=True)
+    raises(TypeError, "num_diffusion_tokens must be a number or a 0-d tensor, got str", call, num_diffusion_tokens="3")
+    message = "num_diffusion_tokens must be a number or a 0-d tensor, got a tensor of shape (2,)"
+    raises(ValueError, message, call, num_diffusion_tokens=torch.ones(2))
+    assert call(seq_len=np.int64(3)).total_loss.isfinite()
+    if form == "hidden":
+        raises(ValueError, "chunk_size must be at least 1, got 0", call, chunk_size=0)
+        raises(TypeError, "lm_head_bias must be a torch.Tensor, got float", call, lm_head_bias=0.0)
+
+
+def test_idlm_settings():
+    raises(TypeError, "clean_loss_weight must be a number, got str", IDLMLoss, "0.2")
+    raises(TypeError, "clean_loss_weight must be a number, got bool", IDLMLoss, True)
+    raises(TypeError, "clean_loss_weight must be a number, got Parameter", IDLMLoss, torch.nn.Parameter(torch.ones(())))
+    raises(ValueError, "clean_loss_weight must be finite, got nan", IDLMLoss, float("nan"))
+    loss = IDLMLoss(np.float32(0.5), 1)
+    assert loss.auto_balance is True
+    loss.clean_loss_weight = float("inf")
+    raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
+
+
 LEARNT = {
     "p_mask": lambda t: MDLMCrossEntropyLoss()(X, Y, ON, t, ON),
     "p_mask, fused": lambda t: MDLMCrossEntropyLoss().forward_fused(H, W, Y, ON, t, ON),
@@ -410,6 +473,8 @@ LEARNT = {
     "num_diffusion_tokens": lambda t: MDLMCrossEntropyLoss()(X, Y, ON, ON, ON, num_diffusion_tokens=t.sum()),
     "num_diffusion_tokens, block": lambda t: BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON, None, t.sum()),
     "num_ar_tokens": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, ON, ON, num_ar_tokens=t.sum()),
+    "num_diffusion_tokens, idlm": lambda t: introspective("logits")(num_diffusion_tokens=t.sum()),
+    "num_diffusion_tokens, idlm fused": lambda t: introspective("hidden")(num_diffusion_tokens=t.sum()),
     "num_tokens": lambda t: encoder_ar_loss(X, Y, num_tokens=t.sum()),
     "num_label_tokens": lambda t: MaskedCrossEntropy()(X, Y, num_label_tokens=t.sum()),
 }
@@ -542,6 +607,11 @@ def test_compute_per_token_nll():
     )
 
 
+def twice(rows):
+    """Rows of a masked and of a clean copy."""
+    return rows.repeat(1, 2, 1) if isinstance(rows, torch.Tensor) else rows
+
+
 FUSED = {
     "mdlm": (
         lambda h, w, y, b=None: MDLMCrossEntropyLoss().forward_fused(h, w, y, ON, ON, ON, lm_head_bias=b),
@@ -565,6 +635,14 @@ FUSED = {
         lambda h, w, y, b=None: DFlashDecayLoss().forward_fused(h, w, y, ON, lm_head_bias=b),
         ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
     ),
+    "idlm": (
+        lambda h, w, y, b=None: introspective("hidden")(twice(h), y, w=w, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
+    "idlm, balanced": (
+        lambda h, w, y, b=None: introspective("hidden", auto_balance=True)(twice(h), y, w=w, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
     "encoder AR": (
         lambda h, w, y, b=None: encoder_ar_loss_fused(h, w, y, lm_head_bias=b),
         ("hidden", "lm_head_weight", "input_ids", "lm_head_bias"),
@@ -581,7 +659,8 @@ FUSED = {
 
 
 @pytest.mark.parametrize(("loss", "names"), FUSED.values(), ids=FUSED)
-def test_losses_from_hidden_states_call_their_arguments_as_the_caller_does(loss, names):
+def test_losses_from_hidden_states_call_their_arguments_as_the_caller_does(loss, names, request):
+    rows = 2 * L if "idlm" in request.node.name else L
     hidden, weight, targets, bias = names
     first = "hidden" if hidden == "causal_hidden" else hidden  # what goes wrong for both branches is said of the first
     raises(TypeError, f"{hidden} must be a torch.Tensor, got list", loss, [], W, Y)
@@ -592,7 +671,7 @@ def test_losses_from_hidden_states_call_their_arguments_as_the_caller_does(loss,
     raises(ValueError, f"{weight} must have shape [V, D], got (4,)", loss, H, W[0], Y)
     raises(ValueError, f"{weight} must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", loss, H, W[:0], Y)
     raises(
-        ValueError, f"{hidden} must have shape [..., 4] to go with {weight} [V, D] = (5, 4), got (2, 3, 3)",
+        ValueError, f"{hidden} must have shape [..., 4] to go with {weight} [V, D] = (5, 4), got (2, {rows}, 3)",
         loss, H[..., :3], W, Y,
     )  # fmt: skip
     raises(
@@ -623,6 +702,12 @@ UNFUSED = {
     "block": (lambda x, y: BlockDiffusionCrossEntropyLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
     "hybrid": (lambda x, y: HybridDiffusionLLMLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
     "dflash": (lambda x, y: DFlashDecayLoss()(x, y, ON), "logits", "target_ids"),
+    "idlm": (lambda x, y: introspective("logits")(twice(x), y), "logits", "target_ids"),
+    "idlm, balanced": (
+        lambda x, y: introspective("logits", auto_balance=True)(twice(x), y),
+        "logits",
+        "target_ids",
+    ),
     "encoder AR": (encoder_ar_loss, "encoder_logits", "input_ids"),
     "compute_per_token_nll": (compute_per_token_nll, "logits", "target_ids"),
     "masked cross-entropy": (lambda x, y: MaskedCrossEntropy()(x, y), "logits", "labels"),
@@ -630,11 +715,12 @@ UNFUSED = {
 
 
 @pytest.mark.parametrize(("loss", "logits", "targets"), UNFUSED.values(), ids=UNFUSED)
-def test_losses_from_logits_call_their_arguments_as_the_caller_does(loss, logits, targets):
+def test_losses_from_logits_call_their_arguments_as_the_caller_does(loss, logits, targets, request):
+    rows = 2 * L if "idlm" in request.node.name else L
     raises(TypeError, f"{logits} must be a torch.Tensor, got list", loss, [], Y)
     raises(TypeError, f"{targets} must be a torch.Tensor, got int", loss, X, 3)
     raises(ValueError, f"{targets} must have dtype {INTS}, got float32", loss, X, Y.float())
-    raises(ValueError, f"{logits} must have shape [..., V] with V >= 1, got (2, 3, 0)", loss, X[..., :0], Y)
+    raises(ValueError, f"{logits} must have shape [..., V] with V >= 1, got (2, {rows}, 0)", loss, X[..., :0], Y)
     raises(ValueError, f"{targets} must be on cpu like {logits}, got meta", loss, X, Y.to(META))
 
 
@@ -650,16 +736,16 @@ def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatc
 
 
 @pytest.mark.parametrize(("loss", "names"), FUSED.values(), ids=FUSED)
-def test_bad_targets_of_losses_from_hidden_states(loss, names, monkeypatch):
-    assert_bad_targets_are_named(lambda y: loss(H, W, y), names[2], monkeypatch)
+def test_bad_targets_of_losses_from_hidden_states(loss, names, monkeypatch, request):
+    assert_bad_targets_are_named(lambda y: loss(H, W, y), names[2], monkeypatch, "idlm" in request.node.name)
 
 
 @pytest.mark.parametrize(("loss", "logits", "targets"), UNFUSED.values(), ids=UNFUSED)
-def test_bad_targets_of_losses_from_logits(loss, logits, targets, monkeypatch):
-    assert_bad_targets_are_named(lambda y: loss(X, y), targets, monkeypatch)
+def test_bad_targets_of_losses_from_logits(loss, logits, targets, monkeypatch, request):
+    assert_bad_targets_are_named(lambda y: loss(X, y), targets, monkeypatch, "idlm" in request.node.name)
 
 
-def assert_bad_targets_are_named(loss, name, monkeypatch):
+def assert_bad_targets_are_named(loss, name, monkeypatch, shifts):
     """By the position in the caller's tensor, also where the loss shifts it and the first token is no target."""
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     message = f"{name} must lie in [0, {V}) or be -100, got 7 at position "
@@ -669,7 +755,7 @@ def assert_bad_targets_are_named(loss, name, monkeypatch):
         raises(IndexError, message + str(where), loss, y)
     first = Y.clone()
     first[:, 0] = 7
-    if name == "input_ids":
+    if shifts or name == "input_ids":
         loss(first)
     else:
         raises(IndexError, message + "(0, 0)", loss, first)

@@ -13,12 +13,14 @@ from dllm_kernels import (
     DFlashDecayLoss,
     DLLMLossOutput,
     HybridDiffusionLLMLoss,
+    IDLMLoss,
     MDLMCrossEntropyLoss,
     compute_per_token_nll,
     draft_accuracy,
     encoder_ar_loss,
     encoder_ar_loss_fused,
 )
+from dllm_kernels.losses import _rows as rows_module
 from tests.cases import BLOCK, BY_NAME, CASES, LOSSES, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, value_and_grads
@@ -133,6 +135,7 @@ def outputs():
     x, h, w = torch.randn(2, 6, V, device=DEVICE), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     two = torch.randn(2, 12, V, device=DEVICE)
     hybrid = HybridDiffusionLLMLoss(alpha=0.7)
+    intro, long = draw(BY_NAME["idlm"]) | {"seq_len": 6}, torch.randn(2, 12, D, device=DEVICE)
     return {
         "mdlm": lambda: MDLMCrossEntropyLoss()(x, **i),
         "mdlm fused": lambda: MDLMCrossEntropyLoss().forward_fused(h, w, **i),
@@ -144,7 +147,11 @@ def outputs():
         "hybrid, one tensor": lambda: hybrid(two, **i, loss_mask_ar=ar),
         "hybrid without AR": lambda: hybrid(x, **i),
         "hybrid fused": lambda: hybrid.forward_fused(h, w, **i, loss_mask_ar=ar, causal_hidden=h),
-        "leaves": (x, h, two),
+        "idlm": lambda: IDLMLoss()(two, **intro),
+        "idlm fused": lambda: IDLMLoss().forward_fused(long, w, **intro),
+        "idlm balanced": lambda: IDLMLoss(auto_balance=True)(two, **intro),
+        "idlm balanced fused": lambda: IDLMLoss(auto_balance=True).forward_fused(long, w, **intro),
+        "leaves": (x, h, two, long),
     }
 
 
@@ -188,6 +195,7 @@ def test_counts_are_numbers_or_tensors(count, form):
     d["num_tokens"] = None
     x, h, w = torch.randn(2, 6, V, device=DEVICE), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     counts = {"num_diffusion_tokens": count, "num_ar_tokens": count}
+    intro, two = draw(BY_NAME["idlm"]) | {"seq_len": 6}, torch.randn(2, 12, V, device=DEVICE)
     ar = {"loss_mask_ar": torch.ones(2, 6, device=DEVICE)}
     if form == "logits":
         losses = [
@@ -195,6 +203,7 @@ def test_counts_are_numbers_or_tensors(count, form):
             (HybridDiffusionLLMLoss()(x, **i, **ar, **counts, causal_logits=x),
              HybridDiffusionLLMLoss()(x, **i, **ar, causal_logits=x)),
             (DFlashDecayLoss()(x, **{**d, "num_tokens": count}), DFlashDecayLoss()(x, **d)),
+            (IDLMLoss()(two, **intro, num_diffusion_tokens=count), IDLMLoss()(two, **intro, num_diffusion_tokens=1)),
         ]  # fmt: skip
         losses = [(a.total_loss, b.total_loss) for a, b in losses]
         sums = encoder_ar_loss(x, **{**e, "num_tokens": 1})
@@ -314,6 +323,54 @@ def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
     expected = (reference.token_nll(x[:, :-1], i["target_ids"][:, 1:]) * ar[:, 1:]).sum()
     torch.testing.assert_close(out.total_loss, expected)
     assert out.dllm_loss == 0
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("auto_balance", [False, True])
+def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
+    """On slices of the logits, which ours does not make; the masked copy's part is logged."""
+    i, h, w = draw(BY_NAME["idlm"]), torch.randn(2, 12, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    loss = IDLMLoss(0.3, auto_balance, backend=backend)
+    scored = (i["answer_mask"] & (i["valid_mask"] != 0))[:, 1:]
+
+    def plain(h, w):
+        halves = F.linear(h, w).chunk(2, 1)
+        losses = [F.cross_entropy(z[:, :-1][scored], i["target_ids"][:, 1:][scored], reduction="sum") for z in halves]
+        noisy, clean = (z / scored.sum() for z in losses)
+        return noisy + (noisy / clean).detach() * clean if auto_balance else noisy + 0.3 * clean
+
+    def fused(h, w):
+        form_ = loss(F.linear(h, w), **i, seq_len=6) if form == "logits" else loss.forward_fused(h, w, **i, seq_len=6)
+        return form_.total_loss
+
+    one = torch.ones((), device=DEVICE)
+    for a, b in zip(value_and_grads(fused, [h, w], one), value_and_grads(plain, [h, w], one), strict=True):
+        torch.testing.assert_close(a, b)
+    noisy = IDLMLoss(0.0)(F.linear(h, w), **i, seq_len=6)
+    torch.testing.assert_close(loss(F.linear(h, w), **i, seq_len=6).dllm_loss, noisy.total_loss)
+    torch.testing.assert_close(loss.forward_fused(h, w, **i, seq_len=6).dllm_loss, noisy.total_loss)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
+    i, x = draw(BY_NAME["idlm"]), torch.randn(2, 6, V, device=DEVICE)
+    x = torch.cat([x, torch.full_like(x, NAN)], 1)
+    loss, eye = IDLMLoss(clean_loss_weight=0.0), torch.eye(V, device=DEVICE)
+    out = loss(x, **i, seq_len=6) if form == "logits" else loss.forward_fused(x, eye, **i, seq_len=6)
+    assert out.total_loss.isfinite()
+    torch.testing.assert_close(out.total_loss, out.dllm_loss)
+
+
+@pytest.mark.parametrize("auto_balance", [False, True])
+def test_idlm_makes_one_call(auto_balance, monkeypatch):
+    seen = []
+    for name in ("weighted_nll", "token_nll"):
+        inner = getattr(rows_module, name)
+        monkeypatch.setattr(rows_module, name, lambda x, *a, inner=inner, **k: seen.append(x) or inner(x, *a, **k))
+    x = torch.randn(2, 12, V, device=DEVICE)
+    IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
+    assert len(seen) == 1
+    assert seen[0] is x
 
 
 def test_hybrid_from_hidden_states_logs_the_rounded_diffusion_part():

@@ -16,6 +16,7 @@ from reference import (
     draft_accuracy_per_position,
     encoder_ar_loss,
     hybrid_loss,
+    idlm_loss,
     mdlm_loss,
 )
 
@@ -343,6 +344,50 @@ def test_encoder_ar_of_nothing_is_zero_with_zero_gradient():
         assert logits.grad.eq(0).all()
 
 
+# I-DLM: ids 2, 1, 0, 1 and the answer the last three, of which the last is padding: the rows 0 and 1 are scored, with the
+# targets 1 and 0. Under odds (1, 2, 1) their NLL is ln 2 and 2 ln 2, under equal odds ln 3 each.
+INTRO = (row(2, 1, 0, 1), row(0, 1, 1, 1), row(1, 1, 1, 0))
+LN3 = math.log(3.0)
+
+
+def introspective(**options):
+    logits = torch.cat([odds_121(4), torch.zeros(1, 4, 3, dtype=torch.float64)], 1)
+    logits = with_nan_rows(logits, [2, 3, 6, 7])
+    return idlm_loss(logits, *INTRO, **options), logits
+
+
+@pytest.mark.parametrize("count", [None, 2, torch.tensor(2.0)])
+def test_idlm_value_and_gradient(count):
+    out, logits = introspective(num_diffusion_tokens=count, clean_loss_weight=0.5)
+    assert out.dllm_loss.item() == pytest.approx(1.5 * LN2)
+    assert not out.dllm_loss.requires_grad
+    assert out.total_loss.item() == pytest.approx(1.5 * LN2 + 0.5 * LN3)
+    out.total_loss.backward()
+    zero = [0.0, 0.0, 0.0]
+    masked, clean = [[0.125, -0.25, 0.125], [-0.375, 0.25, 0.125]], [[1 / 12, -1 / 6, 1 / 12], [-1 / 6, 1 / 12, 1 / 12]]
+    torch.testing.assert_close(logits.grad, torch.tensor([[*masked, zero, zero, *clean, zero, zero]]).double())
+
+
+def test_idlm_counts_and_balances():
+    assert introspective(num_diffusion_tokens=6)[0].total_loss.item() == pytest.approx((3 * LN2 + 0.4 * LN3) / 6)
+    assert introspective(num_diffusion_tokens=0)[0].dllm_loss.item() == pytest.approx(3 * LN2)
+    balanced, logits = introspective(auto_balance=True)
+    assert balanced.total_loss.item() == pytest.approx(3 * LN2)  # both terms alike
+    balanced.total_loss.backward()
+    alpha = 1.5 * LN2 / LN3  # a constant: the clean rows have alpha times the gradient of their own term
+    assert logits.grad[0, 4].tolist() == pytest.approx([alpha / 6, -alpha / 3, alpha / 6])
+    logits = torch.tensor([0.0, 60.0, 0.0], dtype=torch.float64).repeat(1, 8, 1)  # no clean loss worth the name
+    answer = row(0, 1, 0, 0)
+    out = idlm_loss(logits, row(2, 1, 0, 1), answer, answer, auto_balance=True)
+    assert out.total_loss.item() == pytest.approx(2e-26, rel=0.2)
+
+
+def test_idlm_without_an_answer_is_zero():
+    for auto_balance in (False, True):
+        out = idlm_loss(odds_121(8), *INTRO[:2], row(0, 0, 0, 0), auto_balance=auto_balance)
+        assert out == (0.0, 0.0)
+
+
 def test_gradcheck():
     torch.manual_seed(0)
     logits, causal = (torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -351,4 +396,7 @@ def test_gradcheck():
     assert check(lambda x: block_diffusion_loss(x, TARGETS, SUPERVISED), logits)
     assert check(lambda x, c: hybrid(x, causal_logits=c, alpha=0.3).total_loss, (logits, causal))
     assert check(lambda x: dflash_loss(x, TARGETS, SUPERVISED, normalize="mean"), logits)
+    assert check(
+        lambda x: idlm_loss(x, *INTRO).total_loss, torch.randn(1, 8, 3, dtype=torch.float64, requires_grad=True)
+    )
     assert check(lambda x: encoder_ar_loss(x, IDS, row(1, 1, 0, 1, 1)), logits)

@@ -5,6 +5,7 @@ from dllm_kernels.losses.block_diffusion import BlockDiffusionCrossEntropyLoss
 from dllm_kernels.losses.dflash import DFlashDecayLoss, draft_accuracy
 from dllm_kernels.losses.encoder_ar import compute_per_token_nll, encoder_ar_loss, encoder_ar_loss_fused
 from dllm_kernels.losses.hybrid import HybridDiffusionLLMLoss
+from dllm_kernels.losses.idlm import IDLMLoss
 from dllm_kernels.losses.mdlm import MDLMCrossEntropyLoss
 
 _compute_per_token_nll = compute_per_token_nll
@@ -14,6 +15,7 @@ __all__ = [
     "DFlashDecayLoss",
     "DLLMLossOutput",
     "HybridDiffusionLLMLoss",
+    "IDLMLoss",
     "MDLMCrossEntropyLoss",
     "compute_per_token_nll",
     "draft_accuracy",

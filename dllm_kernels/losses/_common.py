@@ -49,6 +49,11 @@ def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
     return weights if count <= 1 else weights / count  # not max(): before torch 2.13 it made each float a graph
 
 
+def part_of(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """A part of a loss, for logging, from the rows' detached NLL."""
+    return (nll * weights.to(nll.dtype)).sum()
+
+
 def check_masks(target_ids: torch.Tensor, **masks: torch.Tensor) -> None:
     """Check that every mask has the shape of ``target_ids`` and lies on its device."""
     for name, mask in masks.items():

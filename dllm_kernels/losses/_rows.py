@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _checks, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._plain import plain
-from dllm_kernels.ops._results import WeightedNLL
+from dllm_kernels.ops._results import TokenNLL, WeightedNLL
 from dllm_kernels.ops._transform import Transform
 
 
@@ -85,7 +85,13 @@ class Rows:
         _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=transform.skip_id)
 
     def weighted(self, targets: torch.Tensor, weights: torch.Tensor, **flags: Any) -> WeightedNLL:
-        """The sum of weights * NLL: every loss is one of these."""
+        """The sum of weights * NLL: what a loss is whose weights are known."""
         if self.weight is None:
             return weighted_nll(self.x, targets, weights, **self.options, **flags)
         return weighted_linear_nll(self.x, self.weight, targets, weights, bias=self.bias, **self.options, **flags)
+
+    def per_row(self, targets: torch.Tensor, active: torch.Tensor, **flags: Any) -> TokenNLL:
+        """The NLL of the active rows, differentiable: for weights that are not known before the forward pass."""
+        if self.weight is None:
+            return token_nll(self.x, targets, active=active, **self.options, **flags)
+        return linear_token_nll(self.x, self.weight, targets, active=active, bias=self.bias, **self.options, **flags)

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, shift_left, single_loss
+from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, part_of, shift_left, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.ops._checks import check_constant
 
@@ -113,7 +113,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         if not beyond:
             return single_loss(out.loss)
         L = batch.target_ids.shape[1]
-        return DLLMLossOutput(out.loss, _sum(out.nll[:, :L], weights[:, :L]))
+        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights[:, :L]))
 
     def _two_branches(self, rows: Rows, other: Rows, batch: Batch) -> DLLMLossOutput:
         """Two calls on logits; one pass over an LM head, for both branches."""
@@ -125,7 +125,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         # Along a new dimension: of DTensors split along the sequence, cat along it would gather the whole.
         both = rows.of(torch.stack([rows.x, other.x]), rows.names.rows)
         out = both.weighted(torch.stack([targets.long(), shifted]), torch.stack([weights, ar]))
-        return DLLMLossOutput(out.loss, _sum(out.nll[0], weights))
+        return DLLMLossOutput(out.loss, part_of(out.nll[0], weights))
 
 
 def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
@@ -138,8 +138,3 @@ def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     assert batch.loss_mask_ar is not None
     ar = F.pad(batch.loss_mask_ar[:, 1:].to(dtype), (0, 1))[:, : batch.target_ids.shape[1]]
     return shift_left(batch.target_ids), divide(ar, batch.num_ar_tokens)
-
-
-def _sum(nll: Tensor, weights: Tensor) -> Tensor:
-    """A part of the loss, from the rows' detached NLL."""
-    return (nll * weights.to(nll.dtype)).sum()

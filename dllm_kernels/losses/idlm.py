@@ -1,0 +1,169 @@
+"""I-DLM: an autoregressive model made to decode in parallel, its masked copy and its clean copy in one forward pass."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any
+
+import torch
+from torch import nn
+
+from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
+from dllm_kernels.losses._rows import Rows
+from dllm_kernels.ops import _checks
+from dllm_kernels.ops._plain import all_plain
+
+CLEAN_MIN = 1e-6
+
+
+class IDLMLoss(nn.Module):
+    r"""Next-token cross-entropy of the answer on the masked copy of a sequence, and on its clean copy.
+
+    .. math::
+        \text{loss} = \text{CE}(z^{noisy}) + \alpha \, \text{CE}(z^{clean}), \qquad
+        \text{CE}(z) = \frac{1}{N} \sum_{i < L,\; i + 1\,\in\,\text{answer} \cap \text{valid}} \text{nll}(z_i, x_{i+1})
+
+    The first term teaches to decode masked tokens, the second to verify them. N is ``num_diffusion_tokens`` or else the
+    number of scored positions here. Both halves are one call over the whole ``[B, 2 L, V]``: the targets are shifted, not
+    the logits, and nothing is cut. Rows that are not scored are not read.
+
+    Source: Introspective Diffusion Language Models, arXiv 2604.11035, eq. 2 for the balance.
+
+    Args:
+        clean_loss_weight: alpha, a finite constant.
+        auto_balance: alpha is ``CE(noisy) / max(CE(clean), 1e-6)`` instead, taken as a constant, so that both terms weigh
+            the same. It is known only after the forward pass: from hidden states with a trainable head the logits are
+            then made twice.
+        backend: "auto", "triton" or "torch".
+
+    Raises:
+        TypeError: ``clean_loss_weight`` is no number.
+        ValueError: ``clean_loss_weight`` is not finite. Both also at a call, for attributes assigned since.
+    """
+
+    def __init__(self, clean_loss_weight: float = 0.2, auto_balance: bool = False, *, backend: str = "auto") -> None:
+        super().__init__()
+        self.clean_loss_weight = clean_loss_weight
+        self.auto_balance = bool(auto_balance)
+        self.backend = backend
+        self._check_settings()
+
+    def forward(
+        self,
+        logits: torch.Tensor,
+        target_ids: torch.Tensor,
+        answer_mask: torch.Tensor,
+        valid_mask: torch.Tensor,
+        *,
+        seq_len: int,
+        num_diffusion_tokens: int | torch.Tensor | None = None,
+    ) -> DLLMLossOutput:
+        """Compute the loss from logits.
+
+        Args:
+            logits: ``[B, 2 L, V]``, any float dtype: of the masked copy, then of the clean one.
+            target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
+            answer_mask: ``[B, L]``, nonzero where the token belongs to the answer. The row before it is scored, so the
+                first token of an answer is learnt from the last row of its prompt.
+            valid_mask: ``[B, L]``, nonzero where the token is no padding.
+            seq_len: L.
+            num_diffusion_tokens: divides both sums, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored
+                positions here.
+
+        Returns:
+            :class:`DLLMLossOutput`: ``dllm_loss`` is CE(noisy), detached.
+
+        Raises:
+            TypeError: an argument that should be a tensor or an int is not.
+            ValueError: shapes, dtypes or devices that do not fit, a ``seq_len`` other than L, or a count that requires a
+                gradient.
+        """
+        rows = Rows.of_logits(logits, backend=self.backend)
+        return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
+
+    def forward_fused(
+        self,
+        hidden: torch.Tensor,
+        lm_head_weight: torch.Tensor,
+        target_ids: torch.Tensor,
+        answer_mask: torch.Tensor,
+        valid_mask: torch.Tensor,
+        *,
+        seq_len: int,
+        num_diffusion_tokens: int | torch.Tensor | None = None,
+        lm_head_bias: torch.Tensor | None = None,
+        chunk_size: int | None = None,
+    ) -> DLLMLossOutput:
+        """Compute the same from hidden states and the LM head; the logits exist one chunk at a time.
+
+        Args:
+            hidden: ``[B, 2 L, D]``: of the masked copy, then of the clean one.
+            lm_head_weight: ``[V, D]``.
+            target_ids: as in :meth:`forward`, and so the masks, ``seq_len`` and the count.
+            answer_mask: as in :meth:`forward`.
+            valid_mask: as in :meth:`forward`.
+            seq_len: as in :meth:`forward`.
+            num_diffusion_tokens: as in :meth:`forward`.
+            lm_head_bias: ``[V]`` or None.
+            chunk_size: rows of logits that exist at a time; None chooses.
+
+        Returns:
+            :class:`DLLMLossOutput` as in :meth:`forward`.
+
+        Raises:
+            TypeError: as in :meth:`forward`.
+            ValueError: as in :meth:`forward`.
+        """
+        rows = Rows.of_hidden(hidden, lm_head_weight, lm_head_bias, chunk_size=chunk_size, backend=self.backend)
+        return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
+
+    def _loss(
+        self, rows: Rows, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, seq_len: int,
+        num_diffusion_tokens: Count,
+    ) -> DLLMLossOutput:  # fmt: skip
+        self._check_settings()
+        _check_twice_as_long(rows, target_ids)
+        target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
+        _check_seq_len(seq_len, target_ids)
+        check_masks(target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
+        check_counts(num_diffusion_tokens=num_diffusion_tokens)
+        weights, targets = _scored(answer_mask, valid_mask, num_diffusion_tokens, rows.acc), shift_left(target_ids)
+        both, L = torch.cat([targets, targets], 1), target_ids.shape[1]
+        if self.auto_balance:
+            nll = rows.per_row(both, torch.cat([weights, weights], 1)).nll
+            noisy, clean = (nll[:, :L] * weights).sum(), (nll[:, L:] * weights).sum()
+            alpha = (noisy / clean.clamp(min=CLEAN_MIN)).detach()
+            return DLLMLossOutput(noisy + alpha * clean, noisy.detach().clone())
+        out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
+        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights))
+
+    def _check_settings(self) -> None:
+        """Also at each call, since they are attributes that may have been assigned since."""
+        weight: Any = self.clean_loss_weight
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+            raise TypeError(f"clean_loss_weight must be a number, got {type(weight).__name__}")
+        if not math.isfinite(weight):
+            raise ValueError(f"clean_loss_weight must be finite, got {weight}")
+
+
+def _check_twice_as_long(rows: Rows, target_ids: torch.Tensor) -> None:
+    """Check rows and targets, and that there are two rows a target."""
+    width = 2 * target_ids.shape[1] if isinstance(target_ids, torch.Tensor) and target_ids.dim() == 2 else None
+    rows.check(target_ids, width=width, shift=1)
+
+
+def _check_seq_len(seq_len: Any, target_ids: torch.Tensor) -> None:
+    if not _checks.is_int(seq_len):
+        raise TypeError(f"seq_len must be an int, got {type(seq_len).__name__}")
+    if seq_len != target_ids.shape[1]:
+        raise ValueError(f"seq_len must be the length of target_ids, {target_ids.shape[1]}, got {seq_len}")
+
+
+def _scored(
+    answer_mask: torch.Tensor, valid_mask: torch.Tensor, num_diffusion_tokens: Count, dtype: torch.dtype
+) -> torch.Tensor:
+    """What each row of one copy weighs ``[B, L]``: 1 over the count where the next token is a valid one of the answer."""
+    scored = answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool()
+    scored = nn.functional.pad(scored, (0, 1), value=False)[:, : answer_mask.shape[1]]
+    return divide(scored.to(dtype), scored.sum() if num_diffusion_tokens is None else num_diffusion_tokens)

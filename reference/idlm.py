@@ -1,0 +1,59 @@
+"""The introspective diffusion loss: the masked copy of a sequence and its clean copy, both by next tokens."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from reference.token_nll import Count, compute_dtype, divided_by_count, weighted_nll
+
+
+class IDLMLoss(NamedTuple):
+    """The total, which carries the graph, and the detached cross-entropy of the masked copy."""
+
+    total_loss: torch.Tensor
+    dllm_loss: torch.Tensor
+
+
+def idlm_loss(
+    logits: torch.Tensor,
+    target_ids: torch.Tensor,
+    answer_mask: torch.Tensor,
+    valid_mask: torch.Tensor,
+    num_diffusion_tokens: Count | None = None,
+    clean_loss_weight: float = 0.2,
+    auto_balance: bool = False,
+) -> IDLMLoss:
+    """Next-token cross-entropy of the answer on the masked copy, plus ``alpha`` times that on the clean copy.
+
+    ``CE(z) = sum_i [answer_{i+1} and valid_{i+1}] * nll(z_i, target_{i+1}) / max(n, 1)``, ``n`` the given count or else
+    the number of such positions here; ``total = CE(masked) + alpha * CE(clean)``.
+
+    Args:
+        logits: ``[B, 2 L, V]``: of the masked copy, then of the clean one.
+        target_ids: clean tokens ``[B, L]``, integer; a target of -100 has no loss.
+        answer_mask: tokens of the answer ``[B, L]``; nonzero is True.
+        valid_mask: tokens that are no padding ``[B, L]``; nonzero is True.
+        num_diffusion_tokens: optional global count, a number or a 0-d tensor.
+        clean_loss_weight: ``alpha``.
+        auto_balance: ``alpha`` is ``CE(masked) / max(CE(clean), 1e-6)`` instead, a constant of the differentiation.
+
+    Returns:
+        ``IDLMLoss(total_loss, dllm_loss)``, scalars in nats; the second is CE(masked), detached.
+
+    Source: Introspective Diffusion Language Models, arXiv:2604.11035, Eq. 2 for the balance.
+    """
+    L = target_ids.shape[1]
+    scored = answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool()
+    weights, count = (
+        scored.to(compute_dtype(logits)),
+        scored.sum() if num_diffusion_tokens is None else num_diffusion_tokens,
+    )
+
+    def cross_entropy(half: torch.Tensor) -> torch.Tensor:
+        return divided_by_count(weighted_nll(half[:, :-1], target_ids[:, 1:], weights), count)
+
+    masked, clean = cross_entropy(logits[:, :L]), cross_entropy(logits[:, L:])
+    alpha = (masked / clean.clamp(min=1e-6)).detach() if auto_balance else clean_loss_weight
+    return IDLMLoss(masked + alpha * clean, masked.detach().clone())
