@@ -19,10 +19,12 @@ from dllm_kernels.losses import (
     HybridDiffusionLLMLoss,
     IDLMLoss,
     MDLMCrossEntropyLoss,
+    SCDDSchedule,
     compute_per_token_nll,
     draft_accuracy,
     encoder_ar_loss,
     encoder_ar_loss_fused,
+    scdd_schedule,
 )
 from dllm_kernels.mtp import (
     FusedLinearCrossEntropy,
@@ -73,6 +75,7 @@ __all__ = [
     "MaskedCrossEntropy",
     "PipelineCausalLMLoss",
     "RowStats",
+    "SCDDSchedule",
     "TokenLogProbs",
     "__version__",
     "batched_gumbel_topk",
@@ -94,6 +97,7 @@ __all__ = [
     "linear_token_nll",
     "row_stats",
     "sample_level",
+    "scdd_schedule",
     "token_log_probs",
     "token_nll",
     "weighted_linear_nll",

@@ -31,6 +31,7 @@ from reference.mtp import (
     seq_idx_from_cu_seqlens,
 )
 from reference.row_stats import RowStats, linear_row_stats, row_stats
+from reference.scdd import SCDDSchedule, scdd_loss, scdd_schedule
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
 from reference.transform import possible_targets, transformed
 
@@ -40,6 +41,7 @@ __all__ = [
     "IDLMLoss",
     "MTPLoss",
     "RowStats",
+    "SCDDSchedule",
     "argmax_match",
     "batched_gumbel_topk",
     "block_diffusion_loss",
@@ -68,6 +70,8 @@ __all__ = [
     "possible_targets",
     "row_stats",
     "sample_level",
+    "scdd_loss",
+    "scdd_schedule",
     "seq_idx_from_cu_seqlens",
     "token_lse",
     "token_nll",

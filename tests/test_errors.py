@@ -21,6 +21,7 @@ from dllm_kernels import (
     compute_per_token_nll,
     encoder_ar_loss,
     encoder_ar_loss_fused,
+    scdd_schedule,
 )
 from dllm_kernels.ops import (
     WeightedNLL,
@@ -455,6 +456,32 @@ def test_idlm_settings():
     assert loss.auto_balance is True
     loss.clean_loss_weight = float("inf")
     raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"max_ratio": 1.0}, ValueError, "max_ratio must lie in [0, 1), got 1.0"),
+        ({"max_ratio": -0.1}, ValueError, "max_ratio must lie in [0, 1), got -0.1"),
+        ({"max_ratio": float("nan")}, ValueError, "max_ratio must lie in [0, 1), got nan"),
+        ({"max_ratio": "0.1"}, TypeError, "max_ratio must be a number, got str"),
+        ({"gamma_shape": -1.0}, ValueError, "gamma_shape must be finite and at least 0, got -1.0"),
+        ({"gamma_shape": float("inf")}, ValueError, "gamma_shape must be finite and at least 0, got inf"),
+        ({"gamma_shape": True}, TypeError, "gamma_shape must be a number, got bool"),
+        ({"t_peak": 0.0}, ValueError, "t_peak must lie in (0, 1), got 0.0"),
+        ({"t_peak": 1}, ValueError, "t_peak must lie in (0, 1), got 1"),
+        ({"t_peak": None}, TypeError, "t_peak must be a number, got NoneType"),
+    ],
+)
+def test_scdd_schedule_settings(setting, error, message):
+    good = {"max_ratio": 0.1, "gamma_shape": 1.0, "t_peak": 0.5}
+    raises(error, message, scdd_schedule, torch.rand(2), **(good | setting))
+
+
+def test_scdd_schedule_times():
+    good = {"max_ratio": 0.1, "gamma_shape": 1.0, "t_peak": 0.5}
+    raises(TypeError, "t must be a torch.Tensor, got float", scdd_schedule, 0.5, **good)
+    raises(ValueError, f"t must have dtype {FLOATS}, got int64", scdd_schedule, torch.tensor([1]), **good)
 
 
 LEARNT = {

@@ -19,11 +19,12 @@ from dllm_kernels import (
     draft_accuracy,
     encoder_ar_loss,
     encoder_ar_loss_fused,
+    scdd_schedule,
 )
 from dllm_kernels.losses import _rows as rows_module
 from tests.cases import BLOCK, BY_NAME, CASES, LOSSES, to_device, upstream_for
 from tests.conftest import DEVICE
-from tests.parity import assert_as_good_as_plain, assert_parity, value_and_grads
+from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # the losses are torch code over two primitives, whose own tests run the kernels in every dtype
@@ -371,6 +372,25 @@ def test_idlm_makes_one_call(auto_balance, monkeypatch):
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
     assert seen[0] is x
+
+
+@pytest.mark.parametrize("settings", [(0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2), (0.3, 0.0, 0.5)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_schedule_of_scdd(settings, dtype):
+    """The masses are probabilities, as near to float64's as float32 allows; with a broad peak gamma and rho never grow."""
+    t = torch.cat([torch.tensor([-0.5]), torch.linspace(0, 1, 257), torch.tensor([1.5])]).to(DEVICE, dtype)
+    options = dict(zip(("max_ratio", "gamma_shape", "t_peak"), settings, strict=True))
+    ours, exact = scdd_schedule(t, **options), reference.scdd_schedule(t.double(), **options)
+    plain = reference.scdd_schedule(t, **options)
+    for name in exact._fields:
+        one, acc = getattr(ours, name), torch.promote_types(dtype, torch.float32)
+        assert one.dtype == acc
+        error = largest_error([getattr(plain, name)], [getattr(exact, name)])
+        assert_as_good_as_plain([one], [getattr(exact, name)], error, name, sizes=(1,))
+    torch.testing.assert_close(ours.clean_mass + ours.uniform_mass + ours.absorbed_mass, torch.ones_like(ours.gamma))
+    for falls in (ours.gamma, ours.rho) if settings[1] <= 1 else ():
+        assert (falls.diff() <= 4 * torch.finfo(falls.dtype).eps).all()
+    assert (ours.gamma[0], ours.rho[0], ours.gamma[-1], ours.rho[-1]) == (1, 1, 0, 0) or settings[1] == 0
 
 
 def test_hybrid_from_hidden_states_logs_the_rounded_diffusion_part():

@@ -18,6 +18,8 @@ from reference import (
     hybrid_loss,
     idlm_loss,
     mdlm_loss,
+    scdd_loss,
+    scdd_schedule,
 )
 
 LN2 = math.log(2.0)
@@ -388,6 +390,82 @@ def test_idlm_without_an_answer_is_zero():
         assert out == (0.0, 0.0)
 
 
+# SCDD with a = b = 1 and c = 4 t (1 - t): at 1/2 the masses are 1/4, 1/2, 1/4, at 3/4 they are 1/7, 3/7, 3/7. Token 2 is
+# MASK: under odds (1, 2, anything) p = (1/3, 2/3), and K = 2.
+PEAKED = {"max_ratio": 0.5, "gamma_shape": 2.0, "t_peak": 0.5}
+TIMES = torch.tensor([0.0, 0.5, 0.75, 1.0], dtype=torch.float64)
+
+
+def test_scdd_schedule():
+    found = scdd_schedule(TIMES, **PEAKED)
+    assert found.clean_mass.tolist() == pytest.approx([1, 1 / 4, 1 / 7, 0])
+    assert found.uniform_mass.tolist() == pytest.approx([0, 1 / 2, 3 / 7, 0])
+    assert found.absorbed_mass.tolist() == pytest.approx([0, 1 / 4, 3 / 7, 1])
+    assert found.gamma.tolist() == pytest.approx([1, 3 / 4, 4 / 7, 0])
+    assert found.rho.tolist() == pytest.approx([1, 1 / 3, 1 / 4, 0])
+    assert scdd_schedule(torch.tensor([-1.0, 2.0]), **PEAKED).gamma.tolist() == [1.0, 0.0]
+    skewed = scdd_schedule(torch.tensor([0.2]), max_ratio=0.3, gamma_shape=5.0, t_peak=0.2)
+    assert skewed.uniform_mass.item() == pytest.approx(0.3)
+
+
+def scdd(t, z, x, T, **options):
+    logits = torch.tensor([1.0, 2.0, 9.0], dtype=torch.float64).log().repeat(1, len(z), 1).requires_grad_()
+    p_mask = torch.full((1, len(z)), t, dtype=torch.float64)
+    ones = torch.ones(1, len(z))
+    return scdd_loss(logits, row(*x), p_mask, ones, row(*z), 2, num_timesteps=T, **(PEAKED | options)), logits
+
+
+@pytest.mark.parametrize(
+    ("z", "x", "loss"),
+    [
+        (2, 1, math.log(3 / 2)),  # the whole of it is released in the one step down to s = 0
+        (2, 0, math.log(3)),
+        (1, 1, math.log(5 / 6)),  # u = r = 1/3: -(log p - log((1 + p) / 3))
+        (0, 1, -math.log(3 / 2)),  # -1/3 (log 2/3 - log 4/9) over 1/3
+    ],
+)
+def test_scdd_value_of_the_last_step(z, x, loss):
+    found, _ = scdd(0.5, [z], [x], 2)
+    assert found.item() == pytest.approx(2 * loss)
+
+
+def test_scdd_value_on_the_way():
+    """From 3/4 to 1/2: 5/12 is released, base_s = 1/3, base_t = 3/8, terms 4/9 and 5/9, u = 1/8, r = 3/4."""
+    zero, one = math.log(4 / 9), math.log(5 / 9)
+    found, _ = scdd(0.75, [2], [1], 4)
+    assert found.item() == pytest.approx(-4 * 5 / 12 * ((zero + one) / 3 + one / 3))
+    D = math.log(11 / 24)
+    found, _ = scdd(0.75, [0], [1], 4)
+    expected = ((zero + one - 2 * D) / 24 + (one - D) / 24 + (zero - D) / 4) / (3 / 8)
+    assert found.item() == pytest.approx(-4 * expected)
+    D = math.log(13 / 24)
+    found, _ = scdd(0.75, [1], [1], 4)
+    expected = ((zero + one - 2 * D) / 24 + (one - D) / 24 + (one - D) / 4 + (one - D) / 4) / (5 / 8)
+    assert found.item() == pytest.approx(-4 * expected)
+
+
+def test_scdd_without_uniform_noise_is_mdlm():
+    found, logits = scdd(0.75, [2, 2, 1, 0], [1, 0, 1, 1], 1000, max_ratio=0.0, num_diffusion_tokens=3)
+    assert found.item() == pytest.approx((math.log(3 / 2) + math.log(3)) / 0.75 / 3)
+    found.backward()
+    assert logits.grad[0, 2:].abs().max() < 1e-12
+    assert logits.grad[0, 0].tolist() == pytest.approx([(1 / 3) / 2.25, -(1 / 3) / 2.25, 0])
+
+
+def test_scdd_of_impossible_times_is_finite_and_what_is_not_supervised_is_inert():
+    for t in (0.0, 1e-9, 1.0):
+        found, logits = scdd(t, [2, 1, 0], [1, 1, 1], 10)
+        found.backward()
+        assert found.isfinite()
+        assert logits.grad.isfinite().all()
+    logits = with_nan_rows(odds_121(3), [0, 2])
+    noisy, t = row(2, 2, 0), torch.full((1, 3), 0.5)
+    found = scdd_loss(logits, row(1, 1, -100), t, row(0, 1, 1), noisy, 2, num_timesteps=2, **PEAKED)
+    found.backward()
+    assert found.item() == pytest.approx(math.log(3 / 2))  # over two supervised tokens, one of them without a target
+    assert logits.grad[0, [0, 2]].eq(0).all()
+
+
 def test_gradcheck():
     torch.manual_seed(0)
     logits, causal = (torch.randn(1, 5, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
@@ -399,4 +477,6 @@ def test_gradcheck():
     assert check(
         lambda x: idlm_loss(x, *INTRO).total_loss, torch.randn(1, 8, 3, dtype=torch.float64, requires_grad=True)
     )
+    noisy, t = row(2, 2, 0, 1, 1), torch.full((1, 5), 0.6)
+    assert check(lambda x: scdd_loss(x, row(0, 1, 0, 1, 0), t, SUPERVISED, noisy, 2, **PEAKED), logits)
     assert check(lambda x: encoder_ar_loss(x, IDS, row(1, 1, 0, 1, 1)), logits)
