@@ -119,9 +119,8 @@ def scdd_loss(
     term_x, term_z, p_z = (y.gather(-1, at[..., None]).squeeze(-1) for y, at in ((term, x), (term, z), (p, z)))
     D, e = log(base_t + rho_t * p_z), (x == z).to(dtype)
     absorbed = -release * (base_s * S + rho_s * term_x)
-    corrected = (
-        base_s * u * (S - K * D) + rho_s * u * (term_x - D) + base_s * r * (term_z - D) + rho_s * r * e * (term_x - D)
-    )
-    corrected = -corrected / (base_t + rho_t * e).clamp(min=TINY)
+    q = (base_t + rho_t * e).clamp(min=TINY)  # divides each number by itself: 0 / q has the gradient 0
+    corrected = base_s * u / q * (S - K * D) + rho_s * u / q * (term_x - D)
+    corrected = -corrected - base_s * r / q * (term_z - D) - rho_s * r * e / q * (term_x - D)
     loss = (torch.where(active, torch.where(is_mask, absorbed, corrected), 0.0) * num_timesteps).sum()
     return divided_by_count(loss, supervised.sum() if num_diffusion_tokens is None else num_diffusion_tokens)

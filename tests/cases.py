@@ -96,6 +96,28 @@ def _counted_idlm(B: int, L: int, V: int) -> Inputs:
     return _idlm(B, L, V) | {"num_diffusion_tokens": torch.tensor(max(1, B * L - 2))}
 
 
+MASK_ID = 2
+
+
+def _scdd(B: int, L: int, V: int) -> Inputs:
+    """A third of the tokens MASK, a third as they were, the rest drawn anew; no clean one is MASK, whose probability is 0."""
+    targets = _targets(B, L, V)
+    targets = torch.where(targets == MASK_ID, (MASK_ID + 1) % V, targets)
+    kind, other = torch.rand(B, L), (MASK_ID + 1 + torch.randint(0, V - 1, (B, L))) % V
+    noisy = torch.where(kind < 1 / 3, MASK_ID, torch.where(kind < 2 / 3, targets.clamp(min=0), other))
+    return {
+        "target_ids": targets,
+        "noise_mask": noisy != targets,
+        "p_mask": (torch.rand(B, 1) * 0.8 + 0.1).expand(B, L).contiguous(),
+        "loss_mask": _mask(B, L, 0.8).long(),
+        "noisy_input_ids": noisy,
+    }
+
+
+def _counted_scdd(B: int, L: int, V: int) -> Inputs:
+    return _scdd(B, L, V) | {"num_diffusion_tokens": torch.tensor(max(1, B * L - 2))}
+
+
 def _encoder(B: int, L: int, V: int) -> Inputs:
     return {"input_ids": torch.randint(0, V, (B, L)), "valid_mask": _mask(B, L, 0.8)}
 
@@ -238,6 +260,23 @@ def _idlm_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
     return logits_form, hidden_form, oracle
 
 
+def _scdd_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
+    """In few steps, since the loss is a difference of numbers that are nearer to each other the more there are."""
+    settings = {"mask_token_id": MASK_ID, "num_timesteps": 5, **settings}
+
+    def logits_form(x, i, **options):
+        return ours.SCDDLoss(**settings, **options)(x, **i).total_loss
+
+    def hidden_form(h, w, b, i, chunk_size=None, **options):
+        loss = ours.SCDDLoss(**settings, chunk_size=chunk_size, **options)
+        return loss.forward_fused(h, w, **i, lm_head_bias=b).total_loss
+
+    def oracle(x, i):
+        return reference.scdd_loss(x, **{name: t for name, t in i.items() if name != "noise_mask"}, **settings)
+
+    return logits_form, hidden_form, oracle
+
+
 def _encoder_ar(x, i, **options):
     return ours.encoder_ar_loss(x, **i, **options)
 
@@ -298,6 +337,9 @@ PLAIN = (
     Case("idlm", _idlm, *_idlm_forms(), width=2),
     Case("idlm, counted", _counted_idlm, *_idlm_forms(clean_loss_weight=0.7), width=2),
     Case("idlm, balanced", _idlm, *_idlm_forms(auto_balance=True), width=2),
+    Case("scdd", _scdd, *_scdd_forms(max_ratio=0.4)),
+    Case("scdd, counted", _counted_scdd, *_scdd_forms(gamma_shape=2.0, t_peak=0.3)),
+    Case("scdd, no uniform noise", _counted_scdd, *_scdd_forms(max_ratio=0.0)),
     Case("encoder AR", _encoder, _encoder_ar, _encoder_ar_hidden, _encoder_oracle),
 )
 TRANSFORMS = {
@@ -308,6 +350,9 @@ TRANSFORMS = {
     "hybrid": {"softcap": 2.5, "skip_id": SKIP_ID},
     "hybrid, one tensor": {"scale": 0.6},
     "dflash": {"softcap": 5.0, "scale": 0.8, "skip_id": SKIP_ID},
+    "idlm": {"softcap": 4.0, "skip_id": SKIP_ID},
+    "idlm, balanced": {"scale": 1.2},
+    "scdd, counted": {"softcap": 5.0, "scale": 0.8},
     "encoder AR": {"softcap": 4.0, "scale": 1.3},
 }
 CASES = (*PLAIN, *(_transformed(case, **TRANSFORMS[case.name]) for case in PLAIN if case.name in TRANSFORMS))

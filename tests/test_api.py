@@ -14,7 +14,7 @@ from dllm_kernels import DFlashDecayLoss, DLLMLossOutput, losses
 
 HOMES = {
     "losses": "DLLMLossOutput MDLMCrossEntropyLoss BlockDiffusionCrossEntropyLoss HybridDiffusionLLMLoss DFlashDecayLoss "
-    "IDLMLoss scdd_schedule SCDDSchedule encoder_ar_loss compute_per_token_nll _compute_per_token_nll",
+    "IDLMLoss SCDDLoss scdd_schedule SCDDSchedule encoder_ar_loss compute_per_token_nll _compute_per_token_nll",
     "mtp": "calculate_mtp_loss calculate_loss PipelineCausalLMLoss MTPLossConfig MTPLossOutput MaskedCrossEntropy "
     "FusedLinearCrossEntropy",
     "corruption": "gumbel_topk batched_gumbel_topk _batched_gumbel_topk corrupt_uniform corrupt_blockwise "
@@ -74,6 +74,8 @@ DOCUMENTED = {
     "draft_count_per_pos=None",
     "IDLMLoss": "clean_loss_weight=0.2, auto_balance=False",
     "IDLMLoss.forward": "self, logits, target_ids, answer_mask, valid_mask, *, seq_len, num_diffusion_tokens=None",
+    "SCDDLoss": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=1024",
+    "SCDDLoss.forward": "self, " + MASKS + "causal_logits=None, noisy_input_ids=None",
     "scdd_schedule": "t, *, max_ratio, gamma_shape, t_peak",
     "SCDDSchedule": "clean_mass, uniform_mass, absorbed_mass, gamma, rho",
     "encoder_ar_loss": "encoder_logits, input_ids, valid_mask=None, num_tokens=None",

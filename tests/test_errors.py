@@ -17,6 +17,7 @@ from dllm_kernels import (
     IDLMLoss,
     MaskedCrossEntropy,
     MDLMCrossEntropyLoss,
+    SCDDLoss,
     calculate_mtp_loss,
     compute_per_token_nll,
     encoder_ar_loss,
@@ -458,6 +459,95 @@ def test_idlm_settings():
     raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
 
 
+def correcting(form, **settings):
+    """SCDD's loss in either form, every argument with a good default."""
+    loss = SCDDLoss(**({"mask_token_id": V - 1} | settings))
+
+    def call(x=X if form == "logits" else H, y=Y, noise=ON, p=ON / 2, mask=ON, w=W, z=Y, **options):
+        head = (w,) if form == "hidden" else ()
+        function = loss if form == "logits" else loss.forward_fused
+        return function(x, *head, y, noise, p, mask, noisy_input_ids=z, **options)
+
+    return call
+
+
+@forms
+@pytest.mark.parametrize("max_ratio", [0.1, 0.0])
+def test_scdd(form, max_ratio):
+    call, (name, good) = correcting(form, max_ratio=max_ratio), (("logits", X), ("hidden", H))[form == "hidden"]
+    of, size = "(that of target_ids)", good.shape[-1]
+    raises(
+        ValueError,
+        f"{name} must have shape (2, 3, {size}) to go with target_ids of shape (2, 3), got (2, 2, {size})",
+        call, good[:, :2],
+    )  # fmt: skip
+    for argument, shown in (("p", "p_mask"), ("mask", "loss_mask")):
+        raises(TypeError, f"{shown} must be a torch.Tensor, got float", call, **{argument: 0.5})
+        raises(ValueError, f"{shown} must have shape (2, 3) {of}, got (2, 1)", call, **{argument: ON[:, :1]})
+        raises(ValueError, f"{shown} must be on cpu like target_ids, got meta", call, **{argument: ON.to(META)})
+    message = "noisy_input_ids must be given, the tokens that the model saw, got None"
+    raises(ValueError, message, call, z=None)
+    raises(TypeError, "noisy_input_ids must be a torch.Tensor, got list", call, z=[])
+    raises(ValueError, f"noisy_input_ids must have dtype {INTS}, got bool", call, z=Y.bool())
+    raises(ValueError, f"noisy_input_ids must have shape (2, 3) {of}, got (2, 2)", call, z=Y[:, :2])
+    raises(ValueError, "noisy_input_ids must be on cpu like target_ids, got meta", call, z=Y.to(META))
+    raises(TypeError, "noise_mask must be a torch.Tensor, got int", call, noise=6)
+    raises(TypeError, f"causal_{name} must be a torch.Tensor, got int", call, **{f"causal_{name}": 6})
+    raises(ValueError, f"loss_mask_ar must have shape (2, 3) {of}, got ()", call, loss_mask_ar=torch.tensor(6))
+    for count in ("num_diffusion_tokens", "num_ar_tokens"):
+        raises(TypeError, f"{count} must be a number or a 0-d tensor, got str", call, **{count: "3"})
+    message = "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?"
+    raises(ValueError, message, call, p=ON.bool())
+    for unused in (ON[:1], ON * 7):  # as the original, which does not look at it
+        assert torch.equal(call(noise=unused).total_loss, call().total_loss)
+
+
+@forms
+@pytest.mark.parametrize("max_ratio", [0.1, 0.0])
+@pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf")])
+def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(form, max_ratio, bad):
+    call, p, off = correcting(form, max_ratio=max_ratio), ON / 2, ON.clone()
+    good = call(p=p).total_loss
+    p[1, 1:] = bad  # not of column 0
+    assert torch.equal(call(p=p).total_loss, good)
+    p[1, 0], off[1] = bad, 0
+    raises(ValueError, f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 0)", call, p=p)
+    assert call(p=p, mask=off).total_loss.isfinite()  # of a sequence that is not supervised
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"mask_token_id": 1.0}, TypeError, "mask_token_id must be an int, got float"),
+        ({"mask_token_id": True}, TypeError, "mask_token_id must be an int, got bool"),
+        ({"mask_token_id": -1}, ValueError, "mask_token_id must be at least 0, got -1"),
+        ({"num_timesteps": 1}, ValueError, "num_timesteps must be at least 2, got 1"),
+        ({"num_timesteps": 10.0}, TypeError, "num_timesteps must be an int, got float"),
+        ({"max_ratio": 1.0}, ValueError, "max_ratio must lie in [0, 1), got 1.0"),
+        ({"gamma_shape": None}, TypeError, "gamma_shape must be a number, got NoneType"),
+        ({"t_peak": 1.0}, ValueError, "t_peak must lie in (0, 1), got 1.0"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": "8"}, TypeError, "chunk_size must be an int, got str"),
+    ],
+)
+def test_scdd_settings(setting, error, message):
+    """At construction, and of attributes assigned since."""
+    raises(error, message, SCDDLoss, **({"mask_token_id": 1} | setting))
+    for form in (SCDDLoss.forward, functools.partial(SCDDLoss.forward_fused, lm_head_weight=W)):
+        loss = SCDDLoss(1)
+        for name, value in setting.items():
+            setattr(loss, name, value)
+        x = {"logits": X} if form is SCDDLoss.forward else {"hidden": H}
+        batch = {"target_ids": Y, "noise_mask": ON, "p_mask": ON, "loss_mask": ON, "noisy_input_ids": Y}
+        raises(error, message, form, self=loss, **x, **batch)
+
+
+@forms
+def test_the_mask_of_scdd_lies_in_the_vocabulary(form):
+    message = f"mask_token_id must lie in [0, {V}), got {V}"
+    raises(ValueError, message, correcting(form, mask_token_id=V))
+
+
 @pytest.mark.parametrize(
     ("setting", "error", "message"),
     [
@@ -500,6 +590,9 @@ LEARNT = {
     "num_diffusion_tokens": lambda t: MDLMCrossEntropyLoss()(X, Y, ON, ON, ON, num_diffusion_tokens=t.sum()),
     "num_diffusion_tokens, block": lambda t: BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON, None, t.sum()),
     "num_ar_tokens": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, ON, ON, num_ar_tokens=t.sum()),
+    "p_mask, scdd": lambda t: correcting("logits")(p=t),
+    "p_mask, scdd fused": lambda t: correcting("hidden")(p=t),
+    "num_diffusion_tokens, scdd": lambda t: correcting("logits")(num_diffusion_tokens=t.sum()),
     "num_diffusion_tokens, idlm": lambda t: introspective("logits")(num_diffusion_tokens=t.sum()),
     "num_diffusion_tokens, idlm fused": lambda t: introspective("hidden")(num_diffusion_tokens=t.sum()),
     "num_tokens": lambda t: encoder_ar_loss(X, Y, num_tokens=t.sum()),
@@ -670,6 +763,14 @@ FUSED = {
         lambda h, w, y, b=None: introspective("hidden", auto_balance=True)(twice(h), y, w=w, lm_head_bias=b),
         ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
     ),
+    "scdd": (
+        lambda h, w, y, b=None: correcting("hidden")(h, y, w=w, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
+    "scdd, no uniform noise": (
+        lambda h, w, y, b=None: correcting("hidden", max_ratio=0.0)(h, y, w=w, lm_head_bias=b),
+        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
+    ),
     "encoder AR": (
         lambda h, w, y, b=None: encoder_ar_loss_fused(h, w, y, lm_head_bias=b),
         ("hidden", "lm_head_weight", "input_ids", "lm_head_bias"),
@@ -735,6 +836,7 @@ UNFUSED = {
         "logits",
         "target_ids",
     ),
+    "scdd": (lambda x, y: correcting("logits")(x, y), "logits", "target_ids"),
     "encoder AR": (encoder_ar_loss, "encoder_logits", "input_ids"),
     "compute_per_token_nll": (compute_per_token_nll, "logits", "target_ids"),
     "masked cross-entropy": (lambda x, y: MaskedCrossEntropy()(x, y), "logits", "labels"),

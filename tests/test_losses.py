@@ -15,6 +15,7 @@ from dllm_kernels import (
     HybridDiffusionLLMLoss,
     IDLMLoss,
     MDLMCrossEntropyLoss,
+    SCDDLoss,
     compute_per_token_nll,
     draft_accuracy,
     encoder_ar_loss,
@@ -22,7 +23,7 @@ from dllm_kernels import (
     scdd_schedule,
 )
 from dllm_kernels.losses import _rows as rows_module
-from tests.cases import BLOCK, BY_NAME, CASES, LOSSES, to_device, upstream_for
+from tests.cases import BLOCK, BY_NAME, CASES, LOSSES, MASK_ID, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
 
@@ -136,6 +137,7 @@ def outputs():
     x, h, w = torch.randn(2, 6, V, device=DEVICE), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     two = torch.randn(2, 12, V, device=DEVICE)
     hybrid = HybridDiffusionLLMLoss(alpha=0.7)
+    correcting = draw(BY_NAME["scdd"])
     intro, long = draw(BY_NAME["idlm"]) | {"seq_len": 6}, torch.randn(2, 12, D, device=DEVICE)
     return {
         "mdlm": lambda: MDLMCrossEntropyLoss()(x, **i),
@@ -152,6 +154,9 @@ def outputs():
         "idlm fused": lambda: IDLMLoss().forward_fused(long, w, **intro),
         "idlm balanced": lambda: IDLMLoss(auto_balance=True)(two, **intro),
         "idlm balanced fused": lambda: IDLMLoss(auto_balance=True).forward_fused(long, w, **intro),
+        "scdd": lambda: SCDDLoss(MASK_ID)(x, **correcting),
+        "scdd fused": lambda: SCDDLoss(MASK_ID).forward_fused(h, w, **correcting),
+        "scdd without uniform noise": lambda: SCDDLoss(MASK_ID, max_ratio=0.0)(x, **correcting),
         "leaves": (x, h, two, long),
     }
 
@@ -172,7 +177,9 @@ def test_the_logged_loss_is_detached_and_aliases_nothing(name):
     assert torch.equal(out.dllm_loss, before)
 
 
-@pytest.mark.parametrize("name", ["mdlm", "mdlm fused", "block", "block fused", "dflash", "dflash fused"])
+@pytest.mark.parametrize(
+    "name", ["mdlm", "mdlm fused", "block", "block fused", "dflash", "dflash fused", "scdd", "scdd fused"]
+)
 def test_a_loss_with_one_part_logs_its_total(name):
     out = outputs()[name]()
     assert torch.equal(out.total_loss, out.dllm_loss)
@@ -391,6 +398,94 @@ def test_the_schedule_of_scdd(settings, dtype):
     for falls in (ours.gamma, ours.rho) if settings[1] <= 1 else ():
         assert (falls.diff() <= 4 * torch.finfo(falls.dtype).eps).all()
     assert (ours.gamma[0], ours.rho[0], ours.gamma[-1], ours.rho[-1]) == (1, 1, 0, 0) or settings[1] == 0
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_scdd_without_uniform_noise_is_mdlm_to_the_bit(form, dtype):
+    """Of the masked tokens, with the weight 1 / t, the column of MASK skipped; nothing else is read."""
+    i = draw(BY_NAME["scdd, counted"])
+    mdlm, scdd = MDLMCrossEntropyLoss(skip_id=MASK_ID), SCDDLoss(MASK_ID, max_ratio=0.0, chunk_size=None)
+    masked = i["noisy_input_ids"] == MASK_ID
+    h, w = torch.randn(2, 6, D, device=DEVICE).to(dtype), torch.randn(V, D, device=DEVICE).to(dtype)
+    x = torch.where((masked & (i["loss_mask"] != 0))[..., None], F.linear(h, w), NAN)
+
+    def value(loss, inputs):
+        if form == "logits":
+            return lambda x: loss(x, **inputs).total_loss
+        return lambda h, w: loss.forward_fused(h, w, **inputs).total_loss
+
+    leaves, one = ([x] if form == "logits" else [h, w]), torch.ones((), device=DEVICE)
+    expected = value_and_grads(value(mdlm, i | {"noise_mask": masked}), leaves, one)
+    assert all(torch.equal(a, b) for a, b in zip(value_and_grads(value(scdd, i), leaves, one), expected, strict=True))
+    i["num_diffusion_tokens"], count = None, i["loss_mask"].count_nonzero()
+    mean = mdlm(x, **(i | {"noise_mask": masked, "num_diffusion_tokens": count})).total_loss
+    assert torch.equal(scdd(x, **i).total_loss, mean)  # the supervised tokens, masked or not
+
+
+def test_the_first_and_the_last_moment_of_scdd(backend):
+    """Where a mass is 0 the loss is finite and its gradient too, also for tokens that cannot be seen then."""
+    i = draw(BY_NAME["scdd"], 4)
+    i["p_mask"] = torch.tensor([0.0, 1e-6, 0.2, 1.0], device=DEVICE)[:, None].expand(4, 6).contiguous()
+    x = torch.randn(4, 6, V, device=DEVICE)
+    x[:, 1, 5:], i["loss_mask"][:] = -300.0, 1  # as good as impossible
+    i["noisy_input_ids"][:, 0], i["target_ids"][:, 2] = i["target_ids"][:, 0].clamp(min=0), 7
+    for loss in (SCDDLoss(MASK_ID, 5, backend=backend), SCDDLoss(MASK_ID, 1000, max_ratio=0.5, backend=backend)):
+        value, grad = value_and_grads(lambda x, loss=loss: loss(x, **i).total_loss, [x], torch.ones((), device=DEVICE))
+        assert value.isfinite()
+        assert grad.isfinite().all()
+        assert grad[..., MASK_ID].eq(0).all()
+    only = {name: t[:1] for name, t in i.items()}
+    loss = SCDDLoss(MASK_ID, 5, backend=backend)
+    assert loss(x[:1], **only).total_loss == 0  # nothing has happened yet, so there is nothing to learn
+
+
+def test_scdd_takes_the_time_from_the_first_column(backend):
+    i, x, loss = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE), SCDDLoss(MASK_ID, backend=backend)
+    expected = loss(x, **i).total_loss
+    i["p_mask"][:, 1:] = NAN
+    assert torch.equal(loss(x, **i).total_loss, expected)
+    i["p_mask"][:, 0] += 0.1
+    assert not torch.isclose(loss(x, **i).total_loss, expected)
+
+
+def test_scdd_of_a_clean_mask_is_finite_and_one_of_a_bad_token_is_not(backend):
+    """The one cannot be predicted, the other is a mistake in the data."""
+    i, x, loss = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE), SCDDLoss(MASK_ID, 5, backend=backend)
+    i["loss_mask"][:] = 1
+    i["target_ids"][0, 0] = i["noisy_input_ids"][0, 0] = MASK_ID
+    value, grad = value_and_grads(lambda x: loss(x, **i).total_loss, [x], torch.ones((), device=DEVICE))
+    reference_i = {name: t for name, t in i.items() if name != "noise_mask"}
+    torch.testing.assert_close(value, reference.scdd_loss(x, **reference_i, mask_token_id=MASK_ID, num_timesteps=5))
+    assert grad.isfinite().all()
+    for name, bad in (("target_ids", V), ("target_ids", -1), ("noisy_input_ids", V), ("noisy_input_ids", -100)):
+        worse = i[name].clone()
+        worse[1, 2] = bad
+        assert loss(x, **(i | {name: worse})).total_loss.isnan()
+
+
+def test_scdd_of_no_position():
+    i = {name: t[:, :0] for name, t in draw(BY_NAME["scdd"]).items()}
+    for max_ratio in (0.0, 0.1):
+        loss = SCDDLoss(MASK_ID, max_ratio=max_ratio)
+        assert loss(torch.randn(2, 0, V, device=DEVICE), **i).total_loss == 0
+        hidden, head = torch.randn(2, 0, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+        assert loss.forward_fused(hidden, head, **i).total_loss == 0
+
+
+def test_the_chunks_of_scdd(monkeypatch):
+    """Those of the call, else the loss's own; from logits there are none."""
+    seen = []
+    inner = rows_module.linear_row_stats
+    monkeypatch.setattr(rows_module, "linear_row_stats", lambda *a, **k: seen.append(k["chunk_size"]) or inner(*a, **k))
+    i, h, w = draw(BY_NAME["scdd"]), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    a, b, c = (
+        SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=given).total_loss
+        for own, given in ((1024, None), (1024, 3), (None, None))
+    )
+    assert seen == [1024, 3, None]
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(a, c)
 
 
 def test_hybrid_from_hidden_states_logs_the_rounded_diffusion_part():

@@ -7,7 +7,7 @@ from dllm_kernels.losses.encoder_ar import compute_per_token_nll, encoder_ar_los
 from dllm_kernels.losses.hybrid import HybridDiffusionLLMLoss
 from dllm_kernels.losses.idlm import IDLMLoss
 from dllm_kernels.losses.mdlm import MDLMCrossEntropyLoss
-from dllm_kernels.losses.scdd import SCDDSchedule, scdd_schedule
+from dllm_kernels.losses.scdd import SCDDLoss, SCDDSchedule, scdd_schedule
 
 _compute_per_token_nll = compute_per_token_nll
 
@@ -18,6 +18,7 @@ __all__ = [
     "HybridDiffusionLLMLoss",
     "IDLMLoss",
     "MDLMCrossEntropyLoss",
+    "SCDDLoss",
     "SCDDSchedule",
     "compute_per_token_nll",
     "draft_accuracy",

@@ -92,6 +92,8 @@ class DiffusionLoss(TransformedLoss):
         backend: "auto", "triton" or "torch".
     """
 
+    chunk_size: int | None = None
+
     def __init__(
         self,
         fp32_upcast: bool = True,
@@ -124,16 +126,17 @@ class DiffusionLoss(TransformedLoss):
             logits: ``[B, L, V]``, any float dtype; for the hybrid loss also ``[B, 2 L, V]``, the diffusion logits followed
                 by the AR logits.
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
-            noise_mask: ``[B, L]``, nonzero where the token was masked (not used by block diffusion).
-            p_mask: ``[B, L]``, the probability with which it was, in [0, 1], a constant (not used by block diffusion).
+            noise_mask: ``[B, L]``, nonzero where the token was masked (not used by block diffusion and SCDD).
+            p_mask: ``[B, L]``, the probability with which it was, in [0, 1], a constant (not used by block diffusion; for SCDD
+                the time of each sequence, of which column 0 is read).
             loss_mask: ``[B, L]``, nonzero where the token is supervised.
             loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, a constant, fractions kept; None: no AR
                 part (hybrid).
             num_diffusion_tokens: divides the diffusion sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, for
-                block diffusion the number of supervised positions here.
+                block diffusion and SCDD the number of supervised positions here.
             num_ar_tokens: divides the AR sum likewise (hybrid).
             causal_logits: ``[B, L, V]`` AR logits of their own; None: those in ``logits``, if it has them (hybrid).
-            noisy_input_ids: not used.
+            noisy_input_ids: ``[B, L]`` integers, the tokens that the model saw (SCDD, which needs them).
 
         Returns:
             :class:`DLLMLossOutput`: ``dllm_loss`` is the diffusion part of ``total_loss``, detached.
@@ -177,10 +180,10 @@ class DiffusionLoss(TransformedLoss):
             loss_mask_ar: as in :meth:`forward`.
             num_diffusion_tokens: as in :meth:`forward`.
             num_ar_tokens: as in :meth:`forward`.
-            noisy_input_ids: not used.
+            noisy_input_ids: as in :meth:`forward`.
             causal_hidden: ``[B, L, D]`` of the AR branch; None: those in ``hidden``, if it has them (hybrid).
             lm_head_bias: ``[V]`` or None.
-            chunk_size: rows of logits that exist at a time; None chooses.
+            chunk_size: rows of logits that exist at a time; None chooses, or takes the loss's own (SCDD).
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -194,7 +197,8 @@ class DiffusionLoss(TransformedLoss):
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
         rows = Rows.of_hidden(
             hidden, lm_head_weight, lm_head_bias,
-            chunk_size=chunk_size, backend=self.backend, round_nll=not self.fp32_upcast, **self.transform,
+            chunk_size=self.chunk_size if chunk_size is None else chunk_size,
+            backend=self.backend, round_nll=not self.fp32_upcast, **self.transform,
         )  # fmt: skip
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
 

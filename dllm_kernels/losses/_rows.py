@@ -7,9 +7,17 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import (
+    _checks,
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 from dllm_kernels.ops._plain import plain
-from dllm_kernels.ops._results import TokenNLL, WeightedNLL
+from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops._transform import Transform
 
 
@@ -64,6 +72,11 @@ class Rows:
         """The dtype that sums over the rows are made in."""
         return torch.promote_types(self.x.dtype, torch.float32)
 
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
+
     def check(self, target_ids: torch.Tensor, *, width: int | None = None, shift: int = 0) -> None:
         """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any.
 
@@ -95,3 +108,10 @@ class Rows:
         if self.weight is None:
             return token_nll(self.x, targets, active=active, **self.options, **flags)
         return linear_token_nll(self.x, self.weight, targets, active=active, bias=self.bias, **self.options, **flags)
+
+    def stats(self, ids: torch.Tensor, active: torch.Tensor, **asked: Any) -> RowStats:
+        """Statistics of the active rows, differentiable: for what is no sum of NLLs."""
+        options = {name: option for name, option in self.options.items() if name != "round_nll"}  # there is no NLL
+        if self.weight is None:
+            return row_stats(self.x, ids, active=active, **options, **asked)
+        return linear_row_stats(self.x, self.weight, ids, active=active, bias=self.bias, **options, **asked)

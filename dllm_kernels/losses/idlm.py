@@ -7,17 +7,18 @@ import numbers
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
 
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
 from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._plain import all_plain
 
 CLEAN_MIN = 1e-6
 
 
-class IDLMLoss(nn.Module):
+class IDLMLoss(TransformedLoss):
     r"""Next-token cross-entropy of the answer on the masked copy of a sequence, and on its clean copy.
 
     .. math::
@@ -35,6 +36,9 @@ class IDLMLoss(nn.Module):
         auto_balance: alpha is ``CE(noisy) / max(CE(clean), 1e-6)`` instead, taken as a constant, so that both terms weigh
             the same. It is known only after the forward pass: from hidden states with a trainable head the logits are
             then made twice.
+        softcap: as in :class:`MDLMCrossEntropyLoss`.
+        scale: as in :class:`MDLMCrossEntropyLoss`.
+        skip_id: as in :class:`MDLMCrossEntropyLoss`.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -42,8 +46,17 @@ class IDLMLoss(nn.Module):
         ValueError: ``clean_loss_weight`` is not finite. Both also at a call, for attributes assigned since.
     """
 
-    def __init__(self, clean_loss_weight: float = 0.2, auto_balance: bool = False, *, backend: str = "auto") -> None:
-        super().__init__()
+    def __init__(
+        self,
+        clean_loss_weight: float = 0.2,
+        auto_balance: bool = False,
+        *,
+        softcap: float | None = None,
+        scale: float | None = None,
+        skip_id: int | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(softcap, scale, skip_id)
         self.clean_loss_weight = clean_loss_weight
         self.auto_balance = bool(auto_balance)
         self.backend = backend
@@ -79,7 +92,7 @@ class IDLMLoss(nn.Module):
             ValueError: shapes, dtypes or devices that do not fit, a ``seq_len`` other than L, or a count that requires a
                 gradient.
         """
-        rows = Rows.of_logits(logits, backend=self.backend)
+        rows = Rows.of_logits(logits, backend=self.backend, **self.transform)
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def forward_fused(
@@ -115,7 +128,9 @@ class IDLMLoss(nn.Module):
             TypeError: as in :meth:`forward`.
             ValueError: as in :meth:`forward`.
         """
-        rows = Rows.of_hidden(hidden, lm_head_weight, lm_head_bias, chunk_size=chunk_size, backend=self.backend)
+        rows = Rows.of_hidden(
+            hidden, lm_head_weight, lm_head_bias, chunk_size=chunk_size, backend=self.backend, **self.transform
+        )
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def _loss(
@@ -165,5 +180,5 @@ def _scored(
 ) -> torch.Tensor:
     """What each row of one copy weighs ``[B, L]``: 1 over the count where the next token is a valid one of the answer."""
     scored = answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool()
-    scored = nn.functional.pad(scored, (0, 1), value=False)[:, : answer_mask.shape[1]]
+    scored = F.pad(scored, (0, 1), value=False)[:, : answer_mask.shape[1]]
     return divide(scored.to(dtype), scored.sum() if num_diffusion_tokens is None else num_diffusion_tokens)

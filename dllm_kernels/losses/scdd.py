@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 import numbers
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels.losses._base import Batch, DiffusionLoss, check_not_swapped
+from dllm_kernels.losses._common import DLLMLossOutput, check_masks, divide, single_loss
+from dllm_kernels.losses._rows import Rows
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._plain import plain
+from dllm_kernels.ops._target_range import first_true
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -82,3 +86,200 @@ def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:
         raise ValueError(f"gamma_shape must be finite and at least 0, got {gamma_shape}")
     if not 0 < t_peak < 1:
         raise ValueError(f"t_peak must lie in (0, 1), got {t_peak}")
+
+
+class SCDDLoss(DiffusionLoss):
+    r"""The bound of self-correcting discrete diffusion: masked tokens are filled in, wrong ones corrected.
+
+    p is the softmax without the column of MASK, z the token that the model saw, x the clean one, t the time of the sequence,
+    :math:`s = \max(t - 1/T, 0)`, :math:`K = V - 1`, :math:`\beta = (1 - \rho)/K` and
+    :math:`\ell_v = \log(\beta_s + \rho_s p_v)`. A supervised position costs T times
+
+    .. math::
+        z = \text{MASK}: \quad -\frac{\gamma_s - \gamma_t}{1 - \gamma_t} \Big(\beta_s \sum_v \ell_v + \rho_s \ell_x\Big)
+
+    .. math::
+        \text{else:} \quad -\frac{\beta_s u \sum_v (\ell_v - D) + \rho_s u (\ell_x - D)
+                            + (\beta_s + \rho_s [z = x]) \, r \, (\ell_z - D)}{\beta_t + \rho_t [z = x]}
+
+    with :math:`D = \log(\beta_t + \rho_t p_z)`, :math:`u = (\rho_s - \rho_t) / (\rho_s K)`, :math:`r = \rho_t / \rho_s`, and the
+    schedule of :func:`scdd_schedule`. The sum over positions is divided by ``num_diffusion_tokens`` or else by the number of
+    supervised positions here. Rows that are not supervised are not read.
+
+    It is one call of ``row_stats``, log p at x and z and the sum over the vocabulary, and arithmetic on numbers a position;
+    no ``[B, L, V]`` tensor is made but the gradient. ``max_ratio=0`` is :class:`MDLMCrossEntropyLoss` with
+    ``skip_id=mask_token_id`` and the weight 1/t, and costs what it costs.
+
+    Source: Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9.
+
+    Args:
+        mask_token_id: the token that masks.
+        num_timesteps: T, at least 2.
+        max_ratio: as in :func:`scdd_schedule`.
+        gamma_shape: as in :func:`scdd_schedule`.
+        t_peak: as in :func:`scdd_schedule`.
+        chunk_size: rows of logits that exist at a time in :meth:`forward_fused`, unless it is given another; None chooses.
+            From logits there are no chunks.
+        softcap: as in :class:`MDLMCrossEntropyLoss`.
+        scale: as in :class:`MDLMCrossEntropyLoss`.
+        backend: "auto", "triton" or "torch".
+
+    Raises:
+        TypeError: an argument that should be an int or a number is not.
+        ValueError: one out of range. Both also at a call, for attributes assigned since.
+    """
+
+    def __init__(
+        self,
+        mask_token_id: int,
+        num_timesteps: int = 1000,
+        max_ratio: float = 0.1,
+        gamma_shape: float = 1.0,
+        t_peak: float = 0.5,
+        chunk_size: int | None = 1024,
+        *,
+        softcap: float | None = None,
+        scale: float | None = None,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__(softcap=softcap, scale=scale, backend=backend)
+        self.mask_token_id = mask_token_id
+        self.num_timesteps = num_timesteps
+        self.max_ratio = max_ratio
+        self.gamma_shape = gamma_shape
+        self.t_peak = t_peak
+        self.chunk_size = chunk_size
+        self._check_settings()
+
+    @property
+    def transform(self) -> dict[str, Any]:
+        """As of any loss, but for the column that is skipped: that of MASK, of which the ops are told when they are called."""
+        return {"softcap": self.softcap, "scale": self.scale}
+
+    def _loss(
+        self, rows: Rows, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+    ) -> DLLMLossOutput:
+        self._check_settings()
+        rows.check(batch.target_ids)
+        if self.mask_token_id >= rows.vocabulary:
+            raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
+        batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
+        z = _checked_noisy(noisy_input_ids, batch.target_ids)
+        _check_times(batch)
+        supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
+        count = supervised.sum() if count is None else count
+        x = batch.target_ids.long()
+        active = supervised & (x != -100)
+        t = torch.where(
+            supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5
+        )  # unused ones may be anything
+        if self.max_ratio == 0:
+            weights = divide(self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count)
+            return single_loss(rows.weighted(self._predictable(x), weights, skip_id=self.mask_token_id).loss)
+        step = _Step.between(self, t, rows.vocabulary - 1).to(rows.acc)
+        costs = self._costs(rows, step, x, z, active)
+        return single_loss((costs * divide(self.num_timesteps * active.to(rows.acc), count)).sum())
+
+    def _released(self, t: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
+        """What the NLL of each row weighs without uniform noise: gamma is 1 - t, so that T steps release T (t - s) / t."""
+        return torch.where(masked, t.clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
+
+    def _predictable(self, ids: torch.Tensor) -> torch.Tensor:
+        """The ids, -100 for MASK, whose probability is 0 and has no gradient: as a clean token it costs a constant."""
+        return ids.masked_fill(ids == self.mask_token_id, -100)
+
+    def _costs(self, rows: Rows, step: _Step, x: torch.Tensor, z: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+        """What each active position costs in one step ``[B, L]``."""
+        mask, K = self.mask_token_id, rows.vocabulary - 1
+        base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))
+        mix = base_s.expand(x.shape), step.rho_s.expand(x.shape)
+        out = rows.stats(ids, active, mix=mix, skip_id=mask)
+        assert out.mix is not None
+        log_x, log_z = out.log_probs.unbind(-1)
+        log_x = log_x.masked_fill(x == mask, -math.inf)
+        log_rho_s, log_rho_t = (rho.clamp(min=TINY).log() for rho in (step.rho_s, step.rho_t))
+        at_x, at_z = (torch.logaddexp(base_s.log(), log_rho_s + log_p) for log_p in (log_x, log_z))
+        D = torch.logaddexp(step.base_t.clamp(min=TINY).log(), log_rho_t + log_z)
+        same = (z == x).to(D.dtype)
+        seen = (step.base_t + step.rho_t * same).clamp(
+            min=TINY
+        )  # of what cannot be seen 0 / seen is 0, with its gradient
+        coefficients = step.base_s * step.u, step.rho_s * step.u, (step.base_s + step.rho_s * same) * step.r
+        drawn, clean, kept = (coefficient / seen for coefficient in coefficients)
+        filled = step.released * (step.base_s * out.mix + step.rho_s * at_x)
+        corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + kept * (at_z - D)
+        return -torch.where(z == mask, filled, corrected)
+
+    def _check_settings(self) -> None:
+        """Also at each call, since they are attributes that may have been assigned since."""
+        if not _checks.is_int(self.mask_token_id):
+            raise TypeError(f"mask_token_id must be an int, got {type(self.mask_token_id).__name__}")
+        if self.mask_token_id < 0:
+            raise ValueError(f"mask_token_id must be at least 0, got {self.mask_token_id}")
+        _checks.check_positive_int("num_timesteps", self.num_timesteps)
+        if self.num_timesteps < 2:
+            raise ValueError(f"num_timesteps must be at least 2, got {self.num_timesteps}")
+        check_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
+        if self.chunk_size is not None:
+            _checks.check_positive_int("chunk_size", self.chunk_size)
+
+
+class _Step(NamedTuple):
+    """What a step from t down to s depends on, ``[B, 1]``, in the names of :class:`SCDDLoss`.
+
+    ``released``: the share of the masked tokens that it unmasks.
+    """
+
+    base_s: torch.Tensor
+    base_t: torch.Tensor
+    rho_s: torch.Tensor
+    rho_t: torch.Tensor
+    released: torch.Tensor
+    u: torch.Tensor
+    r: torch.Tensor
+
+    @classmethod
+    def between(cls, loss: SCDDLoss, t: torch.Tensor, K: int) -> _Step:
+        """In float64: these are differences of numbers near to each other, and there is one of each a sequence."""
+        t = t.detach().double().clamp(0, 1)
+        s = (t - 1 / loss.num_timesteps).clamp(min=0)
+        settings = {"max_ratio": loss.max_ratio, "gamma_shape": loss.gamma_shape, "t_peak": loss.t_peak}
+        at_s, at_t = (scdd_schedule(time, **settings) for time in (s, t))
+        rho_s = at_s.rho.clamp(min=TINY)
+        return cls(
+            base_s=(1 - at_s.rho) / K,
+            base_t=(1 - at_t.rho) / K,
+            rho_s=at_s.rho,
+            rho_t=at_t.rho,
+            released=(at_s.gamma - at_t.gamma) / at_t.absorbed_mass.clamp(min=TINY),
+            u=(at_s.rho - at_t.rho) / rho_s / K,
+            r=at_t.rho / rho_s,
+        )
+
+    def to(self, dtype: torch.dtype) -> _Step:
+        """In the dtype of sums over the rows."""
+        return _Step(*(number.to(dtype) for number in self))
+
+
+def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tensor:
+    """The tokens that the model saw, int64; negative ones, of which there are none, all -1."""
+    if noisy_input_ids is None:
+        raise ValueError("noisy_input_ids must be given, the tokens that the model saw, got None")
+    _checks.check_ids("noisy_input_ids", noisy_input_ids)
+    _checks.check_shape("noisy_input_ids", noisy_input_ids, target_ids.shape, "that of target_ids")
+    _checks.check_same_device("target_ids", target_ids, noisy_input_ids=noisy_input_ids)
+    z: torch.Tensor = plain(noisy_input_ids).long().clamp(min=-1)  # -100 would be none
+    return z
+
+
+def _check_times(batch: Batch) -> None:
+    """Check the masks, and that times lie in [0, 1] where a sequence is supervised; on a GPU that would cost a sync."""
+    p_mask, loss_mask = batch.p_mask, batch.loss_mask
+    check_masks(batch.target_ids, p_mask=p_mask, loss_mask=loss_mask)
+    check_not_swapped(p_mask)
+    _checks.check_constant("p_mask", p_mask)
+    if p_mask.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    where = first_true(loss_mask.bool().any(1, keepdim=True) & ~((p_mask >= 0) & (p_mask <= 1))[:, :1])
+    if where is not None:
+        raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}")
