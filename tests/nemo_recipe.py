@@ -4,8 +4,11 @@ Run in a process of its own (``python -m tests.nemo_recipe OUT``): the recipe im
 and that may be missing, and here they are replaced by empty modules.
 """
 
+import collections
+import contextlib
 import importlib.abc
 import importlib.machinery
+import inspect
 import sys
 import types
 from pathlib import Path
@@ -17,11 +20,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from dllm_kernels import DLLMLossOutput
 from dllm_kernels.integrations import nemo_automodel as integration
+from dllm_kernels.integrations._deferred import DeferredLogits
+from dllm_kernels.losses import _rows
 from reference.dflash import dflash_loss
+from reference.scdd import scdd_loss
 
 # Optional dependencies, and a LoRA kernel whose autotuning keys newer Triton versions refuse.
 ABSENT = ("torchao", "torchdata", "datasets", "nemo_automodel.components._peft.lora_kernel")
-V, D, MASK = 37, 12, 36
+V, D, MASK, CAP = 37, 12, 36, 2.0
 SEEDS = range(4)
 
 
@@ -61,12 +67,25 @@ class Denoiser(nn.Module):
         self.embed = nn.Embedding(V, D)
         self.lm_head = nn.Linear(D, V, bias=False)
 
-    def forward(self, input_ids, masked_indices=None, labels=None, skip_loss=None):
+    def forward(self, input_ids, masked_indices=None, labels=None, skip_loss=None, attention_mask=None, position_ids=None,
+                use_cache=None):  # fmt: skip
         if masked_indices is None:
             return SimpleNamespace(logits=self.lm_head(self.embed(input_ids)))
         noisy = torch.where(masked_indices, MASK, input_ids)
         logits = self.lm_head(torch.tanh(self.embed(noisy)))
         return SimpleNamespace(logits=logits, causal_logits=self.lm_head(self.embed(input_ids)))
+
+
+class BlockDenoiser(Denoiser):
+    """Logits of the canvas, and of the clean sequence, in float32 and with Gemma's soft cap."""
+
+    def forward(self, input_ids, canvas_ids, do_self_conditioning=None, decoder_attention_mask=None):
+        logits = self.capped(torch.tanh(self.embed(canvas_ids)))
+        return SimpleNamespace(logits=logits, encoder_logits=self.capped(self.embed(input_ids)))
+
+    def capped(self, hidden):
+        logits = self.lm_head(hidden)
+        return torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / CAP) * CAP
 
 
 class Draft(nn.Module):
@@ -97,6 +116,26 @@ class OracleDFlash:
         return self(logits, target_ids, block_mask, num_tokens, block_size)
 
 
+class OracleSCDD:
+    """Likewise; the host computes its schedule in float32 too."""
+
+    def __init__(self, loss):
+        self.settings = {name: getattr(loss, name) for name in ("num_timesteps", "max_ratio", "gamma_shape", "t_peak")}
+
+    def __call__(self, logits, target_ids, p_mask, loss_mask, num_diffusion_tokens, noisy_input_ids, **unused):
+        loss = scdd_loss(
+            logits,
+            target_ids,
+            p_mask,
+            loss_mask,
+            noisy_input_ids,
+            self.mask_token_id,
+            num_diffusion_tokens,
+            **self.settings,
+        )
+        return DLLMLossOutput(loss, loss.detach())
+
+
 def samples(seed):
     random = torch.Generator().manual_seed(seed)
     lengths = torch.randint(12, 24, (3,), generator=random).tolist()
@@ -110,10 +149,14 @@ def bare_recipe(module, strategy, model, config, **more):
         dllm_strategy=strategy, model_parts=[model], mask_token_id=MASK, cfg=config, device_mesh=None, te_fp8=None,
         dist_env=SimpleNamespace(device=torch.device("cpu")), distributed_config=SimpleNamespace(),
         step_scheduler=SimpleNamespace(step=0), dllm_eps=1e-3, dllm_half_life_ratio=None, _dllm_loss_buffer=[],
-        _dflash_correct_per_pos_buffer=[], _dflash_count_per_pos_buffer=[], **more,
+        _dflash_correct_per_pos_buffer=[], _dflash_count_per_pos_buffer=[], canvas_length=8, self_conditioning_p=0.5,
+        block_diffusion_sliding_window=16, _self_cond_base_seed=42, _encoder_loss_weight=0.7, **more,
     )  # fmt: skip
-    for name in ("_apply_corruption", "_augment_batch_for_model", "_forward_backward_step"):
-        setattr(recipe, name, types.MethodType(getattr(module.DiffusionLMSFTRecipe, name), recipe))
+    owner = module.DiffusionGemmaSFTRecipe if isinstance(model, BlockDenoiser) else module.DiffusionLMSFTRecipe
+    for name, value in inspect.getmembers(owner, inspect.isfunction):
+        static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+        if not name.startswith("__"):
+            setattr(recipe, name, value if static else types.MethodType(value, recipe))
     recipe._get_dp_group_size = lambda include_cp: 1
     return recipe
 
@@ -122,8 +165,14 @@ def step(module, mode, seed, dtype, noise=None, fused=None, target=None):
     """One training step: what the strategy drew, and the loss, its diffusion part and every gradient."""
     torch.manual_seed(seed)
     strategy = module.get_dllm_strategy(mode)
-    model = (Draft() if mode == "dflash" else Denoiser()).to(dtype)
-    config = {"vocab_size": V, "mask_token_id": MASK, "ar_loss_alpha": 0.3}
+    model = {"dflash": Draft, "block_diffusion": BlockDenoiser}.get(mode, Denoiser)().to(dtype)
+    config = {
+        "vocab_size": V,
+        "mask_token_id": MASK,
+        "ar_loss_alpha": 0.3,
+        "num_timesteps": 20,
+        "clean_loss_weight": 0.4,
+    }
     config["dflash"] = {"target_model_id": target, "target_torch_dtype": str(dtype).removeprefix("torch."),
                         "num_blocks_per_sample": 3, "use_fused_linear_ce": fused, "ce_chunk_size": 5}  # fmt: skip
     recipe = bare_recipe(module, strategy, model, config, dllm_block_size=8 if mode == "hybrid" else None)
@@ -131,7 +180,10 @@ def step(module, mode, seed, dtype, noise=None, fused=None, target=None):
     strategy.setup_extra(recipe)
     if mode == "dflash" and dtype == torch.float64:
         strategy.dflash_loss_fn = OracleDFlash(strategy.dflash_loss_fn.loss_gamma)
-    batch = module.DLLMCollator(eos_token_id=1, block_size=8)(samples(seed))
+    if mode == "scdd" and dtype == torch.float64:
+        recipe.dllm_loss_fn = OracleSCDD(recipe.dllm_loss_fn)
+        recipe.dllm_loss_fn.mask_token_id = MASK
+    batch = module.DLLMCollator(eos_token_id=1, block_size=8, response_window=mode == "block_diffusion")(samples(seed))
     torch.manual_seed(seed)
     num_noise, num_supervised = strategy.pre_step(recipe, [batch])
     drawn = {k: v.clone() for k, v in batch.items() if torch.is_tensor(v)}
@@ -156,7 +208,29 @@ def compare(module, mode, **options):
     integration.patch()
     ours = [step(module, mode, s, torch.float32, n, **options) for s, n in zip(SEEDS, noise, strict=True)]
     integration.unpatch()
-    return {"host": host, "exact": exact, "ours": ours}
+    found = {"host": host, "exact": exact, "ours": ours}
+    if mode != "dflash":
+        integration.patch(fuse_head=True)
+        with counted() as found["calls"]:
+            found["fused"] = [
+                step(module, mode, s, torch.float32, n, **options) for s, n in zip(SEEDS, noise, strict=True)
+            ]
+        integration.unpatch()
+    return found
+
+
+@contextlib.contextmanager
+def counted():
+    """How often a loss was computed from logits and from hidden states, and how often a head made deferred logits after all."""
+    calls, undo = collections.Counter(), []
+    for owner, name in ((_rows, "weighted_nll"), (_rows, "weighted_linear_nll"), (_rows, "row_stats"),
+                        (_rows, "linear_row_stats"), (DeferredLogits, "made")):  # fmt: skip
+        inner = getattr(owner, name)
+        undo.append((owner, name, inner))
+        setattr(owner, name, lambda *a, inner=inner, name=name, **k: calls.update([name]) or inner(*a, **k))
+    yield calls
+    for owner, name, inner in undo:
+        setattr(owner, name, inner)
 
 
 def target_model(folder):
@@ -176,7 +250,7 @@ def target_model(folder):
 def main(out):
     module = import_recipe()
     target = target_model(out.with_suffix(".model"))
-    cases = {mode: compare(module, mode) for mode in ("mdlm", "hybrid", "scdd")}
+    cases = {mode: compare(module, mode) for mode in ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")}
     for name, fused in (("dflash", True), ("dflash logits", False)):
         cases[name] = compare(module, "dflash", fused=fused, target=target)
     report = integration.patch()

@@ -1,8 +1,11 @@
 """nemo_automodel patched and unpatched: its own recipe and strategies compute the same, and nothing is left behind."""
 
+import collections
+import dataclasses
 import importlib
 import importlib.util
 import inspect
+import itertools
 import os
 import pickle
 import runpy
@@ -19,11 +22,13 @@ from torch import nn
 import dllm_kernels
 from dllm_kernels import mtp
 from dllm_kernels.integrations import nemo_automodel as integration
+from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from tests.parity import assert_as_good_as_plain, largest_error
 
 absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
 pytestmark = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
 ROOT = Path(__file__).parent.parent
+V, D = 17, 6
 
 
 def module(name):
@@ -67,12 +72,18 @@ def steps(tmp_path_factory):
     return torch.load(out, weights_only=False)
 
 
-@pytest.mark.parametrize("mode", ["mdlm", "hybrid", "dflash", "dflash logits"])
-def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode):
+RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
+
+
+@pytest.mark.parametrize(
+    ("mode", "who"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
+)
+def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode, who):
+    """Also where the model hands hidden states to the loss."""
     case = steps["cases"][mode]
-    assert len(case["ours"][0]["results"]) > 2
-    for place in range(len(case["ours"][0]["results"])):
-        ours, host, exact = ([run["results"][place] for run in case[who]] for who in ("ours", "host", "exact"))
+    assert len(case[who][0]["results"]) > 2
+    for place in range(len(case[who][0]["results"])):
+        ours, host, exact = ([run["results"][place] for run in case[one]] for one in (who, "host", "exact"))
         assert all(o.dtype == h.dtype for o, h in zip(ours, host, strict=True))
         assert_as_good_as_plain(ours, exact, largest_error(host, exact), f"{mode}, result {place}", steps["sizes"])
 
@@ -86,9 +97,12 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
             assert torch.equal(o, h)
 
 
-def test_a_strategy_whose_loss_is_not_replaced_computes_what_it_did(steps):
-    for ours, host in zip(steps["cases"]["scdd"]["ours"], steps["cases"]["scdd"]["host"], strict=True):
-        assert all(torch.equal(o, h) for o, h in zip(ours["results"], host["results"], strict=True))
+@pytest.mark.parametrize("mode", RECIPES)
+def test_a_recipe_step_from_hidden_states_makes_no_logits(steps, mode):
+    """One call of a linear op a step, two where there is a loss of the encoder as well; soft caps are handed on."""
+    calls = steps["cases"][mode]["calls"]
+    op = "linear_row_stats" if mode == "scdd" else "weighted_linear_nll"
+    assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 
 @pytest.mark.parametrize("mode", ["mdlm", "hybrid"])
@@ -168,7 +182,178 @@ def test_the_report_reads_well(patched):
     assert lines[0] == f"nemo_automodel {patched.version} patched, {len(patched.replaced)} names:"
     assert "  nemo_automodel.components.loss.mtp.calculate_mtp_loss" in lines
     assert any(line.startswith("  MTPLossConfig kept: ") for line in lines)
+    assert "  still the host's own: nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy" in lines
     assert "was patched already" in str(integration.patch())
+
+
+def test_the_report_names_what_still_runs_the_original(patched):
+    """Losses and functions beside them, with those that are left alone; none that is ours, and nothing that is borrowed."""
+    names = {name for _, name in patched.original}
+    assert {"ChunkedCrossEntropy", "LinearCrossEntropy", "prepare_lm_weight", "build_loss_module"} <= names
+    assert not names & {name for home in integration.HOMES.values() for name in home}
+    assert all(getattr(sys.modules[m], name).__module__ == m for m, name in patched.original)
+    integration.unpatch()
+    alone = integration.patch(exclude=["SCDDLoss"])
+    assert {name for _, name in alone.original} == names | {"SCDDLoss"}
+
+
+FUSED_STEPS = {
+    "DiffusionLMSFTRecipe._forward_backward_step",
+    "DiffusionGemmaSFTRecipe._forward_backward_step",
+    "IDLMStrategy.forward_backward",
+}
+
+
+def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatch):
+    recipe = types.ModuleType("nemo_automodel.recipes.dllm.train_ft")  # which imports packages that may be missing
+
+    class DiffusionLMSFTRecipe:
+        def _forward_backward_step(self):
+            return self.model_parts[0](torch.ones(1, D))
+
+    class DiffusionGemmaSFTRecipe(DiffusionLMSFTRecipe):
+        def _forward_backward_step(self):
+            raise NotImplementedError
+
+    recipe.DiffusionLMSFTRecipe, recipe.DiffusionGemmaSFTRecipe = DiffusionLMSFTRecipe, DiffusionGemmaSFTRecipe
+    monkeypatch.setitem(sys.modules, recipe.__name__, recipe)
+    owners = (DiffusionLMSFTRecipe, DiffusionGemmaSFTRecipe, strategy.IDLMStrategy)
+    before = [dict(vars(owner)) for owner in owners]
+    step = DiffusionLMSFTRecipe()
+    step.model_parts = [nn.Sequential(collections.OrderedDict(lm_head=nn.Linear(D, V)))]
+    report = integration.patch(fuse_head=True)
+    assert set(report.fused) == FUSED_STEPS
+    assert "  IDLMStrategy.forward_backward takes hidden states" in str(report).splitlines()
+    assert isinstance(step._forward_backward_step(), DeferredLogits)
+    assert integration.patch(fuse_head=True).already
+    with pytest.raises(RuntimeError, match=r"patched already, with exclude=\[\] and fuse_head=True"):
+        integration.patch()
+    integration.unpatch()
+    assert torch.is_tensor(step._forward_backward_step())
+    assert [dict(vars(owner)) for owner in owners] == before
+    del DiffusionGemmaSFTRecipe._forward_backward_step
+    unpatched = held()
+    with pytest.raises(
+        RuntimeError, match=r"recipes\.dllm\.train_ft has no DiffusionGemmaSFTRecipe\._forward_backward_step"
+    ):
+        integration.patch(fuse_head=True)
+    assert_identical(unpatched, held())
+    assert integration.patch().fused == ()
+
+
+def of_deferred(logits):
+    """The stand-in for what an LM head makes of the identity."""
+    head = nn.Linear(V, V, bias=False)
+    head.weight.data = torch.eye(V)
+    with deferred_logits(nn.Sequential(collections.OrderedDict(lm_head=head))) as defers:
+        assert defers
+        return head(logits)
+
+
+@pytest.fixture
+def fused(strategy, monkeypatch):
+    monkeypatch.setattr(integration, "STEPS", {})
+    integration.patch(fuse_head=True)
+    return module("components.loss.dllm_loss")
+
+
+def test_fused_losses_take_logits_and_what_stands_for_them(fused):
+    """By position and by name; two caps, two heads and half of a cap are left to the logits."""
+    ids, on = torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    x, y = torch.randn(2, 6, V), torch.randn(2, 6, V)
+    loss = fused.HybridDiffusionLLMLoss(0.5)
+    assert type(loss).__module__ == fused.__name__
+    assert isinstance(loss, dllm_kernels.HybridDiffusionLLMLoss)
+    assert type(pickle.loads(pickle.dumps(loss))) is type(loss)
+    masks = (ids, on, on / 2, on, on, 5, 4)
+    expected = loss(x, *masks, y).total_loss
+    with deferred_logits(model := nn.Sequential(collections.OrderedDict(lm_head=nn.Linear(V, V, bias=False)))):
+        model.lm_head.weight.data = torch.eye(V)
+        one, other = model(x), model(y)
+    torch.testing.assert_close(loss(one, *masks, other).total_loss, expected)
+    torch.testing.assert_close(loss(one, *masks, causal_logits=other).total_loss, expected)
+    assert one.usable
+    for causal in (y, of_deferred(y)):  # a tensor, another head
+        torch.testing.assert_close(loss(of_deferred(x), *masks, causal).total_loss, expected)
+    capped = torch.tanh(x / 3.0) * 3.0
+    mdlm = fused.MDLMCrossEntropyLoss(softcap=2.0)
+    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    torch.testing.assert_close(mdlm(z, *masks[:4]).total_loss, mdlm(capped, *masks[:4]).total_loss)
+    assert not z.usable
+    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    plain = fused.MDLMCrossEntropyLoss()
+    torch.testing.assert_close(plain(z, *masks[:4]).total_loss, plain(capped, *masks[:4]).total_loss)
+    assert z.usable
+    assert plain.softcap is None
+    half = of_deferred(x) / 3.0
+    torch.testing.assert_close(plain(half, *masks[:4]).total_loss, plain(x / 3.0, *masks[:4]).total_loss)
+    torch.testing.assert_close(fused.encoder_ar_loss(of_deferred(x), ids), fused.encoder_ar_loss(x, ids))
+    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    torch.testing.assert_close(fused.encoder_ar_loss(z, ids, on), fused.encoder_ar_loss(capped, ids, on))
+
+
+def test_a_loss_of_the_host_takes_what_stands_for_logits(strategy):
+    """One that was built before the switch."""
+    x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    loss = module("components.loss.dllm_loss").MDLMCrossEntropyLoss()
+    out = loss(of_deferred(x), ids, on.bool(), on / 2, on)
+    torch.testing.assert_close(out.total_loss, loss(x, ids, on.bool(), on / 2, on).total_loss)
+
+
+@pytest.mark.parametrize("max_ratio", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("chunk_size", [1024, 5, None])
+def test_scdd_equals_the_host(strategy, max_ratio, chunk_size):
+    """Value and gradient, as near as the host's schedule in float32 comes to the exact one; few steps."""
+    torch.manual_seed(0)
+    home, mask = module("components.loss.dllm_loss"), 5
+    x0 = torch.randint(0, V - 1, (3, 8))
+    x0 += x0 >= mask
+    kind, other = torch.rand(3, 8), torch.randint(mask + 1, V, (3, 8))
+    z = torch.where(kind < 0.4, mask, torch.where(kind < 0.7, x0, other))
+    t = torch.tensor([[0.2], [0.7], [0.9]]).expand(3, 8)
+    supervised = (torch.rand(3, 8) < 0.8).float()
+    masks = {"target_ids": x0, "noise_mask": z != x0, "p_mask": t, "loss_mask": supervised, "noisy_input_ids": z}
+    settings = {
+        "num_timesteps": 10,
+        "max_ratio": max_ratio,
+        "gamma_shape": 1.5,
+        "t_peak": 0.4,
+        "chunk_size": chunk_size,
+    }
+    losses = home.SCDDLoss(mask, **settings), dllm_kernels.SCDDLoss(mask, **settings)
+    for count in (None, 13):
+        found = []
+        for loss in losses:
+            x = torch.randn(3, 8, V, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            value = loss(x, **masks, num_diffusion_tokens=count).total_loss
+            found.append((value.detach(), *torch.autograd.grad(value, x)))
+        for host, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, host)
+
+
+def test_idlm_equals_the_host(strategy):
+    home, ids = module("components.loss.dllm_loss"), torch.randint(0, V, (3, 8))
+    answer, valid = torch.rand(3, 8) < 0.7, (torch.rand(3, 8) < 0.9).long()
+    for settings in ({}, {"clean_loss_weight": 0.7}, {"auto_balance": True}):
+        for count in (None, 13):
+            found = []
+            for loss in (home.IDLMLoss(**settings), dllm_kernels.IDLMLoss(**settings)):
+                x = torch.randn(3, 16, V, generator=torch.Generator().manual_seed(1)).requires_grad_()
+                out = loss(x, ids, answer, valid, seq_len=8, num_diffusion_tokens=count)
+                found.append((*out[:2], *torch.autograd.grad(out.total_loss, x)))
+            for host, ours in zip(*found, strict=True):
+                torch.testing.assert_close(ours, host)
+
+
+def test_the_schedule_of_scdd_is_the_host_s(strategy):
+    host = module("components.loss.dllm_loss").scdd_schedule
+    for settings in ((0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2)):
+        options = dict(zip(("max_ratio", "gamma_shape", "t_peak"), settings, strict=True))
+        t = torch.linspace(-0.1, 1.1, 241)
+        ours, theirs = dllm_kernels.scdd_schedule(t, **options), host(t, **options)
+        assert dataclasses.asdict(ours).keys() == dataclasses.asdict(theirs).keys()
+        for name in dataclasses.asdict(ours):
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
 
 
 def test_modules_imported_after_patch_are_restored_too(patched, monkeypatch):
@@ -186,10 +371,13 @@ def test_names_can_be_left_alone(strategy):
     assert strategy.corrupt_uniform is original
     assert strategy.corrupt_all_masked is dllm_kernels.corrupt_all_masked
     assert ("corrupt_uniform", "excluded") in report.kept
-    with pytest.raises(RuntimeError, match=r"patched already, with exclude=\['corrupt_blockwise', 'corrupt_uniform'\]"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"patched already, with exclude=\['corrupt_blockwise', 'corrupt_uniform'\] and fuse_head=False",
+    ):
         integration.patch()
-    with pytest.raises(ValueError, match=r"exclude must hold names among .*, got \['scdd_schedule'\]"):
-        integration.patch(exclude=["scdd_schedule"])
+    with pytest.raises(ValueError, match=r"exclude must hold names among .*, got \['prepare_lm_weight'\]"):
+        integration.patch(exclude=["prepare_lm_weight"])
 
 
 def constructor(self, fp32_upcast=True):
@@ -254,8 +442,6 @@ def test_a_version_that_passes_fewer_arguments_is_served(strategy, monkeypatch):
 
 
 # The token losses and MTP ---------------------------------------------------------------------------------------------
-
-V, D = 17, 6
 
 
 class Model(nn.Module):
@@ -448,8 +634,9 @@ def test_a_parametrized_head_trains(patched, function):
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-def test_speculative_and_unreplaced_losses_use_the_replaced_parts(patched):
-    """I-DLM's loss is the host's, on our per-token NLL and our output type."""
+def test_losses_that_are_left_alone_use_the_replaced_parts(strategy):
+    """I-DLM's loss is then the host's, on our per-token NLL and our output type."""
+    integration.patch(exclude=["IDLMLoss"])
     loss = module("components.loss.dllm_loss")
     assert loss.IDLMLoss.__module__ == "nemo_automodel.components.loss.dllm_loss"
     logits, ids = torch.randn(2, 12, V, requires_grad=True), torch.randint(0, V, (2, 6))

@@ -14,11 +14,16 @@ holds them already. Objects that were built before keep the host's code.
 A base loss of the host that is not replaced (``ChunkedCrossEntropy``, ``TEParallelCrossEntropy``, ...) goes through the
 host's own ``calculate_loss``, ``calculate_mtp_loss`` and ``PipelineCausalLMLoss`` as before. The random bits of the
 corruption routines differ from the host's: a run resumed after the switch draws other noise than it would have;
-``patch(exclude=["corrupt_uniform"])`` leaves names alone.
+``patch(exclude=["corrupt_uniform"])`` leaves names alone. What the host offers besides and still runs of its own stands in
+the report.
+
+``patch(fuse_head=True)`` also takes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes from
+hidden states: the model's LM head hands on what it was given, and the loss makes the logits a chunk at a time.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -31,8 +36,10 @@ from typing import Any
 import torch
 
 import dllm_kernels
-from dllm_kernels import mtp
+from dllm_kernels import losses, mtp
+from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.mtp.head import head_module
+from dllm_kernels.ops._plain import is_dtensor
 
 HOST = "nemo_automodel"
 HOMES = {
@@ -42,6 +49,10 @@ HOMES = {
         "BlockDiffusionCrossEntropyLoss",
         "HybridDiffusionLLMLoss",
         "DFlashDecayLoss",
+        "IDLMLoss",
+        "SCDDLoss",
+        "SCDDSchedule",
+        "scdd_schedule",
         "encoder_ar_loss",
         "_compute_per_token_nll",
     ),
@@ -61,6 +72,15 @@ HOMES = {
     "components.datasets.dllm.collate": ("DLLMCollator",),
 }
 KEPT = {"MTPLossConfig": "its build() makes the replaced PipelineCausalLMLoss by itself"}
+# Where other losses and routines of the host stand, whose modules are looked through as far as they are loaded.
+AROUND = ("components.loss", "components.datasets.dllm")
+RECIPES = "recipes.dllm.train_ft", "recipes.dllm.strategy"
+# The methods that call a model and then its loss: class -> (its module, the method, which argument holds the recipe).
+STEPS = {
+    "DiffusionLMSFTRecipe": (RECIPES[0], "_forward_backward_step", 0),
+    "DiffusionGemmaSFTRecipe": (RECIPES[0], "_forward_backward_step", 0),
+    "IDLMStrategy": (RECIPES[1], "forward_backward", 1),
+}
 # -100 marks ignored labels whatever the loss's own index is, so both defaults mean "the loss's own".
 SAME_DEFAULTS = {"ignore_index": (None, -100)}
 MADE_OF = ("weight", "bias", "parametrizations")
@@ -75,12 +95,16 @@ class PatchReport:
         version: of the host.
         replaced: ``(module, name)`` of every attribute that was replaced.
         kept: ``(name, reason)`` of what the host keeps of its own.
+        original: ``(module, name)`` of every other loss, and function beside one, that still runs the host's code.
+        fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
         already: the host had been patched before, and nothing was done this time.
     """
 
     version: str
     replaced: tuple[tuple[str, str], ...]
     kept: tuple[tuple[str, str], ...]
+    original: tuple[tuple[str, str], ...] = ()
+    fused: tuple[str, ...] = ()
     already: bool = False
 
     def __str__(self) -> str:
@@ -88,6 +112,8 @@ class PatchReport:
         lines = [f"{HOST} {self.version} {when}, {len(self.replaced)} names:"]
         lines += [f"  {module}.{name}" for module, name in self.replaced]
         lines += [f"  {name} kept: {reason}" for name, reason in self.kept]
+        lines += [f"  {step} takes hidden states" for step in self.fused]
+        lines += [f"  still the host's own: {module}.{name}" for module, name in self.original]
         return "\n".join(lines)
 
 
@@ -95,19 +121,23 @@ class PatchReport:
 class _Active:
     pairs: tuple[tuple[Any, Any], ...]
     excluded: frozenset[str]
+    methods: tuple[tuple[type, str, Any], ...]
     report: PatchReport
 
 
 _active: _Active | None = None
 
 
-def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
+def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchReport:
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
     Calling it again does nothing and returns the first report, marked ``already``.
 
     Args:
         exclude: names to leave as they are.
+        fuse_head: have the recipes of diffusion LMs hand hidden states and LM head to the loss instead of logits, wherever the
+            head is no more than an ``nn.Linear`` and nothing but a cast and a soft cap is done with what it returns; else
+            the logits are made as before. Imports the recipes.
 
     Returns:
         :class:`PatchReport`; print it.
@@ -115,22 +145,32 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
     Raises:
         ImportError: ``nemo_automodel`` is not installed, or one of its home modules does not import.
         RuntimeError: a signature of the host's differs from ours; the message lists every difference, and nothing was
-            replaced. Or it is patched already with another ``exclude``.
+            replaced. Or it is patched already with another ``exclude`` or ``fuse_head``.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     global _active
     excluded = _checked_excluded(exclude)
     if _active is not None:
-        if _active.excluded != excluded:
-            raise RuntimeError(f"{HOST} is patched already, with exclude={sorted(_active.excluded)}; unpatch() first")
+        if _active.excluded != excluded or bool(_active.methods) != fuse_head:
+            raise RuntimeError(
+                f"{HOST} is patched already, with exclude={sorted(_active.excluded)} and fuse_head={bool(_active.methods)}; "
+                "unpatch() first"
+            )
         return replace(_active.report, already=True)
     host = importlib.import_module(HOST)
-    pairs, problems = _pairs(excluded)
+    pairs, problems = _pairs(excluded, fuse_head)
+    methods, missing = _steps() if fuse_head else ((), [])
+    problems += missing
     if problems:
         listed = "\n  ".join(problems)
         raise RuntimeError(f"{HOST} {_version(host)} differs from what can be replaced; nothing was:\n  {listed}")
     kept = (*KEPT.items(), *((name, "excluded") for name in sorted(excluded)))
-    _active = _Active(pairs, excluded, PatchReport(_version(host), _swap(pairs), kept))
+    replaced = _swap(pairs)
+    fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in methods)
+    report = PatchReport(_version(host), replaced, kept, _originals([ours for _, ours in pairs]), fused)
+    _active = _Active(pairs, excluded, methods, report)
+    for owner, name, original in methods:
+        setattr(owner, name, _from_hidden_states(original, STEPS[owner.__name__][2]))
     return _active.report
 
 
@@ -144,6 +184,8 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     if _active is None:
         return ()
     restored = _swap([(ours, original) for original, ours in _active.pairs])
+    for owner, name, original in _active.methods:
+        setattr(owner, name, original)
     _active = None
     return restored
 
@@ -160,7 +202,47 @@ def _version(host: ModuleType) -> str:
     return str(getattr(host, "__version__", "of unknown version"))
 
 
-def _pairs(excluded: frozenset[str]) -> tuple[tuple[tuple[Any, Any], ...], list[str]]:
+def _steps() -> tuple[tuple[tuple[type, str, Any], ...], list[str]]:
+    """(class, method, original) of every training step, and what is missing."""
+    found, missing = [], []
+    for name, (home, method, _) in STEPS.items():
+        owner = getattr(importlib.import_module(f"{HOST}.{home}"), name, None)
+        if not inspect.isclass(owner) or method not in vars(owner):
+            missing.append(f"{HOST}.{home} has no {name}.{method}")
+        else:
+            found.append((owner, method, vars(owner)[method]))
+    return tuple(found), missing
+
+
+def _from_hidden_states(original: Any, recipe_at: int) -> Any:
+    """A training step whose model hands hidden states to its loss."""
+
+    @functools.wraps(original)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        recipe = args[recipe_at] if len(args) > recipe_at else kwargs["recipe"]
+        with deferred_logits(recipe.model_parts[0]):
+            return original(*args, **kwargs)
+
+    return step
+
+
+def _originals(ours: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """Losses and public functions beside them that are the host's own and not ours, in the modules that are loaded."""
+    around = tuple(f"{HOST}.{package}" for package in AROUND)
+    return tuple(
+        sorted(
+            (module.__name__, name)
+            for module in _loaded()
+            if module.__name__.startswith(around)
+            for name, value in vars(module).items()
+            if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__ and name not in KEPT
+            if inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
+            if not any(value is one for one in ours)
+        )
+    )
+
+
+def _pairs(excluded: frozenset[str], fuse_head: bool) -> tuple[tuple[tuple[Any, Any], ...], list[str]]:
     """(original, replacement) of every name, and how the originals differ from what can be replaced."""
     pairs, problems = [], []
     for home, names in HOMES.items():
@@ -173,6 +255,8 @@ def _pairs(excluded: frozenset[str]) -> tuple[tuple[tuple[Any, Any], ...], list[
                 problems.append(f"{module.__name__} has no {name}")
                 continue
             ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
+            if fuse_head and name in FUSED:
+                ours = FUSED[name](original)
             problems += _differences(name, original, ours)
             pairs.append((original, ours))
     return tuple(pairs), problems
@@ -402,4 +486,79 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "calculate_loss": _calculate_loss,
     "calculate_mtp_loss": _calculate_mtp_loss,
     "PipelineCausalLMLoss": _pipeline_causal_lm_loss,
+}
+
+
+HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
+
+
+def _fused_loss(original: Any) -> Any:
+    """Our loss, which takes hidden states and head in the place of logits that nobody has made."""
+    ours: Any = getattr(losses, original.__name__)
+    signature = inspect.signature(ours.forward)
+
+    class Fused(ours):  # type: ignore[misc]
+        __doc__ = ours.__doc__
+
+        @functools.wraps(ours.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(self, *args, **kwargs).arguments
+            del given["self"]
+            logits = {name: z for name in HIDDEN if (z := given.pop(name, None)) is not None}
+            if not _from_one_head(logits.values(), self.softcap):
+                return super().forward(**{name: _made(z) for name, z in logits.items()}, **given)
+            loss, first = self, logits["logits"]
+            if first.softcap is not None:
+                loss = copy.copy(self)
+                loss.softcap = first.softcap
+            rows = {HIDDEN[name]: z.hidden for name, z in logits.items()}
+            weight, bias = _head_of(first)
+            return loss.forward_fused(**rows, lm_head_weight=weight, lm_head_bias=bias, **given)
+
+    return _named_like(original, Fused)
+
+
+def _fused_encoder_ar_loss(original: Any) -> Any:
+    @functools.wraps(losses.encoder_ar_loss)
+    def encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _from_one_head([encoder_logits], kwargs.get("softcap")):
+            return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
+        if encoder_logits.softcap is not None:
+            kwargs["softcap"] = encoder_logits.softcap
+        weight, bias = _head_of(encoder_logits)
+        return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, lm_head_bias=bias, **kwargs)
+
+    return encoder_ar_loss
+
+
+def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
+    """Whether all of them are deferred, by one head and with one soft cap, which the loss does not have already."""
+    logits = list(logits)
+    if not all(isinstance(z, DeferredLogits) and z.usable for z in logits):
+        return False
+    heads_and_caps = {(z.head, z.softcap) for z in logits}
+    return len(heads_and_caps) == 1 and (own_softcap is None or logits[0].softcap is None)
+
+
+def _head_of(logits: DeferredLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Weight and bias as the loss takes them: a sharded one as it is, which is gathered in the dtype it is used in."""
+    module = logits.head.module
+    weight, bias = (
+        p if p is None or is_dtensor(p) else _in_dtype_of(logits.hidden, p) for p in (module.weight, module.bias)
+    )
+    assert weight is not None
+    return weight, bias
+
+
+def _made(logits: Any) -> Any:
+    return logits.made() if isinstance(logits, DeferredLogits) else logits
+
+
+FUSED: dict[str, Callable[[Any], Any]] = {
+    "MDLMCrossEntropyLoss": _fused_loss,
+    "BlockDiffusionCrossEntropyLoss": _fused_loss,
+    "HybridDiffusionLLMLoss": _fused_loss,
+    "IDLMLoss": _fused_loss,
+    "SCDDLoss": _fused_loss,
+    "encoder_ar_loss": _fused_encoder_ar_loss,
 }

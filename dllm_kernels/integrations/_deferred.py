@@ -1,0 +1,219 @@
+"""Logits that an LM head has not made yet: a loss that knows them takes the hidden states, anybody else gets the logits.
+
+Between a model's head and a framework's loss stands code of neither: the model casts or caps its logits and puts them into
+an output, the framework takes them out again. So the head returns a stand-in, which remembers the hidden states. A cast and
+a soft cap ``c tanh(z / c)`` it remembers too; whatever else is done with it makes the logits first, by the head itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+from dllm_kernels.mtp.head import head_module
+from dllm_kernels.ops._head import check_plain_head
+
+Step = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Cap(NamedTuple):
+    """How far ``c * tanh(z / c)`` has come."""
+
+    c: float
+    done: int  # 1: divided, 2: its tanh, 3: all of it
+
+
+class DeferredLogits:
+    """What stands for ``head(hidden)``.
+
+    Attributes:
+        hidden: what the head was called with, ``[..., D]``.
+        head: the LM head.
+        steps: what has been done with the logits since, in order.
+        cap: the soft cap among these.
+        dtype: of the logits.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        head: _Head,
+        dtype: torch.dtype,
+        steps: tuple[Step, ...] = (),
+        cap: Cap | None = None,
+    ) -> None:
+        self.hidden = hidden
+        self.head = head
+        self.dtype = dtype
+        self.steps = steps
+        self.cap = cap
+        self._made: torch.Tensor | None = None
+
+    @property
+    def usable(self) -> bool:
+        """Whether hidden states, head and ``softcap`` are all there is to know: nobody has seen the logits themselves."""
+        return self._made is None and (self.cap is None or self.cap.done == 3)
+
+    @property
+    def softcap(self) -> float | None:
+        """The soft cap of the logits, where there is one."""
+        return None if self.cap is None else self.cap.c
+
+    def made(self) -> torch.Tensor:
+        """The logits themselves, made at the first call."""
+        if self._made is None:
+            self._made = self.head.logits(self.hidden)
+            for step in self.steps:
+                self._made = step(self._made)
+        return self._made
+
+    @property
+    def shape(self) -> torch.Size:
+        """That of the logits."""
+        return torch.Size((*self.hidden.shape[:-1], self.head.module.out_features))
+
+    @property
+    def device(self) -> torch.device:
+        """That of the logits."""
+        return self.hidden.device
+
+    def float(self) -> DeferredLogits | torch.Tensor:
+        """The logits in float32, still deferred."""
+        return self.to(torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits | torch.Tensor:
+        """The logits in another dtype, still deferred: a loss computes in float32 anyway."""
+        dtype = kwargs.get("dtype", args[0] if len(args) == 1 else None)
+        if self._made is not None or not isinstance(dtype, torch.dtype) or len(args) + len(kwargs) != 1:
+            return self.made().to(*args, **kwargs)
+        return self._after(lambda z: z.to(dtype), self.cap, dtype)
+
+    def tanh(self) -> DeferredLogits | torch.Tensor:
+        """The second step of a cap, or the tanh of the logits."""
+        if self._made is not None or self.cap is None or self.cap.done != 1:
+            return self.made().tanh()
+        return self._after(torch.tanh, Cap(self.cap.c, 2))
+
+    def __truediv__(self, c: Any) -> Any:
+        if self._made is not None or self.cap is not None or not (isinstance(c, (int, float)) and c > 0):
+            return self.made() / c
+        return self._after(lambda z: z / c, Cap(c, 1))
+
+    def __mul__(self, c: Any) -> Any:
+        if self._made is not None or not isinstance(c, (int, float)) or self.cap != Cap(c, 2):
+            return self.made() * c
+        return self._after(lambda z: z * c, Cap(c, 3))
+
+    __rmul__ = __mul__
+
+    def _after(self, step: Step, cap: Cap | None, dtype: torch.dtype | None = None) -> DeferredLogits:
+        return DeferredLogits(self.hidden, self.head, dtype or self.dtype, (*self.steps, step), cap)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # no protocol that a tensor has, such as that of arrays or of pickle
+            raise AttributeError(name)
+        return getattr(self.made(), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tanh and len(args) == 1 and not kwargs:
+            return args[0].tanh()
+        args, kwargs = _pytree.tree_map(
+            lambda x: x.made() if isinstance(x, cls) else x, (args, kwargs or {}), is_leaf=lambda x: isinstance(x, cls)
+        )
+        return func(*args, **kwargs)
+
+
+def _of_the_logits(name: str) -> Callable[..., Any]:
+    def method(self: DeferredLogits, *args: Any) -> Any:
+        others = (a.made() if isinstance(a, DeferredLogits) else a for a in args)
+        return getattr(operator, name)(self.made(), *others)
+
+    return method
+
+
+for _name in ("add", "sub", "matmul", "pow", "neg", "lt", "le", "gt", "ge", "getitem", "setitem"):
+    setattr(DeferredLogits, f"__{_name}__", _of_the_logits(_name))
+for _name in ("add", "sub", "truediv", "matmul", "pow"):
+    setattr(
+        DeferredLogits, f"__r{_name}__", lambda self, other, name=_name: getattr(operator, name)(other, self.made())
+    )
+DeferredLogits.__len__ = lambda self: len(self.made())  # type: ignore[attr-defined]
+DeferredLogits.__iter__ = lambda self: iter(self.made())  # type: ignore[attr-defined]
+
+
+def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
+    return [x.hidden, x._made], (x.head, x.dtype, x.steps, x.cap)
+
+
+def _unflatten(children: Any, context: Any) -> DeferredLogits:
+    hidden, made = children
+    x = DeferredLogits(hidden, *context)
+    x._made = made
+    return x
+
+
+# FSDP2 looks through what a module returns for the tensors whose gradient it has to wait for.
+_pytree.register_pytree_node(DeferredLogits, _flatten, _unflatten)
+
+
+class _Head:
+    """An LM head that returns a stand-in while it is called from outside."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        self.module = module
+        self.making = False
+
+    def forward(self, hidden: torch.Tensor) -> Any:
+        """In the place of the module's own."""
+        if self.making or torch.compiler.is_compiling():
+            return type(self.module).forward(self.module, hidden)
+        return DeferredLogits(hidden, self, _dtype_of_logits(hidden))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """By the module itself, with the hooks that gather it."""
+        self.making = True
+        try:
+            made: torch.Tensor = self.module(hidden)
+            return made
+        finally:
+            self.making = False
+
+
+def _dtype_of_logits(hidden: torch.Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+
+
+@contextlib.contextmanager
+def deferred_logits(model: nn.Module) -> Iterator[bool]:
+    """Within it, the LM head of the model returns :class:`DeferredLogits`, if it is no more than an ``nn.Linear``.
+
+    Yields whether it does.
+    """
+    module = head_module(model)
+    if not isinstance(module, nn.Linear) or not _is_plain(module):
+        yield False
+        return
+    module.forward = _Head(module).forward  # type: ignore[method-assign,assignment]
+    try:
+        yield True
+    finally:
+        del module.forward
+
+
+def _is_plain(head: nn.Linear) -> bool:
+    try:
+        check_plain_head(head, "")
+    except ValueError:
+        return False
+    return True

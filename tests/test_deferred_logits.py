@@ -1,0 +1,181 @@
+"""Logits that are made late: the same numbers and gradients whatever is done with them, and not made where nobody looks."""
+
+import copy
+import operator
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree
+
+from dllm_kernels.integrations import _deferred
+from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
+from tests.conftest import DEVICE
+
+V, D = 7, 5
+
+
+class Model(nn.Module):
+    def __init__(self, after=lambda z: z):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm_head, self.after = nn.Linear(D, V), after
+
+    def forward(self, hidden):
+        return self.after(self.lm_head(hidden))
+
+
+def deferred(after=lambda z: z):
+    """What comes out of a model, its hidden states, and the logits that it makes otherwise."""
+    model, hidden = Model(after).to(DEVICE), torch.randn(2, 3, D, device=DEVICE, requires_grad=True)
+    with deferred_logits(model) as defers:
+        assert defers
+        out = model(hidden)
+    assert "forward" not in vars(model.lm_head)
+    return out, hidden, model(hidden)
+
+
+USES = {
+    "a function": lambda z: torch.softmax(z, -1),
+    "a function of several": lambda z: torch.cat([torch.zeros_like(z), z, z.detach()], 1),
+    "a loss": lambda z: F.cross_entropy(z.flatten(0, 1), torch.zeros(6, dtype=torch.long, device=DEVICE)),
+    "a method": lambda z: z.log_softmax(-1),
+    "an attribute": lambda z: z.mT.contiguous(),
+    "an index": lambda z: z[:, 1:, None],
+    "arithmetic": lambda z: (2 - 3 * z + z / 2) ** 2 - z @ torch.ones(V, 1, device=DEVICE) + 1 / z.exp(),
+    "itself": lambda z: z * z + z,
+    "a negative": operator.neg,
+    "a comparison": lambda z: torch.where(z > 0, z, 0.0),
+    "iteration": lambda z: torch.stack([*z, z[len(z) - 1]]),
+    "out of place, in place": lambda z: z.clone().mul_(2),
+    "half of a cap": lambda z: torch.tanh(z / 2.0),
+    "a cap of other sizes": lambda z: torch.tanh(z / 2.0) * 3.0,
+    "a tensor for a cap": lambda z: torch.tanh(z / torch.full((V,), 2.0, device=DEVICE)) * 2.0,
+    "a negative cap": lambda z: torch.tanh(z / -2.0) * -2.0,
+    "a second cap": lambda z: torch.tanh(torch.tanh(z / 2.0) * 2.0 / 3.0) * 3.0,
+    "no cap": lambda z: z.tanh() * 2.0,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_whatever_is_done_with_them_is_done_with_the_logits(use):
+    for inside in (True, False):
+        out, hidden, logits = deferred(use if inside else lambda z: z)
+        if inside and isinstance(out, DeferredLogits):
+            assert not out.usable
+        out = out if inside else use(out)
+        out = out.made() if isinstance(out, DeferredLogits) else out
+        expected = logits if inside else use(logits)
+        torch.testing.assert_close(out, expected)
+        got, want = (torch.autograd.grad(x.sum(), hidden)[0] for x in (out, expected))
+        torch.testing.assert_close(got, want)
+
+
+CAP = 2.5
+HANDED_ON = {
+    "nothing": (lambda z: z, None, torch.float32),
+    "float": (lambda z: z.float(), None, torch.float32),
+    "a cast": (lambda z: z.to(torch.float64), None, torch.float64),
+    "a cast by name": (lambda z: z.to(dtype=torch.bfloat16), None, torch.bfloat16),
+    "a cap": (lambda z: torch.tanh(z / CAP) * CAP, CAP, torch.float32),
+    "a cap, by methods": (lambda z: CAP * (z.float() / CAP).tanh(), CAP, torch.float32),
+    "a cap of an int": (lambda z: torch.tanh(z / 3) * 3, 3, torch.float32),
+}
+
+
+@pytest.mark.parametrize(("after", "softcap", "dtype"), HANDED_ON.values(), ids=HANDED_ON)
+def test_casts_and_soft_caps_are_remembered(after, softcap, dtype):
+    out, hidden, logits = deferred(after)
+    assert out.usable
+    assert out.hidden is hidden
+    assert (out.softcap, out.shape, out.dtype, out.device) == (softcap, logits.shape, dtype, logits.device)
+    assert out.usable  # none of these makes them
+    assert logits.dtype == dtype
+    torch.testing.assert_close(out.made(), logits)
+
+
+def test_whoever_has_seen_the_logits_may_have_changed_them():
+    out, _, _ = deferred()
+    out.mul_(0)
+    assert not out.usable
+    assert out.made().eq(0).all()
+    assert out.float().eq(0).all()
+    assert (out / CAP).eq(0).all()
+
+
+def test_the_head_is_called_once_and_only_where_it_must_be(monkeypatch):
+    calls = []
+    inner = _deferred._Head.logits
+    monkeypatch.setattr(_deferred._Head, "logits", lambda self, hidden: calls.append(hidden) or inner(self, hidden))
+    out, hidden, _ = deferred()
+    assert not calls
+    assert out.made() is out.made()
+    assert len(calls) == 1
+    assert calls[0] is hidden
+
+
+def test_copies_and_trees_hold_what_they_hold():
+    out, hidden, logits = deferred(lambda z: torch.tanh(z / CAP) * CAP)
+    torch.testing.assert_close(copy.copy(out).made(), logits)
+    leaves, spec = _pytree.tree_flatten({"logits": out})
+    assert any(leaf is hidden for leaf in leaves)
+    again = _pytree.tree_unflatten(leaves, spec)["logits"]
+    assert again.usable
+    assert again.softcap == CAP
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(out)
+
+
+class Adapted(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def hooked():
+    head = nn.Linear(D, V)
+    head.register_forward_hook(lambda module, args, output: output * 2)
+    return head
+
+
+@pytest.mark.parametrize("head", [Adapted(D, V), hooked(), nn.Sequential(nn.Linear(D, V)), None], ids=str)
+def test_a_head_that_is_more_than_linear_makes_its_logits(head):
+    model, hidden = Model(), torch.randn(2, 3, D)
+    model.lm_head = head
+    with deferred_logits(model) as defers:
+        assert not defers
+        assert head is None or torch.is_tensor(model(hidden))
+
+
+def test_a_compiled_model_makes_its_logits():
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    expected, compiled = model(hidden), torch.compile(model, backend="eager")
+    for _ in range(2):
+        with deferred_logits(compiled):
+            torch.testing.assert_close(compiled(hidden), expected)
+        torch.testing.assert_close(compiled(hidden), expected)
+
+
+def test_a_model_of_transformers_hands_them_on():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model, ids = transformers.LlamaForCausalLM(config).to(DEVICE), torch.randint(0, V, (2, 3), device=DEVICE)
+    with deferred_logits(model) as defers:
+        out = model(input_ids=ids).logits
+    assert defers
+    assert out.usable
+    torch.testing.assert_close(out.made(), model(input_ids=ids).logits)
+    torch.testing.assert_close(out.hidden, model(input_ids=ids, output_hidden_states=True).hidden_states[-1])
+
+
+def test_under_autocast_they_have_its_dtype():
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16), deferred_logits(model):
+        out = model(hidden)
+        assert out.dtype == torch.bfloat16
+        assert out.usable
+        assert out.made().dtype == torch.bfloat16
