@@ -45,8 +45,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "blocks": 32, "lr": 2e-3,
     },
 }  # fmt: skip
-#: A step of some modes costs more: hybrid runs the model twice, mtp the head three times. Shares of "steps".
-STEPS_SHARE = {"hybrid": 0.5, "mtp": 0.4}
+#: A step of some modes costs more: hybrid runs the model twice, idlm on two copies of the text, mtp the head three times.
+#: Shares of "steps".
+STEPS_SHARE = {"hybrid": 0.5, "idlm": 0.5, "mtp": 0.4}
 #: Where not 1: the tokenizer begins with 256 bytes and 2 special tokens, a drafted block with a token that is known.
 LEAST = {"length": 2, "vocab": 258, "draft_block": 2}
 
@@ -90,7 +91,8 @@ def _device(text: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks train", description=__doc__)
     add = parser.add_argument
-    add("--mode", choices=tuple(TASKS), default="mdlm")
+    modes = "; ".join(f"{mode}: {task.title} ({task.source})" for mode, task in TASKS.items())
+    add("--mode", choices=tuple(TASKS), default="mdlm", help=f"which loss. {modes}")
     add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
     add("--backend", choices=("auto", "triton", "torch"), default="auto", help="of our loss")
     add(
@@ -139,12 +141,12 @@ def _check(options: argparse.Namespace) -> None:
     if options.width % (2 * options.heads):
         _refuse("heads", f"must divide --width {options.width} into even parts, got {options.heads}")
     # A causal model writes on from a prompt of one token at least, a draft fills what comes after one.
-    causal = options.mode in ("dflash", "mtp")
+    causal = options.mode in ("idlm", "dflash", "mtp")
     most, named = (
         options.length - causal,
         f"--length less 1, {options.length - 1}" if causal else f"--length {options.length}",
     )
-    for name in ("block_size", "draft_block") if options.mode == "dflash" else ("block_size",):
+    for name in ("block_size", "draft_block") if options.mode in ("idlm", "dflash") else ("block_size",):
         if getattr(options, name) > most:
             _refuse(name.replace("_", "-"), f"must be at most {named}, got {getattr(options, name)}")
 

@@ -146,6 +146,32 @@ class LanguageModel(nn.Module):
         normed: torch.Tensor = self.norm(self.features(ids, causal)[-1])
         return normed
 
+    def copies(self, noisy: torch.Tensor, clean: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """What the head reads for a masked and a clean copy of the same text, one after the other.
+
+        The clean copy is causal. A token of the masked one sees the clean tokens of earlier blocks, and those of its own
+        block, masked, up to itself.
+
+        Args:
+            noisy: ids ``[B, L]``.
+            clean: ids ``[B, L]``.
+            blocks: block of each position ``[L]``, not falling.
+
+        Returns:
+            ``[B, 2 L, D]``.
+
+        Source: Introspective Diffusion Language Models, arXiv:2604.11035, appendix E.
+        """
+        order = torch.arange(len(blocks), device=blocks.device)
+        up_to, same = order[:, None] >= order, blocks[:, None] == blocks
+        upper = torch.cat([same & up_to, blocks[:, None] > blocks], 1)
+        allowed = torch.cat([upper, torch.cat([torch.zeros_like(up_to), up_to], 1)])
+        x, positions = self.embedded(torch.cat([noisy, clean], 1)), positions_of(noisy).repeat(1, 2)
+        for layer in self.layers:
+            x = layer(x, positions, allowed=allowed)
+        normed: torch.Tensor = self.norm(x)
+        return normed
+
     def forward(self, ids: torch.Tensor, causal: bool = False) -> torch.Tensor:
         """Logits ``[B, L, V]``."""
         logits: torch.Tensor = self.lm_head(self.hidden(ids, causal))

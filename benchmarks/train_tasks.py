@@ -1,7 +1,7 @@
 """What each mode of the demo trains: its model, its batches, and its loss, by the reference and by ours.
 
 A task's loss starts from a few tensors that the model hands over (``outputs``): logits for mdlm, block and
-hybrid, hidden states and the head for dflash and mtp, where our losses never make the logits. The training
+hybrid, hidden states and the head for scdd, idlm, dflash and mtp, where our losses never make the logits. The training
 loop cuts the graph there, so that the time the loss takes, forward and backward, can be told from the model's.
 """
 # ruff: noqa: D102  (what a task's methods do is said once, on Task)
@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -61,8 +61,9 @@ class Sample(NamedTuple):
 class Task(ABC):
     """One mode. ``options`` are the command line's, ``corpus`` the tokens."""
 
-    #: What the demo's table calls the loss.
+    #: What the demo's table calls the loss, and where it is from.
     title = ""
+    source = ""
 
     def __init__(self, options: argparse.Namespace, corpus: Corpus) -> None:
         self.options = options
@@ -124,6 +125,7 @@ class Diffusion(Task):
     """Masked diffusion with the 1/p weight (LLaDA): ``--mode mdlm``."""
 
     title = "MDLMCrossEntropyLoss"
+    source = "Sahoo et al. 2024, arXiv:2406.07524; LLaDA, arXiv:2502.09992"
 
     def model(self) -> nn.Module:
         return LanguageModel(self.size)
@@ -183,6 +185,10 @@ class Diffusion(Task):
             levels = reference.sample_level(B, "stratified", 1e-3, generator=generator).float()
         return levels.to(self.device)
 
+    def _seeds(self, ids: torch.Tensor, seed: int) -> torch.Tensor:
+        """One a row."""
+        return seed * 1_000_003 + torch.arange(len(ids), device=self.device)
+
     def _corrupt(
         self, routine: str, ids: torch.Tensor, seed: int, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -191,7 +197,7 @@ class Diffusion(Task):
         if self.options.corruption == "ours":
             from dllm_kernels import corruption
 
-            seeds = seed * 1_000_003 + torch.arange(len(ids), device=self.device)
+            seeds = self._seeds(ids, seed)
             found = getattr(corruption, routine)(ids, supervised, self.corpus.mask_id, seeds=seeds, **more)
         else:
             generator = torch.Generator(self.device).manual_seed(seed)
@@ -204,6 +210,7 @@ class Block(Diffusion):
     """Flat cross-entropy over the whole canvas, corrupted block by block: ``--mode block``."""
 
     title = "BlockDiffusionCrossEntropyLoss"
+    source = "Austin et al. 2021 (D3PM), arXiv:2107.03006"
 
     def batch(self, ids: torch.Tensor, seed: int) -> Batch:
         found = self._corrupt("corrupt_blockwise", ids, seed, block_size=self.options.block_size)
@@ -228,6 +235,7 @@ class Hybrid(Diffusion):
     """Masked diffusion and next-token prediction by one model: ``--mode hybrid``."""
 
     title = "HybridDiffusionLLMLoss"
+    source = "MDLM's loss and the next token's, as in Nemotron-Labs-Diffusion"
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         return model(batch.noisy), model(batch.ids, causal=True)
@@ -261,10 +269,131 @@ class Hybrid(Diffusion):
         return float(self.options.alpha * super().guess(batch, log_unigram) + causal)
 
 
+class Correcting(Diffusion):
+    """Masked diffusion whose noise holds wrong tokens too (SCDD): ``--mode scdd``."""
+
+    title = "SCDDLoss.forward_fused"
+    source = "Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9"
+    STEPS = 16  # of the noise: as many as the sampler takes for a block
+    SCHEDULE: ClassVar[dict[str, Any]] = {"max_ratio": 0.1, "gamma_shape": 1.0, "t_peak": 0.5}
+
+    def batch(self, ids: torch.Tensor, seed: int) -> Batch:
+        levels = self._levels(len(ids), seed)  # on the grid of the steps, below 1 where all is masked
+        t = (levels * (self.STEPS - 1)).ceil().clamp(min=1) / self.STEPS
+        noisy, noise = self._mixed(ids, seed, t)
+        return Batch(ids, noisy, noise, t[:, None].expand(ids.shape).contiguous(), starts=ids[:, :0])
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        assert isinstance(model, LanguageModel)
+        return model.hidden(batch.noisy), model.lm_head.weight
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        return Loss(self._plain_loss(F.linear(*outputs), batch))
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.losses import SCDDLoss
+
+        hidden, head = outputs
+        masks = batch.noise_mask, batch.p_mask, batch.supervised
+        loss = SCDDLoss(self.corpus.mask_id, self.STEPS, **self.SCHEDULE, backend=self.options.backend)
+        return Loss(loss.forward_fused(hidden, head, batch.ids, *masks, noisy_input_ids=batch.noisy).total_loss)
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        """A visible token is taken for right as often as one is."""
+        p, visible = log_unigram.to(batch.ids.device).exp(), batch.noisy != self.corpus.mask_id
+        rho = reference.scdd_schedule(batch.p_mask, **self.SCHEDULE).rho * visible
+        p = (1 - rho[..., None]) * p
+        p.scatter_add_(2, batch.noisy[..., None], rho[..., None])
+        return float(self._plain_loss(p.log(), batch))
+
+    def _plain_loss(self, logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+        tokens = batch.ids, batch.p_mask, batch.supervised, batch.noisy, self.corpus.mask_id
+        return reference.scdd_loss(logits, *tokens, num_timesteps=self.STEPS, **self.SCHEDULE)
+
+    def _mixed(self, ids: torch.Tensor, seed: int, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of the uniform draws one in K gives back the clean token."""
+        masses, K = reference.scdd_schedule(t, **self.SCHEDULE), self.size.vocab - 1
+        probabilities: dict[str, Any] = {
+            "mask_prob": masses.absorbed_mass,
+            "uniform_prob": masses.uniform_mass * (K - 1) / K,
+        }
+        given = ids, torch.ones_like(ids, dtype=torch.bool), self.corpus.mask_id, self.size.vocab
+        if self.options.corruption == "ours":
+            from dllm_kernels import corrupt_mix
+
+            return corrupt_mix(*given, **probabilities, seeds=self._seeds(ids, seed))
+        generator = torch.Generator(self.device).manual_seed(seed)
+        return reference.corrupt_mix(*given, **probabilities, generator=generator)
+
+
+class Introspective(Diffusion):
+    """A causal model that also fills blocks of masks, in one pass over a masked and a clean copy: ``--mode idlm``."""
+
+    title = "IDLMLoss.forward_fused"
+    source = "Introspective Diffusion Language Models, arXiv:2604.11035"
+    CLEAN = 0.2
+
+    def batch(self, ids: torch.Tensor, seed: int) -> Batch:
+        """All of the answer is masked, which is what follows the first half."""
+        answer = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] // 2).expand(ids.shape)
+        if self.options.corruption == "ours":
+            from dllm_kernels import corrupt_all_masked
+
+            noisy, noise, p = corrupt_all_masked(ids, answer, self.corpus.mask_id)
+        else:
+            noisy, noise, p = reference.corrupt_all_masked(ids, answer, self.corpus.mask_id)
+        return Batch(ids, noisy, noise, p, starts=ids[:, :0])
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        assert isinstance(model, LanguageModel)
+        blocks = torch.arange(batch.ids.shape[1], device=batch.ids.device) // self.options.draft_block
+        return model.copies(batch.noisy, batch.ids, blocks), model.lm_head.weight
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        masks = batch.noise_mask, batch.supervised
+        return Loss(reference.idlm_loss(F.linear(*outputs), batch.ids, *masks, clean_loss_weight=self.CLEAN).total_loss)
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.losses import IDLMLoss
+
+        hidden, head = outputs
+        loss = IDLMLoss(self.CLEAN, backend=self.options.backend)
+        masks, L = (batch.noise_mask, batch.supervised), batch.ids.shape[1]
+        return Loss(loss.forward_fused(hidden, head, batch.ids, *masks, seq_len=L).total_loss)
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        scored = batch.noise_mask[:, 1:]
+        nll = _nll_by_frequency(batch.ids[:, 1:], log_unigram)[scored]
+        return float((1 + self.CLEAN) * nll.sum() / max(int(scored.sum()), 1))
+
+    def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
+        assert isinstance(model, LanguageModel)
+        prompt, truth = self._split(text)
+        room = self.options.draft_block
+
+        def draft(ids: torch.Tensor) -> torch.Tensor:
+            """The next token by the clean copy, those after it by the masks that follow."""
+            masks = ids.new_full((1, room), self.corpus.mask_id)
+            both = torch.cat([ids, masks], 1)
+            blocks = (torch.arange(both.shape[1], device=ids.device) >= ids.shape[1]).long()
+            logits = model.lm_head(model.copies(both, both, blocks))[0]
+            logits[:, self.corpus.mask_id] = -torch.inf
+            rows = torch.cat([logits[both.shape[1] + ids.shape[1] - 1, None], logits[ids.shape[1] : both.shape[1] - 1]])
+            return rows.argmax(dim=-1)
+
+        ids, gained = train_sampler.speculate(
+            lambda ids: model(ids, causal=True), draft, prompt, max(len(truth) - room, 1)
+        )
+        made = self.corpus.decode(ids[len(prompt) :])
+        note = f"{sum(gained) / len(gained):.2f} tokens for each check by the model itself (1.00 token by token)"
+        return Sample(self.corpus.decode(prompt.tolist()), [], made, self.corpus.decode(truth.tolist()), note)
+
+
 class DFlash(Task):
     """A draft model that fills blocks from a frozen target's hidden states: ``--mode dflash``."""
 
     title = "DFlashDecayLoss.forward_fused"
+    source = "the DFlash paper, eq. 4"
     GAMMA = 4.0  # the paper's for blocks of 8
 
     def prepare(self, target: nn.Module) -> None:
@@ -343,6 +472,7 @@ class MultiToken(Task):
     """A causal model that predicts two further tokens beside the next one: ``--mode mtp``."""
 
     title = "FusedLinearCrossEntropy + calculate_mtp_loss"
+    source = "DeepSeek-V3, arXiv:2412.19437, section 2.2"
     DEPTHS, SCALE = 2, 0.3
 
     def model(self) -> nn.Module:
@@ -401,6 +531,8 @@ TASKS: dict[str, type[Task]] = {
     "mdlm": Diffusion,
     "block": Block,
     "hybrid": Hybrid,
+    "scdd": Correcting,
+    "idlm": Introspective,
     "dflash": DFlash,
     "mtp": MultiToken,
 }

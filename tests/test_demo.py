@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks import train, train_data, train_plot, train_sampler
+from benchmarks.train_model import LanguageModel, Size
 from benchmarks.train_tasks import TASKS
 from tests.parity import assert_as_good_as_plain
 
@@ -52,6 +53,36 @@ def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, cap
     printed = capsys.readouterr().out
     for word in ("held-out, after", "tokens/s", "peak of a step", "loss's share", "written by the model"):
         assert word in printed
+
+
+def test_the_help_says_what_each_mode_trains_and_where_it_is_from(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for mode, task in TASKS.items():
+        assert task.source
+        assert f"{mode}: {task.title} ({task.source})" in text
+
+
+def test_copies_see_what_they_may():
+    """A masked token the clean ones of earlier blocks and the masked ones of its own; a clean one those up to itself."""
+    torch.manual_seed(0)
+    model = LanguageModel(Size(8, 2, 2, 11)).double()
+    noisy, clean = torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6))
+    blocks = torch.arange(6) // 2
+    plain = model.copies(noisy, clean, blocks)
+    torch.testing.assert_close(plain[:, 6:], model.hidden(clean, causal=True))
+    torch.testing.assert_close(model.copies(clean, clean, torch.zeros(6))[:, :6], model.hidden(clean, causal=True))
+    for at in range(6):
+        for copy, ids in enumerate((noisy, clean)):
+            other = ids.clone()
+            other[:, at] = (other[:, at] + 1) % 11
+            changed = model.copies(*((other, clean) if copy == 0 else (noisy, other)), blocks)
+            moved = (changed != plain).any(-1).all(0)
+            rows = torch.arange(6)
+            sees_masked = (blocks == blocks[at]) & (rows >= at) if copy == 0 else blocks > blocks[at]
+            sees_clean = torch.zeros(6, dtype=torch.bool) if copy == 0 else rows >= at
+            assert torch.equal(moved, torch.cat([sees_masked, sees_clean]))
 
 
 @pytest.mark.parametrize("mode", TASKS)
@@ -225,7 +256,7 @@ def test_a_text_shorter_than_the_windows_is_refused(tmp_path, cache, capsys):
 
 @pytest.mark.parametrize("mode", TASKS)
 def test_the_smallest_that_is_accepted_runs(mode, tmp_path, cache):
-    last = mode in ("dflash", "mtp")
+    last = mode in ("idlm", "dflash", "mtp")
     least = {"steps": 1, "batch": 1, "length": 3, "width": 2, "layers": 1, "heads": 1, "vocab": 258, "evals": 1}
     least |= {"heldout": 1, "block-size": 2 if last else 3, "draft-block": 2, "blocks": 1, "temperature": 0, "alpha": 0}
     status, result = run(mode, tmp_path, cache, *(str(x) for k, v in least.items() for x in (f"--{k}", v)))

@@ -115,10 +115,10 @@ def _team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[in
     row, threads = max(V * acc.itemsize, 1), how_many(device)
     one_core = device.type == "cpu" and torch.get_num_threads() == 1
     if not one_core and (threads == 1 or rows * row <= COMMON_BLOCK_BYTES):  # so few are not worth waking threads for
-        return 1, max(1, COMMON_BLOCK_BYTES // row)
+        return 1, max(1, min(rows, COMMON_BLOCK_BYTES // row))
     many = min(max(threads // 4, 1), 4)
     least, most = (max(size // row, 1) for size in (BLOCK_BYTES // 4, BLOCK_BYTES * many))
-    return threads, min(max(rows // (4 * threads), least), most)
+    return threads, max(1, min(rows, max(rows // (4 * threads), least), most))
 
 
 def _spaces(
