@@ -226,7 +226,7 @@ BY_NAME = {case.name: case for case in CASES} | {
     "pipeline": Case("pipeline", _mtp, _pipeline_logits, _pipeline_hidden, None, width=3),
 }
 # Their denominator is counted in what one call is given: over ranks and micro-batches the gradients are averaged.
-COUNTED_LOCALLY = ("block diffusion", "dflash, mean", "encoder AR", "idlm", "idlm, balanced")
+COUNTED_LOCALLY = ("block diffusion", "dflash, mean", "encoder AR", "idlm", "idlm, balanced", "scdd")
 NAMES = tuple(BY_NAME)
 
 
@@ -278,11 +278,17 @@ class Job:
 
     def share(self, parts):
         """What the sum over the losses of all parts is to be multiplied with to be the loss of the whole batch."""
-        return 1 / parts if self.case.name in COUNTED_LOCALLY else 1.0
+        return 1 / parts if self.counted_locally else 1.0
+
+    @property
+    def counted_locally(self):
+        """Also of transformed logits, which the name then says too."""
+        suffix = f", {' '.join(self.case.transform)}" if self.case.transform else ""
+        return self.case.name.removesuffix(suffix) in COUNTED_LOCALLY
 
     def expected(self, model, parts):
         """Loss and gradients in one process, with the whole batch in one call where its denominator allows it."""
-        if self.case.name in COUNTED_LOCALLY:
+        if self.counted_locally:
             loss = sum(self.loss(plainly(model, self.form), part, parts) for part in range(parts)) / parts
         else:
             loss = self.loss(plainly(model, self.form))

@@ -165,6 +165,8 @@ UNSHIFTED = (
     "mdlm",
     "mdlm, counted",
     "block diffusion, counted",
+    "scdd, counted",
+    "scdd, no uniform noise",
     "dflash",
     "dflash, no decay",
 )

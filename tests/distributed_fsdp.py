@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import dllm_kernels as ours
 from dllm_kernels import ops
 from dllm_kernels.distributed import LossHead, gather_head, set_gradient_divide_factor, summed_over
+from dllm_kernels.integrations._deferred import deferred_logits
 from tests.distributed_checks import (
     NAMES,
     B,
@@ -120,6 +121,52 @@ def compare(
     (mine * (factor or parts)).backward()
     close(summed_over(mine) * parts / dist.get_world_size(), loss)
     same_gradients(model, grads)
+
+
+def deferring(setup):
+    """The model calls its head, which hands on what it was given, and the loss takes that and the head's parameters."""
+
+    def set_up(model, **options):
+        setup(model, **options)
+
+        def run(ids, loss):
+            with deferred_logits(model) as defers:
+                logits = model(ids, lambda hidden, *head: model.lm_head(hidden))
+            assert defers
+            assert logits.usable
+            return loss(logits.hidden, logits.head.module.weight, logits.head.module.bias)
+
+        return run
+
+    return set_up
+
+
+@check(2, name=FEW[:2])
+def fsdp_deferred_logits(name):
+    """Of a head in the root unit, and of one that is a unit of its own; accumulated too."""
+    compare(name, deferring(in_root))
+    compare(name, deferring(own_unit))
+    compare(name, deferring(own_unit), reshard_after_forward=True)
+
+
+@check(2)
+def fsdp_deferred_logits_that_are_made():
+    """By the head itself, gathered anew: the loss from logits has the same gradients."""
+    for setup in (in_root, own_unit):
+        job = Job("mdlm, counted", "logits")
+        loss, grads = job.expected(Model(), 2)
+        model = Model()
+        setup(model)
+
+        def run(ids, function, model=model):
+            with deferred_logits(model):
+                logits = model(ids, lambda hidden, *head: model.lm_head(hidden))
+                return function(logits.made())
+
+        mine = job.loss(run, dist.get_rank(), 2)
+        (2 * mine).backward()
+        close(summed_over(mine.detach()), loss)
+        same_gradients(model, grads)
 
 
 @check(2, name=NAMES)
