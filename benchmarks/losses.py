@@ -129,6 +129,29 @@ def hybrid(draw: Draw) -> Case:
     return Case((draw.logits(), draw.logits()), losses)
 
 
+def idlm(draw: Draw) -> Case:
+    """A masked and a clean copy, each of half the length, from one logits tensor; the share is that of the answer."""
+    L = draw.shape.length // 2
+    ids, answer, valid = draw.ids()[:, :L], draw.mask()[:, :L], torch.ones_like(draw.mask()[:, :L])
+    losses = draw.plain(lambda x: reference.idlm_loss(x[0][:, : 2 * L], ids, answer, valid).total_loss)
+    for name, loss in draw.built("IDLMLoss").items():
+        losses[name] = lambda x, loss=loss: loss(x[0][:, : 2 * L], ids, answer, valid, seq_len=L).total_loss  # type: ignore[misc]
+    return Case((draw.logits(),), losses)
+
+
+def scdd(draw: Draw) -> Case:
+    """Self-correcting diffusion from logits; half the tokens are MASK, a tenth wrong. The share is that of supervised rows."""
+    ids, supervised, mask = draw.ids() % (draw.shape.vocab - 1), draw.mask(), draw.shape.vocab - 1
+    kind, other = torch.rand_like(ids, dtype=torch.float32), draw.ids() % mask
+    noisy = torch.where(kind < 0.5, mask, torch.where(kind < 0.6, other, ids))
+    t = draw.p_mask()[:, :1].expand(ids.shape)
+    losses = draw.plain(lambda x: reference.scdd_loss(x[0], ids, t, supervised, noisy, mask))
+    args = (ids, noisy != ids, t, supervised)
+    for name, loss in draw.built("SCDDLoss", mask).items():
+        losses[name] = lambda x, loss=loss: loss(x[0], *args, noisy_input_ids=noisy).total_loss  # type: ignore[misc]
+    return Case((draw.logits(),), losses)
+
+
 def _dflash_block(shape: Shape) -> int:
     """The shape's block size, or another one whose predicted positions divide the length."""
     given = shape.block_size or 16
@@ -215,6 +238,8 @@ SUBJECTS: dict[str, tuple[Callable[[Draw], Case], dict[str, Shape]]] = {
     ),
     "block": (block, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.GEMMA_BATCH}),
     "hybrid": (hybrid, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.HYBRID}),
+    "idlm": (idlm, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.HYBRID}),
+    "scdd": (scdd, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.LLADA_SHORT}),
     "dflash": (dflash, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.DFLASH_4B}),
     "dflash_fused": (dflash_fused, {"toy": shapes.TOY_FROZEN, "small": shapes.CPU_FROZEN, "full": shapes.DFLASH_8B}),
     "encoder_ar": (encoder_ar, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.GEMMA_BATCH}),

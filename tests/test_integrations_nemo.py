@@ -503,6 +503,54 @@ def test_the_pipeline_loss_with_mtp_equals_the_host_from_logits(strategy, name, 
         torch.testing.assert_close(o, h)
 
 
+TAKEN = (
+    "MaskedCrossEntropy FusedLinearCrossEntropy calculate_loss calculate_mtp_loss PipelineCausalLMLoss MTPLossConfig"
+)
+
+
+@pytest.mark.parametrize("name", TAKEN.split())
+def test_our_own_take_what_the_host_s_take(strategy, name):
+    """Without the switch too: every argument, in its order, with its default."""
+    original = next(getattr(m, name) for m in map(module, integration.HOMES) if hasattr(m, name))
+    assert original.__module__.startswith("nemo_automodel")
+    assert integration._differences(name, original, getattr(dllm_kernels, name)) == []
+
+
+def test_weights_of_the_tokens_mean_what_they_do_in_the_host(strategy):
+    hidden, _, labels = batch()
+    logits, weights = Model().lm_head(hidden).detach(), torch.rand(labels.shape)
+    for options in ({"loss_weights": weights}, {"loss_weights": weights, "num_label_tokens": 11}, {}):
+        host = module("components.loss.masked_ce").MaskedCrossEntropy()(logits, labels, **options)
+        torch.testing.assert_close(dllm_kernels.MaskedCrossEntropy()(logits, labels, **options), host)
+        fused = dllm_kernels.FusedLinearCrossEntropy()(logits, labels, torch.eye(V), **options)
+        torch.testing.assert_close(fused, host)
+
+
+@pytest.mark.parametrize("index", [-100, -1])
+def test_no_ignore_index_is_that_of_the_loss(strategy, index):
+    hidden, depths, labels = batch()
+    labels, model = labels.masked_fill(labels == -100, index), Model().train()
+    output = (model.lm_head(hidden), *depths)
+
+    def losses(home, loss_fn):
+        auxiliary = home.calculate_mtp_loss(
+            loss_fn, mtp_per_depth_h=depths, labels=labels, model=model, ignore_index=None, logits_dtype=torch.float32,
+            lm_weight=model.lm_head.weight,
+        )  # fmt: skip
+        config = home.MTPLossConfig(scaling_factor=0.3, ignore_index=None).build(loss_fn, model)
+        return (
+            auxiliary,
+            config(output, labels),
+            home.PipelineCausalLMLoss(loss_fn, model, ignore_index=None)(output, labels),
+        )
+
+    host = losses(
+        module("components.loss.mtp"), module("components.loss.masked_ce").MaskedCrossEntropy(ignore_index=index)
+    )
+    for ours, theirs in zip(losses(mtp, mtp.MaskedCrossEntropy(ignore_index=index)), host, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_the_functions_take_what_the_recipes_pass(patched):
     hidden, depths, labels = batch()
     model, utils = Model(), module("components.loss.utils")

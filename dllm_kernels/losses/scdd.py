@@ -201,13 +201,11 @@ class SCDDLoss(DiffusionLoss):
         at_x, at_z = (torch.logaddexp(base_s.log(), log_rho_s + log_p) for log_p in (log_x, log_z))
         D = torch.logaddexp(step.base_t.clamp(min=TINY).log(), log_rho_t + log_z)
         same = (z == x).to(D.dtype)
-        seen = (step.base_t + step.rho_t * same).clamp(
-            min=TINY
-        )  # of what cannot be seen 0 / seen is 0, with its gradient
+        seen = (step.base_t + step.rho_t * same).clamp(min=TINY)
         coefficients = step.base_s * step.u, step.rho_s * step.u, (step.base_s + step.rho_s * same) * step.r
-        drawn, clean, kept = (coefficient / seen for coefficient in coefficients)
+        drawn, clean, kept = (number / seen for number in coefficients)  # 0 of what cannot be seen, and its gradient 0
         filled = step.released * (step.base_s * out.mix + step.rho_s * at_x)
-        corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + kept * (at_z - D)
+        corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + kept * _change(step, K, log_z.exp(), at_z - D)
         return -torch.where(z == mask, filled, corrected)
 
     def _check_settings(self) -> None:
@@ -224,16 +222,27 @@ class SCDDLoss(DiffusionLoss):
             _checks.check_positive_int("chunk_size", self.chunk_size)
 
 
+def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+    """What ``difference`` is, log(base_s + rho_s p) - log(base_t + rho_t p), without what it loses where it is small.
+
+    A step of T changes it by about 1 / T, of which two logarithms leave T times their rounding.
+    """
+    share = step.fell * (p - 1 / K) / (step.base_t + step.rho_t * p).clamp(min=TINY)
+    small = share.abs() < 0.5
+    return torch.where(small, torch.log1p(torch.where(small, share, 0.0)), difference)
+
+
 class _Step(NamedTuple):
     """What a step from t down to s depends on, ``[B, 1]``, in the names of :class:`SCDDLoss`.
 
-    ``released``: the share of the masked tokens that it unmasks.
+    ``released``: the share of the masked tokens that it unmasks; ``fell``: rho_s - rho_t.
     """
 
     base_s: torch.Tensor
     base_t: torch.Tensor
     rho_s: torch.Tensor
     rho_t: torch.Tensor
+    fell: torch.Tensor
     released: torch.Tensor
     u: torch.Tensor
     r: torch.Tensor
@@ -245,14 +254,15 @@ class _Step(NamedTuple):
         s = (t - 1 / loss.num_timesteps).clamp(min=0)
         settings = {"max_ratio": loss.max_ratio, "gamma_shape": loss.gamma_shape, "t_peak": loss.t_peak}
         at_s, at_t = (scdd_schedule(time, **settings) for time in (s, t))
-        rho_s = at_s.rho.clamp(min=TINY)
+        rho_s, fell = at_s.rho.clamp(min=TINY), at_s.rho - at_t.rho
         return cls(
             base_s=(1 - at_s.rho) / K,
             base_t=(1 - at_t.rho) / K,
             rho_s=at_s.rho,
             rho_t=at_t.rho,
+            fell=fell,
             released=(at_s.gamma - at_t.gamma) / at_t.absorbed_mass.clamp(min=TINY),
-            u=(at_s.rho - at_t.rho) / rho_s / K,
+            u=fell / rho_s / K,
             r=at_t.rho / rho_s,
         )
 
