@@ -49,6 +49,7 @@ JUDGES = (
     ("kernels/row_stats.py", "tests/test_row_stats.py -k 'triton'"),
     ("kernels/*", "tests/test_token_nll.py tests/test_linear_nll.py -k 'triton'"),
     ("distributed/*", "tests/test_distributed.py -k 'two_processes or counts_without'"),
+    ("integrations/_deferred.py", "tests/test_deferred_logits.py"),
     ("integrations/nemo*", "tests/test_integrations_nemo.py"),
     ("integrations/transformers*", "tests/test_integrations_transformers.py"),
     ("collate.py", "tests/test_collate.py"),
