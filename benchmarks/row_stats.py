@@ -68,7 +68,7 @@ def statistics(options: Any, form: str) -> dict[str, Statistics]:
             i.rows, i.ids, weight=i.head, with_entropy=True, active=i.active, backend=options.backend
         )
         assert out.entropy is not None
-        return out
+        return out.log_probs, out.entropy
 
     def gather(i: Inputs) -> Outputs:
         listed = i.active.nonzero().squeeze(1)

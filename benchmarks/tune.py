@@ -74,17 +74,21 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
         token_nll.row_grad(logits, targets, scale, row_max, log_sum, out)
 
     found = {"backward": Launch("token_nll_bwd", backward, 2 * logits.nbytes)}
-    for label, flags in {"": {"with_correct": False}, ", argmax-match": {"with_correct": True}}.items():
+    for label, correct in {"": False, ", argmax-match": True}.items():
         found |= {
             f"forward{label}": Launch(
-                "token_nll_fwd", functools.partial(token_nll.row_stats, logits, targets, **flags), logits.nbytes
+                "token_nll_fwd",
+                functools.partial(token_nll.row_stats, logits, targets, with_correct=correct),
+                logits.nbytes,
             ),
             f"chunk{label}": Launch(
-                "linear_nll_rows", functools.partial(linear_nll.row_nll_grad_, chunk, y, s, **flags), 2 * chunk.nbytes
+                "linear_nll_rows",
+                functools.partial(linear_nll.row_nll_grad_, chunk, y, s, with_correct=correct),
+                2 * chunk.nbytes,
             ),
         }
         if dtype in (torch.bfloat16, torch.float32):
-            once = functools.partial(linear_nll_once.row_nll_factored_, chunk, y, s, **flags)
+            once = functools.partial(linear_nll_once.row_nll_factored_, chunk, y, s, with_correct=correct)
             found[f"chunk in one pass{label}"] = Launch("linear_nll_rows_once", once, 2 * chunk.nbytes)
     return found
 
