@@ -55,8 +55,8 @@ def real() -> Iterator[Call]:
     yield from transformed()
     for dtype in DTYPES:
         yield partial(row_stats, REAL_LOGITS, dtype, entropy=True, mix=True, with_correct=True)
-    for entropy, mix in ((False, False), (True, False), (False, True)):
-        yield partial(row_stats, REAL_LOGITS, torch.bfloat16, entropy=entropy, mix=mix)
+    for entropy, mixed in ((False, False), (True, False), (False, True)):
+        yield partial(row_stats, REAL_LOGITS, torch.bfloat16, entropy=entropy, mix=mixed)
     yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
     for size in (32, 4096, 131072):
         yield partial(topk, 8, size)
