@@ -11,7 +11,6 @@ import torch
 from dllm_kernels.ops._rows import RowPrimitives, StatsPrimitives
 
 BACKENDS = ("auto", "triton", "torch")
-_VARIABLE = os.environ.encodekey("DLLM_KERNELS_BACKEND")
 
 
 @functools.cache
@@ -53,9 +52,7 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
     """
     source = "backend"
     if backend == "auto":
-        # What os.environ.get looks up, without the two exceptions that it raises where there is nothing.
-        found = os.environ._data.get(_VARIABLE)  # type: ignore[attr-defined]
-        backend = "auto" if found is None else os.environ.decodevalue(found)
+        backend = os.environ.get("DLLM_KERNELS_BACKEND", "auto")
         source = "DLLM_KERNELS_BACKEND"
     if backend not in BACKENDS:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
