@@ -44,7 +44,7 @@ def two_commands(code):
     assert re.search(r"^demo: .*\n\t.* -m benchmarks train", makefile, re.MULTILINE)
 
 
-def losses_and_primitives(losses, primitives):
+def losses_and_primitives(losses, primitives, statistics):
     """Values and gradients are those of the plain formulas, in float64."""
     torch.manual_seed(0)
     names = {}
@@ -69,6 +69,20 @@ def losses_and_primitives(losses, primitives):
         nll = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none")
         torch.testing.assert_close(names[prefix + "nll"], nll.float())
         torch.testing.assert_close(names[prefix + "loss"], (nll * names["weights"]).sum().float())
+
+    for leaf in (h, w):
+        leaf.grad = names["hidden"].grad = names["head"].grad = None
+    run(statistics, names)
+    log_p = {"stats": F.log_softmax(x, -1), "out": F.log_softmax(h @ w.T / 0.7, -1)}
+    picked = {key: value.gather(-1, ids[..., None])[..., 0] for key, value in log_p.items()}
+    entropy = {key: -(value.exp() * value).sum(-1) for key, value in log_p.items()}
+    for key in log_p:
+        torch.testing.assert_close(names[key].log_probs, picked[key].float())
+        torch.testing.assert_close(names[key].entropy, entropy[key].float())
+    assert torch.equal(names["old"], names["out"].log_probs)
+    (picked["out"] + 0.01 * entropy["out"]).sum().backward()
+    for name, leaf in (("hidden", h), ("head", w)):
+        torch.testing.assert_close(names[name].grad, leaf.grad.float())
 
 
 def framework(code):
