@@ -45,6 +45,7 @@ JUDGES = (
     ("kernels/gumbel_topk.py", "tests/test_gumbel_topk.py -k 'triton'"),
     ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
     ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
+    ("*transform*", "tests/test_transform.py"),
     ("kernels/linear_nll*", "tests/test_linear_nll.py -k 'triton or one_pass'"),
     ("kernels/*", "tests/test_token_nll.py tests/test_linear_nll.py -k 'triton'"),
     ("distributed/*", "tests/test_distributed.py -k 'two_processes or counts_without'"),
