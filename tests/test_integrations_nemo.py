@@ -653,6 +653,40 @@ class AdaptedLinear(nn.Linear):
         return super().forward(hidden) + self.lora_B(self.lora_A(hidden))
 
 
+class CappedModel(nn.Module):
+    """Its logits are capped after the head, as its configuration says."""
+
+    def __init__(self, cap):
+        super().__init__()
+        self.lm_head = nn.Linear(8, 33, bias=False)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(final_logit_softcapping=cap))
+        self.cap = cap
+
+    def forward(self, hidden):
+        return self.cap * torch.tanh(self.lm_head(hidden) / self.cap)
+
+
+def test_a_model_with_a_cap_of_its_own_has_it_in_the_loss_from_hidden_states_too(patched):
+    torch.manual_seed(0)
+    model, hidden, labels = CappedModel(0.5), torch.randn(2, 9, 8), torch.randint(0, 33, (2, 9))
+    calculate_loss = module("components.loss.utils").calculate_loss
+    masked = module("components.loss.masked_ce").MaskedCrossEntropy()
+    expected = calculate_loss(masked, logits=model(hidden), labels=labels, num_label_tokens=18)
+    pipeline = module("components.loss.mtp").PipelineCausalLMLoss
+    for fused in (
+        module("components.loss.linear_ce").FusedLinearCrossEntropy(),
+        module("components.loss.linear_ce").FusedLinearCrossEntropy(logit_softcapping=0.5),
+    ):
+        own = fused.logit_softcapping
+        got = calculate_loss(fused, hidden_states=hidden, labels=labels, model=model, num_label_tokens=18)
+        torch.testing.assert_close(got, expected)
+        output = SimpleNamespace(logits=None, hidden_states=hidden)
+        torch.testing.assert_close(pipeline(fused, model.eval())(output, labels), expected * 18)
+        assert fused.logit_softcapping == own
+    other = module("components.loss.linear_ce").FusedLinearCrossEntropy(logit_softcapping=0.2)
+    assert calculate_loss(other, hidden_states=hidden, labels=labels, model=model, num_label_tokens=18) != expected
+
+
 def fused_losses(model):
     """What each replaced function makes of the model's head."""
     hidden, depths, labels = batch()

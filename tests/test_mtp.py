@@ -272,8 +272,10 @@ def test_bad_input():
         FusedLinearCrossEntropy(reduction="none")(
             hidden[0], labels, model.lm_head.weight, loss_weights=torch.ones(B, S)
         )
-    with pytest.raises(ValueError, match="logit_softcapping must be 0, got 30"):
-        FusedLinearCrossEntropy(logit_softcapping=30)
+    with pytest.raises(ValueError, match=r"logit_softcapping must be positive, from 1e-18 to 1e[+]18, got -30"):
+        FusedLinearCrossEntropy(logit_softcapping=-30)
+    with pytest.raises(TypeError, match="logit_softcapping must be a number or None, got str"):
+        FusedLinearCrossEntropy(logit_softcapping="30")
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         FusedLinearCrossEntropy(chunk_size=0)
     with pytest.raises(ValueError, match=r"mask must have shape \(22,\)"):
@@ -297,6 +299,48 @@ def test_base_losses_agree_with_the_reference(reduction):
     kept = torch.where(mask, labels, -100)
     torch.testing.assert_close(masked, reference.masked_cross_entropy(logits, kept, reduction=reduction))
     assert torch.equal(labels, before)
+
+
+TRANSFORM = {"softcap": 3.0, "scale": 1.4, "skip_id": 5}
+
+
+def transformed_losses(reduction="sum"):
+    """Both base losses with the same transform."""
+    softcap, *rest = TRANSFORM.values()
+    scale, skip_id = rest
+    fused = FusedLinearCrossEntropy(logit_softcapping=softcap, reduction=reduction, scale=scale, skip_id=skip_id)
+    return MaskedCrossEntropy(reduction=reduction, **TRANSFORM), fused
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_transforms_of_base_losses_agree_with_the_reference(reduction):
+    torch.manual_seed(7)
+    model, hidden, labels = Model(), hiddens()[0], labels_with_padding()
+    labels = torch.where(labels == 5, 6, labels)
+    logits = model.lm_head(hidden)
+    transformed = reference.transformed(logits, **TRANSFORM)
+    expected = reference.masked_cross_entropy(transformed, labels, reduction=reduction)
+    masked, fused = transformed_losses(reduction)
+    torch.testing.assert_close(masked(logits, labels), expected)
+    torch.testing.assert_close(fused(hidden, labels, model.lm_head.weight), expected)
+    masked.softcap = fused.logit_softcapping = None
+    uncapped = reference.transformed(logits, scale=1.4, skip_id=5)
+    expected = reference.masked_cross_entropy(uncapped, labels, reduction=reduction)
+    torch.testing.assert_close(masked(logits, labels), expected)
+    torch.testing.assert_close(fused(hidden, labels, model.lm_head.weight), expected)
+
+
+@pytest.mark.parametrize("return_per_depth", [False, True])
+def test_every_depth_goes_through_the_transform(return_per_depth):
+    torch.manual_seed(9)
+    model, hidden, labels = Model(), hiddens(), labels_with_padding()
+    labels = torch.where(labels == 5, 6, labels)
+    transformed = [reference.transformed(model.lm_head(h), **TRANSFORM) for h in hidden]
+    expected = reference.mtp_loss(transformed, labels, 0.1).loss
+    for loss_fn in transformed_losses():
+        options = {"labels": labels, "model": model, "mtp_per_depth_h": hidden}
+        out = calculate_mtp_loss(loss_fn, return_per_depth=return_per_depth, **options)
+        torch.testing.assert_close(out.loss if return_per_depth else out, expected)
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -294,14 +294,14 @@ def losses(**steps):
 
 
 BAD = [
-    ({"softcap": 0.0}, ValueError, "softcap must be positive, from 1e-18 to 1e[+]18, got 0.0"),
-    ({"softcap": -3}, ValueError, "softcap must be positive, from 1e-18 to 1e[+]18, got -3"),
-    ({"softcap": INF}, ValueError, "softcap must be positive, from 1e-18 to 1e[+]18, got inf"),
-    ({"softcap": NAN}, ValueError, "softcap must be positive, from 1e-18 to 1e[+]18, got nan"),
+    ({"softcap": 0.0}, ValueError, r"softcap must be positive, from 1e-18 to 1e[+]18, got 0.0"),
+    ({"softcap": -3}, ValueError, r"softcap must be positive, from 1e-18 to 1e[+]18, got -3"),
+    ({"softcap": INF}, ValueError, r"softcap must be positive, from 1e-18 to 1e[+]18, got inf"),
+    ({"softcap": NAN}, ValueError, r"softcap must be positive, from 1e-18 to 1e[+]18, got nan"),
     ({"softcap": "30"}, TypeError, "softcap must be a number or None, got str"),
     ({"softcap": True}, TypeError, "softcap must be a number or None, got bool"),
-    ({"scale": -1.0}, ValueError, "scale must be positive, from 1e-18 to 1e[+]18, got -1.0"),
-    ({"scale": 0}, ValueError, "scale must be positive, from 1e-18 to 1e[+]18, got 0"),
+    ({"scale": -1.0}, ValueError, r"scale must be positive, from 1e-18 to 1e[+]18, got -1.0"),
+    ({"scale": 0}, ValueError, r"scale must be positive, from 1e-18 to 1e[+]18, got 0"),
     ({"scale": torch.ones((), requires_grad=True)}, TypeError, "scale must be a number or None, got Tensor"),
     ({"skip_id": V}, ValueError, r"skip_id must lie in \[0, 53\), got 53"),
     ({"skip_id": -1}, ValueError, "skip_id must not be negative, got -1"),
