@@ -170,9 +170,8 @@ class SCDDLoss(DiffusionLoss):
         count = supervised.sum() if count is None else count
         x = batch.target_ids.long()
         active = supervised & (x != -100)
-        t = torch.where(
-            supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5
-        )  # unused ones may be anything
+        # Where a sequence is not supervised its time may be anything.
+        t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
         if self.max_ratio == 0:
             weights = divide(self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count)
             return single_loss(rows.weighted(self._predictable(x), weights, skip_id=self.mask_token_id).loss)
