@@ -242,12 +242,12 @@ def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatc
 
 
 def of_deferred(logits):
-    """The stand-in for what an LM head makes of the identity."""
+    """The stand-in for these logits, by a head of its own."""
     head = nn.Linear(V, V, bias=False)
-    head.weight.data = torch.eye(V)
+    head.weight.data = 2 * torch.eye(V)
     with deferred_logits(nn.Sequential(collections.OrderedDict(lm_head=head))) as defers:
         assert defers
-        return head(logits)
+        return head(logits / 2)
 
 
 @pytest.fixture
