@@ -273,8 +273,8 @@ def test_fused_losses_take_logits_and_what_stands_for_them(fused):
     torch.testing.assert_close(loss(one, *masks, other).total_loss, expected)
     torch.testing.assert_close(loss(one, *masks, causal_logits=other).total_loss, expected)
     assert one.usable
-    for causal in (y, of_deferred(y)):  # a tensor, another head
-        torch.testing.assert_close(loss(of_deferred(x), *masks, causal).total_loss, expected)
+    torch.testing.assert_close(loss(one, *masks, of_deferred(y)).total_loss, expected)  # another head
+    torch.testing.assert_close(loss(of_deferred(x), *masks, y).total_loss, expected)
     capped = torch.tanh(x / 3.0) * 3.0
     mdlm = fused.MDLMCrossEntropyLoss(softcap=2.0)
     z = torch.tanh(of_deferred(x) / 3.0) * 3.0
