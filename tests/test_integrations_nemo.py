@@ -242,12 +242,12 @@ def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatc
 
 
 def of_deferred(logits):
-    """The stand-in for what an LM head makes of the identity."""
+    """The stand-in for these logits, by a head of its own."""
     head = nn.Linear(V, V, bias=False)
-    head.weight.data = torch.eye(V)
+    head.weight.data = 2 * torch.eye(V)
     with deferred_logits(nn.Sequential(collections.OrderedDict(lm_head=head))) as defers:
         assert defers
-        return head(logits)
+        return head(logits / 2)
 
 
 @pytest.fixture
@@ -273,8 +273,8 @@ def test_fused_losses_take_logits_and_what_stands_for_them(fused):
     torch.testing.assert_close(loss(one, *masks, other).total_loss, expected)
     torch.testing.assert_close(loss(one, *masks, causal_logits=other).total_loss, expected)
     assert one.usable
-    for causal in (y, of_deferred(y)):  # a tensor, another head
-        torch.testing.assert_close(loss(of_deferred(x), *masks, causal).total_loss, expected)
+    torch.testing.assert_close(loss(one, *masks, of_deferred(y)).total_loss, expected)  # another head
+    torch.testing.assert_close(loss(of_deferred(x), *masks, y).total_loss, expected)
     capped = torch.tanh(x / 3.0) * 3.0
     mdlm = fused.MDLMCrossEntropyLoss(softcap=2.0)
     z = torch.tanh(of_deferred(x) / 3.0) * 3.0

@@ -359,6 +359,20 @@ def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
     torch.testing.assert_close(loss.forward_fused(h, w, **i, seq_len=6).dllm_loss, noisy.total_loss)
 
 
+@pytest.mark.parametrize("margin", [12.0, 60.0])
+def test_the_balance_of_idlm_where_the_clean_copy_is_sure(margin, backend):
+    """Its loss is 1e-4, or nothing: alpha is what makes the terms alike, or noisy / 1e-6."""
+    i = draw(BY_NAME["idlm"])
+    i["target_ids"] = i["target_ids"].clamp(min=0)
+    sure = margin * F.one_hot(F.pad(i["target_ids"][:, 1:], (0, 1)), V)
+    x = torch.cat([torch.randn(2, 6, V, device=DEVICE), sure], 1).double()
+    loss, one = IDLMLoss(auto_balance=True, backend=backend), torch.ones((), device=DEVICE)
+    found = value_and_grads(lambda x: loss(x, **i, seq_len=6).total_loss, [x], one)
+    expected = value_and_grads(lambda x: reference.idlm_loss(x, **i, auto_balance=True).total_loss, [x], one)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
     i, x = draw(BY_NAME["idlm"]), torch.randn(2, 6, V, device=DEVICE)
@@ -430,6 +444,7 @@ def test_the_first_and_the_last_moment_of_scdd(backend):
     x = torch.randn(4, 6, V, device=DEVICE)
     x[:, 1, 5:], i["loss_mask"][:] = -300.0, 1  # as good as impossible
     i["noisy_input_ids"][:, 0], i["target_ids"][:, 2] = i["target_ids"][:, 0].clamp(min=0), 7
+    i["noisy_input_ids"][1, 1] = i["target_ids"][1, 1] = 7  # kept, and impossible in the last step
     for loss in (SCDDLoss(MASK_ID, 5, backend=backend), SCDDLoss(MASK_ID, 1000, max_ratio=0.5, backend=backend)):
         value, grad = value_and_grads(lambda x, loss=loss: loss(x, **i).total_loss, [x], torch.ones((), device=DEVICE))
         assert value.isfinite()

@@ -170,9 +170,8 @@ class SCDDLoss(DiffusionLoss):
         count = supervised.sum() if count is None else count
         x = batch.target_ids.long()
         active = supervised & (x != -100)
-        t = torch.where(
-            supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5
-        )  # unused ones may be anything
+        # Where a sequence is not supervised its time may be anything.
+        t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
         if self.max_ratio == 0:
             weights = divide(self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count)
             return single_loss(rows.weighted(self._predictable(x), weights, skip_id=self.mask_token_id).loss)
@@ -251,7 +250,7 @@ class _Step(NamedTuple):
     def between(cls, loss: SCDDLoss, t: torch.Tensor, K: int) -> _Step:
         """In float64: these are differences of numbers near to each other, and there is one of each a sequence."""
         t = t.detach().double().clamp(0, 1)
-        s = (t - 1 / loss.num_timesteps).clamp(min=0)
+        s = t - 1 / loss.num_timesteps  # of which the schedule takes what is below 0 as 0
         settings = {"max_ratio": loss.max_ratio, "gamma_shape": loss.gamma_shape, "t_peak": loss.t_peak}
         at_s, at_t = (scdd_schedule(time, **settings) for time in (s, t))
         rho_s, fell = at_s.rho.clamp(min=TINY), at_s.rho - at_t.rho

@@ -94,7 +94,7 @@ def weighted_linear_nll(
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     job = LinearJob(hidden, weight, bias, targets, weights, weights if active is None else active)
     plan = Plan(
-        compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll,
+        compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll=round_nll,
         read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), transform=transform, **sizes,
     )  # fmt: skip
     return route(_run.weighted_linear_nll, job, plan)  # type: ignore[no-any-return]

@@ -144,7 +144,7 @@ def weighted_nll(
     _checks.check_active(_checks.LOGITS, logits, active)
     job = LogitsJob(logits, targets, weights if active is None else active)
     plan = Plan(
-        logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll,
+        logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll=round_nll,
         read_beyond=active is not None, inplace_backward=inplace_backward, transform=transform,
     )  # fmt: skip
     return WeightedNLL.of(plan, route(_run.token_nll, job, plan), weights)
