@@ -48,7 +48,7 @@ JUDGES = (
     ("kernels/gumbel_topk.py", "tests/test_gumbel_topk.py -k 'triton'"),
     ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
     ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
-    ("*transform*", "tests/test_transform.py"),
+    ("*_transform*", "tests/test_transform.py"),
     ("kernels/linear_nll*", "tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton'"),
     ("kernels/row_stats.py", "tests/test_row_stats.py -k 'triton'"),
     ("kernels/*", "tests/test_row_kernels.py tests/test_token_nll.py tests/test_linear_nll.py -k 'row or triton'"),
