@@ -86,12 +86,12 @@ TABLE = {
         ["distributed_data_parallel"],
         ["distributed_data_parallel[MTP]", "distributed_data_parallel_mtp_finds_the_head"],
     ),
-    "Context parallelism, plain tensors, losses without a shift (MDLM, block diffusion, DFlash)": (
+    "Context parallelism, plain tensors, losses without a shift (MDLM, block diffusion, SCDD, DFlash)": (
         ["context_parallel"],
         ["context_parallel"],
         ["context_parallel_targets_of_mtp"],
     ),
-    "Context parallelism, plain tensors, shifted losses (hybrid, AR)": ([], [], []),
+    "Context parallelism, plain tensors, shifted losses (hybrid, I-DLM, AR)": ([], [], []),
     "Context parallelism, DTensors split along the sequence": (
         ["context_parallel_shifted_logits", "split_rows_of_logits"],
         ["context_parallel_shifted", "context_parallel_shifted_fsdp", "split_rows_of_hidden"],
