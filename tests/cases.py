@@ -357,6 +357,12 @@ TRANSFORMS = {
 }
 CASES = (*PLAIN, *(_transformed(case, **TRANSFORMS[case.name]) for case in PLAIN if case.name in TRANSFORMS))
 LOSSES = tuple(case for case in CASES if not case.per_row)
+# Where a case takes seconds, in several processes and under a compiler: the losses, and two ways in for transformed logits.
+TRANSFORMED = ("token_nll, softcap scale skip_id", "mdlm, counted, scale skip_id")
+VARIANTS = ("idlm, counted", "scdd", "scdd, no uniform noise")  # which differ in numbers only
+FEWER = tuple(
+    case for case in CASES if case.name in TRANSFORMED or (case.transform is None and case.name not in VARIANTS)
+)
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -166,7 +166,6 @@ UNSHIFTED = (
     "mdlm, counted",
     "block diffusion, counted",
     "scdd, counted",
-    "scdd, no uniform noise",
     "dflash",
     "dflash, no decay",
 )

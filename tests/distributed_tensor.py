@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import dllm_kernels as ours
 from dllm_kernels import ops
-from tests.cases import BY_NAME, CASES
+from tests.cases import BY_NAME, FEWER
 from tests.distributed_checks import BY_NAME as WITH_MTP
 from tests.distributed_checks import (
     B,
@@ -30,7 +30,7 @@ from tests.distributed_checks import (
 )
 from tests.parity import assert_parity
 
-NAMES = [case.name for case in CASES]
+NAMES = [case.name for case in FEWER]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id")
 

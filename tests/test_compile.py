@@ -29,7 +29,7 @@ from dllm_kernels.ops import (
 )
 from dllm_kernels.ops._plan import Needs, Plan
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
-from tests.cases import BY_NAME, CASES
+from tests.cases import BY_NAME, FEWER
 from tests.conftest import DEVICE
 
 V, D = 19, 8
@@ -79,7 +79,7 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FEWER, ids=lambda case: case.name)
 def test_every_loss_is_one_graph_forward_and_backward(case, form):
     inputs, leaves = draw(case)
     assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
@@ -208,7 +208,7 @@ def test_counts_and_lengths_that_change_from_step_to_step(name, form, count):
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("case", [c for c in CASES if c.name not in COUNTED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in FEWER if c.name not in COUNTED], ids=lambda case: case.name)
 def test_lengths_that_change_from_step_to_step(case, form):
     assert_few_graphs_of(case, form, 7)
 
