@@ -291,16 +291,8 @@ def _row_stats(
 
 
 @_row_stats.register_fake
-def _(
-    logits: Tensor,
-    ids: Tensor,
-    marks: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
-    packed: list[int],
-    factors: list[float],
-) -> Tensors:
-    return _fake_stats(ids, a is not None, Plan.unpack(packed, factors))
+def _(*args: Any) -> Tensors:
+    return _fake_stats(args[1], args[3] is not None, Plan.unpack(*args[-2:]))
 
 
 @torch.library.custom_op("dllm_kernels::row_stats_backward", mutates_args=())
@@ -343,11 +335,11 @@ def _(*args: Any) -> Tensors:
 
 @torch.library.custom_op("dllm_kernels::linear_row_stats_backward", mutates_args=())
 def _linear_row_stats_backward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor, a: Tensor | None, b: Tensor | None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor, mix: list[Tensor | None],
     stats: list[Tensor | None], packed: list[int], factors: list[float],
 ) -> Three:  # fmt: skip
     plan = Plan.unpack(packed, factors)
-    ask = _stats.ask_of(plan, ids, marks, a, b)
+    ask = _stats.ask_of(plan, ids, marks, *mix)
     grads = _stats.linear_backward(LinearStatsJob(hidden, weight, bias, ids), ask, *_unpacked(stats), plan)
     return tuple(_present(g, hidden) for g in grads)  # type: ignore[return-value]
 
@@ -358,10 +350,10 @@ def _(*args: Any) -> Tensors:
 
 
 def _linear_row_stats_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    inputs, out = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+    *rows, a, b = ctx.saved_tensors[:7]
     plan = Plan.unpack(*ctx.packed)
-    stats = _stats_and_upstream(out, grads, inputs[5] is not None, plan)
-    made = _linear_row_stats_backward(*inputs, stats, *ctx.packed)
+    stats = _stats_and_upstream(ctx.saved_tensors[7:], grads, a is not None, plan)
+    made = _linear_row_stats_backward(*rows, [a, b], stats, *ctx.packed)
     return *(g if need else None for g, need in zip(made, plan.needs, strict=True)), *(None,) * 6
 
 
