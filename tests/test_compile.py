@@ -519,7 +519,7 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
         packed = Plan(
             torch.float32, backend == "triton", with_entropy=entropy, with_correct=correct, needs=needs
         ).pack()
-        torch.library.opcheck(_compiled._row_stats, (x, *statistics_of(5, 2, mix), packed), test_utils=TESTS)
+        torch.library.opcheck(_compiled._row_stats, (x, *statistics_of(5, 2, mix), *packed), test_utils=TESTS)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
@@ -528,7 +528,7 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
 def test_opcheck_linear_row_stats(dtype, needs, num_active):
     leaves, _, _ = linear_inputs(dtype, needs)
     packed = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, with_entropy=True)
-    arguments = (*leaves, *statistics_of(5, 2, mix=True), packed)
+    arguments = (*leaves, *statistics_of(5, 2, mix=True), *packed)
     torch.library.opcheck(
         _compiled._linear_row_stats, arguments, test_utils=TESTS if dtype == torch.float32 else TESTS[:3]
     )
