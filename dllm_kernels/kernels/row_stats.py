@@ -445,10 +445,12 @@ def backward(
     tiles, splits = _share(V, tile)
     flat = _flat(logits) and _flat(out)
     rows, out_rows = _rows_of(logits, flat), _rows_of(out, flat)
-    # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks.
+    # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks. Not so
+    # float64, for which ptxas then spills.
+    num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     _row_stats_bwd[(B * L * splits,)](
         logits, ask.ids, ask.marks, c.of_ids, c.plain, c.of_log, c.of_mix, ask.a, ask.b, row_max, log_sum, out,
         *rows, *out_rows[1:], V, ask.ids.shape[1], *arguments(ask.transform), tiles, splits,
         SAME_STRIDES=rows == out_rows, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None, BLOCK_V=tile.block_v,
-        BLOCK_K=_block_k(ask.ids), ACC=_acc(c.plain.dtype), num_warps=2 * tile.num_warps, **FUSED,
+        BLOCK_K=_block_k(ask.ids), ACC=_acc(c.plain.dtype), num_warps=num_warps, **FUSED,
     )  # fmt: skip
