@@ -18,7 +18,7 @@ from tests import distributed_workers
 from tests.distributed_checks import CHECKS, TABLE
 
 ROOT = Path(__file__).parent.parent
-DEADLINE = 300  # seconds for all checks of a world size; the group's own timeout is 30
+DEADLINE = 900  # seconds for all checks of a world size, beside other tests; the group's own timeout is 30
 
 
 def start(world, folder, how):
