@@ -62,18 +62,12 @@ def steps(out: Path) -> list[Step]:
     files = tuple(f"tests/test_{name}.py" for name in NUMBERS)
     toy = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
 
-    def measured(subject: str, minutes: float, *options: str) -> Step:
-        to = ("--out", str(out / (subject if subject == "all" else f"{subject}.json")))
+    def measured(subject: str, minutes: float, *, one_pass: bool = False) -> Step:
+        """With ``one_pass``, by the chunk kernel that is off by default."""
+        name, setting = (f"{subject}_one_pass", ("env", "DLLM_KERNELS_ONE_PASS=1")) if one_pass else (subject, ())
+        to = ("--out", str(out / (subject if subject == "all" else f"{name}.json")))
         few = ("--subject", "collate") if subject == "all" else ()
-        return Step(subject, (*python, subject, *options, *to), (*python, subject, *toy, *few, *to), minutes)
-
-    def with_one_pass(step: Step) -> Step:
-        """The same with the chunk kernel that is off by default."""
-        name, one_pass = f"{step.name}_one_pass", ("env", "DLLM_KERNELS_ONE_PASS=1")
-        beside = [
-            tuple(part.replace(step.name + ".json", name + ".json") for part in c) for c in (step.command, step.dry)
-        ]
-        return Step(name, (*one_pass, *beside[0]), (*one_pass, *beside[1]), step.minutes)
+        return Step(name, (*setting, *python, subject, *to), (*setting, *python, subject, *toy, *few, *to), minutes)
 
     sanitized = (*pytest, "tests/test_row_kernels.py", "tests/test_gumbel_topk.py", "-k", SMALL)
     return [
@@ -83,7 +77,7 @@ def steps(out: Path) -> list[Step]:
         measured("predicted", 3),
         measured("token_nll", 4),
         measured("linear_nll", 6),
-        with_one_pass(measured("linear_nll", 6)),
+        measured("linear_nll", 6, one_pass=True),
         measured("row_stats", 6),
         measured("tune", 8),
         measured("losses", 6),

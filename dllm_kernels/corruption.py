@@ -22,7 +22,6 @@ masks nothing or everything.
 
 from __future__ import annotations
 
-import numbers
 import operator
 from collections.abc import Sequence
 
@@ -36,6 +35,7 @@ from dllm_kernels.ops._checks import (
     check_ids,
     check_mask,
     check_ndim,
+    check_number,
     check_positive_int,
     check_same_device,
     check_tensor,
@@ -514,9 +514,8 @@ def _check_fits(name: str, token: int, input_ids: torch.Tensor) -> None:
 def _checked_real(name: str, value: object) -> float:
     if type(value) is float:
         return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):  # NumPy's numbers too
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    return float(value)
+    check_number(name, value, "a float")
+    return float(value)  # type: ignore[arg-type]
 
 
 def _checked_eps(eps: float) -> float:

@@ -441,11 +441,16 @@ def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
     get_text_config = getattr(config, "get_text_config", None)
     text_config = get_text_config() if callable(get_text_config) else config
     cap = getattr(text_config, "final_logit_softcapping", None)
-    if cap is None or not isinstance(loss_fn, mtp.FusedLinearCrossEntropy) or loss_fn.softcap is not None:
+    return _capped(loss_fn, cap) if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) else loss_fn
+
+
+def _capped(loss_fn: Any, cap: float | None) -> Any:
+    """The same loss under a soft cap, unless it has one."""
+    if cap is None or loss_fn.softcap is not None:
         return loss_fn
-    capped = copy.copy(loss_fn)
-    capped.softcap = cap
-    return capped
+    loss_fn = copy.copy(loss_fn)
+    loss_fn.softcap = cap
+    return loss_fn
 
 
 def _head_given(loss_fn: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -527,13 +532,10 @@ def _fused_loss(original: Any) -> Any:
             logits = {name: z for name in HIDDEN if (z := given.pop(name, None)) is not None}
             if not _from_one_head(logits.values(), self.softcap):
                 return super().forward(**{name: _made(z) for name, z in logits.items()}, **given)
-            loss, first = self, logits["logits"]
-            if first.softcap is not None:
-                loss = copy.copy(self)
-                loss.softcap = first.softcap
+            first = logits["logits"]
             rows = {HIDDEN[name]: z.hidden for name, z in logits.items()}
             weight, bias = _head_of(first)
-            return loss.forward_fused(**rows, lm_head_weight=weight, lm_head_bias=bias, **given)
+            return _capped(self, first.softcap).forward_fused(**rows, lm_head_weight=weight, lm_head_bias=bias, **given)
 
     return _named_like(original, Fused)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from typing import Any
 
 import torch
@@ -156,8 +155,7 @@ class IDLMLoss(TransformedLoss):
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
         weight: Any = self.clean_loss_weight
-        if isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-            raise TypeError(f"clean_loss_weight must be a number, got {type(weight).__name__}")
+        _checks.check_number("clean_loss_weight", weight)
         if not math.isfinite(weight):
             raise ValueError(f"clean_loss_weight must be finite, got {weight}")
 

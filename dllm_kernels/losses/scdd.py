@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,8 +77,7 @@ def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:
     """Raise unless the settings of a schedule are numbers in their ranges."""
     settings = {"max_ratio": max_ratio, "gamma_shape": gamma_shape, "t_peak": t_peak}
     for name, value in settings.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real):
-            raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+        _checks.check_number(name, value)
     if not 0 <= max_ratio < 1:
         raise ValueError(f"max_ratio must lie in [0, 1), got {max_ratio}")
     if not (gamma_shape >= 0 and math.isfinite(gamma_shape)):

@@ -275,12 +275,17 @@ def checked_sizes(rows: int, num_active: Any, **at_least_one: Any) -> dict[str, 
     return {name: value if value is None or type(value) is int else int(value) for name, value in sizes.items()}
 
 
+def check_number(name: str, value: Any, allowed: str = "a number") -> None:
+    """Raise a TypeError unless ``value`` is a number, of Python's or NumPy's."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
+
+
 def check_factor(name: str, value: Any) -> None:
     """Raise unless ``value`` is None or a Python number that a cap or a scale may be."""
     if value is None:
         return
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number or None, got {type(value).__name__}")
+    check_number(name, value, "a number or None")
     least, most = FACTORS
     if not least <= float(value) <= most:
         raise ValueError(f"{name} must be positive, from {least} to {most}, got {value}")

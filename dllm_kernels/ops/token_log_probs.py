@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from typing import Any, NamedTuple
 
 import torch
@@ -95,8 +94,6 @@ def token_log_probs(
 
 
 def _checked_temperature(temperature: Any) -> float:
-    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real):
-        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
-    if not 1e-18 <= float(temperature) <= 1e18:  # its inverse is a scale of the logits, which has to lie there
-        raise ValueError(f"temperature must be positive, from 1e-18 to 1e+18, got {temperature}")
+    _checks.check_number("temperature", temperature)
+    _checks.check_factor("temperature", temperature)  # as its inverse has to be one
     return float(temperature)
