@@ -68,6 +68,7 @@ JUDGES = (
     ("ops/_head.py", "tests/test_head.py tests/test_losses.py"),
     ("ops/_workers.py", "tests/test_workers.py"),
     ("ops/_torch_rows.py", "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py -k 'not triton'"),
+    ("ops/_torch_blocks.py", "tests/test_workers.py tests/test_token_nll.py tests/test_row_stats.py -k 'not triton'"),
     ("ops/*stats*", "tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'"),
     ("ops/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
     ("ops/_checks.py", "tests/test_errors.py tests/test_losses.py -k 'not triton'"),

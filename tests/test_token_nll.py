@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels.ops import _plan, _torch_rows, token_nll, weighted_nll
+from dllm_kernels.ops import _plan, _torch_blocks, token_nll, weighted_nll
 from tests.conftest import DEVICE
 from tests.parity import (
     assert_as_good_as_plain,
@@ -619,7 +619,7 @@ def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
         leaf.grad = None
 
     run(0)
-    threads, size = _torch_rows._team(N, V, torch.float32, leaf.device)
+    threads, size = _torch_blocks.team(N, V, torch.float32, leaf.device)
     blocks = threads * size * V * (4 if dtype == torch.float32 else 6)  # one in float32, one as it is gathered
     peak = peak_memory(run, "cpu")
     assert peak <= leaf.nbytes * (not inplace) + blocks + 256 * N
@@ -630,8 +630,8 @@ def test_the_forward_pass_reads_only_active_rows(monkeypatch):
     """On the torch path; Triton's kernels are shown not to by the NaN of inactive rows alone."""
     logits, targets = inputs((2, 4))
     seen = []
-    load = _torch_rows._Listed.load
-    monkeypatch.setattr(_torch_rows._Listed, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
+    load = _torch_blocks.Listed.load
+    monkeypatch.setattr(_torch_blocks.Listed, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
     active = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]], device=DEVICE)
     targets[0, [1, 2]], targets[1, 3] = torch.tensor([1, -100], device=DEVICE), 2
     token_nll(logits, targets, active=active, backend="torch")

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from dllm_kernels.ops import _torch_rows, _workers, token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.ops import _torch_blocks, _torch_rows, _workers, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._workers import share_out
 from tests.parity import small_blocks, value_and_grads
 
@@ -190,17 +190,17 @@ def test_how_many_threads(monkeypatch):
 def test_blocks(V, threads, monkeypatch):
     """What all threads work on at a time is a small part of the whole, and yet enough for each to do."""
     torch.set_num_threads(threads)
-    monkeypatch.setattr(_torch_rows, "how_many", lambda device: threads)
+    monkeypatch.setattr(_torch_blocks, "how_many", lambda device: threads)
     for rows in (1, 100, 10_000, 1_000_000):
-        team, size = _torch_rows._team(rows, V, torch.float32, torch.device("cpu"))
+        team, size = _torch_blocks.team(rows, V, torch.float32, torch.device("cpu"))
         assert team in (1, threads)
         assert size >= 1
         at_work, whole = team * size * V * 4, rows * V * 4
-        smallest = max(_torch_rows.BLOCK_BYTES // 4, V * 4)
-        assert at_work <= max(whole / 4, team * smallest, _torch_rows.COMMON_BLOCK_BYTES)
-        assert size * V * 4 <= max(_torch_rows.COMMON_BLOCK_BYTES, V * 4)
+        smallest = max(_torch_blocks.BLOCK_BYTES // 4, V * 4)
+        assert at_work <= max(whole / 4, team * smallest, _torch_blocks.COMMON_BLOCK_BYTES)
+        assert size * V * 4 <= max(_torch_blocks.COMMON_BLOCK_BYTES, V * 4)
         if team > 1:
-            assert whole > _torch_rows.COMMON_BLOCK_BYTES
+            assert whole > _torch_blocks.COMMON_BLOCK_BYTES
 
 
 def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):

@@ -87,7 +87,8 @@ def _slope(u, ACC: tl.constexpr):
 
 
 @triton.jit
-def _with_column(x, v, skip, value, first):
+def with_column(x, v, skip, value, first):
+    """``x`` with the value in the column ``skip``; ``first`` as in :func:`transformed`."""
     if first is None:
         return tl.where(v == skip, value, x)
     else:  # few tiles have the column, and to look for it in every lane would take more registers than all the rest
@@ -110,7 +111,7 @@ def transformed(z, v, transform, ACC: tl.constexpr, first=None):
     elif gain is not None:
         x = x * number(gain, ACC)
     if skip is not None:
-        x = _with_column(x, v, skip, -float("inf"), first)
+        x = with_column(x, v, skip, -float("inf"), first)
     return x
 
 
@@ -123,5 +124,5 @@ def through(grad, z, v, transform, ACC: tl.constexpr, first=None):
     elif gain is not None:
         grad = grad * number(gain, ACC)
     if skip is not None:
-        grad = _with_column(grad, v, skip, 0.0, first)
+        grad = with_column(grad, v, skip, 0.0, first)
     return grad

@@ -41,7 +41,7 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
-from dllm_kernels.kernels._transform import arguments, through, transformed
+from dllm_kernels.kernels._transform import arguments, through, transformed, with_column
 from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, _share
 
 FARTHEST = tl.constexpr(-1e4)
@@ -91,14 +91,14 @@ def _column_sums(
     whole = wide // BLOCK_V * BLOCK_V
     for tile in range(0, whole, BLOCK_V):
         x = tl.load(tile_ptr + tile + lanes, eviction_policy="evict_first")
-        x = transformed(x, first + tile + lanes, transform, ACC)
+        x = transformed(x, lanes, transform, ACC, first + tile)
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
     if whole < wide:
         rest = lanes < wide - whole
         x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy="evict_first")
-        x = masked_tile(x, first + whole + lanes, rest, transform, ACC)
+        x = masked_tile(x, lanes, rest, transform, ACC, first + whole)
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + wide <= y, lane_max, before)
@@ -203,21 +203,26 @@ def _row_stats_merge(
 
 @triton.jit
 def _with_mix(
-    z, v, there, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
+    z, v, there, first, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """F and W of the lanes after the columns v of one more tile; F without V log(b / S) in a row that has no a."""
-    _, _, skip = transform
-    d = transformed(z, v, transform, ACC) - row_max
+    """F and W of the lanes after the columns v of one more tile; F without V log(b / S) in a row that has no a.
+
+    ``first`` as in ``transformed``.
+    """
+    gain, rate, skip = transform  # whatever the skipped column holds, it adds 0
+    d = transformed(z, v, (gain, rate, None), ACC) - row_max
     e = tl.exp2(d * LOG2E)
-    if skip is not None:
-        there = there & (v != skip)
     LANES: tl.constexpr = lane_mix.shape[0]
     SHAPE: tl.constexpr = [z.shape[0] // (LANES * WIDE), LANES, WIDE]
     terms = tl.where(there, tl.where(none, d, tl.log(a + ratio * e)), 0.0)
+    if skip is not None:
+        terms = with_column(terms, v, skip, 0.0, first)
     lane_mix += tl.sum(tl.sum(tl.reshape(terms, SHAPE), 2), 0)
     if WITH_WEIGHT:
         q = tl.where(there, tl.where(none, 1.0, e / (e + beside)), 0.0)
+        if skip is not None:
+            q = with_column(q, v, skip, 0.0, first)
         lane_weight += tl.sum(tl.sum(tl.reshape(q, SHAPE), 2), 0)
     return lane_mix, lane_weight
 
@@ -253,7 +258,7 @@ def _row_stats_mix(
             there = i < end - tile
             z = tl.load(logits_ptr + at + tile + i, mask=there, other=0.0, eviction_policy="evict_first")
             lane_mix, lane_weight = _with_mix(
-                z, first + tile + i, there, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
+                z, i, there, first + tile, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
                 WIDE, ACC,
             )  # fmt: skip
         count = tl.maximum(end - start, 0)
@@ -263,7 +268,7 @@ def _row_stats_mix(
             v, there = ragged_columns(0, V, first, wide, WIDE)
             z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
             few_mix, few_weight = _with_mix(
-                z, v, there, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
+                z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
                 2 * WIDE, ACC,
             )  # fmt: skip
             mix += tl.sum(few_mix, 0)
@@ -280,12 +285,12 @@ def _row_stats_mix(
 
 @triton.jit
 def _store_grad(
-    x, v, out_ptr, i, mask, lowest, highest, row, ids_ptr, of_id_ptr, ids, K, transform,
+    x, out_ptr, i, mask, first, lowest, highest, row, ids_ptr, of_id_ptr, ids, K, transform,
     WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient for the places i, in the row the columns v, all of them in [lowest, highest)."""
+    """Write the gradient for the columns i, all of them in [lowest, highest); ``first`` as in ``transformed``."""
     row_max, log_sum, plain, of_log, of_mix, ratio, none = row
-    log_p = (transformed(x, v, transform, ACC) - row_max) - log_sum
+    log_p = (transformed(x, i, transform, ACC, first) - row_max) - log_sum
     p = tl.exp2(log_p * LOG2E)
     if WITH_LOG:
         grad = p * (plain + of_log * tl.maximum(log_p, FARTHEST))
@@ -294,15 +299,16 @@ def _store_grad(
     if WITH_MIX:
         grad += of_mix * tl.where(none, 1.0, p / (p + ratio))
     if tl.max(((ids >= lowest) & (ids < highest)).to(tl.int32), 0) > 0:
+        zero = 0 if first is None else first
         if ids.shape[0] <= 8:  # a loop of unknown length takes a third more registers
             for k in tl.static_range(ids.shape[0]):
                 there = k < K
                 hot = tl.load(ids_ptr + k, mask=there, other=-1).to(tl.int32)
-                grad = tl.where(v == hot, grad + tl.load(of_id_ptr + k, mask=there, other=0.0), grad)
+                grad = tl.where(i == hot - zero, grad + tl.load(of_id_ptr + k, mask=there, other=0.0), grad)
         else:
             for k in range(K):
-                grad = tl.where(v == tl.load(ids_ptr + k).to(tl.int32), grad + tl.load(of_id_ptr + k), grad)
-    grad = through(grad, x, v, transform, ACC)
+                grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(of_id_ptr + k), grad)
+    grad = through(grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -360,14 +366,14 @@ def _row_stats_bwd(
             x_ahead = tl.load(logits_ptr + at + ahead + i, mask=i >= start - ahead, eviction_policy="evict_first")
             column = first + tile
             _store_grad(
-                x, column + i, out_ptr + out_at + tile, i, i < end - tile, column, column + BLOCK_V, of_row,
+                x, out_ptr + out_at + tile, i, i < end - tile, column, column, column + BLOCK_V, of_row,
                 ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, ACC,
             )  # fmt: skip
             x = x_ahead
             tile = ahead
         if start == 0:
             _store_grad(
-                x_few, v, out_ptr + out_row, v, there, 0, V, of_row,
+                x_few, out_ptr + out_row, v, there, None, 0, V, of_row,
                 ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, ACC,
             )  # fmt: skip
     else:
@@ -428,7 +434,7 @@ def mix(logits: torch.Tensor, ask: Any, row_max: Optional, log_sum: Optional) ->
         _row_stats_mix[(N * splits,)](
             logits, ask.marks, row_max, log_sum, ask.a, ask.b, F, W, *_rows_of(logits, _flat(logits)), V,
             *arguments(ask.transform), tiles, splits, WITH_WEIGHT=ask.gradients, BLOCK_V=tile.block_v,
-            THREADS=threads(tile.num_warps), ACC=_acc(ask.a.dtype), num_warps=tile.num_warps, **FUSED,
+            THREADS=threads(2 * tile.num_warps), ACC=_acc(ask.a.dtype), num_warps=2 * tile.num_warps, **FUSED,
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
 

@@ -57,23 +57,35 @@ class Weighted(NamedTuple):
 def weighted_forward(job: LinearJob, plan: Plan) -> Weighted:
     """The loss, (nll, row_max, log_sum, correct), and the gradients that the plan needs."""
     assert job.weights is not None
-    with _no_autocast(job):
-        scale, factors, headroom = job.weights, NO_FACTORS, None
-        if plan.narrow and any(plan.needs):
-            scale, head, headroom = _unit_scale(job.weights)
-            factors = Factors(head=head)  # backward gives the rows of grad_hidden theirs
-        chunks = _Chunks(job, plan, plan.needs, factors)
-        nll, row_max, log_sum, correct = chunks.run(scale if any(plan.needs) else None)
+    with no_autocast(job):
+        scale, factors, headroom = unit_scale(job.weights, plan) if any(plan.needs) else (None, NO_FACTORS, None)
+        factors = factors._replace(hidden=None)  # backward gives the rows of grad_hidden theirs
+        chunks = Chunks(job, plan, plan.needs, factors)
+        nll, row_max, log_sum, correct = chunks.run(scale)
         nll = rounded(nll, plan)
         grads = chunks.gradients(wide=headroom is not None)
         return Weighted(weighted_sum(nll, job.weights, plan), (nll, row_max, log_sum, correct), *grads, headroom)
 
 
+def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
+    """(what to make the gradient of the logits for, ``[N]``; the factors after the products; the headroom, 0-d).
+
+    The scale itself and no factors, but where the plan is ``narrow``: in float16, w / N times a probability would underflow,
+    and a low weight beside a high one whatever both are divided by. There it is 1 for every row that has a scale, the rows
+    of hidden get their own after the product, those of the head theirs over the largest of them, which is the headroom.
+    """
+    if not plan.narrow:
+        return scale, NO_FACTORS, None
+    largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
+    largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
+    return (scale != 0).to(scale.dtype), Factors(scale, scale / largest), largest
+
+
 def token_forward(job: LinearJob, plan: Plan) -> tuple[Rows, torch.Tensor | None]:
     """(nll, row_max, log_sum, correct); with a frozen head also the gradient of hidden for upstream gradients of 1."""
-    with _no_autocast(job):
+    with no_autocast(job):
         frozen = plan.needs.frozen
-        chunks = _Chunks(job, plan, plan.needs if frozen else NO_GRADIENTS)
+        chunks = Chunks(job, plan, plan.needs if frozen else NO_GRADIENTS)
         ones = torch.ones(job.targets.shape, dtype=plan.acc, device=job.targets.device) if frozen else None
         return chunks.run(ones), chunks.gradients()[0]
 
@@ -88,24 +100,14 @@ def token_backward(
     job: LinearJob, plan: Plan, stats: tuple[torch.Tensor, torch.Tensor], grad_nll: torch.Tensor
 ) -> Gradients:
     """The logits made again chunk by chunk, and the gradients from the rows' saved (row_max, log_sum)."""
-    with _no_autocast(job):
-        scale = grad_nll.reshape(-1).to(plan.acc).contiguous()
-        factors, headroom = NO_FACTORS, None
-        if plan.narrow:
-            hidden_factor = scale
-            scale, head, headroom = _unit_scale(scale)
-            factors = Factors(hidden_factor, head)
-        chunks = _Chunks(job, plan, plan.needs, factors)
+    with no_autocast(job):
+        scale, factors, headroom = unit_scale(grad_nll.reshape(-1).to(plan.acc).contiguous(), plan)
+        chunks = Chunks(job, plan, plan.needs, factors)
         for chunk, h, y, logits in chunks:
             s, row_max, log_sum = (chunks.rows.take(t, chunk) for t in (scale, *stats))
             chunks.primitives.row_grad(logits[None], y, s, row_max, log_sum, logits[None], transform=plan.transform)
             chunks.add_gradients(chunk, h, y, logits, s)
-        if headroom is None:
-            return chunks.gradients()
-        grad_hidden, *head_grads = chunks.gradients(wide=True)
-        dtypes = [None if t is None else t.dtype for t in (job.weight, job.bias)]
-        grad_weight, grad_bias = times_headroom(head_grads, headroom, dtypes)
-        return grad_hidden, grad_weight, grad_bias
+        return chunks.gradients_times(headroom)
 
 
 def times_headroom(
@@ -115,11 +117,11 @@ def times_headroom(
     return [None if g is None else (g * headroom).to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
 
-def _no_autocast(job: LinearJob) -> contextlib.AbstractContextManager[Any]:
+def no_autocast(job: LinearJob) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(job.hidden.device.type, enabled=False)
 
 
-class _Chunks:
+class Chunks:
     """The chunks of a job, and the gradients that gather while they pass."""
 
     def __init__(self, job: LinearJob, plan: Plan, needs: Needs, factors: Factors = NO_FACTORS) -> None:
@@ -239,6 +241,15 @@ class _Chunks:
             None if self.grad_bias is None or bias is None else self.grad_bias.to(acc if wide else bias.dtype),
         )
 
+    def gradients_times(self, headroom: torch.Tensor | None) -> Gradients:
+        """The gradients in the dtypes of the inputs, those of the head multiplied by the headroom where there is one."""
+        if headroom is None:
+            return self.gradients()
+        grad_hidden, *head = self.gradients(wide=True)
+        dtypes = [None if t is None else t.dtype for t in (self.job.weight, self.job.bias)]
+        grad_weight, grad_bias = times_headroom(head, headroom, dtypes)
+        return grad_hidden, grad_weight, grad_bias
+
 
 def _aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``[rows, V]`` of fresh memory; on a GPU every row begins at a multiple of 64 elements, as products and kernels want."""
@@ -260,14 +271,3 @@ def _add_column_sums(out: torch.Tensor, a: torch.Tensor, factor: torch.Tensor | 
     for v in range(0, a.shape[1], slab):
         part = a[:, v : v + slab]
         out[v : v + slab] += (part if factor is None else part * factor).sum(0, dtype=out.dtype)
-
-
-def _unit_scale(scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(1 for every row that has a scale, the scales over the largest of them, the largest): ``[N]``, ``[N]``, 0-d.
-
-    In float16, w / N times a probability would underflow, and a low weight beside a high one whatever both are divided by.
-    So the gradient of the logits is made for weights of 1, and each row gets its own after the product.
-    """
-    largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
-    largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
-    return (scale != 0).to(scale.dtype), scale / largest, largest

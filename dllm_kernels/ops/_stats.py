@@ -10,7 +10,7 @@ import math
 
 import torch
 
-from dllm_kernels.ops._chunks import Factors, Gradients, _Chunks, _no_autocast, _unit_scale, times_headroom
+from dllm_kernels.ops._chunks import Chunks, Gradients, no_autocast, unit_scale
 from dllm_kernels.ops._plan import NO_GRADIENTS, LinearJob, LinearStatsJob, Plan
 from dllm_kernels.ops._rows import SKIP, StatsPrimitives, as_blv
 from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found, Upstream
@@ -37,8 +37,8 @@ def backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream, plan: P
 
 def linear_forward(job: LinearStatsJob, ask: Ask, plan: Plan) -> Found:
     """Of rows of hidden states: one product a chunk."""
-    with _no_autocast(_as_linear(job, ask)):
-        chunks = _Chunks(_as_linear(job, ask), plan, NO_GRADIENTS)
+    with no_autocast(_as_linear(job, ask)):
+        chunks = Chunks(_as_linear(job, ask), plan, NO_GRADIENTS)
         rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
         for chunk, _, marks, logits in chunks:
             part = _primitives(plan).forward(logits[None], _part(chunks, chunk, ask, marks))
@@ -57,17 +57,14 @@ def linear_forward(job: LinearStatsJob, ask: Ask, plan: Plan) -> Found:
 def linear_backward(job: LinearStatsJob, ask: Ask, found: Found, up: Upstream, plan: Plan) -> Gradients:
     """The gradients of hidden, weight and bias: the logits once more, then a product for each input that wants one."""
     linear = _as_linear(job, ask)
-    with _no_autocast(linear):
+    with no_autocast(linear):
         c = Coefficients.of(up, ask, found)
         size = c.size(up)
         ask = _with_gradient(ask, size)
-        factors, headroom = Factors(), None
         if plan.narrow:
             c = c.over(torch.where(size == 0, 1.0, size))
-            of_hidden = size
-            size, of_head, headroom = _unit_scale(size)
-            factors = Factors(of_hidden, of_head)
-        chunks = _Chunks(linear._replace(targets=ask.marks), plan, plan.needs, factors)
+        size, factors, headroom = unit_scale(size, plan)
+        chunks = Chunks(linear._replace(targets=ask.marks), plan, plan.needs, factors)
         take = chunks.rows.take
         for chunk, h, marks, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
@@ -75,12 +72,7 @@ def linear_backward(job: LinearStatsJob, ask: Ask, found: Found, up: Upstream, p
             here = _part(chunks, chunk, ask, marks)
             _primitives(plan).backward(logits[None], here, part, row_max, log_sum, logits[None])
             chunks.add_gradients(chunk, h, marks, logits, take(size, chunk))
-        if headroom is None:
-            return chunks.gradients()
-        grad_hidden, *head = chunks.gradients(wide=True)
-        dtypes = [None if t is None else t.dtype for t in (job.weight, job.bias)]
-        grad_weight, grad_bias = times_headroom(head, headroom, dtypes)
-        return grad_hidden, grad_weight, grad_bias
+        return chunks.gradients_times(headroom)
 
 
 def _primitives(plan: Plan) -> StatsPrimitives:
@@ -99,12 +91,12 @@ def _with_gradient(ask: Ask, size: torch.Tensor) -> Ask:
     return ask._replace(marks=ask.marks.masked_fill(size == 0, SKIP))
 
 
-def _part(chunks: _Chunks, chunk: slice, ask: Ask, marks: torch.Tensor) -> Ask:
+def _part(chunks: Chunks, chunk: slice, ask: Ask, marks: torch.Tensor) -> Ask:
     a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (ask.a, ask.b))
     return ask._replace(ids=chunks.rows.take(ask.ids, chunk), marks=marks, a=a, b=b)
 
 
-def _empty(chunks: _Chunks, ask: Ask, acc: torch.dtype) -> list[torch.Tensor | None]:
+def _empty(chunks: Chunks, ask: Ask, acc: torch.dtype) -> list[torch.Tensor | None]:
     """The fields of :class:`Found`, for the chunks to fill."""
     rows, device, mix = chunks.rows, chunks.logits.device, ask.a is not None
     wanted = (True, True, ask.entropy, mix, mix and ask.gradients)

@@ -14,7 +14,7 @@ import torch
 
 from dllm_kernels.ops._rows import SKIP
 from dllm_kernels.ops._stats_rows import FARTHEST, Ask, Coefficients, Found
-from dllm_kernels.ops._torch_rows import _column, _Listed, _Space, _spaces, _split, _team, _top, acc_dtype
+from dllm_kernels.ops._torch_blocks import Listed, Space, acc_dtype, column_of, spaces_for, split, team, top
 from dllm_kernels.ops._transform import Transform, through_, transformed, with_slope
 from dllm_kernels.ops._workers import share_out
 
@@ -22,7 +22,7 @@ from dllm_kernels.ops._workers import share_out
 class _Room(NamedTuple):
     """A thread's buffers: those of ``_torch_rows.py``, and some more blocks in the dtype of sums."""
 
-    space: _Space
+    space: Space
     more: Sequence[torch.Tensor]
 
 
@@ -41,7 +41,7 @@ class _Mix(NamedTuple):
         return cls(a, b, (a == 0) & (b > 0))
 
     def blocks(self, size: int) -> list[_Mix]:
-        return [_Mix(*part) for part in zip(*(_split(t, size) for t in self), strict=True)]
+        return [_Mix(*part) for part in zip(*(split(t, size) for t in self), strict=True)]
 
     def beside(self, row_sum: torch.Tensor) -> torch.Tensor:
         """What e^d has to be divided by, with itself added, to be q."""
@@ -52,7 +52,7 @@ def _rooms(
     threads: int, size: int, V: int, like: torch.Tensor, more: int, *, narrow: bool, slope: bool = False
 ) -> list[_Room]:
     acc = acc_dtype(like.dtype)
-    spaces = _spaces(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
+    spaces = spaces_for(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
     return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in spaces]
 
 
@@ -104,15 +104,15 @@ class _Sums(NamedTuple):
     def blocks(self, size: int) -> list[_Sums]:
         """Views of ``[size, 1]``."""
         count = -(-self.row_max.shape[0] // size)
-        parts = ([None] * count if t is None else _split(t.unsqueeze(1), size) for t in self)
+        parts = ([None] * count if t is None else split(t.unsqueeze(1), size) for t in self)
         return [_Sums(*part) for part in zip(*parts, strict=True)]
 
 
 def _reduce(
-    listed: _Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix | None, room: _Room
+    listed: Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix | None, room: _Room
 ) -> None:
     """All sums of a block of rows."""
-    wide = _top(room.space.wide, block)
+    wide = top(room.space.wide, block)
     z = transformed(listed.load(block, room.space), transform, wide)
     if sums.best is None:
         torch.amax(z, 1, keepdim=True, out=sums.row_max)
@@ -122,7 +122,7 @@ def _reduce(
     if sums.moment is None and mix is None:
         torch.sum(d.exp_(), 1, keepdim=True, out=sums.row_sum)
         return
-    e = torch.exp(d, out=_top(room.more[0], block))
+    e = torch.exp(d, out=top(room.more[0], block))
     torch.sum(e, 1, keepdim=True, out=sums.row_sum)
     _fill_skipped(d, transform, 0)
     d_sum = d.sum(1, keepdim=True) if mix is not None and bool(mix.none.any()) else None
@@ -142,8 +142,8 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found:
     acc = acc_dtype(logits.dtype)
     with_mix = ask.a is not None
     flags = (ask.correct, ask.entropy, with_mix, with_mix and ask.gradients)
-    listed, sums = _Listed(logits, rows), _Sums.empty(rows.numel(), logits, *flags)
-    threads, size = _team(rows.numel(), V, acc, logits.device)
+    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, *flags)
+    threads, size = team(rows.numel(), V, acc, logits.device)
     mix = _Mix.of(ask, rows) if with_mix else None
     parts = sums.blocks(size)
     mixes = [None] * len(parts) if mix is None else mix.blocks(size)
@@ -151,7 +151,7 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found:
     rooms = _rooms(threads, size, V, logits, int(ask.entropy or with_mix), narrow=not listed.together)
     share_out([partial(_reduce, listed, ask.transform, *block) for block in blocks], rooms)
     ids = ask.ids[rows]
-    column, inside = _column(ids, V)
+    column, inside = column_of(ids, V)
     picked = _at(listed, column).to(acc)
     picked = transformed(picked, ask.transform.pointwise, picked)
     found = _finish(sums, ids, picked.masked_fill_(~inside, math.nan))
@@ -175,7 +175,7 @@ def _nothing(ask: Ask, acc: torch.dtype) -> Found:
     return Found(log_probs, *rows, zeros(ask.correct, torch.bool))
 
 
-def _at(listed: _Listed, columns: torch.Tensor) -> torch.Tensor:
+def _at(listed: Listed, columns: torch.Tensor) -> torch.Tensor:
     """Entries ``[n, K]``, at so many columns of each row."""
     return listed.flat[listed.index.unsqueeze(1), columns]
 
@@ -201,9 +201,9 @@ def mix(
     wanted = (True, ask.gradients)
     out = [torch.zeros(ask.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
     if rows.numel():
-        listed, sums = _Listed(logits, rows), _Sums.empty(rows.numel(), logits, False, False, *wanted)
-        threads, size = _team(rows.numel(), V, row_max.dtype, logits.device)
-        per_row = (_split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum.exp()))
+        listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, False, False, *wanted)
+        threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
+        per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum.exp()))
         jobs = zip(listed.blocks(size), sums.blocks(size), _Mix.of(ask, rows).blocks(size), *per_row, strict=True)
         rooms = _rooms(threads, size, V, logits, 1, narrow=not listed.together)
         share_out([partial(_mix_block, listed, ask.transform, *job) for job in jobs], rooms)
@@ -215,12 +215,12 @@ def mix(
 
 
 def _mix_block(
-    listed: _Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix, row_max: torch.Tensor,
+    listed: Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix, row_max: torch.Tensor,
     row_sum: torch.Tensor, room: _Room,
 ) -> None:  # fmt: skip
-    wide = _top(room.space.wide, block)
+    wide = top(room.space.wide, block)
     d = torch.sub(transformed(listed.load(block, room.space), transform, wide), row_max, out=wide)
-    e = torch.exp(d, out=_top(room.more[0], block))
+    e = torch.exp(d, out=top(room.more[0], block))
     _fill_skipped(d, transform, 0)
     d_sum = d.sum(1, keepdim=True) if bool(mix.none.any()) else None
     _add_up_mix(e, d_sum, row_sum, mix, sums, d, transform)
@@ -255,7 +255,7 @@ class _Grad(NamedTuple):
     def blocks(self, size: int) -> list[_Grad]:
         count = -(-self.row_max.shape[0] // size)
         return [
-            _Grad(*part) for part in zip(*([None] * count if t is None else _split(t, size) for t in self), strict=True)
+            _Grad(*part) for part in zip(*([None] * count if t is None else split(t, size) for t in self), strict=True)
         ]
 
     def dense(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
@@ -284,17 +284,17 @@ def backward(
     acc = acc_dtype(logits.dtype)
     mask = ask.marks != SKIP
     idle, rows = (~mask).nonzero().squeeze(1), mask.nonzero().squeeze(1)
-    threads, size = _team(B * L, V, acc, logits.device)
+    threads, size = team(B * L, V, acc, logits.device)
     jobs: list[Callable[[_Room], None]] = []
     if idle.numel():
-        unread = _Listed(out, idle)
+        unread = Listed(out, idle)
         jobs += [partial(_zero, unread, block) for block in unread.blocks(size)]
     if rows.numel() == 0:
-        share_out(jobs, [_Room(s, ()) for s in _spaces(threads, size, V, logits, wide=False, narrow=False)])
+        share_out(jobs, [_Room(s, ()) for s in spaces_for(threads, size, V, logits, wide=False, narrow=False)])
         return
-    source, target = _Listed(logits, rows), _Listed(out, rows)
+    source, target = Listed(logits, rows), Listed(out, rows)
     grad = _Grad.of(c, ask, row_max, log_sum, rows)
-    column, _ = _column(ask.ids[rows], V)
+    column, _ = column_of(ask.ids[rows], V)
     at_ids = _at_ids(_at(source, column).to(acc), column, ask.ids[rows], c.of_ids[rows], grad, ask.transform)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
     jobs += [partial(_grad_block, source, target, ask.transform, *block) for block in blocks]
@@ -304,16 +304,16 @@ def backward(
     target.flat[target.index.unsqueeze(1), column] = at_ids.to(out.dtype)
 
 
-def _zero(listed: _Listed, block: torch.Tensor, room: _Room) -> None:
+def _zero(listed: Listed, block: torch.Tensor, room: _Room) -> None:
     listed.zero(block, room.space)
 
 
 def _grad_block(
-    source: _Listed, target: _Listed, transform: Transform, block: torch.Tensor, to: torch.Tensor, grad: _Grad, room: _Room
+    source: Listed, target: Listed, transform: Transform, block: torch.Tensor, to: torch.Tensor, grad: _Grad, room: _Room
 ) -> None:  # fmt: skip
     space = room.space
-    z, slope = with_slope(source.load(block, space), transform, _top(space.wide, block), _top(space.slope, block))
-    values = grad.dense(z, target.room(to, space), *(_top(t, block) for t in room.more))
+    z, slope = with_slope(source.load(block, space), transform, top(space.wide, block), top(space.slope, block))
+    values = grad.dense(z, target.room(to, space), *(top(t, block) for t in room.more))
     target.store(to, through_(values, slope, transform), space)
 
 

@@ -1,8 +1,7 @@
 """The row primitives in plain torch: active rows only, a few of them at a time, in a buffer that stays in cache.
 
-Neither a float32 copy of the logits nor a saved softmax of them ever exists: the working set is one block of rows in the
-accumulation dtype for each of a few threads (``_workers.py``). What is one number a row is computed for all rows at once,
-before the blocks or after them; that includes the column of the target.
+Neither a float32 copy of the logits nor a saved softmax of them ever exists (``_torch_blocks.py``). What is one number a row
+is computed for all rows at once, before the blocks or after them; that includes the column of the target.
 
 Finding the active rows (``nonzero``) syncs a GPU with its host; on CPU it costs nothing.
 """
@@ -18,126 +17,19 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.ops._rows import SKIP, Stats
+from dllm_kernels.ops._torch_blocks import (
+    COMMON_BLOCK_BYTES,
+    Listed,
+    Space,
+    acc_dtype,
+    column_of,
+    spaces_for,
+    split,
+    team,
+    top,
+)
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
-from dllm_kernels.ops._workers import how_many, share_out
-
-# Bytes of the block of rows that a thread works on. It has to stay in a core's cache: of those with 2 MiB, 0.5 and 1 MiB
-# took the same time, 2 MiB 10 % and 4 MiB 35 % more. Many threads wait for the interpreter instead, hence larger blocks.
-BLOCK_BYTES = 1 << 20
-# Bytes of a block that all cores work on, or a GPU: fewer, larger operations.
-COMMON_BLOCK_BYTES = 4 << 20
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are made in: float64 for float64, float32 for everything else."""
-    return torch.promote_types(dtype, torch.float32)
-
-
-class _Space(NamedTuple):
-    """A thread's buffers: a block in the accumulation dtype, one in the dtype of the logits, and one for slopes."""
-
-    wide: torch.Tensor
-    narrow: torch.Tensor
-    slope: torch.Tensor
-
-
-def _split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
-    return (t,) if t.shape[0] <= size else torch.split(t, size)
-
-
-def _top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """As many rows of ``t`` as the block has."""
-    return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
-
-
-class _Listed:
-    """Some rows of a ``[B, L, V]`` tensor, a block at a time: in place where they lie side by side, else copied."""
-
-    def __init__(self, t: torch.Tensor, rows: torch.Tensor) -> None:
-        B, L, V = t.shape
-        position = t.stride(1) if L > 1 else t.stride(0) if B > 1 else V
-        batch = t.stride(0) if B > 1 else L * position
-        step = math.gcd(batch, position) or V  # every row begins at a multiple of it, so that one number finds a row
-        batch, position = batch // step, position // step
-        self.flat = t.detach().as_strided(((B - 1) * batch + (L - 1) * position + 1, V), (step, t.stride(2)))
-        dense = (batch, position) == (L, 1)
-        self.index = rows if dense else rows // L * batch + rows % L * position
-        self.first = 0 if rows.numel() == B * L else int(rows[0])
-        self.together = dense and (rows.numel() == B * L or int(rows[-1]) - self.first == rows.numel() - 1)
-
-    def blocks(self, size: int) -> tuple[torch.Tensor, ...]:
-        """The rows themselves where they lie together, else their numbers, ``size`` at a time."""
-        listed = self.flat[self.first : self.first + self.index.numel()] if self.together else self.index
-        return _split(listed, size)
-
-    def load(self, block: torch.Tensor, space: _Space) -> torch.Tensor:
-        """The block in the accumulation dtype: the rows themselves, or a copy in ``space.wide``."""
-        wide = _top(space.wide, block)
-        if self.together:
-            return block if block.dtype == wide.dtype else wide.copy_(block)
-        if self.flat.dtype == wide.dtype:
-            return torch.index_select(self.flat, 0, block, out=wide)
-        return wide.copy_(torch.index_select(self.flat, 0, block, out=_top(space.narrow, block)))
-
-    def room(self, block: torch.Tensor, space: _Space) -> torch.Tensor:
-        """Where to make what :meth:`store` is to write: the rows themselves, or ``space.wide``."""
-        wide = _top(space.wide, block)
-        return block if self.together and block.dtype == wide.dtype else wide
-
-    def store(self, block: torch.Tensor, values: torch.Tensor, space: _Space) -> None:
-        """Write what was made in :meth:`room`."""
-        if self.together:
-            if values is not block:
-                block.copy_(values)
-        elif values.dtype == self.flat.dtype:
-            self.flat.index_copy_(0, block, values)
-        else:
-            self.flat.index_copy_(0, block, _top(space.narrow, block).copy_(values))
-
-    def zero(self, block: torch.Tensor, _: _Space) -> None:
-        """Write zeros."""
-        if self.together:
-            block.zero_()
-        else:
-            self.flat.index_fill_(0, block, 0)
-
-    def column(self, columns: torch.Tensor) -> torch.Tensor:
-        """One entry of each row."""
-        return self.flat[self.index, columns]
-
-    def set_column(self, columns: torch.Tensor, values: torch.Tensor) -> None:
-        """Write one entry of each row."""
-        self.flat[self.index, columns] = values
-
-
-def _team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[int, int]:
-    """Threads to share the rows out among, and how many rows make a block."""
-    row, threads = max(V * acc.itemsize, 1), how_many(device)
-    one_core = device.type == "cpu" and torch.get_num_threads() == 1
-    if not one_core and (threads == 1 or rows * row <= COMMON_BLOCK_BYTES):  # so few are not worth waking threads for
-        return 1, max(1, min(rows, COMMON_BLOCK_BYTES // row))
-    many = min(max(threads // 4, 1), 4)
-    least, most = (max(size // row, 1) for size in (BLOCK_BYTES // 4, BLOCK_BYTES * many))
-    return threads, max(1, min(rows, max(rows // (4 * threads), least), most))
-
-
-def _spaces(
-    threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool, slope: bool = False
-) -> list[_Space]:
-    acc = acc_dtype(like.dtype)
-    return [
-        _Space(
-            torch.empty(size * wide, V, dtype=acc, device=like.device),
-            torch.empty(size * (narrow and like.dtype != acc), V, dtype=like.dtype, device=like.device),
-            torch.empty(size * slope, V, dtype=acc, device=like.device),
-        )
-        for _ in range(threads)
-    ]
-
-
-def _column(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A column to look at for every target, and whether the target is really there."""
-    return y.clamp(0, max(V - 1, 0)), (y >= 0) & (y < V)
+from dllm_kernels.ops._workers import share_out
 
 
 def _of_column(z: torch.Tensor, transform: Transform) -> torch.Tensor:
@@ -163,7 +55,7 @@ class _Sums(NamedTuple):
 
     def blocks(self, size: int) -> list[_Sums]:
         """Views of ``[size, 1]``."""
-        parts = [itertools.repeat(None) if t is None else _split(t.unsqueeze(1), size) for t in self]
+        parts = [itertools.repeat(None) if t is None else split(t.unsqueeze(1), size) for t in self]
         return [_Sums(*part) for part in zip(*parts, strict=False)]
 
     def reduce(self, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -205,17 +97,17 @@ def row_stats(
     rows = (targets != SKIP).nonzero().squeeze(1)
     if rows.numel() == 0:
         return _empty_stats(B * L, acc, logits.device, with_correct)
-    listed, sums = _Listed(logits, rows), _Sums.empty(rows.numel(), acc, logits.device, with_correct)
+    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), acc, logits.device, with_correct)
 
-    def work(block: torch.Tensor, part: _Sums, space: _Space) -> None:
-        wide = _top(space.wide, block)
+    def work(block: torch.Tensor, part: _Sums, space: Space) -> None:
+        wide = top(space.wide, block)
         part.reduce(transformed(listed.load(block, space), transform, wide), wide)
 
-    threads, size = _team(rows.numel(), V, acc, logits.device)
-    spaces = _spaces(threads, size, V, logits, wide=True, narrow=not listed.together)
+    threads, size = team(rows.numel(), V, acc, logits.device)
+    spaces = spaces_for(threads, size, V, logits, wide=True, narrow=not listed.together)
     share_out([partial(work, *job) for job in zip(listed.blocks(size), sums.blocks(size), strict=True)], spaces)
     y = targets[rows]
-    column, inside = _column(y, V)
+    column, inside = column_of(y, V)
     target_logit = _of_column(listed.column(column).to(acc), transform).masked_fill_(~inside, math.nan)
     listed_stats = sums.stats(y, target_logit)
     if rows.numel() == B * L:
@@ -243,16 +135,16 @@ def row_grad(
     acc = acc_dtype(logits.dtype)
     mask = (targets != SKIP) & (scale != 0)
     idle, rows = (~mask).nonzero().squeeze(1), mask.nonzero().squeeze(1)
-    threads, size = _team(B * L, V, acc, logits.device)
-    jobs: list[Callable[[_Space], None]] = []
+    threads, size = team(B * L, V, acc, logits.device)
+    jobs: list[Callable[[Space], None]] = []
     if idle.numel():
-        unread = _Listed(out, idle)
+        unread = Listed(out, idle)
         jobs += [partial(unread.zero, block) for block in unread.blocks(size)]
     if rows.numel() == 0:
-        share_out(jobs, _spaces(threads, size, V, logits, wide=False, narrow=False))
+        share_out(jobs, spaces_for(threads, size, V, logits, wide=False, narrow=False))
         return
-    source, target = _Listed(logits, rows), _Listed(out, rows)
-    column, inside = _column(targets[rows], V)
+    source, target = Listed(logits, rows), Listed(out, rows)
+    column, inside = column_of(targets[rows], V)
     scale, row_max = scale[rows], row_max[rows]
     if whole_row:
         scale = torch.where(inside, scale, math.nan)
@@ -263,17 +155,17 @@ def row_grad(
     with_onehot = (factor * torch.exp(at_target - row_max) - scale) * slope_there
 
     def work(
-        block: torch.Tensor, to: torch.Tensor, part_max: torch.Tensor, part_factor: torch.Tensor, space: _Space
+        block: torch.Tensor, to: torch.Tensor, part_max: torch.Tensor, part_factor: torch.Tensor, space: Space
     ) -> None:
         room = target.room(to, space)
-        x, slope = with_slope(source.load(block, space), transform, room, _top(space.slope, block))
+        x, slope = with_slope(source.load(block, space), transform, room, top(space.slope, block))
         target.store(to, through_(torch.sub(x, part_max, out=room).exp_().mul_(part_factor), slope, transform), space)
 
-    per_row = (_split(t.unsqueeze(1), size) for t in (row_max, factor))
+    per_row = (split(t.unsqueeze(1), size) for t in (row_max, factor))
     jobs += [partial(work, *job) for job in zip(source.blocks(size), target.blocks(size), *per_row, strict=True)]
     in_place = source.together and target.together
     wide, caps = not in_place or logits.dtype != acc, transform.softcap is not None
-    share_out(jobs, _spaces(threads, size, V, logits, wide=wide, narrow=not in_place, slope=caps))
+    share_out(jobs, spaces_for(threads, size, V, logits, wide=wide, narrow=not in_place, slope=caps))
     target.set_column(column, torch.where(inside, with_onehot.to(out.dtype), target.column(column)))
 
 
@@ -289,7 +181,7 @@ def row_nll_grad_(
     C, V = logits.shape
     acc = acc_dtype(logits.dtype)
     mask = targets != SKIP
-    column, inside = _column(targets, V)
+    column, inside = column_of(targets, V)
     row = torch.arange(C, device=logits.device)
     target_logit, slope_there = _with_slope_of_column(
         logits[row, column].to(acc), transform
@@ -298,20 +190,20 @@ def row_nll_grad_(
     row_scale = torch.where(inside, scale, math.nan)
 
     def work(
-        block: torch.Tensor, part: _Sums, part_scale: torch.Tensor, part_factor: torch.Tensor, space: _Space
+        block: torch.Tensor, part: _Sums, part_scale: torch.Tensor, part_factor: torch.Tensor, space: Space
     ) -> None:
-        x = block if block.dtype == acc else _top(space.wide, block).copy_(block)
-        _, slope = with_slope(x, transform, x, _top(space.slope, block))
+        x = block if block.dtype == acc else top(space.wide, block).copy_(block)
+        _, slope = with_slope(x, transform, x, top(space.slope, block))
         part.reduce(x, x)
         through_(x.mul_(torch.div(part_scale, part.row_sum, out=part_factor)), slope, transform)
         if x is not block:
             block.copy_(x)
 
-    threads, size = _team(C, V, acc, logits.device)
-    per_row = (_split(t.unsqueeze(1), size) for t in (row_scale, factor))
+    threads, size = team(C, V, acc, logits.device)
+    per_row = (split(t.unsqueeze(1), size) for t in (row_scale, factor))
     caps = transform.softcap is not None
-    spaces = _spaces(threads, size, V, logits, wide=logits.dtype != acc, narrow=False, slope=caps)
-    jobs = [partial(work, *job) for job in zip(_split(logits, size), sums.blocks(size), *per_row, strict=True)]
+    spaces = spaces_for(threads, size, V, logits, wide=logits.dtype != acc, narrow=False, slope=caps)
+    jobs = [partial(work, *job) for job in zip(split(logits, size), sums.blocks(size), *per_row, strict=True)]
     share_out(jobs, spaces)
     with_onehot = (factor * torch.exp(target_logit - sums.row_max) - row_scale) * slope_there
     logits[row, column] = with_onehot.to(logits.dtype)

@@ -1,0 +1,132 @@
+"""Blocks of rows: what both files of row primitives in plain torch work on, a few rows at a time for each thread.
+
+The working set is one block of rows in the dtype of sums for each of a few threads (``_workers.py``), small enough to stay
+in a core's cache.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from dllm_kernels.ops._workers import how_many
+
+# Bytes of the block of rows that a thread works on. It has to stay in a core's cache: of those with 2 MiB, 0.5 and 1 MiB
+# took the same time, 2 MiB 10 % and 4 MiB 35 % more. Many threads wait for the interpreter instead, hence larger blocks.
+BLOCK_BYTES = 1 << 20
+# Bytes of a block that all cores work on, or a GPU: fewer, larger operations.
+COMMON_BLOCK_BYTES = 4 << 20
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype sums are made in: float64 for float64, float32 for everything else."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class Space(NamedTuple):
+    """A thread's buffers: a block in the accumulation dtype, one in the dtype of the logits, and one for slopes."""
+
+    wide: torch.Tensor
+    narrow: torch.Tensor
+    slope: torch.Tensor
+
+
+def split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+    return (t,) if t.shape[0] <= size else torch.split(t, size)
+
+
+def top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """As many rows of ``t`` as the block has."""
+    return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
+
+
+class Listed:
+    """Some rows of a ``[B, L, V]`` tensor, a block at a time: in place where they lie side by side, else copied."""
+
+    def __init__(self, t: torch.Tensor, rows: torch.Tensor) -> None:
+        B, L, V = t.shape
+        position = t.stride(1) if L > 1 else t.stride(0) if B > 1 else V
+        batch = t.stride(0) if B > 1 else L * position
+        step = math.gcd(batch, position) or V  # every row begins at a multiple of it, so that one number finds a row
+        batch, position = batch // step, position // step
+        self.flat = t.detach().as_strided(((B - 1) * batch + (L - 1) * position + 1, V), (step, t.stride(2)))
+        dense = (batch, position) == (L, 1)
+        self.index = rows if dense else rows // L * batch + rows % L * position
+        self.first = 0 if rows.numel() == B * L else int(rows[0])
+        self.together = dense and (rows.numel() == B * L or int(rows[-1]) - self.first == rows.numel() - 1)
+
+    def blocks(self, size: int) -> tuple[torch.Tensor, ...]:
+        """The rows themselves where they lie together, else their numbers, ``size`` at a time."""
+        listed = self.flat[self.first : self.first + self.index.numel()] if self.together else self.index
+        return split(listed, size)
+
+    def load(self, block: torch.Tensor, space: Space) -> torch.Tensor:
+        """The block in the accumulation dtype: the rows themselves, or a copy in ``space.wide``."""
+        wide = top(space.wide, block)
+        if self.together:
+            return block if block.dtype == wide.dtype else wide.copy_(block)
+        if self.flat.dtype == wide.dtype:
+            return torch.index_select(self.flat, 0, block, out=wide)
+        return wide.copy_(torch.index_select(self.flat, 0, block, out=top(space.narrow, block)))
+
+    def room(self, block: torch.Tensor, space: Space) -> torch.Tensor:
+        """Where to make what :meth:`store` is to write: the rows themselves, or ``space.wide``."""
+        wide = top(space.wide, block)
+        return block if self.together and block.dtype == wide.dtype else wide
+
+    def store(self, block: torch.Tensor, values: torch.Tensor, space: Space) -> None:
+        """Write what was made in :meth:`room`."""
+        if self.together:
+            if values is not block:
+                block.copy_(values)
+        elif values.dtype == self.flat.dtype:
+            self.flat.index_copy_(0, block, values)
+        else:
+            self.flat.index_copy_(0, block, top(space.narrow, block).copy_(values))
+
+    def zero(self, block: torch.Tensor, _: Space) -> None:
+        """Write zeros."""
+        if self.together:
+            block.zero_()
+        else:
+            self.flat.index_fill_(0, block, 0)
+
+    def column(self, columns: torch.Tensor) -> torch.Tensor:
+        """One entry of each row."""
+        return self.flat[self.index, columns]
+
+    def set_column(self, columns: torch.Tensor, values: torch.Tensor) -> None:
+        """Write one entry of each row."""
+        self.flat[self.index, columns] = values
+
+
+def team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[int, int]:
+    """Threads to share the rows out among, and how many rows make a block."""
+    row, threads = max(V * acc.itemsize, 1), how_many(device)
+    one_core = device.type == "cpu" and torch.get_num_threads() == 1
+    if not one_core and (threads == 1 or rows * row <= COMMON_BLOCK_BYTES):  # so few are not worth waking threads for
+        return 1, max(1, min(rows, COMMON_BLOCK_BYTES // row))
+    many = min(max(threads // 4, 1), 4)
+    least, most = (max(size // row, 1) for size in (BLOCK_BYTES // 4, BLOCK_BYTES * many))
+    return threads, max(1, min(rows, max(rows // (4 * threads), least), most))
+
+
+def spaces_for(
+    threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool, slope: bool = False
+) -> list[Space]:
+    acc = acc_dtype(like.dtype)
+    return [
+        Space(
+            torch.empty(size * wide, V, dtype=acc, device=like.device),
+            torch.empty(size * (narrow and like.dtype != acc), V, dtype=like.dtype, device=like.device),
+            torch.empty(size * slope, V, dtype=acc, device=like.device),
+        )
+        for _ in range(threads)
+    ]
+
+
+def column_of(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A column to look at for every target, and whether the target is really there."""
+    return y.clamp(0, max(V - 1, 0)), (y >= 0) & (y < V)
