@@ -10,9 +10,10 @@ HOST := nemo-automodel==0.7.0
 STAMP := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: help test test-variation demo lint types bench-smoke mutants ci clean
+.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke mutants ci clean
 help:
 	@echo "make test            install into $(VENV) and run the test suite"
+	@echo "make test-exhaustive  what that leaves out of large products of cases, and every kernel compiled for every GPU"
 	@echo "make demo            train a small diffusion LM on real text, reference loss beside ours  (ARGS='--mode block')"
 	@echo "make test-variation  the tests of numbers as an older processor would run them"
 	@echo "make lint types      ruff; mypy --strict"
@@ -28,14 +29,17 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(ARGS)
+
+test-exhaustive: $(STAMP)
+	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS)
 
 # Every file that judges by the parity rule, and those that compare two runs.
 test-variation: export ATEN_CPU_CAPABILITY = default
 test-variation: export MKL_CBWR = COMPATIBLE
 test-variation: export OMP_NUM_THREADS = 1
 test-variation: $(STAMP)
-	$(BIN)/python -m pytest -n auto $(shell grep -l tests.parity tests/test_*.py) tests/test_compile.py tests/test_distributed.py $(ARGS)
+	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(shell grep -l tests.parity tests/test_*.py) tests/test_compile.py tests/test_distributed.py $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks train $(ARGS)
@@ -54,7 +58,7 @@ bench-smoke: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
-ci: test test-variation lint types bench-smoke
+ci: test test-exhaustive test-variation lint types bench-smoke
 
 clean:
 	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants.jsonl

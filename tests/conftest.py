@@ -1,7 +1,10 @@
 """Run the kernels on the GPU where there is one, else on CPU tensors under Triton's interpreter."""
 
+import fcntl
+import itertools
 import os
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 
 import torch
@@ -23,11 +26,55 @@ if os.environ.get("PYTEST_XDIST_WORKER") and "OMP_NUM_THREADS" not in os.environ
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def covering(items, strength):
+    """As few as are found of a function's cases in which any ``strength`` of its parameters take all values they have."""
+
+    def combinations(item):
+        values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
+        return set(itertools.combinations(values, min(strength, len(values))))
+
+    left = [(item, combinations(item)) for item in items]
+    wanted, chosen = set().union(*(c for _, c in left)), []
+    while wanted:
+        item, best = max(left, key=lambda pair: len(pair[1] & wanted))  # the first of equals
+        chosen.append(item)
+        wanted -= best
+    return chosen
+
+
+@pytest.hookimpl(tryfirst=True)  # before the marks are asked for
 def pytest_collection_modifyitems(items):
+    large = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("covering"):
+            large[item.path, item.originalname].append(item)
+    for cases in large.values():
+        everyday = set(covering(cases, *cases[0].get_closest_marker("covering").args))
+        for item in cases:
+            if item not in everyday:
+                item.add_marker("exhaustive")
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
         if "gpu" in item.keywords and DEVICE == "cpu":
             item.add_marker(no_gpu)
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """(name, make) -> a path that ``make(path)`` has made, once for all pytest workers: the others wait for it."""
+    folder = tmp_path_factory.getbasetemp()
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        folder = folder.parent
+
+    def made(name, make):
+        path = folder / name
+        with Path(folder, name + ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                make(path)
+        return path
+
+    return made
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from tests.cases import FEWER, Case
 
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
+EXHAUSTIVE = set()  # (world size, name) of what ``make test`` leaves to ``make test-exhaustive``
+# Where a check runs for many losses, those that differ most in what they ask of a parallel layout run every time.
+EVERY_TIME = ("token_nll", "mdlm, counted", "hybrid", "dflash", "MTP", "pipeline")
 
 
 # What stands behind README's table of parallelisms: row -> the checks of its three columns (losses from logits, losses from
@@ -124,7 +127,10 @@ def check(world, **parameter):
             CHECKS[world][function.__name__] = function
         for name, values in parameter.items():
             for value in values:
-                CHECKS[world][f"{function.__name__}[{value}]"] = functools.partial(function, **{name: value})
+                check_name = f"{function.__name__}[{value}]"
+                CHECKS[world][check_name] = functools.partial(function, **{name: value})
+                if value not in EVERY_TIME and set(EVERY_TIME) & set(values):
+                    EXHAUSTIVE.add((world, check_name))
         return function
 
     return register

@@ -2,7 +2,8 @@
 
 Starting processes is slow, so one start serves all checks of a world size: each rank runs them in order and writes, after
 every check, what became of it. ``tests/test_distributed.py`` reads that and shows one test a check. Where the system can
-fork, what the ranks import is imported once, before they are. ONLY names some checks, all that begin so.
+fork, what the ranks import is imported once, before they are. ONLY names some checks, all that begin so; ``only.json`` in
+the folder lists some.
 """
 
 import contextlib
@@ -47,14 +48,15 @@ def join(rank, world, folder, seconds):
 
 
 def run_checks(rank, world, folder, only):
-    """Run all that begin with ``only``.
+    """Run all that begin with ``only`` and that ``only.json`` lists, if it is there.
 
     A check that fails on one rank may leave others waiting, whose wait ends with the group's timeout.
     """
     join(rank, world, folder, 30)
-    results = {}
+    results, listed = {}, Path(folder, "only.json")
+    asked = json.loads(listed.read_text()) if listed.exists() else CHECKS[world]
     for name, function in CHECKS[world].items():
-        if not name.startswith(only):
+        if name not in asked or not name.startswith(only):
             continue
         start = time.perf_counter()
         try:

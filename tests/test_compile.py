@@ -78,6 +78,7 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
             torch.testing.assert_close(compiled, eager)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("case", FEWER, ids=lambda case: case.name)
 def test_every_loss_is_one_graph_forward_and_backward(case, form):
@@ -86,7 +87,13 @@ def test_every_loss_is_one_graph_forward_and_backward(case, form):
 
 
 @pytest.mark.parametrize(
-    ("name", "form"), [("token_nll", "logits"), ("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "hidden")]
+    ("name", "form"),
+    [
+        ("hybrid", "logits"),
+        ("dflash", "hidden"),
+        pytest.param("token_nll", "logits", marks=pytest.mark.exhaustive),
+        pytest.param("token_nll", "hidden", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_through_inductor(name, form):
     case = BY_NAME[name]
@@ -199,6 +206,7 @@ def assert_few_graphs_of(case, form, lengths, count=None):
     assert_few_graphs(step, draws(), 1 if lengths == 1 and count in (None, COUNTS["tensor"]) else 2)
 
 
+@pytest.mark.covering(1)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("name", COUNTED)
@@ -207,18 +215,21 @@ def test_counts_and_lengths_that_change_from_step_to_step(name, form, count):
     assert_few_graphs_of(BY_NAME[name], form, 7, count)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("case", [c for c in FEWER if c.name not in COUNTED], ids=lambda case: case.name)
 def test_lengths_that_change_from_step_to_step(case, form):
     assert_few_graphs_of(case, form, 7)
 
 
+@pytest.mark.covering(1)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_counts_that_change_while_the_length_stays(form, count):
     assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 1, count)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [np.int64, np.float32], ids=lambda n: n.__name__)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_counts_of_numpy(form, number):
@@ -264,6 +275,7 @@ def assert_targets_are_checked(name, form, compiler, monkeypatch):
     assert not counters["graph_break"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("name", ["token_nll", "weighted_nll", "mdlm", "hybrid, one tensor", "dflash", "encoder AR"])
 def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
@@ -271,7 +283,7 @@ def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
     assert_targets_are_checked(name, form, "aot_eager", monkeypatch)
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("form", ["logits", pytest.param("hidden", marks=pytest.mark.exhaustive)])
 def test_targets_are_checked_through_inductor(form, monkeypatch):
     assert_targets_are_checked("mdlm", form, "inductor", monkeypatch)
 
@@ -299,6 +311,7 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=False, device=DEVICE)
 
 
+@pytest.mark.covering(1)
 @counts
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
@@ -357,6 +370,7 @@ def made_inside(base):
     return {"direct": direct, "mtp": mtp, "per depth": per_depth, "pipeline": pipeline, "stage": stage}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", made_inside(None))
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):
@@ -471,6 +485,7 @@ def linear_plan(dtype, needs, **options):
     return Plan(dtype, False, with_correct=True, needs=Needs(*needs), **options).pack()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_linear(dtype, needs):
@@ -522,6 +537,7 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
         torch.library.opcheck(_compiled._row_stats, (x, *statistics_of(5, 2, mix), *packed), test_utils=TESTS)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("num_active", [None, 4])

@@ -98,6 +98,7 @@ def test_uniform_is_the_reference(B, L, backend, device):
     assert same(corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, seeds=seeds, backend=backend), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("block_size", [None, 1, 4, 7, 32, 64])
 @pytest.mark.parametrize(("eps", "half_life_ratio"), [(1e-3, 0.25), (0.0, 1.0), (0.5, 0.05)])
 def test_blockwise_is_the_reference(block_size, eps, half_life_ratio, backend, device):
@@ -125,6 +126,7 @@ def test_all_masked_is_the_reference(backend, device):
     assert same(corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend), expected)
 
 
+@pytest.mark.covering(1)
 @every_routine
 @pytest.mark.parametrize("L", [1, 70])
 def test_kernel_and_torch_draw_the_same(routine, L, device):

@@ -36,7 +36,14 @@ def fresh_dynamo():
 # Last blocks that are short, one that is not, a block beyond the row, blocks of one, no blocks.
 @pytest.mark.parametrize(
     ("B", "L", "block_size"),
-    [(1, 100, 32), (2, 7, 3), (3, 33, 32), (2, 50, 48), (2, 64, 32), (2, 9, 40), (2, 5, 1), (3, 41, None)],
+    [
+        (1, 100, 32),
+        (3, 41, None),
+        *(
+            pytest.param(*shape, marks=pytest.mark.exhaustive)
+            for shape in ((2, 7, 3), (3, 33, 32), (2, 50, 48), (2, 64, 32), (2, 9, 40), (2, 5, 1))
+        ),
+    ],
 )
 def test_inductor_gives_the_eager_result(B, L, block_size):
     generator = torch.Generator().manual_seed(L)

@@ -60,6 +60,7 @@ def test_a_given_level_is_the_reference(routine, shape, backend, device):
     assert same(got, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 @pytest.mark.parametrize("routine", ["uniform", "exact", "blockwise", "blocks"])
 def test_giving_the_level_that_would_be_drawn_changes_nothing(routine, source, backend, device):

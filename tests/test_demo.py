@@ -30,6 +30,7 @@ def run(mode, out, cache, *more):
     return status, json.loads((out / f"{mode}.json").read_text())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("corruption", ["ours", "reference"])
 @pytest.mark.parametrize("mode", TASKS)
 def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, capsys):

@@ -1,12 +1,12 @@
 """The losses in several processes on loopback, each check against the single-process run: see ``distributed_*.py``."""
 
-import fcntl
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +15,7 @@ import torch
 from dllm_kernels import ops
 from dllm_kernels.distributed import LossHead, global_token_count
 from tests import distributed_workers
-from tests.distributed_checks import CHECKS, TABLE
+from tests.distributed_checks import CHECKS, EXHAUSTIVE, TABLE
 
 ROOT = Path(__file__).parent.parent
 DEADLINE = 900  # seconds for all checks of a world size, beside other tests; the group's own timeout is 30
@@ -42,23 +42,25 @@ def finish(process, deadline):
 
 
 @pytest.fixture(scope="session")
-def outcome(tmp_path_factory):
-    """(world) -> what became of every check on every rank; started once, also where several pytest workers ask."""
-    shared = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        shared = shared.parent
+def outcome(once, request):
+    """(world) -> what became of each selected check on each rank."""
+
+    def run(world, folder):
+        folder.mkdir()
+        Path(folder, "only.json").write_text(json.dumps(selected(request.session.items, world)))
+        finish(start(world, folder, "checks"), DEADLINE)
 
     def of(world):
-        folder = shared / f"distributed{world}"
-        folder.mkdir(exist_ok=True)
-        with Path(folder, "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not Path(folder, "done").exists():
-                finish(start(world, folder, "checks"), DEADLINE)
-                Path(folder, "done").touch()
+        folder = once(f"distributed{world}", partial(run, world))
         return [_read(folder, rank) for rank in range(world)], folder
 
     return of
+
+
+def selected(items, world):
+    """The checks of a world size that are tests of this session."""
+    functions = {2: test_in_two_processes, 4: test_in_four_processes}
+    return [item.callspec.params["name"] for item in items if getattr(item, "function", None) is functions[world]]
 
 
 def _read(folder, rank):
@@ -81,12 +83,17 @@ def judge(outcome, world, name):
             pytest.fail(f"rank {rank}:\n{result[name]}")
 
 
-@pytest.mark.parametrize("name", CHECKS[2])
+def checks(world):
+    exhaustive = pytest.mark.exhaustive
+    return [pytest.param(n, marks=exhaustive) if (world, n) in EXHAUSTIVE else n for n in CHECKS[world]]
+
+
+@pytest.mark.parametrize("name", checks(2))
 def test_in_two_processes(outcome, name):
     judge(outcome, 2, name)
 
 
-@pytest.mark.parametrize("name", CHECKS[4])
+@pytest.mark.parametrize("name", checks(4))
 def test_in_four_processes(outcome, name):
     judge(outcome, 4, name)
 

@@ -35,6 +35,7 @@ def test_one_set_from_given_draws(N, D, backend, device):
     assert torch.equal(gumbel_topk_mask(log_w, k, uniform=uniform, backend=backend), expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("N", "D"), SHAPES)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 def test_kernel_and_torch_choose_the_same_from_a_seed(N, D, source, device):
@@ -160,6 +161,7 @@ def test_draws_at_the_ends_are_moved_inside(backend, device):
     assert firsts == [{3}, {3, 4}, {1, 3, 4}, {0, 1, 3, 4}, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4}]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("k_dtype", [torch.int32, torch.int64, torch.uint8])
 def test_dtypes_strides_and_int_k(dtype, k_dtype, backend, device):

@@ -202,4 +202,4 @@ def test_importing_takes_under_50_ms_on_top_of_torch(tmp_path):
     """From the second time on, as Python caches bytecode. Processor time: what others do meanwhile is not counted."""
     code = "import torch, time; start = time.process_time(); import dllm_kernels; print(time.process_time() - start)"
     cached = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    assert min(float(run(code, **cached)) for _ in range(5)) < 0.05
+    assert any(float(run(code, **cached)) < 0.05 for _ in range(5))

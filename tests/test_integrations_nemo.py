@@ -63,13 +63,15 @@ def assert_identical(before, after):
 # Through the host's recipe and strategies -----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def steps(tmp_path_factory):
-    out = tmp_path_factory.mktemp("recipe") / "steps.pt"
+def run_recipe(out):
     command = [sys.executable, "-W", "ignore", "-m", "tests.nemo_recipe", str(out)]
     done = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def steps(once):
+    return torch.load(once("recipe_steps.pt", run_recipe), weights_only=False)
 
 
 RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")

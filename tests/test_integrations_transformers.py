@@ -517,16 +517,18 @@ def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
         torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
-    """What the two ranks found, see ``trainer_ranks.main``."""
-    out = tmp_path_factory.mktemp("ranks") / "ranks.pt"
+def run_two_ranks(out):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.trainer_ranks"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
     command = [sys.executable, "-W", "ignore", *launcher, str(out)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return torch.load(out)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(once):
+    """What the two ranks found, see ``trainer_ranks.main``."""
+    return torch.load(once("trainer_ranks.pt", run_two_ranks))
 
 
 @needs_trainer

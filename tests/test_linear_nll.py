@@ -65,6 +65,7 @@ def token_oracle(targets, active=None):
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("N", "V", "D", "chunk"), [(1, 1, 1, 1), (2, 2, 3, 1), (9, 37, 5, 4), (7, 53, 8, None), (3, 3, 2, 50)]
@@ -108,6 +109,7 @@ def test_any_leading_shape_and_strides(shape, path):
     assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("trains", [(h, w, b) for h in (0, 1) for w in (0, 1) for b in (0, 1)], ids=str)
 def test_frozen_and_trainable_in_every_combination(trains, path):
     leaves, targets, weights = inputs()
@@ -183,6 +185,7 @@ def test_without_grad_mode_only_the_first_product_runs(backend):
         assert products(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend=backend)) == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("chunk", [1, 3, 7, 9, 1000, None])
 def test_chunks_change_nothing(chunk, path):
     leaves, targets, weights = inputs(dtype=torch.float64)
@@ -353,6 +356,7 @@ def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("kind", ["random", "expanded", "strided", "zero"])
 def test_any_upstream_gradient_per_row(kind, trains_head, path):
@@ -453,9 +457,10 @@ def test_gradcheck(path):
     for leaf in leaves:
         leaf.requires_grad_()
     rows = {"chunk_size": 2, "backend": path}
-    assert torch.autograd.gradcheck(lambda h, w, b: linear_token_nll(h, w, targets, bias=b, **rows).nll, leaves)
+    fast = {"fast_mode": path == "triton"}  # interpreted
+    assert torch.autograd.gradcheck(lambda h, w, b: linear_token_nll(h, w, targets, bias=b, **rows).nll, leaves, **fast)
     frozen = leaves[1].detach()
-    assert torch.autograd.gradcheck(lambda h: linear_token_nll(h, frozen, targets, **rows).nll, leaves[:1])
+    assert torch.autograd.gradcheck(lambda h: linear_token_nll(h, frozen, targets, **rows).nll, leaves[:1], **fast)
 
 
 def test_gradients_of_the_weighted_form_are_its_slopes(path):

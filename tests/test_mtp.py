@@ -71,6 +71,7 @@ def packings():
     }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("packing", packings())
 @pytest.mark.parametrize("base", BASES)
 def test_value_and_gradients_equal_the_reference(base, packing, backend):

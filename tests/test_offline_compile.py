@@ -1,11 +1,11 @@
 """Every kernel that the public functions launch, compiled for four GPUs without one: nothing spills, and what bounds it."""
 
 import ast
-import fcntl
 import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,39 +17,31 @@ KERNELS = ROOT / "dllm_kernels" / "kernels"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are counted.
+# What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are counted. All but
+# the last two are exhaustive: together they take minutes.
 RUNS = {
     "real": "--no-roofline",
     "odd": "--no-roofline --calls odd --target sm_90 --target gfx942",
-    "counted": "--kernel [bf16 --target sm_80 --target sm_90",
+    "counted, sm_80": "--kernel [bf16 --target sm_80",
+    "counted, sm_90": "--kernel [bf16 --target sm_90",
     "draws": "--kernel corrupt --kernel gumbel --kernel sample_level --target sm_90",
 }
 
 
-@pytest.fixture(scope="session")
-def reports(tmp_path_factory):
-    """(run) -> the records of ``python -m benchmarks inspect``; compiled once for all pytest workers.
-
-    In a process of its own: here Triton interprets.
-    """
-    shared = tmp_path_factory.getbasetemp()
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        shared = shared.parent
+def inspect(run, out):
+    """In a process of its own: here Triton interprets."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    asked = [*RUNS[run].split(), "--json", "--out", str(out)]
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "inspect", *asked]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert out.exists(), done.stderr[-2000:]
+    assert json.loads(done.stdout) == json.loads(out.read_text())
 
-    def of(run):
-        out = shared / f"inspect_{run}.json"
-        with Path(shared, f"inspect_{run}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not out.exists():
-                asked = [*RUNS[run].split(), "--json", "--out", str(out)]
-                command = [sys.executable, "-W", "ignore", "-m", "benchmarks", "inspect", *asked]
-                done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-                assert out.exists(), done.stderr[-2000:]
-                assert json.loads(done.stdout) == json.loads(out.read_text())
-        return json.loads(out.read_text())
 
-    return of
+@pytest.fixture(scope="session")
+def reports(once):
+    """(run) -> the records of ``python -m benchmarks inspect``."""
+    return lambda run: json.loads(once(f"inspect_{run}.json", partial(inspect, run)).read_text())
 
 
 def spills(records):
@@ -59,8 +51,17 @@ def spills(records):
     return [(r["kernel"], r["spills"]) for r in records if r["spills"] != 0]
 
 
+COMPILED = {"real": TARGETS, "odd": ("sm_90", "gfx942"), "counted, sm_90": ("sm_90",), "draws": ("sm_90",)}
+exhaustive = pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
-    ("run", "target"), [*(("real", target) for target in TARGETS), ("odd", "sm_90"), ("odd", "gfx942")]
+    ("run", "target"),
+    [
+        pytest.param(run, target, marks=exhaustive if run in ("real", "odd") else ())
+        for run, targets in COMPILED.items()
+        for target in targets
+    ],
 )
 def test_nothing_spills(run, target, reports):
     assert spills([r for r in reports(run) if r["target"] == target]) == []
@@ -79,6 +80,7 @@ def jit_functions():
                 yield node.name, {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
+@exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_is_launched_by_a_public_function(target, reports):
     functions = dict(jit_functions())
@@ -87,6 +89,7 @@ def test_every_kernel_is_launched_by_a_public_function(target, reports):
     assert {name.lstrip("_") for name in functions.keys() - called} == launched
 
 
+@exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
     records = [r for r in reports("real") if r["target"] == target]
@@ -95,6 +98,7 @@ def test_rows_of_logits_move_sixteen_bytes_at_a_time(target, reports):
     assert [r["kernel"] for r in rows if r["widest_access"] != 16] == []
 
 
+@exhaustive
 @pytest.mark.parametrize("target", TARGETS)
 def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
     lanes = 64 if target.startswith("gfx") else 32
@@ -122,7 +126,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
 # The static roofline of bf16 rows: what the kernels must hold, so that no later change loses it unseen.
 MOST_SLOTS = {"forward": 9, "gradient": 12}
 LEAST_LOADS, LEAST_BYTES_IN_FLIGHT = 4, 24 * 1024
-counted_targets = pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+counted_targets = pytest.mark.parametrize("target", [pytest.param("sm_80", marks=exhaustive), "sm_90"])
 
 
 def row_passes(records, target):
@@ -138,7 +142,7 @@ def row_passes(records, target):
 @counted_targets
 def test_every_row_kernel_is_counted(target, reports):
     found = {}
-    for kernel, which, _ in row_passes(reports("counted"), target):
+    for kernel, which, _ in row_passes(reports(f"counted, {target}"), target):
         found.setdefault(kernel.partition("[")[0], []).append((which, "correct" in kernel))
     forward, gradient = {("forward", False), ("forward", True)}, {("gradient", False), ("gradient", True)}
     assert set(found.pop("token_nll_bwd")) == {("gradient", False)}
@@ -153,26 +157,30 @@ def test_every_row_kernel_is_counted(target, reports):
 @counted_targets
 @pytest.mark.parametrize("which", MOST_SLOTS)
 def test_few_issue_slots_an_element(which, target, reports):
-    passes = [(kernel, p["slots"]) for kernel, kind, p in row_passes(reports("counted"), target) if kind == which]
+    passes = [
+        (kernel, p["slots"]) for kernel, kind, p in row_passes(reports(f"counted, {target}"), target) if kind == which
+    ]
     assert passes
     assert [(kernel, slots) for kernel, slots in passes if slots > MOST_SLOTS[which]] == []
 
 
 @counted_targets
 def test_wide_loads_leave_together(target, reports):
-    forward = [(kernel, p) for kernel, kind, p in row_passes(reports("counted"), target) if kind == "forward"]
+    forward = [
+        (kernel, p) for kernel, kind, p in row_passes(reports(f"counted, {target}"), target) if kind == "forward"
+    ]
     assert {p["load_width"] for _, p in forward} == {16}
     assert [(kernel, p["loads_in_flight"]) for kernel, p in forward if p["loads_in_flight"] < LEAST_LOADS] == []
 
 
 @counted_targets
 def test_enough_bytes_are_on_their_way(target, reports):
-    passes = [(kernel, p["bytes_in_flight"]) for kernel, _, p in row_passes(reports("counted"), target)]
+    passes = [(kernel, p["bytes_in_flight"]) for kernel, _, p in row_passes(reports(f"counted, {target}"), target)]
     assert [(kernel, nbytes) for kernel, nbytes in passes if nbytes < LEAST_BYTES_IN_FLIGHT] == []
 
 
 @counted_targets
 def test_memory_is_what_binds(target, reports):
-    roofs = [(kernel, p["roofs"]) for kernel, _, p in row_passes(reports("counted"), target)]
+    roofs = [(kernel, p["roofs"]) for kernel, _, p in row_passes(reports(f"counted, {target}"), target)]
     assert all(found for _, found in roofs)
     assert [(kernel, gpu) for kernel, found in roofs for gpu, roof in found.items() if roof["bound"] != "memory"] == []

@@ -104,6 +104,7 @@ def of_logits(backend, **fixed):
 SHAPES = [((1,), 2, None), ((2, 2), 3, 1), ((5,), 3, 2), ((1, 3), 16, 5), ((2, 3), 53, 2), ((2, 1, 2), 17, None)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "V", "K"), SHAPES)
 def test_parity(shape, V, K, dtype, path):
@@ -114,6 +115,7 @@ def test_parity(shape, V, K, dtype, path):
     assert_parity(*of_logits(path), draw)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "transform", [{"skip_id": 7}, {"softcap": 3.0, "scale": 0.7}, {"scale": 2.0, "skip_id": 0}], ids=str
 )
@@ -126,6 +128,7 @@ def test_parity_of_transformed_logits(transform, dtype, path):
     assert_parity(*of_logits(path, **transform), draw)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["peaked", "flat", "two peaks", "shifted far", "spread far"])
 def test_extreme_rows(kind, path):
     def draw(seed):
@@ -144,6 +147,7 @@ def test_extreme_rows(kind, path):
     assert_parity(*of_logits(path), draw)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "asked", [("log_probs",), ("lse",), ("entropy",), ("mix",), ("entropy", "lse"), OUTPUTS], ids=str
@@ -168,6 +172,7 @@ def test_each_output_alone(asked, dtype, path):
             torch.testing.assert_close(got, want)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("K", [None, 1, 2, 5])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "scale": 1.5, "skip_id": 1}], ids=str)
 def test_gradcheck(K, transform, path):
@@ -262,6 +267,7 @@ def test_a_row_without_an_upstream_gradient_is_inert(path):
     assert grad[[0, 2]].isfinite().all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "kind", ["position slice", "transposed", "every second column", "four dimensions", "no rows", "one", "one column"]
 )
@@ -369,6 +375,7 @@ def of_hidden(backend, transform, **sizes):
     return ours, lambda h, w, b, ids, **given: reference.linear_row_stats(h, w, ids, b, **given, **transform)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(4, None), (None, None), (3, 9), (50, 8)])
 @pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=str)
@@ -381,6 +388,7 @@ def test_parity_of_hidden_states(dtype, chunk_size, num_active, transform, path)
     assert_parity(*of_hidden(path, transform, **sizes), linear_draw(dtype, skip_id=transform.get("skip_id")))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("trains", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1)])
 def test_only_what_requires_it_gets_a_gradient(trains, path):
     leaves, given = linear_draw(torch.float64)(0)

@@ -59,6 +59,7 @@ def upstream_like(targets):
 SHAPES = [((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1, 2), 17)]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "V"), SHAPES)
 def test_parity(shape, V, dtype, path):
@@ -113,6 +114,7 @@ KINDS = (
 )  # fmt: skip
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_strides(kind, path):
     torch.manual_seed(0)
@@ -157,6 +159,7 @@ EXTREME = {
 }
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("kind", EXTREME)
 def test_extreme_rows(kind, dtype, path):
@@ -337,6 +340,7 @@ def test_what_is_not_asked_for_is_none(backend):
     assert rows.loss.dim() == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["random", "expanded", "strided", "zero", "transposed"])
 def test_any_upstream_gradient_per_row(kind, path):
     logits, targets = inputs((3, 4))
@@ -382,7 +386,10 @@ def test_gradcheck(path):
     active = torch.tensor([1, 1, 0], device=DEVICE)
     weights = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64, device=DEVICE)
     logits.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: token_nll(x, targets, active=active, backend=path).nll, logits)
+    interpreted = {"fast_mode": path == "triton"}
+    assert torch.autograd.gradcheck(
+        lambda x: token_nll(x, targets, active=active, backend=path).nll, logits, **interpreted
+    )
     assert torch.autograd.gradcheck(
         lambda x: weighted_nll(x, targets, weights, backend=path).loss, logits, fast_mode=True
     )
