@@ -161,7 +161,10 @@ def _stream(seed: int, counter: int) -> Any:
 
 
 def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
-    """``random_bits`` of some rows by NumPy: uint32 draws, int64 words."""
+    """``random_bits`` of some rows by NumPy: int64 words, uint32 draws, or the words themselves as uint64 for whole ones.
+
+    A coin is the high bits of either.
+    """
     before, stride = layout.before, layout.stride
     if seed.dim() == 0:
         first = ZERO - before + rows.start * stride
@@ -173,8 +176,8 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
     draws = words.view(np.uint32)  # the low half first, as memory has it wherever torch runs
     levels = draws[:, : 8 * before][:, ::-1][:, : layout.levels]
     if layout.whole_words:
-        whole = words[:, 4 * before : 4 * before + layout.positions].view(np.int64)
-        return levels, draws[:, 8 * before + 1 :: 2][:, : layout.positions], whole
+        whole = words[:, 4 * before : 4 * before + layout.positions]
+        return levels, whole, whole.view(np.int64)
     return levels, draws[:, 8 * before : 8 * before + layout.positions], None
 
 

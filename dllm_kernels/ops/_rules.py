@@ -71,8 +71,9 @@ def below(draws: Array, level: Array) -> Array:
         bits = coin_bits(draws)
         return bits < coin_bound(level, bits)
     bound = coin_bound(level, draws)
-    # q < bound as the draw against the largest below: no pass to shift it. 2^23 wraps to the largest of all, as it should.
-    found = draws <= (bound << (32 - COIN_BITS)) - 1
+    # q < bound as the draw, or the whole word, against the largest below: no pass to shift it. 2^23 wraps to the largest of
+    # all, as it should.
+    found = draws <= (bound << (8 * draws.itemsize - COIN_BITS)) - 1
     return found if np.logical_and.reduce(bound, axis=None) else found & (bound != 0)
 
 
