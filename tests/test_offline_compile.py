@@ -155,6 +155,26 @@ def test_every_row_kernel_is_counted(target, reports):
 
 
 @counted_targets
+def test_every_kernel_over_rows_has_a_roofline(target, reports):
+    rows = [r for r in reports(f"counted, {target}") if "nll" in r["function"] or "row_stats" in r["function"]]
+    rows = [r for r in rows if not r["function"].endswith("merge")]
+    assert len({r["function"] for r in rows}) >= 8
+    assert [r["kernel"] for r in rows if not r["passes"]] == []
+
+
+@counted_targets
+def test_few_issue_slots_of_row_statistics(target, reports):
+    """Log-probabilities and entropy; the logarithms of a mixture cost what they cost."""
+    most = {"row_stats_parts": 11, "row_stats_bwd": 20}
+    found = {function: [] for function in most}
+    for r in reports(f"counted, {target}"):
+        if r["function"] in most and "mix" not in r["kernel"] and "skip=" not in r["kernel"]:
+            found[r["function"]] += [p["slots"] for p in r["passes"]]
+    assert all(found.values())
+    assert {function: max(slots) for function, slots in found.items() if max(slots) > most[function]} == {}
+
+
+@counted_targets
 @pytest.mark.parametrize("which", MOST_SLOTS)
 def test_few_issue_slots_an_element(which, target, reports):
     passes = [
