@@ -27,7 +27,7 @@ would be every probability computed from it, while exp((x - M) - log S) stays ex
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels._transform import through, transformed
+from dllm_kernels.kernels._transform import number, through, transformed
 
 # Launch option: a product and a sum may become one fused multiply-add, which is more exact here. Said at every launch,
 # since Triton is about to change its default and warns where neither is chosen.
@@ -174,9 +174,13 @@ def store_grad(x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, fir
 
     ``first`` as in ``transformed``.
     """
-    gain, rate, _ = transform  # whatever p is in the skipped column, the gradient there is 0
+    gain, rate, skip = transform  # whatever p is in the skipped column, the gradient there is 0
     p = tl.exp2((transformed(x, i, (gain, rate, None), ACC) - row_max) * LOG2E - log_sum * LOG2E)
-    grad = through(scale * tl.where(i == hot, p - 1, p), x, i, transform, ACC, first)
+    grad = tl.where(i == hot, p - 1, p)
+    if rate is None and gain is not None:  # a slope that is the same everywhere goes with the row's factor
+        grad = through((scale * number(gain, ACC)) * grad, x, i, (None, None, skip), ACC, first)
+    else:
+        grad = through(scale * grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
