@@ -464,6 +464,20 @@ def test_scdd_takes_the_time_from_the_first_column(backend):
     assert not torch.isclose(loss(x, **i).total_loss, expected)
 
 
+def test_scdd_with_any_token_as_mask(backend):
+    """Also the first: the same loss with the tokens under other numbers."""
+    i, x = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE)
+    other = torch.arange(V, device=DEVICE)
+    other[[0, MASK_ID]] = other[[MASK_ID, 0]]
+    renamed = {
+        name: torch.where(i[name] < 0, i[name], other[i[name].clamp(min=0)])
+        for name in ("target_ids", "noisy_input_ids")
+    }
+    expected = SCDDLoss(MASK_ID, 5, backend=backend)(x, **i).total_loss
+    got = SCDDLoss(0, 5, backend=backend)(x[..., other], **(i | renamed)).total_loss
+    torch.testing.assert_close(got, expected)
+
+
 def test_scdd_of_a_clean_mask_is_finite_and_one_of_a_bad_token_is_not(backend):
     """The one cannot be predicted, the other is a mistake in the data."""
     i, x, loss = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE), SCDDLoss(MASK_ID, 5, backend=backend)
