@@ -82,6 +82,12 @@ def _smoke_one(name: str, args: tuple[str, ...]) -> bool:
 
 def smoke(argv: list[str]) -> int:
     """Run every subject (or those named) at toy size; 1 if any of them fails or has no module."""
+    if {"-h", "--help"} & set(argv):
+        print("usage: python -m benchmarks smoke [SUBJECT ...]\n\nEvery subject, or those named, at toy size.")
+        return 0
+    if unknown := [name for name in argv if name not in SUBJECTS]:
+        print(f"unknown subjects {', '.join(map(repr, unknown))}\n\n{usage()}", file=sys.stderr)
+        return 2
     failed = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in argv or SUBJECTS:

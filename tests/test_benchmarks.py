@@ -137,3 +137,10 @@ def test_smoke_fails_when_a_subject_fails(monkeypatch, capsys):
     monkeypatch.setattr(command, "SUBJECTS", {"gone": command.Subject("benchmarks.no_such_module", "")})
     assert command.smoke([]) == 1
     assert "FAILED: gone" in capsys.readouterr().out
+
+
+def test_smoke_names_subjects_that_there_are_not(capsys):
+    assert command.main(["smoke", "inspekt"]) == 2
+    assert "unknown subjects 'inspekt'" in capsys.readouterr().err
+    assert command.main(["smoke", "--help"]) == 0
+    assert "SUBJECT" in capsys.readouterr().out
