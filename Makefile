@@ -39,7 +39,7 @@ test-variation: export ATEN_CPU_CAPABILITY = default
 test-variation: export MKL_CBWR = COMPATIBLE
 test-variation: export OMP_NUM_THREADS = 1
 test-variation: $(STAMP)
-	$(BIN)/python -m pytest -n auto -m "not exhaustive" $(shell grep -l tests.parity tests/test_*.py) tests/test_compile.py tests/test_distributed.py $(ARGS)
+	$(BIN)/python -m pytest -n auto $(shell grep -l tests.parity tests/test_*.py) tests/test_compile.py tests/test_distributed.py $(ARGS)
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks train $(ARGS)

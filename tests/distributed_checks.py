@@ -21,8 +21,10 @@ from tests.cases import FEWER, Case
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
 EXHAUSTIVE = set()  # (world size, name) of what ``make test`` leaves to ``make test-exhaustive``
-# Where a check runs for many losses, those that differ most in what they ask of a parallel layout run every time.
-EVERY_TIME = ("token_nll", "mdlm, counted", "hybrid", "dflash", "MTP", "pipeline")
+# Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
+EVERY_TIME = (
+    "token_nll", "mdlm, counted", "hybrid", "dflash", "MTP", "pipeline", "-inf in one shard", "targets at the edges",
+)  # fmt: skip
 
 
 # What stands behind README's table of parallelisms: row -> the checks of its three columns (losses from logits, losses from

@@ -274,10 +274,6 @@ SPECIAL = {
 }
 
 
-# Through the interpreted kernels too: for what puts shards together, the others are no different there.
-IN_KERNELS = ("-inf in one shard", "targets at the edges")
-
-
 @check(2, kind=SPECIAL)
 @check(4, kind=SPECIAL)
 def special_values(kind):
@@ -290,8 +286,7 @@ def special_values(kind):
         y = torch.arange(N) % V
     active, g = torch.rand(N) < 0.8, torch.randn(N).double() * (torch.rand(N) < 0.8)
     for ignore_index in (-100, 0, 9, 10):
-        kernels = ignore_index == 10 and mesh.size() == 2 and kind in IN_KERNELS
-        for backend in ("torch", "triton") if kernels else ("torch",):
+        for backend in ("torch", "triton") if ignore_index == 10 and mesh.size() == 2 else ("torch",):
             flags = {
                 "active": active,
                 "ignore_index": ignore_index,
@@ -322,8 +317,7 @@ def special_row_statistics(kind):
         ids = torch.stack([torch.arange(N) % V] * 2, 1)
     active, mix = torch.rand(N) < 0.8, (torch.rand(N).double() * (torch.rand(N) < 0.7), torch.rand(N).double() + 0.1)
     for transform in ({}, {"skip_id": 9}, {"softcap": 3.0, "scale": 0.6, "skip_id": V - 1}):
-        kernels = transform and mesh.size() == 2 and kind in IN_KERNELS
-        for backend in ("torch", "triton") if kernels else ("torch",):
+        for backend in ("torch", "triton") if transform and mesh.size() == 2 else ("torch",):
             flags = {"active": active, "entropy": True, "mix": mix, "with_correct": True, **transform}
             leaves = [x.clone().requires_grad_(), shard(x, mesh, Shard(1)).detach().clone().requires_grad_()]
             expected = ops.row_stats(leaves[0], ids, **flags)

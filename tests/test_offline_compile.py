@@ -129,12 +129,12 @@ LEAST_LOADS, LEAST_BYTES_IN_FLIGHT = 4, 24 * 1024
 counted_targets = pytest.mark.parametrize("target", [pytest.param("sm_80", marks=exhaustive), "sm_90"])
 
 
-def row_passes(records, target):
+def row_passes(reports, target):
     """(kernel, which pass, its figures) of the kernels over rows of bf16 logits; a pass that stores makes the gradient.
 
     Of logits as they are or scaled: a cap or a column to skip costs what it costs.
     """
-    rows = [r for r in records if r["target"] == target and "nll" in r["function"]]
+    rows = [r for r in reports(f"counted, {target}") if "nll" in r["function"]]
     rows = [r for r in rows if "rate=" not in r["kernel"] and "skip=" not in r["kernel"]]
     return [(r["kernel"], "gradient" if p["bytes"] > 2 else "forward", p) for r in rows for p in r["passes"]]
 
@@ -142,7 +142,7 @@ def row_passes(records, target):
 @counted_targets
 def test_every_row_kernel_is_counted(target, reports):
     found = {}
-    for kernel, which, _ in row_passes(reports(f"counted, {target}"), target):
+    for kernel, which, _ in row_passes(reports, target):
         found.setdefault(kernel.partition("[")[0], []).append((which, "correct" in kernel))
     forward, gradient = {("forward", False), ("forward", True)}, {("gradient", False), ("gradient", True)}
     assert set(found.pop("token_nll_bwd")) == {("gradient", False)}
@@ -177,30 +177,26 @@ def test_few_issue_slots_of_row_statistics(target, reports):
 @counted_targets
 @pytest.mark.parametrize("which", MOST_SLOTS)
 def test_few_issue_slots_an_element(which, target, reports):
-    passes = [
-        (kernel, p["slots"]) for kernel, kind, p in row_passes(reports(f"counted, {target}"), target) if kind == which
-    ]
+    passes = [(kernel, p["slots"]) for kernel, kind, p in row_passes(reports, target) if kind == which]
     assert passes
     assert [(kernel, slots) for kernel, slots in passes if slots > MOST_SLOTS[which]] == []
 
 
 @counted_targets
 def test_wide_loads_leave_together(target, reports):
-    forward = [
-        (kernel, p) for kernel, kind, p in row_passes(reports(f"counted, {target}"), target) if kind == "forward"
-    ]
+    forward = [(kernel, p) for kernel, kind, p in row_passes(reports, target) if kind == "forward"]
     assert {p["load_width"] for _, p in forward} == {16}
     assert [(kernel, p["loads_in_flight"]) for kernel, p in forward if p["loads_in_flight"] < LEAST_LOADS] == []
 
 
 @counted_targets
 def test_enough_bytes_are_on_their_way(target, reports):
-    passes = [(kernel, p["bytes_in_flight"]) for kernel, _, p in row_passes(reports(f"counted, {target}"), target)]
+    passes = [(kernel, p["bytes_in_flight"]) for kernel, _, p in row_passes(reports, target)]
     assert [(kernel, nbytes) for kernel, nbytes in passes if nbytes < LEAST_BYTES_IN_FLIGHT] == []
 
 
 @counted_targets
 def test_memory_is_what_binds(target, reports):
-    roofs = [(kernel, p["roofs"]) for kernel, _, p in row_passes(reports(f"counted, {target}"), target)]
+    roofs = [(kernel, p["roofs"]) for kernel, _, p in row_passes(reports, target)]
     assert all(found for _, found in roofs)
     assert [(kernel, gpu) for kernel, found in roofs for gpu, roof in found.items() if roof["bound"] != "memory"] == []

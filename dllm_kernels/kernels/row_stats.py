@@ -428,13 +428,14 @@ def mix(logits: torch.Tensor, ask: Any, row_max: Optional, log_sum: Optional) ->
     N = B * L
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _share(V, tile)
+    num_warps = 2 * tile.num_warps  # half the columns a thread: with all of them a skipped column spills on sm_90
     F = torch.empty(N, splits, dtype=ask.a.dtype, device=logits.device)
     W = torch.empty_like(F) if ask.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
             logits, ask.marks, row_max, log_sum, ask.a, ask.b, F, W, *_rows_of(logits, _flat(logits)), V,
             *arguments(ask.transform), tiles, splits, WITH_WEIGHT=ask.gradients, BLOCK_V=tile.block_v,
-            THREADS=threads(2 * tile.num_warps), ACC=_acc(ask.a.dtype), num_warps=2 * tile.num_warps, **FUSED,
+            THREADS=threads(num_warps), ACC=_acc(ask.a.dtype), num_warps=num_warps, **FUSED,
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
 

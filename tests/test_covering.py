@@ -1,0 +1,29 @@
+"""Which cases of a test marked ``covering`` run every time."""
+
+import itertools
+from types import SimpleNamespace
+
+import pytest
+
+from tests.conftest import covering
+
+VALUES = {
+    "dtype": ["half", "single", "double"],
+    "path": [["torch"], ["triton"]],
+    "V": [1, 2, 3, 4],
+    "whole": [True, False],
+}
+
+
+def cases():
+    for values in itertools.product(*VALUES.values()):
+        yield SimpleNamespace(callspec=SimpleNamespace(params=dict(zip(VALUES, values, strict=True))))
+
+
+@pytest.mark.parametrize(("strength", "most"), [(1, 4), (2, 14), (4, 48)])
+def test_any_so_many_parameters_take_all_values(strength, most):
+    chosen = [item.callspec.params for item in covering(list(cases()), strength)]
+    assert len(chosen) <= most
+    for names in itertools.combinations(VALUES, strength):
+        for values in itertools.product(*(VALUES[name] for name in names)):
+            assert any(all(params[n] == v for n, v in zip(names, values, strict=True)) for params in chosen)
