@@ -43,7 +43,7 @@ def mask_tokens(
         m = _level(rows, level, eps)
         return Change(_exactly(rows, m) if exact else _coins(grid, rows, m), mask_token_id, m)
 
-    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body, 1 if exact else 8)
+    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body, 1 if exact else 4)
 
 
 def replace_tokens(
