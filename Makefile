@@ -2,7 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Half of the time of an installation goes into compiling modules, most of which are never imported: Python does it, and
+# keeps it, at the first import.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
 # The framework whose losses this package replaces: a peer in benchmarks and in the tests of the integration, which are
 # skipped without it. Alone, because its own requirements bring in packages that none of this needs.
@@ -24,8 +27,8 @@ help:
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	$(PIP) install --quiet --no-deps $(HOST) || echo "$(HOST) could not be installed: its tests will be skipped"
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	$(PIP) install --quiet --no-compile --no-deps $(HOST) || echo "$(HOST) could not be installed: its tests will be skipped"
 	touch $@
 
 test: $(STAMP)

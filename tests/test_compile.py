@@ -215,9 +215,19 @@ def test_counts_and_lengths_that_change_from_step_to_step(name, form, count):
     assert_few_graphs_of(BY_NAME[name], form, 7, count)
 
 
+EVERY_TIME = ("mdlm", "block diffusion", "token_nll, softcap scale skip_id", "scdd, counted")
+
+
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("case", [c for c in FEWER if c.name not in COUNTED], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c.name, marks=[] if c.name in EVERY_TIME else pytest.mark.exhaustive)
+        for c in FEWER
+        if c.name not in COUNTED
+    ],
+)
 def test_lengths_that_change_from_step_to_step(case, form):
     assert_few_graphs_of(case, form, 7)
 
@@ -371,7 +381,10 @@ def made_inside(base):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("way", made_inside(None))
+@pytest.mark.parametrize(
+    "way",
+    ["pipeline", "mtp", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("direct", "per depth", "stage"))],
+)
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):
     model, function = Head(), made_inside(base)[way]

@@ -38,10 +38,9 @@ def fresh_dynamo():
     ("B", "L", "block_size"),
     [
         (1, 100, 32),
-        (3, 41, None),
         *(
             pytest.param(*shape, marks=pytest.mark.exhaustive)
-            for shape in ((2, 7, 3), (3, 33, 32), (2, 50, 48), (2, 64, 32), (2, 9, 40), (2, 5, 1))
+            for shape in ((3, 41, None), (2, 7, 3), (3, 33, 32), (2, 50, 48), (2, 64, 32), (2, 9, 40), (2, 5, 1))
         ),
     ],
 )

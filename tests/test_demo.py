@@ -255,7 +255,9 @@ def test_a_text_shorter_than_the_windows_is_refused(tmp_path, cache, capsys):
     assert "argument --corpus-bytes: must give texts longer than --length 32 tokens, got " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", TASKS)
+@pytest.mark.parametrize(
+    "mode", [m if m in ("block", "mtp") else pytest.param(m, marks=pytest.mark.exhaustive) for m in TASKS]
+)
 def test_the_smallest_that_is_accepted_runs(mode, tmp_path, cache):
     last = mode in ("idlm", "dflash", "mtp")
     least = {"steps": 1, "batch": 1, "length": 3, "width": 2, "layers": 1, "heads": 1, "vocab": 258, "evals": 1}

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import json
 import os
 import runpy
 import subprocess
@@ -517,22 +518,30 @@ def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
         torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def run_two_ranks(out):
+def run_two_ranks(kinds, out):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.trainer_ranks"]
     environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    command = [sys.executable, "-W", "ignore", *launcher, str(out)]
+    command = [sys.executable, "-W", "ignore", *launcher, str(out), json.dumps(kinds)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.fixture(scope="module")
-def two_ranks(once):
-    """What the two ranks found, see ``trainer_ranks.main``."""
-    return torch.load(once("trainer_ranks.pt", run_two_ranks))
+def two_ranks(once, request):
+    """What the two ranks found, see ``trainer_ranks.main``, of the kinds of noise that tests of this session ask for."""
+    kinds = [
+        i.callspec.params["kind"] for i in request.session.items if i.name.startswith(("test_noise_d", "test_tensor_p"))
+    ]
+    return torch.load(once("trainer_ranks.pt", functools.partial(run_two_ranks, kinds)))
+
+
+def every_time(kind, *others):
+    """All kinds of noise, each of which takes two trainings; ``make test`` runs the first."""
+    return pytest.mark.parametrize("kind", [kind, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in others)])
 
 
 @needs_trainer
-@pytest.mark.parametrize("kind", ["drawn", "drawn by workers", "seeded", "seeded, by persistent workers"])
+@every_time("drawn by workers", "drawn", "seeded", "seeded, by persistent workers")
 def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind):
     """Samples whose tokens are all alike, 2 ranks, 2 epochs of 4 batches; and the same training once more."""
     first, again = two_ranks["noise"][kind]
@@ -542,12 +551,12 @@ def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind)
 
 
 @needs_trainer
-def test_tensor_parallel_peers_see_the_same_noise(two_ranks):
+@every_time("tensor parallel", "tensor parallel, by workers")
+def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
     """The two ranks make one data-parallel rank."""
-    for kind in ("tensor parallel", "tensor parallel, by workers"):
-        (one, other), _ = two_ranks["noise"][kind]
-        assert all_differ(one)
-        assert one == other
+    (one, other), _ = two_ranks["noise"][kind]
+    assert all_differ(one)
+    assert one == other
 
 
 @needs_trainer

@@ -102,6 +102,7 @@ CODE = "def area(width, height):\n    return width * height\n\n\ndef unused():\n
 TEST = "from dllm_kernels import shapes\n\ndef test_area():\n    assert shapes.area(3, 4) == 12\n"
 
 
+@pytest.mark.exhaustive
 def test_a_run_tells_killed_from_survived_and_goes_on_where_it_stopped(tmp_path):
     files = {
         "dllm_kernels/__init__.py": "",

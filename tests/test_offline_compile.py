@@ -18,12 +18,13 @@ TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
 # What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are counted. All but
-# the last two are exhaustive: together they take minutes.
+# the last two take minutes together.
 RUNS = {
     "real": "--no-roofline",
     "odd": "--no-roofline --calls odd --target sm_90 --target gfx942",
     "counted, sm_80": "--kernel [bf16 --target sm_80",
     "counted, sm_90": "--kernel [bf16 --target sm_90",
+    "rows": "--no-roofline --kernel token_nll_bwd[bf16 --kernel linear_nll_rows[bf16 --target sm_90",
     "draws": "--kernel corrupt --kernel gumbel --kernel sample_level --target sm_90",
 }
 
@@ -51,14 +52,16 @@ def spills(records):
     return [(r["kernel"], r["spills"]) for r in records if r["spills"] != 0]
 
 
-COMPILED = {"real": TARGETS, "odd": ("sm_90", "gfx942"), "counted, sm_90": ("sm_90",), "draws": ("sm_90",)}
+COMPILED = {
+    "real": TARGETS, "odd": ("sm_90", "gfx942"), "counted, sm_90": ("sm_90",), "rows": ("sm_90",), "draws": ("sm_90",),
+}  # fmt: skip
 exhaustive = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize(
     ("run", "target"),
     [
-        pytest.param(run, target, marks=exhaustive if run in ("real", "odd") else ())
+        pytest.param(run, target, marks=() if run in ("rows", "draws") else exhaustive)
         for run, targets in COMPILED.items()
         for target in targets
     ],
@@ -126,7 +129,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
 # The static roofline of bf16 rows: what the kernels must hold, so that no later change loses it unseen.
 MOST_SLOTS = {"forward": 9, "gradient": 12}
 LEAST_LOADS, LEAST_BYTES_IN_FLIGHT = 4, 24 * 1024
-counted_targets = pytest.mark.parametrize("target", [pytest.param("sm_80", marks=exhaustive), "sm_90"])
+counted_targets = pytest.mark.parametrize("target", [pytest.param(t, marks=exhaustive) for t in ("sm_80", "sm_90")])
 
 
 def row_passes(reports, target):

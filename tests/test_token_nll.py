@@ -34,7 +34,10 @@ def _nothing_is_left_unwritten(monkeypatch):
     poison_empty(monkeypatch)
 
 
-@pytest.fixture(params=["torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows"])
+PATHS = ["torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows"]
+
+
+@pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
     """The backend, in small blocks or on threads as large logits are, in small tiles and by either forward kernel."""
     if "," in request.param:
@@ -381,6 +384,9 @@ def test_the_one_hot_is_subtracted_before_rounding(path):
     )
 
 
+@pytest.mark.parametrize(
+    "path", [*PATHS[:-1], pytest.param(PATHS[-1], marks=pytest.mark.exhaustive)], indirect=True
+)  # which takes as long as all the others
 def test_gradcheck(path):
     logits, targets = inputs((3,), 17, torch.float64)
     active = torch.tensor([1, 1, 0], device=DEVICE)

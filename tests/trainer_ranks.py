@@ -1,8 +1,10 @@
 """Two ranks training: a Trainer under DDP, and the loss inside a head that FSDP2 shards.
 
-Run by ``python -m torch.distributed.run --nproc-per-node 2 -m tests.trainer_ranks OUT``.
+Run by ``python -m torch.distributed.run --nproc-per-node 2 -m tests.trainer_ranks OUT KINDS``; KINDS are those of ``NOISE``,
+as JSON.
 """
 
+import json
 import sys
 
 import torch
@@ -135,9 +137,9 @@ def noise_of_two_epochs(folder, *, kind=DiffusionTrainer, seed_field=None, **arg
     return everywhere
 
 
-def main(out):
+def main(out, kinds):
     ddp = trained(model(), out + ".run", 2, 2)
-    noise = {name: [noise_of_two_epochs(out + ".run", **o) for _ in range(2)] for name, o in NOISE.items()}
+    noise = {kind: [noise_of_two_epochs(out + ".run", **NOISE[kind]) for _ in range(2)] for kind in json.loads(kinds)}
     net, ranks = model(tied=False), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     fully_shard(net.get_output_embeddings(), mesh=mesh)
@@ -152,4 +154,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
