@@ -293,7 +293,8 @@ def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
     assert_targets_are_checked(name, form, "aot_eager", monkeypatch)
 
 
-@pytest.mark.parametrize("form", ["logits", pytest.param("hidden", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_targets_are_checked_through_inductor(form, monkeypatch):
     assert_targets_are_checked("mdlm", form, "inductor", monkeypatch)
 

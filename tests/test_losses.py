@@ -23,7 +23,7 @@ from dllm_kernels import (
     scdd_schedule,
 )
 from dllm_kernels.losses import _rows as rows_module
-from tests.cases import BLOCK, BY_NAME, CASES, LOSSES, MASK_ID, to_device, upstream_for
+from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
 
@@ -36,6 +36,18 @@ V, D = 19, 8
 
 def cases(selection=CASES):
     return pytest.mark.parametrize("case", selection, ids=lambda case: case.name)
+
+
+def parity_of_every_path(function):
+    """Of the losses that differ from another in an option, through the interpreter, in ``make test-exhaustive``."""
+    selection = [
+        pytest.param(
+            case, *path, marks=pytest.mark.exhaustive if path[0] == "triton" and case not in FEWER else (),
+            id="-".join(map(str, (case.name, *path))),
+        )
+        for case in CASES for path in PATHS
+    ]  # fmt: skip
+    return pytest.mark.parametrize(("case", "backend", "dtype"), selection)(function)
 
 
 def draw(case, B=2, L=6, device=DEVICE, seed=0):
@@ -52,8 +64,7 @@ def logits_of(case, B=2, L=6, dtype=torch.float32, device=DEVICE):
     return (3 * torch.randn(B, L * case.width, V, device=device)).to(dtype)
 
 
-@cases()
-@pytest.mark.parametrize(("backend", "dtype"), PATHS, ids=str)
+@parity_of_every_path
 def test_parity_of_the_logits_form(case, dtype, backend):
     inputs = draw(case)
     assert_parity(
@@ -63,8 +74,7 @@ def test_parity_of_the_logits_form(case, dtype, backend):
     )
 
 
-@cases()
-@pytest.mark.parametrize(("backend", "dtype"), PATHS, ids=str)
+@parity_of_every_path
 def test_parity_of_the_hidden_form(case, dtype, backend):
     inputs = draw(case)
     assert_parity(

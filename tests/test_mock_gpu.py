@@ -28,6 +28,7 @@ def outcome(once):
     return json.loads(once("mock_gpu.json", run_checks).read_text())
 
 
+@pytest.mark.exhaustive  # half a minute
 @pytest.mark.parametrize("name", mock_gpu_checks.CHECKS)
 def test_mock_gpu(name, outcome):
     assert outcome[name] == ""

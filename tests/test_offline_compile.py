@@ -17,8 +17,8 @@ KERNELS = ROOT / "dllm_kernels" / "kernels"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are counted. All but
-# the last two take minutes together.
+# What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are counted. ``make
+# test`` asks for "rows": all others take minutes together.
 RUNS = {
     "real": "--no-roofline",
     "odd": "--no-roofline --calls odd --target sm_90 --target gfx942",
@@ -61,7 +61,7 @@ exhaustive = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("run", "target"),
     [
-        pytest.param(run, target, marks=() if run in ("rows", "draws") else exhaustive)
+        pytest.param(run, target, marks=() if run == "rows" else exhaustive)
         for run, targets in COMPILED.items()
         for target in targets
     ],
@@ -110,6 +110,7 @@ def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
     assert all(r["num_warps"] * lanes <= 1024 for r in records)
 
 
+@exhaustive
 def test_the_instructions_of_a_draw_are_counted(reports):
     records = reports("draws")
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
