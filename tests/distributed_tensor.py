@@ -642,6 +642,16 @@ def layouts_that_cannot_be_served():
     )
     whole_bias = distribute_tensor(torch.zeros(V), mesh, [Replicate()])
     raises(ValueError, "bias must be laid out like its weight", ops.linear_token_nll, hidden, rows, y, bias=whole_bias)
+    replicated = distribute_tensor(w, mesh, [Replicate()])
+    raises(
+        ValueError,
+        "got a plain tensor; redistribute it",
+        ops.linear_token_nll,
+        hidden,
+        replicated,
+        y,
+        bias=torch.zeros(V),
+    )
     raises(
         ValueError,
         "bias must be laid out like its weight",

@@ -77,7 +77,7 @@ def _localize(job: LinearJob | LinearStatsJob, plan: Plan) -> _Local:
     """Gather and unwrap; raises where a layout cannot be served. What follows the bias in a job is of each row."""
     w, b = gather_head(job.weight, job.hidden), None if job.bias is None else gather_head(job.bias, job.hidden)
     vocab_dim = _vocab_mesh_dim(w)
-    _check_bias(w, b, vocab_dim)
+    _check_bias(w, b)
     group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
     hidden, rows = _local_hidden(job.hidden, group)
     split = [dist.get_process_group_ranks(g) for g in rows.groups]
@@ -121,14 +121,13 @@ def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:
     return split[0] if split else None
 
 
-def _check_bias(weight: torch.Tensor, bias: torch.Tensor | None, vocab_dim: int | None) -> None:
+def _check_bias(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Of a plain bias beside a replicated weight, one gradient would be summed over the ranks and the other not."""
     if bias is None:
         return
-    placements = bias.placements if isinstance(bias, DTensor) and isinstance(weight, DTensor) else None
-    fits = placements == weight.placements if isinstance(weight, DTensor) and placements else vocab_dim is None
-    if not fits or (isinstance(bias, DTensor) and not isinstance(weight, DTensor)):
-        got = layout(bias) if isinstance(bias, DTensor) else "a plain tensor"
-        want = layout(weight) if isinstance(weight, DTensor) else "a plain tensor"
+    placements = [t.placements if isinstance(t, DTensor) else None for t in (weight, bias)]
+    if placements[0] != placements[1]:
+        want, got = (layout(t) if isinstance(t, DTensor) else "a plain tensor" for t in (weight, bias))
         raise ValueError(f"the LM head's bias must be laid out like its weight, {want}, got {got}; redistribute it")
 
 
