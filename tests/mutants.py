@@ -44,15 +44,23 @@ DEADLINE = 1800  # seconds for tests of which nothing is known yet
 JUDGES = (
     (
         "kernels/*corruption*",
-        "tests/test_corruption.py tests/test_corruption_levels.py -k 'triton or kernel or count or long'",
+        "tests/test_bounds.py tests/test_corruption.py tests/test_corruption_levels.py"
+        " -k 'triton or kernel or count or long or product or (beside and corrupt)'",
     ),
-    ("kernels/gumbel_topk.py", "tests/test_gumbel_topk.py -k 'triton'"),
+    ("kernels/gumbel_topk.py", "tests/test_bounds.py tests/test_gumbel_topk.py -k 'triton or (beside and gumbel)'"),
     ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
     ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
     ("*_transform*", "tests/test_transform.py"),
-    ("kernels/linear_nll*", "tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton'"),
-    ("kernels/row_stats.py", "tests/test_row_stats.py -k 'triton'"),
-    ("kernels/*", "tests/test_row_kernels.py tests/test_token_nll.py tests/test_linear_nll.py -k 'row or triton'"),
+    (
+        "kernels/linear_nll*",
+        "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
+    ),
+    ("kernels/row_stats.py", "tests/test_bounds.py tests/test_row_stats.py -k 'triton or (beside and stats)'"),
+    (
+        "kernels/*",
+        "tests/test_bounds.py tests/test_row_kernels.py tests/test_token_nll.py tests/test_linear_nll.py"
+        " -k 'row or triton or (beside and nll)'",
+    ),
     ("distributed/*", "tests/test_distributed.py -k 'two_processes or counts_without'"),
     ("integrations/_deferred.py", "tests/test_deferred_logits.py"),
     ("integrations/nemo*", "tests/test_integrations_nemo.py"),

@@ -23,6 +23,7 @@ from dllm_kernels import (
     scdd_schedule,
 )
 from dllm_kernels.losses import _rows as rows_module
+from dllm_kernels.ops import _plan
 from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
@@ -705,6 +706,25 @@ def test_activation_checkpointing(case, form):
         value_and_grads(function, leaves, upstream), value_and_grads(checkpointed, leaves, upstream), strict=True
     ):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@cases()
+def test_the_backend_that_was_asked_for_is_the_one_that_runs(case, form, backend, monkeypatch):
+    asked, inputs = [], draw(case)
+
+    def stop(triton):
+        asked.append("triton" if triton else "torch")
+        raise InterruptedError
+
+    monkeypatch.setattr(_plan, "row_primitives", stop)
+    loss = {"logits": case.logits_form, "hidden": case.hidden_form}[form]
+    leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
+    for other in ("torch", "triton"):  # what a call that names none would take
+        monkeypatch.setenv("DLLM_KERNELS_BACKEND", other)
+        with pytest.raises(InterruptedError):
+            loss(*leaves, inputs, backend=backend)
+    assert asked == [backend] * 2
 
 
 @cases()

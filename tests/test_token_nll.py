@@ -554,6 +554,7 @@ def test_inplace_backward_needs_rows_of_their_own(kind, backend):
         token_nll(logits, targets, inplace_backward=True, backend=backend)
     with torch.no_grad():  # nothing to write
         assert token_nll(logits, targets, inplace_backward=True, backend=backend).nll.isfinite().all()
+    assert token_nll(logits.detach(), targets, inplace_backward=True, backend=backend).nll.isfinite().all()
 
 
 def shares_memory(x):
