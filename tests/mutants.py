@@ -76,8 +76,12 @@ JUDGES = (
     ("losses/*", "tests/test_errors.py tests/test_api.py tests/test_losses.py"),
     ("ops/_head.py", "tests/test_head.py tests/test_losses.py"),
     ("ops/_workers.py", "tests/test_workers.py"),
+    ("ops/token_log_probs.py", "tests/test_errors.py tests/test_token_log_probs.py"),
     ("ops/_torch_rows.py", "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py -k 'not triton'"),
-    ("ops/_torch_blocks.py", "tests/test_workers.py tests/test_token_nll.py tests/test_row_stats.py -k 'not triton'"),
+    (
+        "ops/_torch_blocks.py",
+        "tests/test_workers.py tests/test_losses.py tests/test_token_nll.py tests/test_row_stats.py -k 'not triton'",
+    ),
     ("ops/*stats*", "tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'"),
     ("ops/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
     ("ops/_checks.py", "tests/test_errors.py tests/test_losses.py -k 'not triton'"),
@@ -85,7 +89,8 @@ JUDGES = (
     ("ops/_compiled*.py", "tests/test_compile.py"),
     (
         "ops/*",
-        "tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_compile.py -k 'not triton'",
+        "tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_transform.py tests/test_compile.py"
+        " -k 'not triton'",
     ),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
