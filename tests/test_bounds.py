@@ -131,6 +131,7 @@ def in_a_child(function):
 
     def quietly():
         faulthandler.disable()
+        torch.set_num_threads(1)  # others do not come with a fork: whoever waits for them waits forever
         function()
 
     process = multiprocessing.get_context("fork").Process(target=quietly)
