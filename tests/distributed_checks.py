@@ -93,7 +93,7 @@ TABLE = {
     ),
     "`DistributedDataParallel`": (
         ["distributed_data_parallel"],
-        ["distributed_data_parallel"],
+        ["distributed_data_parallel", "distributed_data_parallel_deferred_logits"],
         ["distributed_data_parallel[MTP]", "distributed_data_parallel_mtp_finds_the_head"],
     ),
     "Context parallelism, plain tensors, losses without a shift (MDLM, block diffusion, SCDD, DFlash)": (

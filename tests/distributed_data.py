@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import dllm_kernels as ours
 from dllm_kernels import ops
 from dllm_kernels.distributed import global_token_count, summed_over
+from dllm_kernels.integrations._deferred import deferred_logits
 from dllm_kernels.mtp import mtp_labels
 from tests.cases import BLOCK, BY_NAME
 from tests.distributed_checks import (
@@ -138,6 +139,53 @@ def distributed_data_parallel(name):
                 total += part.detach()
             close(summed_over(total), loss)
             same_gradients(wrapped.module, grads)
+
+
+class HalfUsed(Model):
+    """Calls its head, which hands on what it was given, and holds a parameter that no step uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(3).double())
+
+    def forward(self, ids):
+        return {"logits": self.lm_head(super().forward(ids))}
+
+
+DDP_OPTIONS = {"find unused": {"find_unused_parameters": True}, "static graph": {"static_graph": True}}
+
+
+@check(2, options=DDP_OPTIONS)
+def distributed_data_parallel_deferred_logits(options):
+    """DDP looks for what was used in what forward returns, where the head's weight is not yet: from hidden states, and made."""
+    for form, frozen in (("hidden", ()), ("logits", ()), ("hidden", ("weight",)), ("hidden", ("weight", "bias"))):
+        job, model, expected = Job("mdlm, counted", form), HalfUsed(), Model()
+        for name in frozen:
+            model.lm_head.get_parameter(name).requires_grad_(False)
+            expected.lm_head.get_parameter(name).requires_grad_(False)
+        loss, grads = job.expected(expected, 4)
+        wrapped = DistributedDataParallel(model, **DDP_OPTIONS[options])
+        losses = [part_of_deferred(job, wrapped, 2 * dist.get_rank() + micro) for micro in range(2)]
+        close(summed_over(sum(losses)), loss)
+        assert model.unused.grad is None or not model.unused.grad.any()
+        del model.unused
+        same_gradients(model, grads)
+
+
+def part_of_deferred(job, wrapped, part):
+    """One of four parts of the job, forward and backward; the gradients are averaged each time."""
+
+    def run(ids, loss):
+        with deferred_logits(wrapped) as defers:
+            logits = wrapped(ids)["logits"]
+            assert defers
+            assert logits.usable
+            head = logits.head.module
+            return loss(logits.hidden, head.weight, head.bias) if job.form == "hidden" else loss(logits.made())
+
+    mine = job.loss(run, part, 4)
+    (2 * mine).backward()
+    return mine.detach()
 
 
 @check(2)

@@ -72,30 +72,42 @@ def run_checks(rank, world, folder, only):
     dist.destroy_process_group()
 
 
-def lose_a_peer(rank, world, folder, killed):
-    """The last rank leaves before the loss, or never comes to it; what the others see goes to a file."""
+def lose_a_peer(rank, world, folder, how):
+    """The last rank is killed before the loss, never comes to it, or wants no gradient; what the others see goes to a file."""
     join(rank, world, folder, 5)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     Path(folder, f"{rank}.joined").touch()
-    if rank == world - 1:
+    last = rank == world - 1
+    if last and how != "frozen":
         while not all(Path(folder, f"{other}.joined").exists() for other in range(world)):
             time.sleep(0.01)  # who leaves while others still connect to it ends their start, not their loss
-        if killed:
+        if how == "killed":
             os._exit(1)
         time.sleep(60)
-    logits = DTensor.from_local(torch.randn(2, 3, 4), mesh, [Shard(2)], run_check=False)
     start = time.perf_counter()
     try:
-        ops.token_nll(logits, torch.zeros(2, 3, dtype=torch.long))
+        if how == "frozen":
+            hidden_states_of_some_ranks_train(mesh, train=not last)
+        else:
+            logits = DTensor.from_local(torch.randn(2, 3, 4), mesh, [Shard(2)], run_check=False)
+            ops.token_nll(logits, torch.zeros(2, 3, dtype=torch.long))
         error = ""
     except RuntimeError as e:  # which the errors of torch.distributed are
         error = f"{type(e).__name__}: {e}"
+    if last:
+        time.sleep(60)
     Path(folder, f"{rank}.json").write_text(json.dumps({"error": error, "seconds": time.perf_counter() - start}))
     os._exit(0)  # without the farewell to a peer that is gone
 
 
+def hidden_states_of_some_ranks_train(mesh, train):
+    head = DTensor.from_local(torch.randn(4, 5), mesh, [Shard(0)], run_check=False).requires_grad_()
+    hidden = torch.randn(2, 3, 5, requires_grad=train)
+    ops.linear_token_nll(hidden, head, torch.zeros(2, 3, dtype=torch.long)).nll.sum().backward()
+
+
 def main(world, folder, how, only=""):
-    target, more = (run_checks, (only,)) if how == "checks" else (lose_a_peer, (how == "killed",))
+    target, more = (run_checks, (only,)) if how == "checks" else (lose_a_peer, (how,))
     processes = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
     ranks = [processes.Process(target=target, args=(rank, world, folder, *more)) for rank in range(world)]
     for process in ranks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,16 +30,20 @@ class Cap(NamedTuple):
     done: int  # 1: divided, 2: its tanh, 3: all of it
 
 
+@dataclass(init=False, repr=False, eq=False)  # DDP looks for tensors in the fields of what a model returns
 class DeferredLogits:
     """What stands for ``head(hidden)``.
 
     Attributes:
+        used: what the logits depend on, though not yet by autograd's graph: hidden states, and views of weight and bias.
         hidden: what the head was called with, ``[..., D]``.
         head: the LM head.
         steps: what has been done with the logits since, in order.
         cap: the soft cap among these.
         dtype: of the logits.
     """
+
+    used: list[torch.Tensor]
 
     def __init__(
         self,
@@ -54,6 +59,11 @@ class DeferredLogits:
         self.steps = steps
         self.cap = cap
         self._made: torch.Tensor | None = None
+
+    @property  # type: ignore[no-redef]
+    def used(self) -> list[torch.Tensor]:
+        parameters = self.head.module.weight, self.head.module.bias
+        return [self.hidden, *(p.view_as(p) for p in parameters if p is not None)]  # DDP passes over leaves
 
     @property
     def usable(self) -> bool:
