@@ -708,3 +708,21 @@ def fsdp_gradient_that_comes_too_late():
         total = first + ops.token_nll(model.lm_head(hidden), ids).nll.sum()
         with pytest.raises(RuntimeError, match=r"freed|setStorage"):
             total.backward()
+
+
+@check(2)
+def fsdp_second_derivative():
+    """A penalty on the shards' gradient raises, whosever gradient is asked for; of the gathered head's other uses too."""
+    ids = torch.randint(0, V, (B, L))
+
+    def plain(hidden, weight, y):
+        return torch.nn.functional.cross_entropy((hidden @ weight.t()).flatten(0, 1), y.flatten())
+
+    for loss in (plain, lambda *x: ops.linear_token_nll(*x).nll.sum()):
+        model = Model()
+        own_unit(model)
+        hidden, weight = model(ids).detach().requires_grad_(), model.lm_head.weight
+        value = loss(hidden, gather_head(weight, hidden), ids)
+        (g,) = torch.autograd.grad(value, weight, create_graph=True)
+        total = value + g.to_local().square().sum()
+        raises(RuntimeError, "no second derivative", torch.autograd.grad, total, [hidden])

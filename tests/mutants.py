@@ -75,6 +75,7 @@ JUDGES = (
     ("ops/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     ("losses/*", "tests/test_errors.py tests/test_api.py tests/test_losses.py"),
     ("ops/_head.py", "tests/test_head.py tests/test_losses.py"),
+    ("ops/_first_order.py", "tests/test_second_order.py"),
     ("ops/_workers.py", "tests/test_workers.py"),
     ("ops/token_log_probs.py", "tests/test_errors.py tests/test_token_log_probs.py"),
     ("ops/_torch_rows.py", "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py -k 'not triton'"),

@@ -36,6 +36,7 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
     tensor_parallel_dims,
 )
+from dllm_kernels.ops._first_order import without_derivative
 from dllm_kernels.ops._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.ops._plan import compute_dtype
 
@@ -243,8 +244,15 @@ class _Gather(torch.autograd.Function):
         return piece.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            out = (_Gather._scattered(ctx, grad), None, None, None)
+        if not torch.is_grad_enabled():
+            return out
+        return without_derivative(out, (grad,), "torch.nn.functional.cross_entropy on the logits of the head itself")
+
+    @staticmethod
+    def _scattered(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         mesh, placements, shape = ctx.piece_layout
         weight_mesh, weight_placements, weight_shape, weight_stride, dtype = ctx.weight_layout
         grad = grad.to(dtype)
@@ -261,11 +269,6 @@ class _Gather(torch.autograd.Function):
         # The sharded dimensions first: what is left to sum over the replicas is then a shard.
         scattered = partial.redistribute(placements=[p if p.is_shard() else Partial() for p in placements])
         local = scattered.redistribute(placements=placements).to_local()
-        return (
-            DTensor.from_local(
-                local, weight_mesh, weight_placements, run_check=False, shape=weight_shape, stride=weight_stride
-            ),
-            None,
-            None,
-            None,
+        return DTensor.from_local(
+            local, weight_mesh, weight_placements, run_check=False, shape=weight_shape, stride=weight_stride
         )

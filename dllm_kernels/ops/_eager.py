@@ -1,45 +1,53 @@
-"""The ops as autograd Functions, for eager mode."""
+"""The ops as autograd Functions, for eager mode.
+
+The last output of each is a :func:`handle`, and so is the last tensor that it saves.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from dllm_kernels.ops import _chunks, _stats
-from dllm_kernels.ops._first_order import first_order_only
+from dllm_kernels.ops._first_order import first_order_only, handle
 from dllm_kernels.ops._plan import LinearJob, LinearStatsJob, Plan
 from dllm_kernels.ops._rows import as_blv
 from dllm_kernels.ops._stats_rows import Ask, Found, Upstream
 
 Tensors = tuple[torch.Tensor, ...]
+Saved = Callable[[], tuple[Any, ...]]
+_OF_LOGITS = "torch.nn.functional.cross_entropy"
+_OF_HIDDEN = "torch.nn.functional.cross_entropy on the logits, torch.nn.functional.linear(hidden, weight, bias)"
+_STATS = "torch.log_softmax and what follows from it"
+_STATS_OF_HIDDEN = "torch.log_softmax of the logits, torch.nn.functional.linear(hidden, weight, bias)"
 
 
 def token_nll(logits: torch.Tensor, targets: torch.Tensor, plan: Plan) -> Tensors:
     """(nll, row_max, log_sum, correct) of each row; only nll is differentiable."""
-    return _TokenNLL.apply(logits, targets, plan)  # type: ignore[no-untyped-call, no-any-return]
+    return _TokenNLL.apply(logits, targets, plan)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def weighted_linear_nll(job: LinearJob, plan: Plan) -> Tensors:
     """(loss, nll, row_max, log_sum, correct); only loss is differentiable, and its gradients are ready made."""
-    return _WeightedLinearNLL.apply(*job, plan)  # type: ignore[no-untyped-call, no-any-return]
+    return _WeightedLinearNLL.apply(*job, plan)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
     """(nll, row_max, log_sum, correct), nll differentiable with any gradient per row."""
-    return _LinearTokenNLL.apply(*job, plan)  # type: ignore[no-untyped-call, no-any-return]
+    return _LinearTokenNLL.apply(*job, plan)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def row_stats(logits: torch.Tensor, ask: Ask, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     """(log_probs, lse, entropy, mix, correct) of each row; all but correct are differentiable."""
-    return _RowStats.apply(logits, *ask[:4], plan)  # type: ignore[no-untyped-call, no-any-return]
+    return _RowStats.apply(logits, *ask[:4], plan)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 def linear_row_stats(job: LinearStatsJob, ask: Ask, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     """As :func:`row_stats`, differentiable in hidden, weight and bias."""
-    return _LinearRowStats.apply(*job[:3], *ask[:4], plan)  # type: ignore[no-untyped-call, no-any-return]
+    return _LinearRowStats.apply(*job[:3], *ask[:4], plan)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _TokenNLL(torch.autograd.Function):
@@ -48,18 +56,19 @@ class _TokenNLL(torch.autograd.Function):
         nll, row_max, log_sum, _, correct = plan.primitives().row_stats(
             as_blv(logits), targets, with_correct=plan.with_correct, transform=plan.transform
         )
-        ctx.save_for_backward(logits, targets, row_max, log_sum)
+        hook = handle(nll)
+        ctx.save_for_backward(logits, targets, row_max, log_sum, hook)
         ctx.plan = plan
         ctx.mark_non_differentiable(*(t for t in (row_max, log_sum, correct) if t is not None))
         ctx.set_materialize_grads(False)
-        return nll, row_max, log_sum, correct
+        return nll, row_max, log_sum, correct, hook
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    @first_order_only(_OF_LOGITS)
+    def backward(ctx: Any, saved: Saved, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad_nll is None:
             return None, None, None
-        logits, targets, row_max, log_sum = ctx.saved_tensors
+        logits, targets, row_max, log_sum = saved()
         plan: Plan = ctx.plan
         inplace = plan.inplace_backward
         grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -77,18 +86,19 @@ class _WeightedLinearNLL(torch.autograd.Function):
     def forward(ctx: Any, *job_and_plan: Any) -> tuple[torch.Tensor, ...]:
         job, plan = LinearJob(*job_and_plan[:-1]), job_and_plan[-1]
         out = _chunks.weighted_forward(job, plan)
-        ctx.save_for_backward(*out.gradients, job.weights)
+        hook = handle(out.loss)
+        ctx.save_for_backward(*out.gradients, job.weights, hook)
         ctx.plan, ctx.consumed = plan, False
         ctx.head_dtypes = tuple(None if t is None else t.dtype for t in (job.weight, job.bias))
         trained = zip((job.weight, job.bias), plan.needs[1:], strict=True)
         ctx.head = [weakref.ref(t) for t, trains in trained if trains and t is not None]
         ctx.mark_non_differentiable(*out.rows)
         ctx.set_materialize_grads(False)
-        return (out.loss, *out.rows)
+        return (out.loss, *out.rows, hook)
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    @first_order_only(_OF_HIDDEN)
+    def backward(ctx: Any, saved: Saved, grad_loss: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad_loss is None:
             return (None,) * 7
         if ctx.consumed:
@@ -98,7 +108,7 @@ class _WeightedLinearNLL(torch.autograd.Function):
             )
         ctx.consumed = True
         _check_still_gathered(ctx.head)
-        grad_hidden, *head, headroom, weights = ctx.saved_tensors
+        grad_hidden, *head, headroom, weights = saved()
         if headroom is not None:
             grad_hidden = None if grad_hidden is None else _chunks.scale_rows(grad_hidden, weights * grad_loss)
             grads = (grad_hidden, *_chunks.times_headroom(head, grad_loss * headroom, ctx.head_dtypes))
@@ -115,21 +125,22 @@ class _LinearTokenNLL(torch.autograd.Function):
     def forward(ctx: Any, *job_and_plan: Any) -> tuple[torch.Tensor, ...]:
         job, plan = LinearJob(*job_and_plan[:-1]), job_and_plan[-1]
         rows, unit_grad = _chunks.token_forward(job, plan)
-        _, row_max, log_sum, _ = rows
-        ctx.save_for_backward(*((unit_grad,) if plan.needs.frozen else (*job, row_max, log_sum)))
+        nll, row_max, log_sum, _ = rows
+        hook = handle(nll)
+        ctx.save_for_backward(*((unit_grad,) if plan.needs.frozen else (*job, row_max, log_sum)), hook)
         ctx.plan = plan
         ctx.mark_non_differentiable(*rows[1:])
         ctx.set_materialize_grads(False)
-        return rows
+        return (*rows, hook)
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
+    @first_order_only(_OF_HIDDEN)
+    def backward(ctx: Any, saved: Saved, grad_nll: torch.Tensor | None, *_: Any) -> tuple[Any, ...]:
         if grad_nll is None:
             return (None,) * 7
         if ctx.plan.needs.frozen:
-            return (_chunks.scale_rows(ctx.saved_tensors[0], grad_nll), *(None,) * 6)
-        *job, row_max, log_sum = ctx.saved_tensors
+            return (_chunks.scale_rows(saved()[0], grad_nll), *(None,) * 6)
+        *job, row_max, log_sum = saved()
         grads = _chunks.token_backward(LinearJob(*job), ctx.plan, (row_max, log_sum), grad_nll)
         return (*grads, *(None,) * 4)
 
@@ -141,9 +152,9 @@ class _RowStats(torch.autograd.Function):
         return _save_stats(ctx, (logits, *ask), _stats.forward(logits, _stats.ask_of(plan, *ask), plan), plan)
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        (logits, *ask), found, up = _saved_stats(ctx, 1, grads)
+    @first_order_only(_STATS)
+    def backward(ctx: Any, saved: Saved, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        (logits, *ask), found, up = _saved_stats(saved(), grads)
         if up is None:
             return (None,) * 6
         return (_stats.backward(logits, _stats.ask_of(ctx.plan, *ask), found, up, ctx.plan), *(None,) * 5)
@@ -158,9 +169,9 @@ class _LinearRowStats(torch.autograd.Function):
         return _save_stats(ctx, (hidden, weight, bias, *ask), found, plan)
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        (hidden, weight, bias, *ask), found, up = _saved_stats(ctx, 3, grads)
+    @first_order_only(_STATS_OF_HIDDEN)
+    def backward(ctx: Any, saved: Saved, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        (hidden, weight, bias, *ask), found, up = _saved_stats(saved(), grads)
         if up is None:
             return (None,) * 8
         job = LinearStatsJob(hidden, weight, bias, ask[0])
@@ -168,9 +179,10 @@ class _LinearRowStats(torch.autograd.Function):
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], found: Found, plan: Plan) -> tuple[Any, ...]:
-    """What a Function of row statistics returns: five that the caller sees, and what else backward needs."""
-    out = (found.log_probs, found.row_max + found.log_sum, found.entropy, found.mix, found.correct)
-    ctx.save_for_backward(*inputs, found.log_probs, found.row_max, found.log_sum, found.entropy, found.mix_weight)
+    """What a Function of row statistics returns, five that the caller sees; and save what backward needs."""
+    hook = handle(found.log_probs)
+    out = (found.log_probs, found.row_max + found.log_sum, found.entropy, found.mix, found.correct, hook)
+    ctx.save_for_backward(*inputs, found.log_probs, found.row_max, found.log_sum, found.entropy, found.mix_weight, hook)
     ctx.plan = plan
     if found.correct is not None:
         ctx.mark_non_differentiable(found.correct)
@@ -178,13 +190,14 @@ def _save_stats(ctx: Any, inputs: tuple[Any, ...], found: Found, plan: Plan) -> 
     return out
 
 
-def _saved_stats(ctx: Any, leaves: int, grads: tuple[torch.Tensor | None, ...]) -> tuple[Any, Found, Upstream | None]:
+def _saved_stats(
+    saved: tuple[Any, ...], grads: tuple[torch.Tensor | None, ...]
+) -> tuple[tuple[Any, ...], Found, Upstream | None]:
     """The inputs, what was found, and the upstream gradients, None where there is none at all."""
-    saved, N = ctx.saved_tensors, leaves + 4
-    log_probs, row_max, log_sum, entropy, weight = saved[N:]
+    *inputs, log_probs, row_max, log_sum, entropy, weight = saved
     found = Found(log_probs, row_max, log_sum, entropy, mix_weight=weight)
     up = Upstream(*(None if g is None else g.contiguous() for g in grads[:4]))
-    return saved[:N], found, None if all(g is None for g in up) else up
+    return tuple(inputs), found, None if all(g is None for g in up) else up
 
 
 def _check_still_gathered(head: Iterable[weakref.ref[torch.Tensor]]) -> None:

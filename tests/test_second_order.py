@@ -1,0 +1,108 @@
+"""No gradient of ours has a derivative, and nobody can fail to notice, whosever gradient was asked for."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradgradcheck
+
+from dllm_kernels.ops import (
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_log_probs,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
+from tests.conftest import DEVICE
+
+N, V, D = 5, 11, 4
+IDS = torch.tensor([1, 0, 10, 3, 3], device=DEVICE)
+OF_LOGITS = {
+    "token_nll": lambda x, **o: token_nll(x, IDS, **o).nll,
+    "weighted_nll": lambda x, **o: weighted_nll(x, IDS, IDS + 1.0, **o).loss,
+    "row_stats": lambda x, **o: row_stats(x, IDS, entropy=True, **o).entropy,
+    "token_log_probs": lambda x, **o: token_log_probs(x, IDS, **o).log_probs,
+}
+OF_HIDDEN = {
+    "weighted_linear_nll": lambda h, w, **o: weighted_linear_nll(h, w, IDS, IDS + 1.0, **o).loss,
+    "linear_token_nll": lambda h, w, **o: linear_token_nll(h, w, IDS, **o).nll,
+    "linear_row_stats": lambda h, w, **o: linear_row_stats(h, w, IDS, **o).lse,
+    "token_log_probs": lambda h, w, **o: token_log_probs(h, IDS, weight=w, **o).log_probs,
+}
+INSTEAD = {"nll": "cross_entropy", "stats": "log_softmax", "probs": "log_softmax"}
+ALL = [("logits", name) for name in OF_LOGITS] + [(form, name) for form in ("hidden", "frozen") for name in OF_HIDDEN]
+
+
+def built(form, name, **options):
+    """(layer before, what is differentiated, value of the op): a layer, then the op."""
+    torch.manual_seed(0)
+    layer = torch.randn(D, D, device=DEVICE, requires_grad=True)
+    head = torch.randn(V, D, device=DEVICE, requires_grad=form != "frozen")
+    hidden = torch.randn(N, D, device=DEVICE) @ layer
+    x = F.linear(hidden, head) if form == "logits" else hidden
+    value = OF_LOGITS[name](x, **options) if form == "logits" else OF_HIDDEN[name](x, head, **options)
+    return layer, x, value
+
+
+ASKED = {
+    "grad": lambda total, leaf: torch.autograd.grad(total, [leaf]),
+    "backward": lambda total, leaf: total.backward(inputs=[leaf]),
+    "backward of all": lambda total, _: total.backward(),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED)
+@pytest.mark.parametrize(("form", "name"), ALL)
+def test_a_penalty_on_a_gradient_is_an_error_whosever_gradient_is_asked_for(form, name, ask, backend):
+    """A constant upstream gradient, which autograd's own check lets pass; the value alone would have a gradient."""
+    layer, x, value = built(form, name, backend=backend)
+    (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    total = value.sum() + 10 * g.pow(2).sum()
+    advice = next(what for end, what in INSTEAD.items() if name.endswith(end))
+    with pytest.raises(RuntimeError, match=rf"no second derivative; .*torch\.(nn\.functional\.)?{advice}"):
+        ASKED[ask](total, layer)
+
+
+@pytest.mark.parametrize(("form", "name"), ALL)
+def test_neither_has_the_gradient_one_in_what_weighed_the_rows(form, name):
+    _, x, value = built(form, name, backend="torch")
+    weight = torch.rand(value.shape, device=DEVICE, requires_grad=True)
+    (g,) = torch.autograd.grad((weight * value).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(g.sum(), [weight])
+
+
+@pytest.mark.parametrize(("form", "name"), ALL)
+def test_a_gradient_kept_with_its_graph_is_the_same(form, name):
+    """And what does not differentiate it goes on: its product with a parameter that the op knows nothing of."""
+    _, x, value = built(form, name, backend="torch")
+    (plain,) = torch.autograd.grad(value.sum(), x)
+    _, x, value = built(form, name, backend="torch")
+    (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
+    assert torch.equal(g, plain)
+    other = torch.zeros_like(g, requires_grad=True)
+    (of_other,) = torch.autograd.grad((g * other).sum(), [other])
+    assert torch.equal(of_other, plain)
+
+
+@pytest.mark.parametrize("name", ["token_nll", "row_stats"])
+def test_a_check_of_second_derivatives_meets_it(name):
+    x = torch.randn(N, V, device=DEVICE, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        gradgradcheck(lambda x: OF_LOGITS[name](x, backend="torch"), [x])
+
+
+@pytest.mark.parametrize(("form", "name"), ALL)
+def test_within_an_activation_checkpoint(form, name):
+    """Which makes the saved tensors anew, and gives them out once."""
+    x = torch.randn(N, V if form == "logits" else D, device=DEVICE, requires_grad=True)
+    head = torch.randn(V, D, device=DEVICE, requires_grad=form == "hidden")
+
+    def value(x):
+        out = OF_LOGITS[name](x, backend="torch") if form == "logits" else OF_HIDDEN[name](x, head, backend="torch")
+        return out.sum()
+
+    (g,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(value, x, use_reentrant=False), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(g.sum(), [x])
