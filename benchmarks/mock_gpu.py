@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -106,13 +107,31 @@ class Specimen:
     def run(self, x: int, y: int, z: int, *rest: Any) -> None:
         """Write the launch down; the kernel's arguments stand at the end of ``rest``."""
         names = self.source.fn.arg_names
-        arguments = dict(zip(names, rest[-len(names) :], strict=True))
+        arguments = {name: _outlined(value) for name, value in zip(names, rest[-len(names) :], strict=True)}
         self.gpu.launches.append(Launch(self, (x, y, z), arguments))
 
 
 @dataclass(frozen=True)
+class Outline:
+    """What a launch keeps of a tensor: the tensor itself would stay alive, and autograd copy a gradient that others hold."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _outlined(value: Any) -> Any:
+    return Outline(tuple(value.shape), value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+
+
+@dataclass(frozen=True)
 class Launch:
-    """A launch: which kernel, how many programs, the arguments by name."""
+    """A launch: which kernel, how many programs, the arguments by name, tensors as their outlines."""
 
     specimen: Specimen
     grid: tuple[int, int, int]
@@ -210,9 +229,8 @@ class _OnMeta(TorchFunctionMode):
         if func in (torch.nonzero, torch.Tensor.nonzero):
             found = round(args[0].numel() * self.gpu.active_share)
             return torch.empty(found, args[0].dim(), dtype=torch.int64, device="meta")
-        if func in (torch.mm, torch.addmm) and "out_dtype" in kwargs:  # which only a GPU has
-            wide = kwargs.pop("out_dtype")
-            return kwargs["out"] if "out" in kwargs else func(*args, **kwargs).to(wide)
+        if func is torch.addmm and "out_dtype" in kwargs:  # torch 2.11 has it on a GPU alone
+            return kwargs["out"]
         return func(*args, **kwargs)
 
 

@@ -27,9 +27,14 @@ def module(name: str) -> Any:
         return None
 
 
+def _wide(logits: torch.Tensor) -> torch.Tensor:
+    """``[N, V]`` in float32, or in float64 as they are, for the oracle."""
+    return logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
+
+
 def plain_mdlm(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """What anybody would write: NLL of every token, times the weights."""
-    nll = F.cross_entropy(logits.flatten(0, -2).float(), targets.flatten(), reduction="none")
+    nll = F.cross_entropy(_wide(logits), targets.flatten(), reduction="none")
     return (nll * weights.flatten()).sum()
 
 
@@ -37,7 +42,7 @@ def _gather_mdlm(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Ten
     """Active rows first, then plain PyTorch."""
     rows = weights.flatten().nonzero().squeeze(1)
     active = logits.flatten(0, -2).index_select(0, rows)
-    nll = F.cross_entropy(active.float(), targets.flatten()[rows], reduction="none")
+    nll = F.cross_entropy(_wide(active), targets.flatten()[rows], reduction="none")
     return (nll * weights.flatten()[rows]).sum()
 
 
@@ -94,7 +99,7 @@ def plain_linear(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
 ) -> torch.Tensor:
     """All logits at once."""
-    nll = F.cross_entropy(F.linear(hidden, weight).flatten(0, -2).float(), targets.flatten(), reduction="none")
+    nll = F.cross_entropy(_wide(F.linear(hidden, weight)), targets.flatten(), reduction="none")
     return (nll * weights.flatten()).sum()
 
 
@@ -103,7 +108,7 @@ def _gather_linear(
 ) -> torch.Tensor:
     rows = weights.flatten().nonzero().squeeze(1)
     h, y, w = (t[rows] for t in (hidden.flatten(0, -2), targets.flatten(), weights.flatten()))
-    return (F.cross_entropy(F.linear(h, weight).float(), y, reduction="none") * w).sum()
+    return (F.cross_entropy(_wide(F.linear(h, weight)), y, reduction="none") * w).sum()
 
 
 def _original_linear(peer: Any) -> Loss:

@@ -15,6 +15,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import launches
 from benchmarks.gpus import GRID
@@ -22,6 +24,7 @@ from benchmarks.mock_gpu import MockGPU
 from dllm_kernels import corruption, ops
 from tests.cases import CASES
 from tests.offsets import narrow_offsets
+from tests.test_corruption import ROUTINES, batch
 
 CHECKS = {}
 
@@ -228,6 +231,65 @@ def capture_from_hidden_states_needs_no_new_kernel(gpu):
 def capture_from_few_hidden_states_needs_no_new_kernel(gpu):
     gpu.active_share = 0.25
     needs_nothing_new(gpu, lambda: from_hidden(1024))
+
+
+class Operations(TorchDispatchMode):
+    """Writes down what torch is asked to do, but for what moves no bytes."""
+
+    FREE = ("empty", "new_empty", "new_empty_strided", "view", "_unsafe_view", "as_strided", "detach", "expand",
+            "slice", "select", "squeeze", "unsqueeze", "alias", "t", "transpose", "permute", "promote_types")  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def corruption_is_one_launch_and_nothing_else(gpu):
+    for name, routine in ROUTINES.items():
+        with torch.device("cpu"):
+            ids, loss_mask, seeds = batch(8, 512)
+            given = routine.given(ids)
+        ids, loss_mask, seeds = (torch.empty_like(t, device="cuda") for t in (ids, loss_mask, seeds))
+        given = {key: torch.empty_like(t, device="cuda") for key, t in given.items()}
+        gpu.launches.clear()
+        with Operations() as operations:
+            routine.launch(ids, loss_mask, **given, seeds=seeds)
+        assert (len(gpu.launches), operations.names) == (1, []), name
+
+
+@check
+@on_each("sm_90", "gfx942")
+def nobody_keeps_a_gradient_that_autograd_would_copy(gpu):
+    logits = torch.empty(2, 8, 1000, dtype=torch.bfloat16, requires_grad=True)
+    loss = ops.weighted_nll(logits, torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8)).loss
+    with Operations() as operations:
+        loss.backward()
+    assert logits.grad is not None
+    assert not {"clone", "copy_"} & set(operations.names), operations.names
+    assert gpu.launches[-1].arguments["logits_ptr"].nbytes == logits.nbytes
+
+
+@check
+@on_each("sm_90", "gfx942")
+def products_are_counted(gpu):
+    N, V, D, chunks = 1024, 4096, 256, 4
+    hidden = torch.empty(N, D, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.empty(V, D, dtype=torch.bfloat16, requires_grad=True)
+    targets, weights = torch.zeros(N, dtype=torch.int64), torch.ones(N)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        options = {"num_active": N, "chunk_size": N // chunks}
+        ops.weighted_linear_nll(hidden, head, targets, weights, **options).loss.backward()
+    assert counter.get_total_flops() == 3 * 2 * N * V * D
+    assert head.grad.dtype == head.dtype
 
 
 def far_apart():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import __main__ as command
-from benchmarks import measure, record
+from benchmarks import measure, peers, record
 
 CPU = torch.device("cpu")
 
@@ -87,6 +87,21 @@ def test_relative_error():
     exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert measure.relative_error(exact + torch.tensor([0.0, 1.0]), exact) == pytest.approx(0.2)
     assert measure.relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+
+
+@pytest.mark.parametrize("name", ["plain", "gather"])
+def test_what_errors_are_measured_against_is_float64(name):
+    generator = torch.Generator().manual_seed(0)
+    logits, hidden, head = (torch.randn(*s, generator=generator) for s in ((1, 4, 50), (1, 4, 8), (50, 8)))
+    targets, weights = torch.arange(4)[None], torch.rand(1, 4, generator=generator)
+    arguments = targets, weights.double()
+    found = {
+        "logits": peers.logits_losses("cpu", False)[name](logits.double(), *arguments),
+        "hidden": peers.linear_losses("cpu", False)[name](hidden.double(), head.double(), *arguments, None),
+    }
+    for form, z in {"logits": logits.double(), "hidden": hidden.double() @ head.double().T}.items():
+        nll = z.logsumexp(-1) - z.gather(-1, targets[..., None])[..., 0]
+        torch.testing.assert_close(found[form], (nll * weights.double()).sum(), rtol=1e-14, atol=0)
 
 
 def test_table_and_json(options, capsys):

@@ -31,46 +31,78 @@ def batch(B, L, device="cpu", seed=0):
 
 
 def levels_of(ids, block_size=None):
-    """Some levels, 0 and 1 among them where there is room, of rows, or of blocks; a row's own, whatever its batch."""
+    """Some levels, 0 and 1 among them where there is room, of rows, or of blocks; a row's own, whatever its batch.
+
+    Made on the CPU: a GPU divides by a number by multiplying with its reciprocal, which is another level in the last bit.
+    """
     n = 1 if block_size is None else max(-(-ids.shape[1] // block_size), 1)
-    first = ((ids.sum(1, keepdim=True) + 4) % 11).float() / 10
-    return ((first + torch.arange(n, device=ids.device) * 0.3) % 1.1).clamp(max=1)
+    first = ((ids.cpu().sum(1, keepdim=True) + 4) % 11).float() / 10
+    return ((first + torch.arange(n, device="cpu") * 0.3) % 1.1).clamp(max=1)
 
 
-def with_ones(noisy_and_noise):
-    """A third output, for what is said of all routines."""
-    return *noisy_and_noise, torch.ones(noisy_and_noise[0].shape, device=noisy_and_noise[0].device)
+class Routine:
+    """A routine of the package with its options, called as ``(ids, mask, **source of the draws)``.
+
+    ``given`` makes the tensors that it takes besides, from the ids and on the CPU; a third output of ones is added where
+    there are two, for what is said of all routines.
+    """
+
+    def __init__(self, launch, given=lambda ids: {}):
+        self.launch, self.given = launch, given
+
+    def __call__(self, ids, mask, **kw):
+        out = self.launch(ids, mask, **self.given_on(ids), **kw)
+        return out if len(out) == 3 else (*out, torch.ones(out[0].shape, device=out[0].device))
+
+    def given_on(self, ids):
+        return {name: t.to(ids.device) for name, t in self.given(ids).items()}
+
+
+def uniform(*args, **options):
+    return lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, *args, **options, **kw)
+
+
+def blockwise(*args):
+    return lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, *args, **kw)
+
+
+def tokens(*args):
+    return lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, *args, **kw)
+
+
+def mix(ids, mask, **kw):
+    return corruption.corrupt_mix(ids, mask, MASK, V, **kw)
+
+
+def of_rows(ids):
+    return {"level": levels_of(ids)}
+
+
+def of_blocks(ids):
+    return {"level": levels_of(ids, 6)}
+
+
+def of_mix(ids):
+    return {"mask_prob": levels_of(ids)[:, 0] / 2, "uniform_prob": 0.5 - levels_of(ids) / 3}
 
 
 ROUTINES = {
-    "uniform": lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, **kw),
-    "sequence": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, **kw),
-    "block 1": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 1, **kw),
-    "block 5": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 5, **kw),
-    "block 32": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 32, **kw),
-    "steep": lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, 8, 0.0, 1e-3, **kw),
-    "tokens": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, **kw),
-    "tokens, block 1": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, 1, **kw),
-    "tokens, block 6": lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, 6, 0.2, **kw),
-    "exact": lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, exact=True, **kw),
-    "levels": lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, level=levels_of(ids), **kw),
-    "exact levels": lambda ids, mask, **kw: corruption.corrupt_uniform(
-        ids, mask, MASK, level=levels_of(ids), exact=True, **kw
-    ),
-    "sequence levels": lambda ids, mask, **kw: corruption.corrupt_blockwise(
-        ids, mask, MASK, level=levels_of(ids), **kw
-    ),
-    "block levels": lambda ids, mask, **kw: corruption.corrupt_blockwise(
-        ids, mask, MASK, 6, level=levels_of(ids, 6), **kw
-    ),
-    "token levels": lambda ids, mask, **kw: corruption.corrupt_uniform_random(
-        ids, mask, V, 6, level=levels_of(ids, 6), **kw
-    ),
-    "mix": lambda ids, mask, **kw: with_ones(
-        corruption.corrupt_mix(
-            ids, mask, MASK, V, mask_prob=levels_of(ids)[:, 0] / 2, uniform_prob=0.5 - levels_of(ids) / 3, **kw
-        )
-    ),
+    "uniform": Routine(uniform()),
+    "sequence": Routine(blockwise()),
+    "block 1": Routine(blockwise(1)),
+    "block 5": Routine(blockwise(5)),
+    "block 32": Routine(blockwise(32)),
+    "steep": Routine(blockwise(8, 0.0, 1e-3)),
+    "tokens": Routine(tokens()),
+    "tokens, block 1": Routine(tokens(1)),
+    "tokens, block 6": Routine(tokens(6, 0.2)),
+    "exact": Routine(uniform(exact=True)),
+    "levels": Routine(uniform(), of_rows),
+    "exact levels": Routine(uniform(exact=True), of_rows),
+    "sequence levels": Routine(blockwise(), of_rows),
+    "block levels": Routine(blockwise(6), of_blocks),
+    "token levels": Routine(tokens(6), of_blocks),
+    "mix": Routine(mix, of_mix),
 }
 # Enough of them where what is tested does not depend on the block size.
 FEW = [ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")]
@@ -445,17 +477,20 @@ def test_no_product_and_sum_become_one_rounding():
 @pytest.mark.gpu
 @every_routine
 def test_one_launch_and_no_wait(routine):
+    """``tests/mock_gpu_checks.py`` counts the same on a GPU that is not there."""
     ids, loss_mask, seeds = batch(8, 512, "cuda")
-    routine(ids, loss_mask, seeds=seeds)
+    given = routine.given_on(ids)
+    routine.launch(ids, loss_mask, **given, seeds=seeds)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.set_sync_debug_mode("error")
         try:
-            routine(ids, loss_mask, seeds=seeds)
+            routine.launch(ids, loss_mask, **given, seeds=seeds)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    launches = [event for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(launches) == 1
+        torch.cuda.synchronize()
+    launches = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launches) == 1, launches
 
 
 SIGNATURES = {

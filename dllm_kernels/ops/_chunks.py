@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels.ops._active_rows import ActiveRows, choose_chunk, multiprocessors
 from dllm_kernels.ops._plan import NO_GRADIENTS, LinearJob, Needs, Plan
@@ -219,6 +220,8 @@ class Chunks:
         if a.is_cuda and torch.version.hip is None:
             if self.grad_weight is None:
                 self.grad_weight = torch.mm(a, h, out_dtype=acc)
+            elif is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for this overload of addmm, and raises
+                self.grad_weight += torch.mm(a, h, out_dtype=acc)
             else:
                 torch.addmm(self.grad_weight, a, h, out_dtype=acc, out=self.grad_weight)
             return
