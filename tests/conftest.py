@@ -1,6 +1,7 @@
 """Run the kernels on the GPU where there is one, else on CPU tensors under Triton's interpreter."""
 
 import fcntl
+import importlib.util
 import itertools
 import os
 import tempfile
@@ -24,6 +25,12 @@ if os.environ.get("PYTEST_XDIST_WORKER") and "OMP_NUM_THREADS" not in os.environ
     torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+if INTERPRETED:
+    from tests import interpreter
+
+    interpreter.install()
 
 
 def covering(items, strength):
@@ -75,6 +82,16 @@ def once(tmp_path_factory):
         return path
 
     return made
+
+
+@pytest.fixture(autouse=True)
+def overflow(request):
+    """Where indices are the subject, integer arithmetic of a kernel that leaves 32 bits is an error."""
+    if not INTERPRETED or not request.node.get_closest_marker("indices"):
+        yield
+        return
+    with interpreter.checked_overflow():
+        yield
 
 
 @pytest.fixture

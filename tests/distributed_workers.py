@@ -36,6 +36,9 @@ from tests.distributed_checks import CHECKS
 with contextlib.suppress(ImportError):
     import dllm_kernels.kernels.linear_nll
     import dllm_kernels.kernels.token_nll  # noqa: F401
+    from tests import interpreter
+
+    interpreter.install()
 
 
 def join(rank, world, folder, seconds):

@@ -18,9 +18,12 @@ from tests.conftest import DEVICE
 from tests.parity import small_tiles
 
 pytest.importorskip("triton")
-pytestmark = pytest.mark.skipif(
-    DEVICE != "cpu" or sys.platform != "linux", reason="pages are closed by mprotect, around memory of the CPU"
-)
+pytestmark = [
+    pytest.mark.indices,
+    pytest.mark.skipif(
+        DEVICE != "cpu" or sys.platform != "linux", reason="pages are closed by mprotect, around memory of the CPU"
+    ),
+]
 PAGE = mmap.PAGESIZE
 N, V, D, K = 5, 43, 6, 3
 B, L, MASK = 3, 21, 40
@@ -64,9 +67,10 @@ def token_nll(guarded, dtype, **options):
     out.nll.backward(guarded.like(torch.randn(N, dtype=out.nll.dtype)))
 
 
-def weighted_linear_nll(guarded, dtype, **options):
+def weighted_linear_nll(guarded, dtype, bias_grad=True, **options):
     _, y = logits_and_targets(guarded, dtype)
     h, w, b = (guarded.like(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (V, D), (V,)))
+    b.requires_grad_(bias_grad)
     weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0]))
     out = ops.weighted_linear_nll(
         h, w, y, weights, bias=b, chunk_size=2, with_correct=True, backend="triton", **options
@@ -107,7 +111,7 @@ RUNS = {
     "token_nll, split rows": lambda g: token_nll(g, torch.float32),
     "token_nll, transformed, split rows": lambda g: token_nll(g, torch.float32, **TRANSFORM),
     **{f"weighted_linear_nll, {d}": (lambda g, d=d: weighted_linear_nll(g, d)) for d in (torch.float16, torch.float32)},
-    "weighted_linear_nll, one pass": lambda g: weighted_linear_nll(g, torch.float32),
+    "weighted_linear_nll, one pass": lambda g: weighted_linear_nll(g, torch.float32, bias_grad=False),
     "weighted_linear_nll, transformed": lambda g: weighted_linear_nll(g, torch.float64, **TRANSFORM),
     **{f"row_stats, {d}": (lambda g, d=d: row_stats(g, d)) for d in (torch.float16, torch.float32)},
     "row_stats, split rows": lambda g: row_stats(g, torch.float16),

@@ -20,6 +20,8 @@ from dllm_kernels.ops import _topk as op
 from dllm_kernels.ops._philox import Layout
 from reference import corruption as reference
 
+pytestmark = pytest.mark.indices
+
 MASK, V = 126_336, 126_464
 
 

@@ -13,6 +13,8 @@ from dllm_kernels.ops import _topk as op
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from reference.gumbel_topk import batched_gumbel_topk as reference_topk
 
+pytestmark = pytest.mark.indices
+
 INF = float("inf")
 
 

@@ -13,6 +13,8 @@ from dllm_kernels.kernels import _philox as in_kernel
 from dllm_kernels.ops import _philox, _rules
 from dllm_kernels.ops._philox import Layout
 
+pytestmark = pytest.mark.indices
+
 # Random123's kat_vectors, philox4x64 with 10 rounds: counter, key, output.
 KNOWN_ANSWERS = [
     (

@@ -12,6 +12,8 @@ import reference
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_error, poison_empty, value_and_grads
 
+pytestmark = pytest.mark.indices
+
 token_nll_kernels = pytest.importorskip("dllm_kernels.kernels.token_nll")
 linear_nll_once_kernels = pytest.importorskip("dllm_kernels.kernels.linear_nll_once")
 linear_nll_kernels = pytest.importorskip("dllm_kernels.kernels.linear_nll")

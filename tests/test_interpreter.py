@@ -1,0 +1,135 @@
+"""The quicker interpreter against Triton's own: every kernel, to the bit."""
+
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import INTERPRETED
+from tests.parity import poison_empty, small_tiles
+
+if not INTERPRETED:
+    pytest.skip("kernels are compiled here", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import GridExecutor, InterpreterError
+
+from dllm_kernels import corruption, kernels, ops
+from dllm_kernels.kernels import _corruption_tiles
+from tests import interpreter
+from tests.test_bounds import RUNS, B, N, V
+
+
+class AsTheyCome:
+    """In place of memory between closed pages."""
+
+    like = staticmethod(lambda t: t)
+
+
+def backward_of_a_multiple(_):
+    h, w = (torch.randn(s, requires_grad=True) for s in ((N, 6), (V, 6)))
+    (3 * ops.weighted_linear_nll(h, w, torch.arange(N), torch.rand(N), backend="triton").loss).backward()
+
+
+CALLS = RUNS | {
+    "corrupt_blockwise, keys in memory": RUNS["corrupt_blockwise"],
+    "gumbel_topk, keys in memory": RUNS["gumbel_topk"],
+    "weighted_linear_nll, times 3": backward_of_a_multiple,
+    "sample_level": lambda _: corruption.sample_level(B, seeds=torch.arange(B), backend="triton"),
+}
+
+
+def launches(name, monkeypatch):
+    """The kernel of each launch of a call, and the bits that its tensors hold afterwards."""
+    found, call = [], GridExecutor.__call__
+
+    def launch(self, *arguments, **options):
+        call(self, *arguments, **options)
+        tensors = [t for t in (*arguments, *options.values()) if torch.is_tensor(t)]
+        found.append((self.fn.__name__, [t.detach().contiguous().view(-1).view(torch.uint8).clone() for t in tensors]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launch)
+        patch.setenv("DLLM_KERNELS_ONE_PASS", str(int("one pass" in name)))
+        small_tiles(patch, splits=3 if "split" in name else 1)
+        poison_empty(patch)
+        if "in memory" in name:
+            patch.setattr(_corruption_tiles, "select", lambda *_: _corruption_tiles.SelectTile(1, 8, 1, True))
+        torch.manual_seed(0)
+        CALLS[name](AsTheyCome)
+    return found
+
+
+def launched_somewhere():
+    """The names that stand before ``[grid](...)`` in a launcher."""
+    sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(kernels.__path__)]
+    return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|\(.*\))\]\(", source)}
+
+
+def test_every_kernel_leaves_the_same_bits(monkeypatch):
+    launched = set()
+    for name in CALLS:
+        quick = launches(name, monkeypatch)
+        with interpreter.tritons_own():
+            own = launches(name, monkeypatch)
+        assert [kernel for kernel, _ in quick] == [kernel for kernel, _ in own], name
+        for (kernel, ours), (_, theirs) in zip(quick, own, strict=True):
+            assert len(ours) > 0
+            assert all(map(torch.equal, ours, theirs)), (name, kernel)
+        launched |= {kernel for kernel, _ in quick}
+    assert launched == launched_somewhere()
+
+
+@triton.jit
+def _doubled(x):
+    return tl.sum(x, 0) * 2
+
+
+@triton.jit
+def _at(out_ptr, n, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    for k in range(n):
+        tl.store(out_ptr + k, _doubled(i * n))
+
+
+def test_a_launch_puts_back_what_it_replaced():
+    owners = tl, tl.core, tl.math, tl.tensor
+    before = [dict(vars(owner)) for owner in owners]
+    out = torch.zeros(3, dtype=torch.int32)
+    for _ in range(2):
+        _at[(1,)](out, 3, SIZE=4)
+        assert out.tolist() == [36, 36, 36]
+        assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_a_launch_that_fails_puts_back_what_it_replaced():
+    with pytest.raises(InterpreterError):
+        _at[(1,)](torch.zeros(3), None, SIZE=4)
+    test_a_launch_puts_back_what_it_replaced()
+
+
+def test_internals_that_are_not_known_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(interpreter.triton_interpreter, "_patch_lang", interpreter.THEIRS)
+    monkeypatch.setattr(interpreter, "KNOWN", {})
+    interpreter.install()
+    assert interpreter.triton_interpreter._patch_lang is interpreter.THEIRS
+
+
+@triton.jit
+def _far(out_ptr, n):
+    tl.store(out_ptr + tl.program_id(0) * n * 0, 1)
+
+
+@pytest.mark.indices
+def test_an_index_that_leaves_32_bits_is_an_error():
+    out = torch.zeros(1, dtype=torch.int32)
+    _far[(2,)](out, 2**30)
+    with pytest.raises(InterpreterError, match="int32 overflow"):
+        _far[(5,)](out, 2**30)
+
+
+def test_elsewhere_it_is_not_looked_at():
+    _far[(5,)](torch.zeros(1, dtype=torch.int32), 2**30)
