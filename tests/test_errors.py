@@ -349,7 +349,7 @@ def test_swapped_masks_are_found(name, form):
     raises(ValueError, message, call, noise=p, p=noise)
     raises(ValueError, message, call, noise=noise, p=noise)
     if name == "block":  # which uses neither
-        assert call(noise=p, p=7 * p).total_loss == call().total_loss
+        assert call(noise=noise, p=7 * p).total_loss == call().total_loss
         return
     message = "noise_mask must hold no fractions, got 0.5 at position (0, 0); are noise_mask and p_mask swapped?"
     raises(ValueError, message, call, noise=p, p=noise.float())
@@ -508,10 +508,7 @@ def test_scdd(form, max_ratio):
 @pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf")])
 def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(form, max_ratio, bad):
     call, p, off = correcting(form, max_ratio=max_ratio), ON / 2, ON.clone()
-    good = call(p=p).total_loss
-    p[1, 1:] = bad  # not of column 0
-    assert torch.equal(call(p=p).total_loss, good)
-    p[1, 0], off[1] = bad, 0
+    p[1], off[1] = bad, 0
     raises(ValueError, f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 0)", call, p=p)
     assert call(p=p, mask=off).total_loss.isfinite()  # of a sequence that is not supervised
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
@@ -47,9 +48,27 @@ class Batch(NamedTuple):
     def check_noise(self) -> None:
         """Check the masks of a loss that reads all three: shape, device, swapped, a constant, in range."""
         check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
-        check_not_swapped(self.p_mask)
+        self.check_not_swapped()
         _checks.check_constant("p_mask", self.p_mask)
         self._check_probabilities()
+
+    def check_not_swapped(self) -> None:
+        """Raise where a mask can only be another one, read or not: by its dtype, and on CPU by its values."""
+        p_mask, noise_mask, loss_mask = self.p_mask, self.noise_mask, self.loss_mask
+        if p_mask is not None and p_mask.dtype == torch.bool:
+            raise ValueError("p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?")
+        where = first_fraction(noise_mask, loss_mask)
+        if where is not None:
+            raise ValueError(
+                f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; "
+                "are noise_mask and p_mask swapped?"
+            )
+        where = first_fraction(loss_mask, loss_mask)
+        if where is not None and values_are_there(p_mask) and bool(((p_mask == 0) | (p_mask == 1)).all()):
+            raise ValueError(
+                f"loss_mask must hold no fractions beside a p_mask of nothing but 0 and 1, got {loss_mask[where].item()} at "
+                f"position {where}; are p_mask and loss_mask swapped?"
+            )
 
     def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
         """(noise_mask & loss_mask) / max(p_mask, 1e-8) over the count, 0 outside the masks whatever p_mask holds there."""
@@ -59,28 +78,30 @@ class Batch(NamedTuple):
         return divide(weights, self.num_diffusion_tokens)
 
     def _check_probabilities(self) -> None:
-        """Raise where they are out of range or stand in the mask; on a GPU that would cost a sync, so not there."""
-        p_mask, noise_mask, supervised = self.p_mask, self.noise_mask, self.loss_mask.bool()
-        if p_mask.device.type != "cpu" or torch.compiler.is_compiling():
+        """Raise where they are out of range; on a GPU that would cost a sync, so not there."""
+        p_mask, noise_mask = self.p_mask, self.noise_mask
+        if not values_are_there(p_mask):
             return
-        where = first_true(supervised & noise_mask.bool() & ~((p_mask >= 0) & (p_mask <= 1)))
+        where = first_true(self.loss_mask.bool() & noise_mask.bool() & ~((p_mask >= 0) & (p_mask <= 1)))
         if where is not None:
             raise ValueError(
                 f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
             )
-        fractions = noise_mask.is_floating_point()
-        where = first_true(supervised & (noise_mask > 0) & (noise_mask < 1)) if fractions else None
-        if where is not None:
-            raise ValueError(
-                f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; "
-                "are noise_mask and p_mask swapped?"
-            )
 
 
-def check_not_swapped(p_mask: torch.Tensor | None) -> None:
-    """Raise where ``p_mask`` can only be a mask, found without looking at its values."""
-    if p_mask is not None and p_mask.dtype == torch.bool:
-        raise ValueError("p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?")
+def values_are_there(tensor: torch.Tensor | None) -> bool:
+    """Whether looking at values costs no sync: on CPU, and of no tensor that stands for others, as in a graph."""
+    fake = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
+    return tensor is not None and tensor.is_cpu and not fake
+
+
+def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
+    """Where a mask first holds a fraction among what is supervised, or None; of a mask that is read or not."""
+    if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
+        return None
+    if not (values_are_there(mask) and supervised.is_cpu and bool(mask.frac().any())):
+        return None
+    return first_true(supervised.bool() & (mask > 0) & (mask < 1))
 
 
 class DiffusionLoss(TransformedLoss):
@@ -132,7 +153,7 @@ class DiffusionLoss(TransformedLoss):
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
             noise_mask: ``[B, L]``, nonzero where the token was masked (not used by block diffusion and SCDD).
             p_mask: ``[B, L]``, the probability with which it was, in [0, 1], a constant (not used by block diffusion; for SCDD
-                the time of each sequence, of which column 0 is read).
+                the time of each sequence, one for all its positions: column 0 is read).
             loss_mask: ``[B, L]``, nonzero where the token is supervised.
             loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, a constant, fractions kept; None: no AR
                 part (hybrid).

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.losses._base import Batch, DiffusionLoss, check_not_swapped
+from dllm_kernels.losses._base import Batch, DiffusionLoss, values_are_there
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.ops import _checks
@@ -280,13 +280,21 @@ def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tens
 
 
 def _check_times(batch: Batch) -> None:
-    """Check the masks, and that times lie in [0, 1] where a sequence is supervised; on a GPU that would cost a sync."""
+    """Check the masks, and where a sequence is supervised its time: one, in [0, 1]; on a GPU that would cost a sync."""
     p_mask, loss_mask = batch.p_mask, batch.loss_mask
     check_masks(batch.target_ids, p_mask=p_mask, loss_mask=loss_mask)
-    check_not_swapped(p_mask)
+    batch.check_not_swapped()
     _checks.check_constant("p_mask", p_mask)
-    if p_mask.device.type != "cpu" or torch.compiler.is_compiling():
+    if not values_are_there(p_mask):
         return
-    where = first_true(loss_mask.bool().any(1, keepdim=True) & ~((p_mask >= 0) & (p_mask <= 1))[:, :1])
+    supervised = loss_mask.bool()
+    where = first_true(supervised.any(1, keepdim=True) & ~((p_mask >= 0) & (p_mask <= 1))[:, :1])
     if where is not None:
         raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}")
+    where = first_true(supervised & (p_mask != p_mask[:, :1]))
+    if where is not None:
+        time = p_mask[where[0], 0].item()
+        raise ValueError(
+            f"p_mask must hold one time for each sequence, got {time} at position {(where[0], 0)} and "
+            f"{p_mask[where].item()} at position {where}; are noise_mask and p_mask swapped?"
+        )
