@@ -1,11 +1,13 @@
-"""One row per op or loss: how to draw its small inputs, our two forms of it, and the oracle.
+"""One ``Case`` for every op and loss: all that the tests need to know of it. Every list of losses in the tests is made here.
 
-Every test that holds for all losses (parity, laws, compilation, memory, inputs left alone) runs over ``CASES``.
+Every test that holds for all losses (parity, laws, compilation, bad input, memory, inputs left alone) runs over these.
 ``B`` sequences of ``L`` tokens; the logits or hidden states have ``case.width * L`` positions a sequence.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -16,34 +18,144 @@ from dllm_kernels import ops
 Inputs = dict[str, torch.Tensor]
 BLOCK = 4  # positions of a DFlash block, its anchor included: 3 are predicted
 
+# What an argument is, by its name: the checks of bad input go by it (``tests/test_errors.py``).
+#   targets: the token ids that the rows are to predict     ids: other token ids
+#   mask: compared with 0     weight: a mask whose fractions count     noise: a mask of no fractions
+#   probability: in [0, 1] where it is used     time: a probability of which column 0 is read
+#   count: a number or 0-d tensor to divide by
+#   rows: logits or hidden states beside the first     unused: of the right type, and not looked at
+COMMON = {
+    "target_ids": "targets",
+    "noise_mask": "noise",
+    "p_mask": "probability",
+    "loss_mask": "mask",
+    "loss_mask_ar": "mask",
+    "num_diffusion_tokens": "count",
+    "num_ar_tokens": "count",
+    "causal": "unused",  # causal_logits or causal_hidden
+    "noisy_input_ids": "unused",
+}
+DLLM_LOSS = "components.loss.dllm_loss"  # the framework's module of such losses
+MASKS = "logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=None, num_diffusion_tokens=None, num_ar_tokens=None, "
+FORWARD = {"": "fp32_upcast=True", ".forward": f"self, {MASKS}causal_logits=None"}
 
-class Case(NamedTuple):
-    """What the tests need to know of one op or loss.
+
+def _nothing_else(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    return rows, {}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What the tests need to know of one op or loss. The defaults are those of a loss of the common signature.
 
     Attributes:
         name: what pytest calls it.
-        draw: (B, L, V) -> targets, masks and weights by name, drawn from torch's default generator.
-        logits_form: (logits, inputs, **options) -> value; options are ``backend`` and, for a loss with that argument,
-            ``fp32_upcast``.
-        hidden_form: (hidden, weight, bias, inputs, **options) -> value; ``chunk_size`` too.
-        oracle: (logits, inputs) -> value.
+        loss: the class, or the function from logits and the one from hidden states.
+        draw: (B, L, V) -> the tensors of a call by name, drawn from torch's default generator.
+        equation: the oracle; of inputs, settings and options it gets those that it has a parameter for.
+        settings: the constructor's arguments.
+        roles: what each argument of a call is, in the words of ``COMMON``; a loss of another signature brings its own.
+        rows: what the two forms call the logits and the hidden states.
+        extra: (form, rows, inputs) -> the rows, and what a call takes that is no tensor, or is cut from the rows.
         width: positions of the logits for each token.
+        separate: whether a model gives those as tensors of their own, not as one.
         per_row: whether the value is one number a row.
         linear_in: the input the value is linear in, if any.
         rounds: whether it takes ``fp32_upcast``.
-        transform: what the logits go through first, as the ops and losses take it.
+        shifted: whether a part of a sequence alone has another loss: rows that predict the next token, or weigh by place.
+        counted_locally: whether the denominator is counted in what one call is given, so that over ranks and
+            micro-batches the gradients are averaged.
+        statistics: whether it asks for row statistics, and not for the NLL alone.
+        learns: the names of the loss's own parameters.
+        constants: the settings that must not require a gradient.
+        chunks_at_construction: whether ``chunk_size`` is the constructor's, not the call's.
+        variant: whether it differs from another case in numbers only, and is left out where a case takes seconds.
+        transformed_by: what the logits of its twin go through first; None: it has no twin.
+        transform: what its own logits go through.
+        home: the module of the framework that it replaces, if any.
+        documented: the signatures of the framework's documentation, by what follows the name of the loss.
     """
 
     name: str
+    loss: Any
     draw: Callable[[int, int, int], Inputs]
-    logits_form: Callable[..., torch.Tensor]
-    hidden_form: Callable[..., torch.Tensor]
-    oracle: Callable[..., torch.Tensor]
+    equation: Callable[..., Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=lambda: COMMON)
+    rows: tuple[str, str] = ("logits", "hidden")
+    extra: Callable[[str, Any, Inputs], tuple[Any, dict[str, Any]]] = _nothing_else
     width: int = 1
+    separate: bool = False
     per_row: bool = False
     linear_in: str | None = None
     rounds: bool = False
-    transform: dict[str, Any] | None = None
+    shifted: bool = False
+    counted_locally: bool = False
+    statistics: bool = False
+    learns: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    chunks_at_construction: bool = False
+    variant: bool = False
+    transformed_by: Mapping[str, Any] | None = None
+    transform: Mapping[str, Any] = field(default_factory=dict)
+    home: str | None = None
+    documented: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The public names: a class, or two functions."""
+        return self.loss if isinstance(self.loss, tuple) else (self.loss,)
+
+    @property
+    def targets(self) -> str:
+        """What the loss calls its targets."""
+        return next(name for name, role in self.roles.items() if role == "targets")
+
+    @property
+    def counts(self) -> list[str]:
+        """The counts that are drawn."""
+        return [name for name in self.draw(1, 3, 7) if self.roles.get(name) == "count"]
+
+    def arguments(self, form: str, rows: Any, inputs: Inputs, head: tuple[Any, ...] = ()) -> dict[str, Any]:
+        """Of one call, by name; ``head``: the weight and bias of the LM head, where ``form`` is "hidden"."""
+        rows, extra = self.extra(form, rows, inputs)
+        heads = dict(zip(("lm_head_weight", "lm_head_bias"), head, strict=False))
+        return {self.rows[form == "hidden"]: rows, **heads, **inputs, **extra}
+
+    def output(self, form: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+        """What the loss returns; ``chunk_size`` is an option too."""
+        chunk = {"chunk_size": options.pop("chunk_size")} if "chunk_size" in options else {}
+        options = {**self.transform, **options}
+        if isinstance(self.loss, tuple):
+            return self.loss[form == "hidden"](**arguments, **chunk, **options)
+        if self.chunks_at_construction:
+            return self._of(self.loss(**self.settings, **options, **chunk), form)(**arguments)
+        return self._of(self.loss(**self.settings, **options), form)(**arguments, **chunk)
+
+    @staticmethod
+    def _of(loss: Any, form: str) -> Any:
+        return loss if form == "logits" else loss.forward_fused
+
+    def logits_form(self, x: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """The value; options are ``backend`` and, of a loss with that argument, ``fp32_upcast``."""
+        return _value(self.output("logits", self.arguments("logits", x, inputs), **options))
+
+    def hidden_form(self, h: Any, w: Any, b: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """The value; ``chunk_size`` is an option too."""
+        return _value(self.output("hidden", self.arguments("hidden", h, inputs, (w, b)), **options))
+
+    def oracle(self, x: torch.Tensor, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """The value in plain PyTorch."""
+        if self.transform:
+            x = reference.transformed(x, **self.transform)
+        x, extra = self.extra("logits", x, inputs)
+        given = {**inputs, **extra, **self.settings, **options}
+        taken = inspect.signature(self.equation).parameters
+        return _value(self.equation(x, **{name: value for name, value in given.items() if name in taken}))
+
+
+def _value(output: Any) -> torch.Tensor:
+    return output if isinstance(output, torch.Tensor) else output.total_loss
 
 
 def _targets(B: int, L: int, V: int) -> torch.Tensor:
@@ -54,6 +166,11 @@ def _targets(B: int, L: int, V: int) -> torch.Tensor:
 
 def _mask(B: int, L: int, share: float = 0.6) -> torch.Tensor:
     return torch.rand(B, L) < share
+
+
+def _counted(draw: Callable[[int, int, int], Inputs], **fewer: int) -> Callable[[int, int, int], Inputs]:
+    """The same with a count, so many below B L."""
+    return lambda B, L, V: draw(B, L, V) | {name: torch.tensor(max(1, B * L - less)) for name, less in fewer.items()}
 
 
 def _rows(B: int, L: int, V: int) -> Inputs:
@@ -70,30 +187,18 @@ def _diffusion(B: int, L: int, V: int) -> Inputs:
     }
 
 
-def _counted_diffusion(B: int, L: int, V: int) -> Inputs:
-    return _diffusion(B, L, V) | {"num_diffusion_tokens": torch.tensor(max(1, B * L - 2))}
-
-
 def _hybrid(B: int, L: int, V: int) -> Inputs:
-    ar = {"loss_mask_ar": torch.rand(B, L) * _mask(B, L), "num_ar_tokens": torch.tensor(max(1, B * L - 1))}
-    return _counted_diffusion(B, L, V) | ar
+    ar = torch.rand(B, L) * _mask(B, L)
+    return _diffusion(B, L, V) | {"loss_mask_ar": ar}
 
 
 def _dflash(B: int, L: int, V: int) -> Inputs:
-    return {
-        "target_ids": _targets(B, L, V),
-        "block_mask": torch.rand(B, L) * _mask(B, L, 0.8),
-        "num_tokens": torch.tensor(max(1, B * L - 3)),
-    }
+    return {"target_ids": _targets(B, L, V), "block_mask": torch.rand(B, L) * _mask(B, L, 0.8)}
 
 
 def _idlm(B: int, L: int, V: int) -> Inputs:
     masks = {"answer_mask": _mask(B, L, 0.7), "valid_mask": _mask(B, L, 0.9).long()}
     return {"target_ids": _targets(B, L, V)} | masks
-
-
-def _counted_idlm(B: int, L: int, V: int) -> Inputs:
-    return _idlm(B, L, V) | {"num_diffusion_tokens": torch.tensor(max(1, B * L - 2))}
 
 
 MASK_ID = 2
@@ -114,10 +219,6 @@ def _scdd(B: int, L: int, V: int) -> Inputs:
     }
 
 
-def _counted_scdd(B: int, L: int, V: int) -> Inputs:
-    return _scdd(B, L, V) | {"num_diffusion_tokens": torch.tensor(max(1, B * L - 2))}
-
-
 def _encoder(B: int, L: int, V: int) -> Inputs:
     return {"input_ids": torch.randint(0, V, (B, L)), "valid_mask": _mask(B, L, 0.8)}
 
@@ -134,235 +235,207 @@ def _one_number(out):
     return out.log_probs @ ids - 1.3 * out.entropy + 0.1 * out.mix
 
 
-def _row_stats(x, i, **options):
-    out = ops.row_stats(x, i["ids"], entropy=True, mix=(i["a"], i["b"]), active=i["weights"], **options)
-    return _one_number(out)
+def _row_stats(logits, ids, a, b, weights, **options):
+    return _one_number(ops.row_stats(logits, ids, entropy=True, mix=(a, b), active=weights, **options))
 
 
-def _linear_row_stats(h, w, b, i, **options):
-    mix = (i["a"], i["b"])
-    out = ops.linear_row_stats(h, w, i["ids"], bias=b, entropy=True, mix=mix, active=i["weights"], **options)
-    return _one_number(out)
+def _linear_row_stats(hidden, lm_head_weight, lm_head_bias, ids, a, b, weights, **options):
+    options |= {"bias": lm_head_bias, "entropy": True, "mix": (a, b), "active": weights}
+    return _one_number(ops.linear_row_stats(hidden, lm_head_weight, ids, **options))
 
 
-def _statistics_oracle(x, i):
-    return _one_number(reference.row_stats(x, i["ids"], (i["a"], i["b"]), i["weights"] != 0))
+def _statistics_oracle(logits, ids, a, b, weights):
+    return _one_number(reference.row_stats(logits, ids, (a, b), weights != 0))
 
 
-def _token_nll(x, i, **options):
-    return ops.token_nll(x, i["targets"], active=i["weights"], **options).nll
+def _token_nll(logits, targets, weights, **options):
+    return ops.token_nll(logits, targets, active=weights, **options).nll
 
 
-def _linear_token_nll(h, w, b, i, **options):
-    return ops.linear_token_nll(h, w, i["targets"], bias=b, active=i["weights"], **options).nll
+def _linear_token_nll(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
+    return ops.linear_token_nll(hidden, lm_head_weight, targets, bias=lm_head_bias, active=weights, **options).nll
 
 
-def _token_oracle(x, i):
-    return reference.token_nll(x, i["targets"], active=i["weights"] != 0)
+def _token_oracle(logits, targets, weights):
+    return reference.token_nll(logits, targets, active=weights != 0)
 
 
-def _weighted_nll(x, i, **options):
-    return ops.weighted_nll(x, i["targets"], i["weights"], **options).loss
+def _weighted_nll(logits, targets, weights, **options):
+    return ops.weighted_nll(logits, targets, weights, **options).loss
 
 
-def _weighted_linear_nll(h, w, b, i, **options):
-    return ops.weighted_linear_nll(h, w, i["targets"], i["weights"], bias=b, **options).loss
+def _weighted_linear_nll(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
+    return ops.weighted_linear_nll(hidden, lm_head_weight, targets, weights, bias=lm_head_bias, **options).loss
 
 
-def _weighted_oracle(x, i):
-    return reference.weighted_nll(x, i["targets"], i["weights"])
+def _causal(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    """The AR rows as a tensor of their own."""
+    L = inputs["target_ids"].shape[1]
+    return rows[:, :L], {f"causal_{form}": rows[:, L:]}
 
 
-def _mdlm(x, i, fp32_upcast=True, **options):
-    return ours.MDLMCrossEntropyLoss(fp32_upcast, **options)(x, **i).total_loss
+def _blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    return rows, {"block_size": BLOCK}
 
 
-def _mdlm_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
-    loss = ours.MDLMCrossEntropyLoss(fp32_upcast, **options)
-    return loss.forward_fused(h, w, **i, lm_head_bias=b, chunk_size=chunk_size).total_loss
+def _seq_len(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    return rows, {"seq_len": inputs["target_ids"].shape[1]}
 
 
-def _block(x, i, fp32_upcast=True, **options):
-    return ours.BlockDiffusionCrossEntropyLoss(fp32_upcast, **options)(x, **i).total_loss
-
-
-def _block_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
-    loss = ours.BlockDiffusionCrossEntropyLoss(fp32_upcast, **options)
-    return loss.forward_fused(h, w, **i, lm_head_bias=b, chunk_size=chunk_size).total_loss
-
-
-def _block_oracle(x, i, **options):
-    used = {name: i[name] for name in ("target_ids", "loss_mask", "num_diffusion_tokens") if name in i}
-    return reference.block_diffusion_loss(x, **used, **options)
-
-
-ALPHA = 0.3
-
-
-def _halves(x: torch.Tensor, i: Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    L = i["target_ids"].shape[1]
-    return x[:, :L], x[:, L:]
-
-
-def _hybrid_separate(x, i, fp32_upcast=True, **options):
-    logits, causal = _halves(x, i)
-    return ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)(logits, **i, causal_logits=causal).total_loss
-
-
-def _hybrid_separate_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
-    hidden, causal = _halves(h, i)
-    loss = ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)
-    out = loss.forward_fused(hidden, w, **i, causal_hidden=causal, lm_head_bias=b, chunk_size=chunk_size)
-    return out.total_loss
-
-
-def _hybrid_legacy(x, i, fp32_upcast=True, **options):
-    return ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)(x, **i).total_loss
-
-
-def _hybrid_legacy_hidden(h, w, b, i, chunk_size=None, fp32_upcast=True, **options):
-    loss = ours.HybridDiffusionLLMLoss(ALPHA, fp32_upcast, **options)
-    return loss.forward_fused(h, w, **i, lm_head_bias=b, chunk_size=chunk_size).total_loss
-
-
-def _hybrid_oracle(x, i, **options):
-    return reference.hybrid_loss(x, **i, alpha=ALPHA, **options).total_loss
-
-
-def _dflash_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
-    block_size = settings.pop("block_size", None)
-    gamma, normalize = settings.get("loss_gamma", 7.0), settings.get("normalize", "tokens")
-
-    def logits_form(x, i, **options):
-        return ours.DFlashDecayLoss(**settings, **options)(x, **i, block_size=block_size).total_loss
-
-    def hidden_form(h, w, b, i, chunk_size=1024, **options):
-        loss = ours.DFlashDecayLoss(**settings, chunk_size=chunk_size, **options)
-        return loss.forward_fused(h, w, **i, block_size=block_size, lm_head_bias=b).total_loss
-
-    def oracle(x, i):
-        return reference.dflash_loss(x, **i, block_size=block_size, gamma=gamma, normalize=normalize)
-
-    return logits_form, hidden_form, oracle
-
-
-def _idlm_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
-    def logits_form(x, i, **options):
-        return ours.IDLMLoss(**settings, **options)(x, **i, seq_len=i["target_ids"].shape[1]).total_loss
-
-    def hidden_form(h, w, b, i, chunk_size=None, **options):
-        loss, L = ours.IDLMLoss(**settings, **options), i["target_ids"].shape[1]
-        return loss.forward_fused(h, w, **i, seq_len=L, lm_head_bias=b, chunk_size=chunk_size).total_loss
-
-    def oracle(x, i):
-        return reference.idlm_loss(x, **i, **settings).total_loss
-
-    return logits_form, hidden_form, oracle
-
-
-def _scdd_forms(**settings: Any) -> tuple[Callable[..., torch.Tensor], ...]:
-    """In few steps, since the loss is a difference of numbers that are nearer to each other the more there are."""
-    settings = {"mask_token_id": MASK_ID, "num_timesteps": 5, **settings}
-
-    def logits_form(x, i, **options):
-        return ours.SCDDLoss(**settings, **options)(x, **i).total_loss
-
-    def hidden_form(h, w, b, i, chunk_size=None, **options):
-        loss = ours.SCDDLoss(**settings, chunk_size=chunk_size, **options)
-        return loss.forward_fused(h, w, **i, lm_head_bias=b).total_loss
-
-    def oracle(x, i):
-        return reference.scdd_loss(x, **{name: t for name, t in i.items() if name != "noise_mask"}, **settings)
-
-    return logits_form, hidden_form, oracle
-
-
-def _encoder_ar(x, i, **options):
-    return ours.encoder_ar_loss(x, **i, **options)
-
-
-def _encoder_ar_hidden(h, w, b, i, **options):
-    return ours.encoder_ar_loss_fused(h, w, **i, lm_head_bias=b, **options)
-
-
-def _encoder_oracle(x, i):
-    return reference.encoder_ar_loss(x, **i)
-
-
-def _mdlm_oracle(x, i, **options):
-    return reference.mdlm_loss(x, **i, **options)
+def _dflash_oracle(
+    logits, target_ids, block_mask, num_tokens=None, block_size=None, loss_gamma=7.0, normalize="tokens"
+):
+    return reference.dflash_loss(logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize)
 
 
 SKIP_ID = 1
 
+_ROW_ROLES = {"targets": "targets"}
+_TOKEN_NLL = Case(
+    "token_nll", (_token_nll, _linear_token_nll), _rows, _token_oracle, roles=_ROW_ROLES, per_row=True,
+    transformed_by={"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID},
+)  # fmt: skip
+_ROW_STATS = Case(
+    "row_stats", (_row_stats, _linear_row_stats), _statistics, _statistics_oracle, roles={"ids": "targets"}, per_row=True,
+    statistics=True,
+)  # fmt: skip
+_WEIGHTED_NLL = Case(
+    "weighted_nll", (_weighted_nll, _weighted_linear_nll), _rows, reference.weighted_nll, roles=_ROW_ROLES,
+    linear_in="weights", transformed_by={"softcap": 3.0},
+)  # fmt: skip
+_MDLM = Case(
+    "mdlm", ours.MDLMCrossEntropyLoss, _diffusion, reference.mdlm_loss, rounds=True, home=DLLM_LOSS, documented=FORWARD
+)
+_BLOCK = Case(
+    "block diffusion", ours.BlockDiffusionCrossEntropyLoss, _diffusion, reference.block_diffusion_loss, rounds=True,
+    counted_locally=True, roles=COMMON | {"noise_mask": "unused", "p_mask": "unused"},
+    transformed_by={"softcap": 30.0}, home=DLLM_LOSS, documented=FORWARD,
+)  # fmt: skip
+_HYBRID = Case(
+    "hybrid", ours.HybridDiffusionLLMLoss, _counted(_hybrid, num_diffusion_tokens=2, num_ar_tokens=1),
+    reference.hybrid_loss, {"alpha": 0.3}, COMMON | {"loss_mask_ar": "weight", "causal": "rows"},
+    extra=_causal, width=2, separate=True, rounds=True, shifted=True, constants=("alpha",),
+    transformed_by={"softcap": 2.5, "skip_id": SKIP_ID}, home=DLLM_LOSS,
+    documented=FORWARD | {"": "alpha=1.0, fp32_upcast=True"},
+)  # fmt: skip
+_DFLASH = Case(
+    "dflash", ours.DFlashDecayLoss, _counted(_dflash, num_tokens=3), _dflash_oracle,
+    roles={"target_ids": "targets", "block_mask": "weight", "num_tokens": "count"}, extra=_blocks,
+    linear_in="block_mask", constants=("loss_gamma",), chunks_at_construction=True,
+    transformed_by={"softcap": 5.0, "scale": 0.8, "skip_id": SKIP_ID}, home=DLLM_LOSS,
+    documented={
+        "": "loss_gamma=7.0, use_fused_linear_ce=False, chunk_size=1024, normalize='tokens'",
+        ".forward": "self, logits, target_ids, block_mask, num_tokens=None, block_size=None",
+        ".forward_fused": "self, hidden, lm_head_weight, target_ids, block_mask, num_tokens=None, block_size=None, "
+        "lm_head_bias=None",
+        "._decay_weights": "self, T, block_size, device, dtype",
+        "._draft_acc_per_pos": "correct, block_mask, block_size",
+        "._chunk_nll": "hidden_chunk, lm_head_weight, lm_head_bias, target_chunk",
+        "._reduce": "self, token_nll, block_mask, num_tokens, block_size, draft_correct_per_pos=None, "
+        "draft_count_per_pos=None",
+    },
+)  # fmt: skip
+_IDLM = Case(
+    "idlm", ours.IDLMLoss, _idlm, reference.idlm_loss,
+    roles={
+        "target_ids": "targets", "answer_mask": "mask", "valid_mask": "mask", "num_diffusion_tokens": "count",
+    },
+    extra=_seq_len, width=2, shifted=True, counted_locally=True,
+    transformed_by={"softcap": 4.0, "skip_id": SKIP_ID}, home=DLLM_LOSS,
+    documented={
+        "": "clean_loss_weight=0.2, auto_balance=False",
+        ".forward": "self, logits, target_ids, answer_mask, valid_mask, *, seq_len, num_diffusion_tokens=None",
+    },
+)  # fmt: skip
+_SCDD = Case(  # in few steps, since the loss is a difference of numbers that are nearer to each other the more there are
+    "scdd", ours.SCDDLoss, _scdd, reference.scdd_loss, {"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.4},
+    COMMON | {"noise_mask": "unused", "p_mask": "time", "noisy_input_ids": "ids"}, counted_locally=True,
+    statistics=True, variant=True, home=DLLM_LOSS,
+    documented={
+        "": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=1024",
+        ".forward": f"self, {MASKS}causal_logits=None, noisy_input_ids=None",
+    },
+)  # fmt: skip
+_SCDD_COUNTED = replace(
+    _SCDD, name="scdd, counted", draw=_counted(_scdd, num_diffusion_tokens=2), counted_locally=False, variant=False,
+    settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "gamma_shape": 2.0, "t_peak": 0.3},
+    transformed_by={"softcap": 5.0, "scale": 0.8},
+)  # fmt: skip
+_ENCODER = Case(
+    "encoder AR", (ours.encoder_ar_loss, ours.encoder_ar_loss_fused), _encoder, reference.encoder_ar_loss,
+    roles={"input_ids": "targets", "valid_mask": "mask", "num_tokens": "count"}, rows=("encoder_logits", "hidden"),
+    shifted=True, counted_locally=True, transformed_by={"softcap": 4.0, "scale": 1.3}, home=DLLM_LOSS,
+    documented={"": "encoder_logits, input_ids, valid_mask=None, num_tokens=None"},
+)  # fmt: skip
 
-def _transformed(case: Case, **transform: Any) -> Case:
+PLAIN = (
+    _TOKEN_NLL,
+    _ROW_STATS,
+    _WEIGHTED_NLL,
+    _MDLM,
+    replace(
+        _MDLM, name="mdlm, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),
+        transformed_by={"scale": 1 / 0.7, "skip_id": SKIP_ID},
+    ),
+    _BLOCK,
+    replace(
+        _BLOCK, name="block diffusion, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),
+        counted_locally=False, transformed_by=None,
+    ),
+    _HYBRID,
+    replace(
+        _HYBRID, name="hybrid, one tensor", extra=_nothing_else, separate=False, transformed_by={"scale": 0.6}
+    ),
+    _DFLASH,
+    replace(
+        _DFLASH, name="dflash, mean", settings={"normalize": "mean", "loss_gamma": 2.0}, linear_in=None,
+        counted_locally=True, transformed_by=None,
+    ),
+    replace(_DFLASH, name="dflash, one block", extra=_nothing_else, shifted=True, transformed_by=None),
+    replace(_DFLASH, name="dflash, no decay", settings={"loss_gamma": None}, transformed_by=None),
+    _IDLM,
+    replace(
+        _IDLM, name="idlm, counted", draw=_counted(_idlm, num_diffusion_tokens=2), counted_locally=False, variant=True,
+        settings={"clean_loss_weight": 0.7}, transformed_by=None,
+    ),
+    replace(_IDLM, name="idlm, balanced", settings={"auto_balance": True}, transformed_by={"scale": 1.2}),
+    _SCDD,
+    _SCDD_COUNTED,
+    replace(
+        _SCDD_COUNTED, name="scdd, no uniform noise", statistics=False, variant=True, transformed_by=None,
+        settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.0},
+    ),
+    _ENCODER,
+    replace(
+        _ENCODER, name="encoder AR, counted", draw=_counted(_encoder, num_tokens=3), counted_locally=False,
+        variant=True, transformed_by=None,
+    ),
+)  # fmt: skip
+
+
+def _twin(case: Case) -> Case:
     """The same of transformed logits. No target is the skipped column, whose NLL would be NaN."""
-    skip_id = transform.get("skip_id", -1)
+    skip_id = case.transformed_by.get("skip_id", -1)
 
     def draw(B, L, V):
         inputs = case.draw(B, L, V)
-        ids = next(name for name in ("targets", "target_ids", "input_ids") if name in inputs)
-        return inputs | {ids: torch.where(inputs[ids] == skip_id, (skip_id + 1) % V, inputs[ids])}
+        ids = inputs[case.targets]
+        return inputs | {case.targets: torch.where(ids == skip_id, (skip_id + 1) % V, ids)}
 
-    def logits_form(x, i, **options):
-        return case.logits_form(x, i, **transform, **options)
-
-    def hidden_form(h, w, b, i, **options):
-        return case.hidden_form(h, w, b, i, **transform, **options)
-
-    def oracle(x, i):
-        return case.oracle(reference.transformed(x, **transform), i)
-
-    return case._replace(
-        name=f"{case.name}, {' '.join(transform)}", draw=draw, logits_form=logits_form, hidden_form=hidden_form,
-        oracle=oracle, rounds=False, transform=transform,
+    return replace(
+        case, name=f"{case.name}, {' '.join(case.transformed_by)}", draw=draw, rounds=False,
+        transform=case.transformed_by, transformed_by=None,
+        variant=case.name not in ("token_nll", "mdlm, counted"),  # two ways in are enough where a case takes seconds
     )  # fmt: skip
 
 
-PLAIN = (
-    Case("token_nll", _rows, _token_nll, _linear_token_nll, _token_oracle, per_row=True),
-    Case("row_stats", _statistics, _row_stats, _linear_row_stats, _statistics_oracle, per_row=True),
-    Case("weighted_nll", _rows, _weighted_nll, _weighted_linear_nll, _weighted_oracle, linear_in="weights"),
-    Case("mdlm", _diffusion, _mdlm, _mdlm_hidden, _mdlm_oracle, rounds=True),
-    Case("mdlm, counted", _counted_diffusion, _mdlm, _mdlm_hidden, _mdlm_oracle, rounds=True),
-    Case("block diffusion", _diffusion, _block, _block_hidden, _block_oracle, rounds=True),
-    Case("block diffusion, counted", _counted_diffusion, _block, _block_hidden, _block_oracle, rounds=True),
-    Case("hybrid", _hybrid, _hybrid_separate, _hybrid_separate_hidden, _hybrid_oracle, width=2, rounds=True),
-    Case("hybrid, one tensor", _hybrid, _hybrid_legacy, _hybrid_legacy_hidden, _hybrid_oracle, width=2, rounds=True),
-    Case("dflash", _dflash, *_dflash_forms(block_size=BLOCK), linear_in="block_mask"),
-    Case("dflash, mean", _dflash, *_dflash_forms(block_size=BLOCK, normalize="mean", loss_gamma=2.0)),
-    Case("dflash, one block", _dflash, *_dflash_forms(), linear_in="block_mask"),
-    Case("dflash, no decay", _dflash, *_dflash_forms(block_size=BLOCK, loss_gamma=None), linear_in="block_mask"),
-    Case("idlm", _idlm, *_idlm_forms(), width=2),
-    Case("idlm, counted", _counted_idlm, *_idlm_forms(clean_loss_weight=0.7), width=2),
-    Case("idlm, balanced", _idlm, *_idlm_forms(auto_balance=True), width=2),
-    Case("scdd", _scdd, *_scdd_forms(max_ratio=0.4)),
-    Case("scdd, counted", _counted_scdd, *_scdd_forms(gamma_shape=2.0, t_peak=0.3)),
-    Case("scdd, no uniform noise", _counted_scdd, *_scdd_forms(max_ratio=0.0)),
-    Case("encoder AR", _encoder, _encoder_ar, _encoder_ar_hidden, _encoder_oracle),
-)
-TRANSFORMS = {
-    "token_nll": {"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID},
-    "weighted_nll": {"softcap": 3.0},
-    "mdlm, counted": {"scale": 1 / 0.7, "skip_id": SKIP_ID},
-    "block diffusion": {"softcap": 30.0},
-    "hybrid": {"softcap": 2.5, "skip_id": SKIP_ID},
-    "hybrid, one tensor": {"scale": 0.6},
-    "dflash": {"softcap": 5.0, "scale": 0.8, "skip_id": SKIP_ID},
-    "idlm": {"softcap": 4.0, "skip_id": SKIP_ID},
-    "idlm, balanced": {"scale": 1.2},
-    "scdd, counted": {"softcap": 5.0, "scale": 0.8},
-    "encoder AR": {"softcap": 4.0, "scale": 1.3},
-}
-CASES = (*PLAIN, *(_transformed(case, **TRANSFORMS[case.name]) for case in PLAIN if case.name in TRANSFORMS))
-LOSSES = tuple(case for case in CASES if not case.per_row)
-# Where a case takes seconds, in several processes and under a compiler: the losses, and two ways in for transformed logits.
-TRANSFORMED = ("token_nll, softcap scale skip_id", "mdlm, counted, scale skip_id")
-VARIANTS = ("idlm, counted", "scdd", "scdd, no uniform noise")  # which differ in numbers only
-FEWER = tuple(
-    case for case in CASES if case.name in TRANSFORMED or (case.transform is None and case.name not in VARIANTS)
-)
+CASES = (*PLAIN, *(_twin(case) for case in PLAIN if case.transformed_by))
+SUMS = tuple(case for case in CASES if not case.per_row)
+LOSSES = tuple(case for case in PLAIN if case.functions[0].__module__.startswith("dllm_kernels."))
+# One case for each op and loss, and where a case takes seconds, in several processes and under a compiler, those that
+# do not differ from others in numbers only.
+FIRSTS = tuple({case.loss: case for case in reversed(PLAIN)}.values())[::-1]
+FEWER = tuple(case for case in CASES if not case.variant)
 BY_NAME = {case.name: case for case in CASES}
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import dllm_kernels as ours
 import reference
+from tests import cases
 from tests.cases import FEWER, Case
 
 V, D, B, L = 19, 8, 4, 6
@@ -191,55 +193,58 @@ def _with_head(weight, bias):
     return model
 
 
-def _mtp_logits(x, i, backend="auto"):
-    """The main loss and two depths, side by side in ``x``."""
-    main, *depths = x.chunk(3, 1)
-    loss_fn = ours.MaskedCrossEntropy(backend=backend)
-    mtp = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=depths, model=nn.Module(), **i)
-    return loss_fn(main, i["labels"], num_label_tokens=i["num_label_tokens"]) + mtp
+def _mtp_logits(logits, labels, seq_idx, num_label_tokens, backend="auto"):
+    """The main loss and two depths, side by side in ``logits``."""
+    main, *depths = logits.chunk(3, 1)
+    loss_fn, labelled = (
+        ours.MaskedCrossEntropy(backend=backend),
+        {"labels": labels, "num_label_tokens": num_label_tokens},
+    )
+    mtp = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=depths, model=nn.Module(), seq_idx=seq_idx, **labelled)
+    return loss_fn(main, **labelled) + mtp
 
 
-def _mtp_hidden(h, w, b, i, chunk_size=None, backend="auto"):
-    main, *depths = h.chunk(3, 1)
+def _mtp_hidden(
+    hidden, lm_head_weight, lm_head_bias, labels, seq_idx, num_label_tokens, chunk_size=None, backend="auto"
+):
+    main, *depths = hidden.chunk(3, 1)
     loss_fn = ours.FusedLinearCrossEntropy(chunk_size=chunk_size, backend=backend)
-    mtp = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths, model=_with_head(w, b), lm_weight=w, **i)
-    return loss_fn(main, i["labels"], w, num_label_tokens=i["num_label_tokens"], lm_bias=b) + mtp
+    model, labelled = _with_head(lm_head_weight, lm_head_bias), {"labels": labels, "num_label_tokens": num_label_tokens}
+    mtp = ours.calculate_mtp_loss(
+        loss_fn, mtp_per_depth_h=depths, model=model, lm_weight=lm_head_weight, seq_idx=seq_idx, **labelled
+    )
+    return loss_fn(main, lm_weight=lm_head_weight, lm_bias=lm_head_bias, **labelled) + mtp
 
 
-def _pipeline_logits(x, i, backend="auto"):
-    main, *depths = x.chunk(3, 1)
+def _pipeline_logits(logits, labels, seq_idx, num_label_tokens, backend="auto"):
+    main, *depths = logits.chunk(3, 1)
     model = nn.Module()
     model.mtp_outputs_are_logits = True
-    return ours.PipelineCausalLMLoss(ours.MaskedCrossEntropy(backend=backend), model)(
-        (main, *depths, i["seq_idx"]), i["labels"]
-    )
+    loss = ours.PipelineCausalLMLoss(ours.MaskedCrossEntropy(backend=backend), model)
+    return loss((main, *depths, seq_idx), labels)
 
 
-def _pipeline_hidden(h, w, b, i, chunk_size=None, backend="auto"):
-    main, *depths = h.chunk(3, 1)
+def _pipeline_hidden(
+    hidden, lm_head_weight, lm_head_bias, labels, seq_idx, num_label_tokens, chunk_size=None, backend="auto"
+):
+    main, *depths = hidden.chunk(3, 1)
     loss_fn = ours.FusedLinearCrossEntropy(chunk_size=chunk_size, backend=backend)
     output = SimpleNamespace(hidden_states=main, mtp_per_depth_h=depths)
-    return ours.PipelineCausalLMLoss(loss_fn, _with_head(w, b))(output, i["labels"])
+    return ours.PipelineCausalLMLoss(loss_fn, _with_head(lm_head_weight, lm_head_bias))(output, labels)
 
 
-def _mtp_oracle(x, i):
-    main, *depths = x.chunk(3, 1)
-    loss = reference.masked_cross_entropy(main, i["labels"], num_label_tokens=i["num_label_tokens"])
-    return loss + reference.mtp_loss(depths, i["labels"], 0.1, i["num_label_tokens"], seq_idx=i["seq_idx"]).loss
+def _mtp_oracle(logits, labels, seq_idx, num_label_tokens):
+    main, *depths = logits.chunk(3, 1)
+    loss = reference.masked_cross_entropy(main, labels, num_label_tokens=num_label_tokens)
+    return loss + reference.mtp_loss(depths, labels, 0.1, num_label_tokens, seq_idx=seq_idx).loss
 
 
-def _counted_encoder(B, L, V):
-    return BY_NAME["encoder AR"].draw(B, L, V) | {"num_tokens": torch.tensor(B * L - 3)}
-
-
-ENCODER = next(case for case in FEWER if case.name == "encoder AR")
-BY_NAME = {case.name: case for case in FEWER} | {
-    "encoder AR, counted": ENCODER._replace(draw=_counted_encoder),
-    "MTP": Case("MTP", _mtp, _mtp_logits, _mtp_hidden, _mtp_oracle, width=3),
-    "pipeline": Case("pipeline", _mtp, _pipeline_logits, _pipeline_hidden, None, width=3),
-}
-# Their denominator is counted in what one call is given: over ranks and micro-batches the gradients are averaged.
-COUNTED_LOCALLY = ("block diffusion", "dflash, mean", "encoder AR", "idlm", "idlm, balanced", "scdd")
+MTP = Case(
+    "MTP", (_mtp_logits, _mtp_hidden), _mtp, _mtp_oracle, width=3, separate=True, shifted=True,
+    roles={"labels": "targets", "num_label_tokens": "count"},
+)  # fmt: skip
+PIPELINE = replace(MTP, name="pipeline", loss=(_pipeline_logits, _pipeline_hidden), equation=None)
+BY_NAME = {case.name: case for case in (*FEWER, cases.BY_NAME["encoder AR, counted"], MTP, PIPELINE)}
 NAMES = tuple(BY_NAME)
 
 
@@ -291,17 +296,11 @@ class Job:
 
     def share(self, parts):
         """What the sum over the losses of all parts is to be multiplied with to be the loss of the whole batch."""
-        return 1 / parts if self.counted_locally else 1.0
-
-    @property
-    def counted_locally(self):
-        """Also of transformed logits, which the name then says too."""
-        suffix = f", {' '.join(self.case.transform)}" if self.case.transform else ""
-        return self.case.name.removesuffix(suffix) in COUNTED_LOCALLY
+        return 1 / parts if self.case.counted_locally else 1.0
 
     def expected(self, model, parts):
         """Loss and gradients in one process, with the whole batch in one call where its denominator allows it."""
-        if self.counted_locally:
+        if self.case.counted_locally:
             loss = sum(self.loss(plainly(model, self.form), part, parts) for part in range(parts)) / parts
         else:
             loss = self.loss(plainly(model, self.form))

@@ -14,6 +14,7 @@ from dllm_kernels.distributed import global_token_count, summed_over
 from dllm_kernels.integrations._deferred import deferred_logits
 from dllm_kernels.mtp import mtp_labels
 from tests.cases import BLOCK, BY_NAME
+from tests.distributed_checks import BY_NAME as BY_JOB
 from tests.distributed_checks import (
     NAMES,
     B,
@@ -207,16 +208,13 @@ def distributed_data_parallel_mtp_finds_the_head():
         same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
 
 
-UNSHIFTED = (
-    "token_nll",
-    "weighted_nll",
-    "mdlm",
-    "mdlm, counted",
-    "block diffusion, counted",
-    "scdd, counted",
-    "dflash",
-    "dflash, no decay",
-)
+def of_cases(wanted):
+    """The names of the cases of plain logits of which this holds."""
+    return [case.name for case in BY_JOB.values() if not case.transform and wanted(case)]
+
+
+UNSHIFTED = of_cases(lambda case: not case.shifted and not case.counted_locally)
+SHIFTED = of_cases(lambda case: case.shifted)
 
 
 @check(2, name=UNSHIFTED)
@@ -239,19 +237,6 @@ def context_parallel(name):
         same_gradients(model, grads)
 
 
-SHIFTED = (
-    "hybrid",
-    "hybrid, one tensor",
-    "idlm",
-    "idlm, balanced",
-    "encoder AR",
-    "encoder AR, counted",
-    "MTP",
-    "pipeline",
-    "dflash, one block",
-)
-
-
 class Outputs:
     """The outputs of a model that has several, in the place of one tensor with all of them side by side."""
 
@@ -271,7 +256,7 @@ def along_the_sequence(model, mesh, job):
     def of(ids):
         return DTensor.from_local(model(ids.chunk(2, 1)[dist.get_rank()]), mesh, [Shard(1)])
 
-    if job.case.width == 1 or job.case.name in ("hybrid, one tensor", "idlm", "idlm, balanced"):
+    if not job.case.separate:
         return of
     return lambda ids: Outputs([of(part) for part in ids.chunk(job.case.width, 1)])
 

@@ -120,11 +120,10 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
         shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
         t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
         case.logits_form(t["logits"], inputs).sum().backward()
-        statistics = case.name.startswith(("row_stats", "scdd")) and "no uniform" not in case.name  # which is MDLM
-        assert launched(gpu) == (STATISTICS if statistics else FROM_LOGITS), (case.name, launched(gpu))
+        assert launched(gpu) == (STATISTICS if case.statistics else FROM_LOGITS), (case.name, launched(gpu))
         gpu.launches.clear()
         case.hidden_form(t["hidden"], t["weight"], t["bias"], inputs).sum().backward()
-        assert launched(gpu) in ((STATISTICS,) if statistics else (FROM_LOGITS, *FROM_HIDDEN)), (
+        assert launched(gpu) in ((STATISTICS,) if case.statistics else (FROM_LOGITS, *FROM_HIDDEN)), (
             case.name,
             launched(gpu),
         )

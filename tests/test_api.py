@@ -11,10 +11,17 @@ import torch
 import dllm_kernels
 import dllm_kernels.ops
 from dllm_kernels import DFlashDecayLoss, DLLMLossOutput, losses
+from dllm_kernels.integrations import nemo_automodel
+from tests.cases import FIRSTS, LOSSES
 
+NO_LOSSES = (
+    losses.DLLMLossOutput, losses.SCDDSchedule, losses.compute_per_token_nll, losses.draft_accuracy, losses.scdd_schedule,
+)  # fmt: skip
 HOMES = {
-    "losses": "DLLMLossOutput MDLMCrossEntropyLoss BlockDiffusionCrossEntropyLoss HybridDiffusionLLMLoss DFlashDecayLoss "
-    "IDLMLoss SCDDLoss scdd_schedule SCDDSchedule encoder_ar_loss compute_per_token_nll _compute_per_token_nll",
+    "losses": " ".join(
+        ["_compute_per_token_nll", *(thing.__name__ for thing in NO_LOSSES)]
+        + [function.__name__ for case in FIRSTS if case in LOSSES for function in case.functions]
+    ),
     "mtp": "calculate_mtp_loss calculate_loss PipelineCausalLMLoss MTPLossConfig MTPLossOutput MaskedCrossEntropy "
     "FusedLinearCrossEntropy",
     "corruption": "gumbel_topk batched_gumbel_topk _batched_gumbel_topk corrupt_uniform corrupt_blockwise "
@@ -55,30 +62,11 @@ def test_the_version_is_one_of_a_release():
 
 
 # What the documentation says, as Python. Newer versions of the original pass the parameters in ADDED as well.
-MASKS = "logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=None, num_diffusion_tokens=None, num_ar_tokens=None, "
 DOCUMENTED = {
-    "MDLMCrossEntropyLoss": "fp32_upcast=True",
-    "MDLMCrossEntropyLoss.forward": "self, " + MASKS + "causal_logits=None",
-    "BlockDiffusionCrossEntropyLoss": "fp32_upcast=True",
-    "BlockDiffusionCrossEntropyLoss.forward": "self, " + MASKS + "causal_logits=None",
-    "HybridDiffusionLLMLoss": "alpha=1.0, fp32_upcast=True",
-    "HybridDiffusionLLMLoss.forward": "self, " + MASKS + "causal_logits=None",
-    "DFlashDecayLoss": "loss_gamma=7.0, use_fused_linear_ce=False, chunk_size=1024, normalize='tokens'",
-    "DFlashDecayLoss.forward": "self, logits, target_ids, block_mask, num_tokens=None, block_size=None",
-    "DFlashDecayLoss.forward_fused": "self, hidden, lm_head_weight, target_ids, block_mask, num_tokens=None, "
-    "block_size=None, lm_head_bias=None",
-    "DFlashDecayLoss._decay_weights": "self, T, block_size, device, dtype",
-    "DFlashDecayLoss._draft_acc_per_pos": "correct, block_mask, block_size",
-    "DFlashDecayLoss._chunk_nll": "hidden_chunk, lm_head_weight, lm_head_bias, target_chunk",
-    "DFlashDecayLoss._reduce": "self, token_nll, block_mask, num_tokens, block_size, draft_correct_per_pos=None, "
-    "draft_count_per_pos=None",
-    "IDLMLoss": "clean_loss_weight=0.2, auto_balance=False",
-    "IDLMLoss.forward": "self, logits, target_ids, answer_mask, valid_mask, *, seq_len, num_diffusion_tokens=None",
-    "SCDDLoss": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=1024",
-    "SCDDLoss.forward": "self, " + MASKS + "causal_logits=None, noisy_input_ids=None",
+    case.functions[0].__name__ + rest: signature for case in LOSSES for rest, signature in case.documented.items()
+} | {
     "scdd_schedule": "t, *, max_ratio, gamma_shape, t_peak",
     "SCDDSchedule": "clean_mass, uniform_mass, absorbed_mass, gamma, rho",
-    "encoder_ar_loss": "encoder_logits, input_ids, valid_mask=None, num_tokens=None",
     "_compute_per_token_nll": "logits, target_ids",
     "gumbel_topk": "log_w, k",
     "_batched_gumbel_topk": "log_w, k",
@@ -128,13 +116,22 @@ def test_calculate_mtp_loss_takes_keywords():
     assert all(defaults[name] is None for name in none)
 
 
-def test_loss_classes_are_modules_without_parameters():
-    names = "MDLMCrossEntropyLoss BlockDiffusionCrossEntropyLoss HybridDiffusionLLMLoss DFlashDecayLoss IDLMLoss"
-    for name in names.split():
-        loss = getattr(dllm_kernels, name)()
-        assert isinstance(loss, torch.nn.Module)
-        assert not loss.state_dict()
-        assert loss.backend == "auto"
+@pytest.mark.parametrize("case", [case for case in LOSSES if isinstance(case.loss, type)], ids=lambda case: case.name)
+def test_loss_classes_are_modules_that_learn_what_they_say(case):
+    loss = case.loss(**case.settings)
+    assert isinstance(loss, torch.nn.Module)
+    assert tuple(loss.state_dict()) == tuple(dict(loss.named_parameters())) == case.learns
+    assert loss.backend == "auto"
+
+
+def test_every_loss_has_a_case_and_stands_where_the_framework_has_it():
+    """A loss without a case would have none of the tests that hold for all."""
+    named = {function.__name__ for case in LOSSES for function in case.functions}
+    public = {name for name in losses.__all__ if getattr(losses, name) not in NO_LOSSES}
+    assert named == public
+    homes = {(case.home, case.functions[0].__name__) for case in LOSSES if case.home}
+    replaced = {(home, name) for home, names in nemo_automodel.HOMES.items() for name in names if name in public}
+    assert homes == replaced
 
 
 def test_static_methods_are_static():

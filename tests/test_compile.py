@@ -29,7 +29,7 @@ from dllm_kernels.ops import (
 )
 from dllm_kernels.ops._plan import Needs, Plan
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
-from tests.cases import BY_NAME, FEWER
+from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES
 from tests.conftest import DEVICE
 
 V, D = 19, 8
@@ -166,8 +166,8 @@ def test_shapes_that_change(shapes):
 STEPS = 20
 COUNTS = {"int": int, "float": lambda n: n + 0.5, "tensor": lambda n: torch.tensor(n, device=DEVICE)}
 counts = pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
-# the rest of the cases take their counts through the same code
-COUNTED = ("mdlm, counted", "block diffusion, counted", "hybrid", "hybrid, one tensor", "dflash", "encoder AR")
+# One case for each loss with its counts; those of its other cases go through the same code.
+COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not case.variant}
 
 
 def assert_few_graphs(step, draws, most):
@@ -187,7 +187,6 @@ def assert_few_graphs(step, draws, most):
 
 def assert_few_graphs_of(case, form, lengths, count=None):
     """Twenty steps of one case, of so many lengths; ``count`` makes the counts, each step other ones, else they stay."""
-    names = ["num_tokens"] if case.name == "encoder AR" else [n for n in case.draw(1, 3, V) if n.startswith("num_")]
 
     def step(h, w, b, inputs):
         if form == "logits":
@@ -200,7 +199,7 @@ def assert_few_graphs_of(case, form, lengths, count=None):
             L = 3 * (2 + k % lengths)
             inputs = {name: t.to(DEVICE) for name, t in case.draw(2, L, V).items()}
             if count is not None:
-                inputs |= {name: count(5 + (3 * k + i) % 17) for i, name in enumerate(names)}
+                inputs |= {name: count(5 + (3 * k + i) % 17) for i, name in enumerate(case.counts)}
             yield [torch.randn(s, device=DEVICE) for s in ((2, L * case.width, D), (V, D), (V,))], [inputs]
 
     assert_few_graphs(step, draws(), 1 if lengths == 1 and count in (None, COUNTS["tensor"]) else 2)
@@ -209,13 +208,18 @@ def assert_few_graphs_of(case, form, lengths, count=None):
 @pytest.mark.covering(1)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("name", COUNTED)
-def test_counts_and_lengths_that_change_from_step_to_step(name, form, count):
+@pytest.mark.parametrize("case", COUNTED.values(), ids=lambda case: case.name)
+def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
     """One graph of what the first step brings, and one for any number and length."""
-    assert_few_graphs_of(BY_NAME[name], form, 7, count)
+    assert_few_graphs_of(case, form, 7, count)
 
 
-EVERY_TIME = ("mdlm", "block diffusion", "token_nll, softcap scale skip_id", "scdd, counted")
+EVERY_TIME = ("block diffusion", "token_nll, softcap scale skip_id")
+
+
+def counted_elsewhere(case):
+    """The test above holds all of it: the same loss, whose denominator nobody counts in what he is given."""
+    return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
 
 
 @pytest.mark.covering(1)
@@ -225,7 +229,7 @@ EVERY_TIME = ("mdlm", "block diffusion", "token_nll, softcap scale skip_id", "sc
     [
         pytest.param(c, id=c.name, marks=[] if c.name in EVERY_TIME else pytest.mark.exhaustive)
         for c in FEWER
-        if c.name not in COUNTED
+        if not counted_elsewhere(c)
     ],
 )
 def test_lengths_that_change_from_step_to_step(case, form):
@@ -261,18 +265,16 @@ def message_of(step, *arguments):
     return str(caught.value)
 
 
-def assert_targets_are_checked(name, form, compiler, monkeypatch):
+def assert_targets_are_checked(case, form, compiler, monkeypatch):
     monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
     counters.clear()
-    case = BY_NAME[name]
     inputs, leaves = draw(case)
-    target = next(key for key in inputs if key in ("targets", "target_ids", "input_ids"))
 
     def step(h, w, b, targets):
-        return step_of(case, form, inputs | {target: targets})(h, w, b)
+        return step_of(case, form, inputs | {case.targets: targets})(h, w, b)
 
     compiled = torch.compile(step, backend=compiler, fullgraph=True)
-    good = inputs[target]
+    good = inputs[case.targets]
     bad = good.clone()
     bad[1, 4] = V
     for grad in (True, False):
@@ -287,16 +289,24 @@ def assert_targets_are_checked(name, form, compiler, monkeypatch):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("name", ["token_nll", "weighted_nll", "mdlm", "hybrid, one tensor", "dflash", "encoder AR"])
-def test_targets_are_checked_in_one_graph(name, form, monkeypatch):
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            c, id=c.name, marks=[] if c.name in ("row_stats", "mdlm", "encoder AR") else pytest.mark.exhaustive
+        )
+        for c in FIRSTS
+    ],
+)
+def test_targets_are_checked_in_one_graph(case, form, monkeypatch):
     """The check is part of the compiled step: it runs each time, and says what it says in eager mode."""
-    assert_targets_are_checked(name, form, "aot_eager", monkeypatch)
+    assert_targets_are_checked(case, form, "aot_eager", monkeypatch)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_targets_are_checked_through_inductor(form, monkeypatch):
-    assert_targets_are_checked("mdlm", form, "inductor", monkeypatch)
+    assert_targets_are_checked(BY_NAME["mdlm"], form, "inductor", monkeypatch)
 
 
 def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):

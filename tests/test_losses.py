@@ -1,6 +1,7 @@
 """Every loss in both forms against the oracle, and what the contract says of each."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,12 +20,11 @@ from dllm_kernels import (
     compute_per_token_nll,
     draft_accuracy,
     encoder_ar_loss,
-    encoder_ar_loss_fused,
     scdd_schedule,
 )
 from dllm_kernels.losses import _rows as rows_module
 from dllm_kernels.ops import _plan
-from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, to_device, upstream_for
+from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
 
@@ -33,6 +33,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 PATHS = [("torch", d) for d in DTYPES] + [("triton", d) for d in (DTYPES if DEVICE == "cuda" else (torch.float32,))]
 NAN = math.nan
 V, D = 19, 8
+forms = pytest.mark.parametrize("form", ["logits", "hidden"])
 
 
 def cases(selection=CASES):
@@ -98,7 +99,7 @@ def leaves_with_logits_of_0_and_minus_64(case, dtype):
 
 
 @cases([case for case in CASES if case.rounds])
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_without_the_upcast_each_nll_is_rounded_to_the_input_dtype(case, form, dtype):
     inputs = draw(case, 1, 4)
@@ -114,13 +115,11 @@ def test_without_the_upcast_each_nll_is_rounded_to_the_input_dtype(case, form, d
     assert_as_good_as_plain([rounded], [oracle.double()], 0.0, sizes=(x[..., 0].numel(),))
 
 
-@cases(LOSSES)
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@cases(SUMS)
+@forms
 def test_no_weight_at_all_gives_a_zero_that_carries_zero_gradients(case, form, backend):
-    inputs = {
-        name: torch.zeros_like(t) if name in ("weights", "loss_mask", "loss_mask_ar", "block_mask", "valid_mask") else t
-        for name, t in draw(case).items()
-    }
+    masks = {"weights"} | {name for name, role in case.roles.items() if role in ("mask", "weight")}
+    inputs = {name: torch.zeros_like(t) if name in masks else t for name, t in draw(case).items()}
     if form == "logits":
         results = value_and_grads(
             lambda x: case.logits_form(x, inputs, backend=backend),
@@ -141,59 +140,30 @@ def diffusion(B=2, L=6, seed=0):
     return to_device(BY_NAME["mdlm"].draw(B, L, V), DEVICE)
 
 
-def outputs():
-    """Each loss class in each form, as (name, a call that returns the output and the leaf)."""
-    i, d = diffusion(), draw(BY_NAME["dflash"])
-    ar = torch.rand(2, 6, device=DEVICE)
-    x, h, w = torch.randn(2, 6, V, device=DEVICE), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    two = torch.randn(2, 12, V, device=DEVICE)
-    hybrid = HybridDiffusionLLMLoss(alpha=0.7)
-    correcting = draw(BY_NAME["scdd"])
-    intro, long = draw(BY_NAME["idlm"]) | {"seq_len": 6}, torch.randn(2, 12, D, device=DEVICE)
-    return {
-        "mdlm": lambda: MDLMCrossEntropyLoss()(x, **i),
-        "mdlm fused": lambda: MDLMCrossEntropyLoss().forward_fused(h, w, **i),
-        "block": lambda: BlockDiffusionCrossEntropyLoss()(x, **i),
-        "block fused": lambda: BlockDiffusionCrossEntropyLoss().forward_fused(h, w, **i),
-        "dflash": lambda: DFlashDecayLoss()(x, **d, block_size=BLOCK),
-        "dflash fused": lambda: DFlashDecayLoss().forward_fused(h, w, **d, block_size=BLOCK),
-        "hybrid": lambda: hybrid(x, **i, loss_mask_ar=ar, causal_logits=two[:, :6]),
-        "hybrid, one tensor": lambda: hybrid(two, **i, loss_mask_ar=ar),
-        "hybrid without AR": lambda: hybrid(x, **i),
-        "hybrid fused": lambda: hybrid.forward_fused(h, w, **i, loss_mask_ar=ar, causal_hidden=h),
-        "idlm": lambda: IDLMLoss()(two, **intro),
-        "idlm fused": lambda: IDLMLoss().forward_fused(long, w, **intro),
-        "idlm balanced": lambda: IDLMLoss(auto_balance=True)(two, **intro),
-        "idlm balanced fused": lambda: IDLMLoss(auto_balance=True).forward_fused(long, w, **intro),
-        "scdd": lambda: SCDDLoss(MASK_ID)(x, **correcting),
-        "scdd fused": lambda: SCDDLoss(MASK_ID).forward_fused(h, w, **correcting),
-        "scdd without uniform noise": lambda: SCDDLoss(MASK_ID, max_ratio=0.0)(x, **correcting),
-        "leaves": (x, h, two, long),
-    }
+def output_of(case, form, inputs):
+    """What the loss returns of rows that are drawn here and want a gradient."""
+    leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    return case.output(form, case.arguments(form, leaves[0], inputs, tuple(leaves[1:])))
 
 
-@pytest.mark.parametrize("name", [name for name in outputs() if name != "leaves"])
-def test_the_logged_loss_is_detached_and_aliases_nothing(name):
-    calls = outputs()
-    for leaf in calls["leaves"]:
-        leaf.requires_grad_()
-    out = calls[name]()
+CLASSES = [case for case in LOSSES if isinstance(case.loss, type)]
+WITHOUT_AR = replace(BY_NAME["hybrid, one tensor"], name="hybrid without AR", draw=BY_NAME["mdlm"].draw, width=1)
+
+
+@forms
+@cases([*CLASSES, WITHOUT_AR])
+def test_the_logged_loss_is_detached_and_aliases_nothing(case, form):
+    out = output_of(case, form, draw(case))
     assert isinstance(out, DLLMLossOutput)
     assert out.total_loss.requires_grad
     assert not out.dllm_loss.requires_grad
     assert out.total_loss.dim() == out.dllm_loss.dim() == 0
     before = out.dllm_loss.clone()
+    assert torch.equal(out.total_loss, out.dllm_loss) == (case.width == 1)  # of one part, or of two
     with torch.no_grad():
         out.total_loss.fill_(7.0)
     assert torch.equal(out.dllm_loss, before)
-
-
-@pytest.mark.parametrize(
-    "name", ["mdlm", "mdlm fused", "block", "block fused", "dflash", "dflash fused", "scdd", "scdd fused"]
-)
-def test_a_loss_with_one_part_logs_its_total(name):
-    out = outputs()[name]()
-    assert torch.equal(out.total_loss, out.dllm_loss)
 
 
 COUNTS = {
@@ -207,47 +177,28 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+def divided(case, form, count):
+    """The loss with all its counts this one."""
+    inputs = draw(case) | dict.fromkeys(case.counts, count)
+    torch.manual_seed(1)
+    output = output_of(case, form, inputs)
+    return output if isinstance(output, torch.Tensor) else output.total_loss
+
+
+@forms
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
-def test_counts_are_numbers_or_tensors(count, form):
-    i, d, e = diffusion(), draw(BY_NAME["dflash"]), draw(BY_NAME["encoder AR"])
-    d["num_tokens"] = None
-    x, h, w = torch.randn(2, 6, V, device=DEVICE), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    counts = {"num_diffusion_tokens": count, "num_ar_tokens": count}
-    intro, two = draw(BY_NAME["idlm"]) | {"seq_len": 6}, torch.randn(2, 12, V, device=DEVICE)
-    ar = {"loss_mask_ar": torch.ones(2, 6, device=DEVICE)}
-    if form == "logits":
-        losses = [
-            (MDLMCrossEntropyLoss()(x, **i, **counts), MDLMCrossEntropyLoss()(x, **i)),
-            (HybridDiffusionLLMLoss()(x, **i, **ar, **counts, causal_logits=x),
-             HybridDiffusionLLMLoss()(x, **i, **ar, causal_logits=x)),
-            (DFlashDecayLoss()(x, **{**d, "num_tokens": count}), DFlashDecayLoss()(x, **d)),
-            (IDLMLoss()(two, **intro, num_diffusion_tokens=count), IDLMLoss()(two, **intro, num_diffusion_tokens=1)),
-        ]  # fmt: skip
-        losses = [(a.total_loss, b.total_loss) for a, b in losses]
-        sums = encoder_ar_loss(x, **{**e, "num_tokens": 1})
-        losses.append((encoder_ar_loss(x, **{**e, "num_tokens": count}), sums))
-    else:
-        losses = [
-            (MDLMCrossEntropyLoss().forward_fused(h, w, **i, **counts), MDLMCrossEntropyLoss().forward_fused(h, w, **i)),
-            (HybridDiffusionLLMLoss().forward_fused(h, w, **i, **ar, **counts, causal_hidden=h),
-             HybridDiffusionLLMLoss().forward_fused(h, w, **i, **ar, causal_hidden=h)),
-            (DFlashDecayLoss().forward_fused(h, w, **{**d, "num_tokens": count}), DFlashDecayLoss().forward_fused(h, w, **d)),
-        ]  # fmt: skip
-        losses = [(a.total_loss, b.total_loss) for a, b in losses]
-        sums = encoder_ar_loss_fused(h, w, **{**e, "num_tokens": 1})
-        losses.append((encoder_ar_loss_fused(h, w, **{**e, "num_tokens": count}), sums))
-    for divided, undivided in losses:
-        assert divided.dtype == torch.float32
-        assert divided.dim() == 0
-        torch.testing.assert_close(divided, undivided / 5)
+@cases([case for case in LOSSES if case.counts and not case.counted_locally])
+def test_counts_are_numbers_or_tensors(case, count, form):
+    value = divided(case, form, count)
+    assert value.dtype == torch.float32
+    assert value.dim() == 0
+    torch.testing.assert_close(value, divided(case, form, 1) / 5)
 
 
 @pytest.mark.parametrize("count", [0, torch.tensor(0), -3], ids=str)
-def test_a_count_below_one_divides_by_one(count):
-    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
-    undivided = MDLMCrossEntropyLoss()(x, **i).total_loss
-    torch.testing.assert_close(MDLMCrossEntropyLoss()(x, **i, num_diffusion_tokens=count).total_loss, undivided)
+@cases([case for case in LOSSES if case.counts and not case.counted_locally])
+def test_a_count_below_one_divides_by_one(case, count):
+    torch.testing.assert_close(divided(case, "logits", count), divided(case, "logits", 1))
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16], ids=str)
@@ -344,7 +295,7 @@ def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
     assert out.dllm_loss == 0
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
     """On slices of the logits, which ours does not make; the masked copy's part is logged."""
@@ -384,7 +335,7 @@ def test_the_balance_of_idlm_where_the_clean_copy_is_sure(margin, backend):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
     i, x = draw(BY_NAME["idlm"]), torch.randn(2, 6, V, device=DEVICE)
     x = torch.cat([x, torch.full_like(x, NAN)], 1)
@@ -425,7 +376,7 @@ def test_the_schedule_of_scdd(settings, dtype):
     assert (ours.gamma[0], ours.rho[0], ours.gamma[-1], ours.rho[-1]) == (1, 1, 0, 0) or settings[1] == 0
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 def test_scdd_without_uniform_noise_is_mdlm_to_the_bit(form, dtype):
     """Of the masked tokens, with the weight 1 / t, the column of MASK skipped; nothing else is read."""
@@ -567,7 +518,7 @@ def test_token_ids_of_any_integer_dtype(ids_dtype):
     assert got == expected
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 def test_draft_accuracy_counts(form, backend):
     torch.manual_seed(0)
     h, w = torch.randn(3, 9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
@@ -598,7 +549,7 @@ def test_draft_accuracy_where_nothing_was_counted():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 def test_the_lowest_index_wins_a_tie(dtype, form, backend):
     y, mask = torch.tensor([[1, 3, 4]], device=DEVICE), torch.ones(1, 3, device=DEVICE)
     loss = DFlashDecayLoss(backend=backend)
@@ -683,7 +634,7 @@ def test_dflash_attributes():
     assert DFlashDecayLoss(None).loss_gamma is None
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 @cases()
 def test_activation_checkpointing(case, form):
     inputs = draw(case)
@@ -708,7 +659,7 @@ def test_activation_checkpointing(case, form):
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+@forms
 @cases()
 def test_the_backend_that_was_asked_for_is_the_one_that_runs(case, form, backend, monkeypatch):
     asked, inputs = [], draw(case)
