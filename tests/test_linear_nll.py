@@ -242,6 +242,15 @@ def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
     assert waves <= 1.05 * (rows / 128) * (D / 256) / 132 + 1
 
 
+@pytest.mark.parametrize(("rows", "chunk"), [(16_384, 8192), (4096, 4096)])
+def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
+    """Each chunk reads and writes its float32 gradient, 4.3 GB at V = 131,072 and D = 4,096."""
+    assert (
+        _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=Needs(True, True)), 132)
+        == chunk
+    )
+
+
 def test_a_memory_budget_changes_no_result(path):
     leaves, targets, weights = inputs(dtype=torch.float64)
     upstream = torch.tensor(1.0)

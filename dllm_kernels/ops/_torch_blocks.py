@@ -102,6 +102,18 @@ class Listed:
         self.flat[self.index, columns] = values
 
 
+def sum_rows(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The sum of each row of ``[R, V]``, ``[R, 1]``: to the bit that of the same row among others.
+
+    A sum that is a single number torch cuts into one part a thread, so that its roundings follow the number of threads. Of
+    one row, therefore, the sum is made twice.
+    """
+    if x.shape[0] != 1:
+        return torch.sum(x, 1, keepdim=True, out=out)
+    total = x.expand(2, -1).sum(1, keepdim=True)[:1]
+    return total if out is None else out.copy_(total)
+
+
 def team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[int, int]:
     """Threads to share the rows out among, and how many rows make a block."""
     row, threads = max(V * acc.itemsize, 1), how_many(device)

@@ -14,7 +14,7 @@ import torch
 
 from dllm_kernels.ops._rows import SKIP
 from dllm_kernels.ops._stats_rows import FARTHEST, Ask, Coefficients, Found
-from dllm_kernels.ops._torch_blocks import Listed, Space, acc_dtype, column_of, spaces_for, split, team, top
+from dllm_kernels.ops._torch_blocks import Listed, Space, acc_dtype, column_of, spaces_for, split, sum_rows, team, top
 from dllm_kernels.ops._transform import Transform, through_, transformed, with_slope
 from dllm_kernels.ops._workers import share_out
 
@@ -74,10 +74,10 @@ def _add_up_mix(
     ratio = mix.b / row_sum
     torch.mul(e, ratio, out=spare).add_(mix.a)
     _fill_skipped(spare, transform, 1)
-    torch.sum(spare.log_(), 1, keepdim=True, out=sums.mix)
+    sum_rows(spare.log_(), sums.mix)
     if sums.mix_weight is not None:
         torch.add(e, mix.beside(row_sum), out=spare)
-        torch.sum(torch.div(e, spare, out=spare), 1, keepdim=True, out=sums.mix_weight)
+        sum_rows(torch.div(e, spare, out=spare), sums.mix_weight)
         sums.mix_weight.masked_fill_(mix.none, V)
     if d_sum is not None:
         assert sums.mix is not None
@@ -120,14 +120,14 @@ def _reduce(
         torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))
     d = torch.sub(z, sums.row_max, out=wide)
     if sums.moment is None and mix is None:
-        torch.sum(d.exp_(), 1, keepdim=True, out=sums.row_sum)
+        sum_rows(d.exp_(), sums.row_sum)
         return
     e = torch.exp(d, out=top(room.more[0], block))
-    torch.sum(e, 1, keepdim=True, out=sums.row_sum)
+    sum_rows(e, sums.row_sum)
     _fill_skipped(d, transform, 0)
-    d_sum = d.sum(1, keepdim=True) if mix is not None and bool(mix.none.any()) else None
+    d_sum = sum_rows(d) if mix is not None and bool(mix.none.any()) else None
     if sums.moment is not None:
-        torch.sum(d.clamp_(min=FARTHEST).mul_(e), 1, keepdim=True, out=sums.moment)
+        sum_rows(d.clamp_(min=FARTHEST).mul_(e), sums.moment)
     if mix is not None:
         _add_up_mix(e, d_sum, sums.row_sum, mix, sums, d, transform)
 
@@ -222,7 +222,7 @@ def _mix_block(
     d = torch.sub(transformed(listed.load(block, room.space), transform, wide), row_max, out=wide)
     e = torch.exp(d, out=top(room.more[0], block))
     _fill_skipped(d, transform, 0)
-    d_sum = d.sum(1, keepdim=True) if bool(mix.none.any()) else None
+    d_sum = sum_rows(d) if bool(mix.none.any()) else None
     _add_up_mix(e, d_sum, row_sum, mix, sums, d, transform)
 
 

@@ -25,6 +25,7 @@ from dllm_kernels.ops._torch_blocks import (
     column_of,
     spaces_for,
     split,
+    sum_rows,
     team,
     top,
 )
@@ -65,7 +66,7 @@ class _Sums(NamedTuple):
         else:
             torch.max(x, 1, keepdim=True, out=(self.row_max, self.best))
         torch.sub(x, self.row_max, out=out).exp_()
-        torch.sum(out, 1, keepdim=True, out=self.row_sum)
+        sum_rows(out, self.row_sum)
 
     def stats(self, y: torch.Tensor, target_logit: torch.Tensor) -> Stats:
         """What :func:`row_stats` returns of these rows."""

@@ -1,0 +1,133 @@
+"""What an op makes of a row of logits is the same to the bit whatever batch the row stands in, and wherever in it."""
+
+import pytest
+import torch
+
+from dllm_kernels import ops
+from tests.conftest import DEVICE
+from tests.parity import small_blocks
+
+ROWS = 7
+STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
+
+
+def of_token_nll(logits, row, **options):
+    out = ops.token_nll(logits, row["id"], active=row["active"], with_lse=True, with_correct=True, **options)
+    return (*out, *torch.autograd.grad(out.nll, logits, row["upstream"]))
+
+
+def of_weighted_nll(logits, row, **options):
+    out = ops.weighted_nll(logits, row["id"], row["active"] * row["upstream"], with_lse=True, **options)
+    return out.nll, out.lse, *torch.autograd.grad(out.loss, logits)
+
+
+def of_token_log_probs(logits, row, **options):
+    temperature = 1 / options.pop("scale", 1.0)
+    options.pop("softcap", None)
+    out = ops.token_log_probs(
+        logits, row["id"], active=row["active"], temperature=temperature, with_entropy=True, **options
+    )
+    return (*out, *torch.autograd.grad(out.log_probs + out.entropy, logits, row["upstream"]))
+
+
+def of_row_stats(logits, row, **options):
+    ids = torch.stack([row["id"], row["id"] // 2], -1)
+    mixture = (row["a"], row["upstream"])
+    out = ops.row_stats(logits, ids, entropy=True, mix=mixture, with_correct=True, active=row["active"], **options)
+    total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in out[:4])
+    return (*out, *torch.autograd.grad(total, logits, row["upstream"]))
+
+
+OPS = {f.__name__.removeprefix("of_"): f for f in (of_token_nll, of_weighted_nll, of_token_log_probs, of_row_stats)}
+
+
+def drawn(V, dtype):
+    """(logits ``[ROWS, V]``, the numbers of each row)."""
+    torch.manual_seed(V)
+    logits = (3 * torch.randn(ROWS, V, device=DEVICE)).to(dtype)
+    rows = {
+        "id": torch.randint(3, V, (ROWS,), device=DEVICE),
+        "active": torch.ones(ROWS, device=DEVICE),
+        "upstream": torch.rand(ROWS, device=DEVICE) + 0.5,
+        "a": torch.tensor([0.0, 1e-3, 0.5, 1e-12, 0.0, 2.0, 0.1], device=DEVICE),
+    }
+    rows["id"][3] = logits[3, 3:].argmax() + 3
+    return logits, rows
+
+
+def outputs(op, logits, rows, options):
+    return OPS[op](logits.detach().requires_grad_(), rows, **options)
+
+
+def alone(op, logits, rows, options, i):
+    """A row without any other."""
+    return outputs(op, logits[i : i + 1].clone(), {k: t[i : i + 1] for k, t in rows.items()}, options), 0
+
+
+def at_another_place(op, logits, rows, options, i):
+    """Behind two others and before one."""
+    order = [(i + k) % ROWS for k in (3, 1, 0, 4)]
+    return outputs(op, logits[order], {k: t[order] for k, t in rows.items()}, options), 2
+
+
+def among_inactive_rows(op, logits, rows, options, i):
+    """No other row is read."""
+    kept = torch.arange(ROWS, device=DEVICE) == i
+    rows = rows | {"active": kept.float()}
+    return outputs(op, logits.masked_fill(~kept[:, None], torch.nan), rows, options), i
+
+
+def in_another_stride(op, logits, rows, options, i):
+    """Rows at an odd distance, beginning wherever a row may."""
+    memory = torch.full((ROWS, logits.shape[1] + 5), torch.nan, dtype=logits.dtype, device=DEVICE)
+    view = memory[:, 3:-2]
+    view.copy_(logits)
+    return outputs(op, view, rows, options), i
+
+
+def transposed(op, logits, rows, options, i):
+    """Two of them in a batch ``[B, L, V]`` whose rows lie the other way round."""
+    pair = [i, (i + 1) % ROWS]
+    view = logits[pair + pair].view(2, 2, -1).transpose(0, 1)
+    rows = {k: t[pair].repeat(2).view(2, 2).t().contiguous() for k, t in rows.items()}
+    found = outputs(op, view, rows, options)
+    return tuple(None if t is None else t.flatten(0, 1) for t in found), 0
+
+
+PLACES = (alone, at_another_place, among_inactive_rows, in_another_stride, transposed)
+
+
+def differing(op, logits, rows, options, places=PLACES):
+    """Of which rows another place makes something else."""
+    expected = outputs(op, logits, rows, options)
+    found = []
+    for place in places:
+        for i in range(0, ROWS, 2):
+            got, at = place(op, logits, rows, options, i)
+            pairs = zip(got, expected, strict=True)
+            same = [e is None or torch.equal(g[at], e[i]) for g, e in pairs]
+            if not all(same):
+                found.append((place.__name__, i, same))
+    return found
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
+@pytest.mark.parametrize("blocks", ["many rows", "one row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "V", [40_003, 51]
+)  # torch shares a sum of so many numbers out among threads, but not of so few
+@pytest.mark.parametrize("op", OPS)
+def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
+    if blocks == "one row":
+        small_blocks(monkeypatch, threads=2)
+    assert differing(op, *drawn(V, dtype), {"backend": "torch", **steps}) == []
