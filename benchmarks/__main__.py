@@ -46,7 +46,7 @@ SUBJECTS = {
     "on_gpu": Subject(
         "benchmarks.on_gpu",
         "the tests, measurements and sanitizer runs that need a GPU",
-        (("--dry-run", "--step", "gpu_tests", "--step", "corruption"),),
+        (("--rehearse", "--steps", "gpu_tests", "corruption"),),
     ),
     "all": Subject(
         "benchmarks.suite", "every measurement with JSON, tables and plots", ((*TOY[0], "--subject", "collate"),)

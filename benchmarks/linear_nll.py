@@ -1,21 +1,35 @@
 """Fused linear cross-entropy from hidden states: ours beside the original's chunked path and its peers.
 
 Forward plus backward (a precomputed gradient has no backward of its own to time), and forward without gradients. The
-floor counts matrix products on the active rows only: two with a frozen head, three with a trainable one.
+floor counts matrix products on the active rows only, two with a frozen head, three with a trainable one, at the rate of a
+square product. ``bare products`` runs them at their own shapes and nothing else: a GPU that slows down under load slows
+them down alike.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import Candidate, Result, arguments, ceilings, compare, parse, relative_error
+from benchmarks.measure import (
+    Candidate,
+    Result,
+    add_shape,
+    arguments,
+    ceilings,
+    chosen,
+    compare,
+    parse,
+    relative_error,
+)  # fmt: skip
 from benchmarks.record import report
 from benchmarks.shapes import LINEAR, Shape
 from dllm_kernels import ops
 
+BARE, ONE_PASS = "bare products", "ours, one pass"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -42,7 +56,16 @@ def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
             hidden, head, targets, weights, chunk_size=chunk if options.recipe_chunk else None, backend=options.backend
         ).loss
 
+    def one_pass(*arguments: Any) -> torch.Tensor:
+        os.environ["DLLM_KERNELS_ONE_PASS"] = "1"
+        try:
+            return ours(*arguments)
+        finally:
+            del os.environ["DLLM_KERNELS_ONE_PASS"]
+
     found = peers.linear_losses(options.device, compiled=options.compiled)
+    if options.one_pass:
+        found = {ONE_PASS: one_pass, **found}
     left_out = () if dense else ("plain", "gather", "compiled")
     unweighted = peers.UNWEIGHTED if weighted else ()
     return {"ours": ours, **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
@@ -65,6 +88,25 @@ def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) 
             return loss(hidden, head, targets, weights, shape.chunk)
 
     return Candidate(both if phase == "both" else evaluate, dropped)
+
+
+def bare_products(inputs: Inputs, shape: Shape, phase: str) -> Candidate:
+    """The products of a phase on the active rows and nothing else: what no fused loss can undercut."""
+    hidden, head, _, weights, _ = (t.detach() for t in inputs)
+    rows = hidden.flatten(0, 1)[weights.flatten() != 0]
+    logits = rows.new_empty(len(rows), shape.vocab)
+    outputs = (
+        () if phase == "evaluate" else (torch.empty_like(rows), *(() if shape.frozen else (torch.empty_like(head),)))
+    )
+
+    def run(_: int) -> None:
+        torch.mm(rows, head.t(), out=logits)
+        if outputs:
+            torch.mm(logits, head, out=outputs[0])
+        if len(outputs) > 1:
+            torch.mm(logits.t(), rows, out=outputs[1])
+
+    return Candidate(run)
 
 
 def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape, rows: int) -> dict[str, float]:
@@ -123,7 +165,8 @@ def run(
                     "linear_nll",
                     case,
                     phase,
-                    {name: candidate(loss, inputs, shape, phase) for name, loss in candidates.items()},
+                    {name: candidate(loss, inputs, shape, phase) for name, loss in candidates.items()}
+                    | {BARE: bare_products(inputs[0], shape, phase)},
                     options,
                     errors=off,
                     floor_s=floor_flops(shape, active, phase) / measured["gemm_flop_per_s"],
@@ -146,8 +189,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--dense-limit", type=float, default=24e9, help="bytes up to which candidates that hold all logits take part"
     )
+    parser.add_argument("--one-pass", action="store_true", help="also ours with the one-pass chunk kernel")
+    add_shape(parser)
     options = parse(parser, argv)
     shares = tuple(options.share or {"full": (1.0, 0.5, 0.15), "small": (0.5,), "toy": (0.5,)}[options.size])
-    results, measured, base = run(options, LINEAR[options.size], shares)
+    results, measured, base = run(options, chosen(LINEAR[options.size], options), shares)
     report(results, options, baseline=base, measured_ceilings=measured)
     return 0

@@ -3,8 +3,10 @@
 A subject builds its inputs and its candidates (ours, the plain code, the peers) and calls ``compare``.
 
 * Time. Peers are interleaved round-robin and start from a different one each round, so a clock that drifts
-  falls on all of them alike. CUDA: events, with work queued ahead of the start event, so that the host's
-  launch overhead is hidden as in a training step. CPU: ``perf_counter``. Reported: 20, 50 and 80 % quantiles.
+  falls on all of them alike. CUDA: events, with the device kept asleep ahead of the start event for longer than
+  the host needs to queue the call, so that launch overhead is hidden as in a training step; what the host takes
+  until the call returns stands beside it. A call that waits for the device waits for the sleep too, before its
+  own work. CPU: ``perf_counter``. Reported: 20, 50 and 80 % quantiles.
 * Cache. ``"cold"``: inputs rotate and a buffer larger than the last-level cache is overwritten before each
   sample. ``"hot"``: the same call on the same input ran just before.
 * Memory. The peak of allocated bytes minus what was allocated before. CUDA: the caching allocator's counters.
@@ -26,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.shapes import Shape
 
 QUANTILES = (0.2, 0.5, 0.8)
 # Over the last-level cache of an H200 (50 MB) and of common CPUs.
@@ -61,9 +65,10 @@ CandidateLike = Candidate | Callable[[int], object]
 
 @dataclass(frozen=True)
 class Timing:
-    """Samples of one candidate, in seconds, in the order they were taken."""
+    """Samples of one candidate, in seconds, in the order they were taken, and on a GPU the host's time of a call."""
 
     samples: tuple[float, ...]
+    host: float | None = None
 
     def quantile(self, q: float) -> float:
         """The q-quantile, linearly interpolated between order statistics."""
@@ -115,6 +120,7 @@ class Result:
         timing = self.timing
         record["timing"] = None if timing is None else {f"q{int(100 * q)}_s": timing.quantile(q) for q in QUANTILES}
         record["samples_s"] = None if timing is None else list(timing.samples)
+        record["host_s"] = None if timing is None else timing.host
         return record
 
 
@@ -136,7 +142,20 @@ def arguments(subject: str, description: str | None = None) -> argparse.Argument
     add("--threads", type=int, help="CPU threads of torch")
     add("--seed", type=int, default=0)
     add("--out", type=Path, help="write the raw results as JSON")
+    add("--live", action="store_true", help="print each case, and write it to --out, as soon as it is measured")
     return parser
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """The option ``--shape``, for a subject that runs over shapes: ``chosen`` applies it."""
+    parser.add_argument("--shape", action="append", help="a shape by the beginning of its name (default: all)")
+
+
+def chosen(shapes: Sequence[Shape], options: argparse.Namespace) -> tuple[Shape, ...]:
+    """The shapes that ``--shape`` names; at toy size all, whose names are others."""
+    if not options.shape or options.size == "toy":
+        return tuple(shapes)
+    return tuple(shape for shape in shapes if shape.name.startswith(tuple(options.shape)))
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
@@ -160,10 +179,35 @@ def _flusher(device: torch.device) -> Callable[[], object]:
     return buffer.zero_
 
 
-def _time_cuda(candidate: Candidate, state: Any, before: Callable[[], object], device: torch.device) -> float:
+# Clocks a second of no GPU that is sold, so that a sleep is no shorter than asked for.
+CLOCK = 2.5e9
+SLEEP = (50e-6, 2e-3)  # s, least and most: who waits for the device returns long after his last launch
+
+
+def _sleep_for(host: float) -> int:
+    """Clocks to sleep, that two calls that take the host so many seconds each are queued before the device comes to them."""
+    least, most = SLEEP
+    return int(CLOCK * min(max(2.5 * host, least), most))
+
+
+def _host_time(candidate: Candidate, device: torch.device) -> float:
+    """Seconds until a call returns, the device idle before it: the median of three."""
+    taken = []
+    for _ in range(3):
+        state = candidate.prepare(0)
+        torch.cuda.synchronize(device)
+        taken.append(_time_cpu(candidate, state, lambda: None, 0.0, device))
+    torch.cuda.synchronize(device)
+    return sorted(taken)[1]
+
+
+def _time_cuda(
+    candidate: Candidate, state: Any, before: Callable[[], object], host: float, device: torch.device
+) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize(device)
-    before()  # queued ahead of the start event: the device is busy while the host launches the candidate
+    torch.cuda._sleep(_sleep_for(host))  # type: ignore[no-untyped-call]
+    before()
     start.record()
     result = candidate.run(state)
     end.record()
@@ -172,7 +216,9 @@ def _time_cuda(candidate: Candidate, state: Any, before: Callable[[], object], d
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _time_cpu(candidate: Candidate, state: Any, before: Callable[[], object], device: torch.device) -> float:
+def _time_cpu(
+    candidate: Candidate, state: Any, before: Callable[[], object], host: float, device: torch.device
+) -> float:
     before()
     start = time.perf_counter()
     result = candidate.run(state)
@@ -208,29 +254,33 @@ def measure(
     from tqdm import tqdm
 
     device = torch.device(device)
-    clock = _time_cuda if device.type == "cuda" else _time_cpu
+    on_gpu = device.type == "cuda"
+    clock = _time_cuda if on_gpu else _time_cpu
     flush = _flusher(device) if cache == "cold" else None
     items = [(name, _as_candidate(candidate)) for name, candidate in candidates.items()]
     taken: dict[str, list[float]] = {name: [] for name in candidates}
+    host = dict.fromkeys(candidates, 0.0)
     rounds = tqdm(range(warmup + samples), desc=label, leave=False, disable=not sys.stderr.isatty())
     gc.collect()
     gc.disable()  # a collection inside a sample would be charged to whoever is being timed
     try:
         for number in rounds:
+            if number == warmup and on_gpu:
+                host = {name: _host_time(candidate, device) for name, candidate in items}
             index = number % input_sets
             for place in range(len(items)):
                 name, candidate = items[(number + place) % len(items)]
                 state = candidate.prepare(index)
                 if flush is None:
                     again = candidate.prepare(index)
-                    seconds = clock(candidate, state, lambda c=candidate, s=again: c.run(s), device)  # type: ignore[misc]
+                    seconds = clock(candidate, state, lambda c=candidate, s=again: c.run(s), host[name], device)  # type: ignore[misc]
                 else:
-                    seconds = clock(candidate, state, flush, device)
+                    seconds = clock(candidate, state, flush, host[name], device)
                 if number >= warmup:
                     taken[name].append(seconds)
     finally:
         gc.enable()
-    return {name: Timing(tuple(values)) for name, values in taken.items()}
+    return {name: Timing(tuple(values), host[name] if on_gpu else None) for name, values in taken.items()}
 
 
 _MARK = "benchmarks: measured from here"
@@ -372,4 +422,19 @@ def compare(
     )
     for name, timing in timings.items():
         results[name].timing = timing
+    if options.live:
+        _show(list(results.values()), options)
     return list(results.values())
+
+
+_shown: list[Result] = []
+
+
+def _show(results: list[Result], options: argparse.Namespace) -> None:
+    """Print a case's table and write all of this process so far: whoever is interrupted has measured that much."""
+    from benchmarks.record import table, write_json
+
+    _shown.extend(results)
+    print(f"\n{table(results)}", flush=True)
+    if options.out is not None:
+        write_json(options.out, _shown, options)

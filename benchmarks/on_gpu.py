@@ -1,37 +1,53 @@
-"""Everything that a GPU has to show, in one command: the tests that need one, every measurement, the sanitizer.
+"""Everything that a GPU has to show, in as many minutes as one is lent: measurements, the tests that need one, the sanitizer.
 
-``python -m benchmarks on_gpu --out DIR [--wheels FOLDER]`` needs this checkout and, for the peers beside it, a folder of
-their wheels. Each step is a process of its own with a time limit, its output in ``DIR/<step>.log``; a step that fails or
-runs out of time does not keep the next from running. ``DIR/summary.json`` says what became of each, and is rewritten after
-every step, so that what was measured before an interruption is kept.
+``python -m benchmarks on_gpu --minutes M --out DIR`` runs the steps in the order of what decides most, each in a process of
+its own for at most its share of the minutes, and leaves out what no longer fits; what it then started is ended with it.
+Output goes to stdout as it is made. ``DIR`` holds three files, brought up to date all the while, so that whoever ends this
+at any moment has what was measured: ``results.tar.gz`` (a log of every step and the raw numbers of those that measure),
+``summary.json`` (what became of each) and ``verdicts.md`` (each bar beside what was measured).
 
-The steps stand in the order of what is most worth knowing while time lasts. ``--step NAME`` runs some of them, ``--dry-run``
-all of them at toy size on a CPU, through Triton's interpreter, which shows that the script runs to its end and nothing else.
+    --wheels FOLDER   peers, installed without their requirements and for this run only
+    --model FILE      what ``inspect --out`` wrote at home, for ``predicted``
+    --resume DIR      an earlier ``DIR``: its results come along, and steps that have an outcome are not run again
+    --steps NAME ...  these and no others, again if need be
+
+``--rehearse`` runs the same at toy size on a CPU, through Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from benchmarks.record import environment
+from benchmarks.record import environment, write_whole
+from benchmarks.verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (
     "token_nll", "linear_nll", "row_kernels", "row_stats", "losses", "mtp", "corruption", "corruption_levels", "gumbel_topk", "philox",
     "compile",
 )  # fmt: skip
-SMALL = "not more_than_2_to_the_31 and not compile and not hypothesis"
+PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
+TOY = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
+REFRESH = 15.0  # s between two looks at what a step has made so far
+RESERVE = 10.0  # s kept for ending the last step and writing down what became of it
+PATIENCE = 2.0  # s between asking a step to end and ending it
+MARK = "DLLM_KERNELS_STEP"  # in the environment of everything that a step starts
 
 
 @dataclass(frozen=True)
@@ -39,116 +55,284 @@ class Step:
     """One command.
 
     Attributes:
-        name: of the log and in the summary.
+        name: of its log, of its results and in the summary.
+        minutes: its share, after which it is ended. Guessed from launches, bytes and flops on an H200, not measured.
         command: what to run on a GPU.
-        dry: what stands for it without one.
-        minutes: after which it is stopped. Guessed from the numbers of launches and samples, not measured.
-        needs: a program without which the step is skipped.
+        toy: what stands for it without one.
+        settings: environment variables.
+        needs: a program without which it is left out.
     """
 
     name: str
-    command: tuple[str, ...]
-    dry: tuple[str, ...]
     minutes: float
+    command: tuple[str, ...]
+    toy: tuple[str, ...]
+    settings: Mapping[str, str] = field(default_factory=dict)
     needs: str | None = None
 
 
-def steps(out: Path) -> list[Step]:
-    """What to run, results under ``out``."""
-    python, pytest = (
-        (sys.executable, "-m", "benchmarks"),
-        (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"),
-    )
-    files = tuple(f"tests/test_{name}.py" for name in NUMBERS)
-    toy = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
+def steps(work: Path, model: Path | None = None) -> list[Step]:
+    """What to run, what decides most first; results under ``work``."""
 
-    def measured(subject: str, minutes: float, *, one_pass: bool = False) -> Step:
-        """With ``one_pass``, by the chunk kernel that is off by default."""
-        name, setting = (f"{subject}_one_pass", ("env", "DLLM_KERNELS_ONE_PASS=1")) if one_pass else (subject, ())
-        to = ("--out", str(out / (subject if subject == "all" else f"{name}.json")))
-        few = ("--subject", "collate") if subject == "all" else ()
-        return Step(name, (*setting, *python, subject, *to), (*setting, *python, subject, *toy, *few, *to), minutes)
+    def measured(name: str, minutes: float, *words: str, subject: str | None = None) -> Step:
+        run = (
+            sys.executable,
+            "-m",
+            "benchmarks",
+            subject or name,
+            "--live",
+            "--out",
+            str(work / f"{name}.json"),
+            *words,
+        )
+        return Step(name, minutes, run, (*run, *TOY))
 
-    sanitized = (*pytest, "tests/test_row_kernels.py", "tests/test_gumbel_topk.py", "-k", SMALL)
+    def tests(name: str, minutes: float, *words: str) -> Step:
+        return Step(name, minutes, (*PYTEST, *words), (*PYTEST, "--collect-only", "-q", *words))
+
+    def sanitized(tool: str) -> Step:
+        some = (
+            "tests/test_row_kernels.py",
+            "tests/test_gumbel_topk.py",
+            "-m",
+            "not exhaustive",
+        )
+        run = ("compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *PYTEST, "-x", *some)
+        # Blocks of torch's cache stay allocated: an access beyond a tensor would be none beyond a block.
+        alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        return Step(tool, 2.5, run, (*PYTEST, "--collect-only", "-q", *some), alone, needs=run[0])
+
+    prediction = () if model is None else ("--model", str(model.resolve()))
+    shares = ("--share", "1.0", "--share", "0.5", "--share", "0.15")
+    with_gpu_marks = [
+        str(f.relative_to(ROOT)) for f in sorted(ROOT.glob("tests/test_*.py")) if "mark.gpu" in f.read_text()
+    ]
+    short, dflash, policy = ("--shape", "LLaDA SFT 4x1024"), ("--shape", "DFlash Qwen3-4B"), ("--shape", "policy")
     return [
-        Step("gpu_tests", (*pytest, "-m", "gpu", "tests"), (*pytest, "--collect-only", "-m", "gpu", "tests"), 4),
-        Step("parity", (*pytest, "-n", "8", *files), (*pytest, "--collect-only", *files), 8),
-        Step("model", (*python, "inspect"), (*python, "inspect", "--target", "sm_90", "--kernel", "token_nll_bwd[bf16"), 3),
-        measured("predicted", 3),
-        measured("token_nll", 4),
-        measured("linear_nll", 6),
-        measured("linear_nll", 6, one_pass=True),
-        measured("row_stats", 6),
-        measured("tune", 8),
-        measured("losses", 6),
-        measured("corruption", 3),
-        measured("all", 10),
-        *(
-            Step(tool, ("compute-sanitizer", "--tool", tool, "--error-exitcode", "3", *sanitized),
-                 (*pytest, "--collect-only", "tests/test_row_kernels.py"), 8, needs="compute-sanitizer")
-            for tool in ("memcheck", "racecheck")
-        ),
+        measured("predicted", 1.2, *prediction),
+        measured("token_nll", 1.3, *short, *shares),
+        measured("linear_nll", 2.5, *dflash, *short, "--one-pass", "--share", "0.5", "--share", "1.0"),
+        measured("row_stats", 1.5, *policy, *dflash, "--share", "1.0"),
+        measured("corruption", 1.5),
+        tests("gpu_tests", 3.0, "-n", "6", "-m", "gpu", *with_gpu_marks),
+        tests("parity", 5.0, "-n", "8", "-m", "not exhaustive", "-x", *(f"tests/test_{name}.py" for name in NUMBERS)),
+        sanitized("memcheck"),
+        sanitized("racecheck"),
+        measured("token_nll_sizes", 3.0, *shares, subject="token_nll"),
+        measured("linear_nll_sizes", 3.5, "--share", "0.5", "--samples", "10", subject="linear_nll"),
+        measured("tune", 4.0, "--samples", "5"),
+        measured("losses", 4.0),
     ]  # fmt: skip
+
+
+def plan(steps: Sequence[Step], minutes: float) -> tuple[list[Step], list[Step]]:
+    """(what fits if every step takes its share, what does not), each in the order given."""
+    fits, left, seconds = [], [], 60 * minutes - RESERVE
+    for step in steps:
+        if 60 * step.minutes <= seconds:
+            fits.append(step)
+            seconds -= 60 * step.minutes
+        else:
+            left.append(step)
+    return fits, left
+
+
+class Run:
+    """One run: its working folder, what has become of its steps, and the files that it leaves."""
+
+    def __init__(self, out: Path, work: Path, *, toy: bool, settings: Mapping[str, str]) -> None:
+        self.out, self.work, self.toy = out, work, toy
+        self.settings = {**settings, **({"TRITON_INTERPRET": "1"} if toy else {}), "PYTHONUNBUFFERED": "1"}
+        self.done: dict[str, dict[str, object]] = {}
+
+    def resume(self, folder: Path) -> None:
+        """Take over the results of an earlier run."""
+        with tarfile.open(folder / "results.tar.gz") as archive:
+            archive.extractall(self.work, filter="data")
+        self.done = json.loads((self.work / "summary.json").read_text())["steps"]
+
+    def save(self, running: str | None = None) -> None:
+        """Bring the three files up to date, each replaced as a whole."""
+        where = environment("cpu" if self.toy else "cuda")
+        summary = {"rehearsal": self.toy, "environment": where, "steps": self.done, "running": running}
+        found = "\n".join(verdicts(self.work)) + "\n"
+        for folder in (self.work, self.out):
+            write_whole(folder / "summary.json", json.dumps(summary, indent=1))
+            write_whole(folder / "verdicts.md", found)
+        beside = self.out / "results.tar.gz.new"
+        with tarfile.open(beside, "w:gz", compresslevel=6) as archive:
+            for path in sorted(self.work.iterdir()):
+                if path.is_file() and path.suffix in (".json", ".log", ".md"):
+                    archive.add(path, path.name)
+        beside.replace(self.out / "results.tar.gz")
+
+    def step(self, step: Step) -> None:
+        """Run one step to its end or to the end of its share."""
+        start = time.monotonic()
+        if step.needs is not None and not self.toy and shutil.which(step.needs) is None:
+            outcome = f"left out: {step.needs} is not installed"
+        else:
+            outcome = self._outcome(step, start + 60 * step.minutes)
+        seconds = round(time.monotonic() - start, 1)
+        self.done[step.name] = {"outcome": outcome, "seconds": seconds, "command": list(self._command(step))}
+        print(f"=== {step.name}: {outcome}, {seconds:.0f} s", flush=True)
+        self.save()
+
+    def _command(self, step: Step) -> tuple[str, ...]:
+        return step.toy if self.toy else step.command
+
+    def _outcome(self, step: Step, deadline: float) -> str:
+        log = self.work / f"{step.name}.log"
+        with started(self._command(step), log, {**self.settings, **step.settings}) as process:
+            while process.poll() is None and time.monotonic() < deadline:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, min(REFRESH, deadline - time.monotonic())))
+                self.save(running=step.name)
+            status = process.poll()
+        if status is None:
+            return f"ended after its {step.minutes:g} minutes"
+        if status and step.needs is not None and any(text in log.read_text() for text in REFUSALS):
+            return f"left out: {step.needs} refuses this device"
+        return "ok" if status == 0 else f"failed with status {status}"
+
+
+# What the sanitizer says of a device that it cannot watch (seen on virtual machines).
+REFUSALS = ("Device not supported", "LibraryNotLoaded")
+
+
+@contextlib.contextmanager
+def started(command: Sequence[str], log: Path, settings: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, its output in the log and on stdout; at the end nothing that it started is left."""
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    process = subprocess.Popen(
+        command, cwd=ROOT, env={**os.environ, **settings, MARK: mark}, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    echo = threading.Thread(target=_echo, args=(process, log), daemon=True)
+    echo.start()
+    try:
+        yield process
+    finally:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            left = _of_mark(mark)
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            patience = time.monotonic() + PATIENCE
+            while left and number == signal.SIGTERM and time.monotonic() < patience and _of_mark(mark):
+                process.poll()  # what has ended is gone only when it was waited for
+                time.sleep(0.05)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold on to it
+            process.wait(2.0)
+        echo.join(2.0)
+
+
+def _echo(process: subprocess.Popen[bytes], log: Path) -> None:
+    assert process.stdout is not None
+    with log.open("wb") as file:
+        for line in process.stdout:
+            file.write(line)
+            file.flush()
+            sys.stdout.write(line.decode(errors="replace"))
+            sys.stdout.flush()
+
+
+def _of_mark(mark: str) -> list[int]:
+    """Processes whose environment has the mark: those of a step, whatever session or parent they have taken."""
+    found, wanted = [], f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
 
 
 def install(wheels: Path, into: Path) -> dict[str, str]:
     """Install the peers' wheels beside this environment; returns the variables that make them importable."""
-    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(into))
+    pip = (
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-index",
+        "--no-deps",
+        "--no-compile",
+        "--target",
+        str(into),
+    )
     subprocess.run([*pip, *map(str, sorted(wheels.glob("*.whl")))], check=True)
     return {"PYTHONPATH": os.pathsep.join(filter(None, [str(into), os.environ.get("PYTHONPATH", "")]))}
 
 
-def run(step: Step, out: Path, dry: bool, extra: dict[str, str]) -> dict[str, object]:
-    """Run one step; what became of it."""
-    if step.needs is not None and not dry and shutil.which(step.needs) is None:
-        return {"step": step.name, "outcome": f"skipped: {step.needs} is not installed"}
-    command = step.dry if dry else step.command
-    settings = {**os.environ, **extra, **({"TRITON_INTERPRET": "1"} if dry and step.name != "model" else {})}
-    start = time.perf_counter()
-    with Path(out, f"{step.name}.log").open("w") as log:
-        try:
-            status = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=settings,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                timeout=60 * step.minutes,
-                check=False,
-            ).returncode
-            outcome = "ok" if status == 0 else f"failed with status {status}"
-        except subprocess.TimeoutExpired:
-            outcome = f"stopped after {step.minutes:g} minutes"
-    return {"step": step.name, "outcome": outcome, "seconds": time.perf_counter() - start, "command": list(command)}
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks on_gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder for the results")
+    add("--minutes", type=float, default=28.0, help="in which this has ended (default: 28)")
+    add("--wheels", type=Path, help="folder with wheels of the peers")
+    add("--model", type=Path, help="predictions, as inspect --out wrote them")
+    add("--resume", type=Path, help="results of an earlier run, whose steps are not run again")
+    add("--steps", nargs="+", metavar="NAME", help="run these only")
+    add("--rehearse", action="store_true", help="toy size on a CPU")
+    return parser
+
+
+def _parsed(argv: Sequence[str]) -> argparse.Namespace:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    names = [step.name for step in steps(options.out)]
+    if unknown := set(options.steps or ()) - set(names):
+        parser.error(f"argument --steps: must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
+    if options.wheels is not None and not options.wheels.is_dir():
+        parser.error(f"argument --wheels: must be a folder, got {options.wheels}")
+    if options.model is not None and not options.model.is_file():
+        parser.error(f"argument --model: must be a file, got {options.model}")
+    if options.resume is not None and not (options.resume / "results.tar.gz").is_file():
+        parser.error(f"argument --resume: must be a folder with results.tar.gz, got {options.resume}")
+    if not options.rehearse and not torch.cuda.is_available():
+        parser.error("a GPU is needed, and none is visible; --rehearse shows what would run")
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the steps and write the summary; 1 if one failed."""
-    parser = argparse.ArgumentParser("python -m benchmarks on_gpu", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder for logs, results and the summary")
-    parser.add_argument(
-        "--wheels", type=Path, help="folder with wheels of the peers, installed without their requirements"
-    )
-    parser.add_argument("--step", action="append", help="run this step only (may be repeated)")
-    parser.add_argument("--dry-run", action="store_true", help="toy size on a CPU, through Triton's interpreter")
-    options = parser.parse_args(argv)
-    chosen = steps(options.out)
-    unknown = set(options.step or ()) - {step.name for step in chosen}
-    if unknown:
-        parser.error(f"argument --step: must be one of {', '.join(s.name for s in chosen)}, got {', '.join(unknown)}")
-    if options.wheels is not None and not options.wheels.is_dir():
-        parser.error(f"argument --wheels: must be a folder, got {options.wheels}")
-    if not options.dry_run and not torch.cuda.is_available():
-        parser.error("a GPU is needed, and none is visible; --dry-run shows what would run")
-    chosen = [step for step in chosen if options.step is None or step.name in options.step]
+    """Run what fits and write the results; 1 if a step failed."""
+    start = time.monotonic()
+    options = _parsed(argv)
     options.out.mkdir(parents=True, exist_ok=True)
-    extra = {} if options.wheels is None else install(options.wheels, options.out / "peers")
-    print(f"at most {sum(step.minutes for step in chosen):g} minutes", flush=True)
-    done: list[dict[str, object]] = []
-    for step in chosen:
-        done.append(run(step, options.out, options.dry_run, extra))
-        print(f"{step.name}: {done[-1]['outcome']}", flush=True)
-        where = environment("cpu" if options.dry_run else "cuda")
-        summary = {"dry_run": options.dry_run, "environment": where, "steps": done}
-        Path(options.out, "summary.json").write_text(json.dumps(summary, indent=1))
-    return int(any(not str(d["outcome"]).startswith(("ok", "skipped")) for d in done))
+    with tempfile.TemporaryDirectory() as scratch:
+        work = Path(scratch, "results")
+        work.mkdir()
+        peers = {} if options.wheels is None else install(options.wheels, Path(scratch, "peers"))
+        run = Run(options.out, work, toy=options.rehearse, settings=peers)
+        if options.resume is not None:
+            run.resume(options.resume)
+        todo = [
+            s
+            for s in steps(work, options.model)
+            if (s.name in options.steps if options.steps else s.name not in run.done)
+        ]
+        return _run_all(run, todo, start + 60 * options.minutes)
+
+
+def _run_all(run: Run, todo: Sequence[Step], deadline: float) -> int:
+    """Every step that still fits when its turn comes; time that one did not take is the next one's."""
+    fits, left = plan(todo, (deadline - time.monotonic()) / 60)
+    print(f"fits: {', '.join(f'{s.name} {s.minutes:g} min' for s in fits) or 'nothing'}", flush=True)
+    print(f"fits only if others take less: {', '.join(s.name for s in left) or 'nothing'}", flush=True)
+    run.save()
+    failed, left_out = 0, []
+    for step in todo:
+        if time.monotonic() + 60 * step.minutes + RESERVE > deadline:
+            left_out.append(step.name)
+            continue
+        run.step(step)
+        failed += not str(run.done[step.name]["outcome"]).startswith(("ok", "left out"))
+    print((run.work / "verdicts.md").read_text())
+    for name, record in run.done.items():
+        print(f"{name}: {record['outcome']}")
+    print(f"left out for lack of time: {', '.join(left_out) or 'nothing'}", flush=True)
+    return int(failed > 0)

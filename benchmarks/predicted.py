@@ -1,8 +1,12 @@
 """The row kernels on a GPU beside what the static roofline says of them: does the model order them as the machine does?
 
-Each kernel runs with the tile that its rule picks, all rows active, in bf16. Beside its share of this run's copy bandwidth
-stands the share that ``python -m benchmarks inspect`` predicts from its machine code for the GPU of that name. On a CPU only
-``--size toy`` runs, under Triton's interpreter, without a prediction's meaning.
+Each kernel runs with the tile that its rule picks, all rows active, in bf16, at the vocabularies of LLaDA, Qwen3 and Gemma;
+the chunk kernel in one pass beside the one in two. Beside its share of this run's copy bandwidth stands the share that the
+machine code predicts for the GPU of that name, read from ``--model FILE``, which needs no GPU to be made:
+
+    python -m benchmarks inspect --target sm_90 --kernel '[bf16' --out FILE
+
+On a CPU only ``--size toy`` runs, under Triton's interpreter, without a prediction's meaning.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import os
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -19,7 +24,7 @@ from benchmarks import tune
 from benchmarks.gpus import GPUS
 from benchmarks.measure import Result, arguments, ceilings, compare, parse
 from benchmarks.record import markdown, report
-from benchmarks.shapes import LLADA_SHORT, TOY_ROWS
+from benchmarks.shapes import GEMMA_BATCH, LLADA_SHORT, POLICY, TOY_ROWS
 
 KERNELS = {"token_nll_fwd": "token_nll_fwd_split"}  # of a rule; the others are called like theirs
 
@@ -30,24 +35,11 @@ def gpu_of(device: str) -> str:
     return next((known for known in GPUS if known in name), "H200")
 
 
-def shares(gpu: str) -> dict[str, float]:
-    """Kernel -> predicted share of the copy bandwidth, the lowest of its passes; compiled in a process of its own."""
-    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = (
-        sys.executable,
-        "-m",
-        "benchmarks",
-        "inspect",
-        "--target",
-        GPUS[gpu].target,
-        "--kernel",
-        "[bf16",
-        "--json",
-    )
-    done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
-    return {
-        r["kernel"]: min(p["roofs"][gpu]["share"] for p in r["passes"]) for r in json.loads(done.stdout) if r["passes"]
-    }
+def shares(model: Path | None, gpu: str) -> dict[str, float]:
+    """Kernel -> predicted share of the copy bandwidth, the lowest of its passes; none without a model."""
+    reports = [] if model is None else json.loads(model.read_text())
+    of_this = (r for r in reports if r["passes"] and r["target"] == GPUS[gpu].target)
+    return {r["kernel"]: min(p["roofs"][gpu]["share"] for p in r["passes"]) for r in of_this}
 
 
 def _call(launch: tune.Launch, _: int) -> object:
@@ -56,7 +48,9 @@ def _call(launch: tune.Launch, _: int) -> object:
 
 def main(argv: list[str]) -> int:
     """Print measured and predicted shares and write the JSON."""
-    options = parse(arguments("predicted", __doc__), argv)
+    parser = arguments("predicted", __doc__)
+    parser.add_argument("--model", type=Path, help="what inspect wrote (default: nothing is predicted)")
+    options = parse(parser, argv)
     on_cpu = torch.device(options.device).type == "cpu"
     if on_cpu and options.size != "toy":
         print("this needs a GPU; --size toy shows that it runs", file=sys.stderr)
@@ -65,21 +59,20 @@ def main(argv: list[str]) -> int:
         again = [sys.executable, "-m", "benchmarks", "predicted", *argv]
         return subprocess.run(again, env={**os.environ, "TRITON_INTERPRET": "1"}, check=False).returncode
     gpu, measured = gpu_of(options.device), ceilings(options.device, torch.bfloat16, options.size)
-    model, results, rows = shares(gpu), list[Result](), []
-    shape = TOY_ROWS if options.size == "toy" else LLADA_SHORT
-    for name, launch in tune.launches(shape, torch.bfloat16, options.device).items():
-        kernel = KERNELS.get(launch.rule, launch.rule)
-        kernel += "[bf16, correct]" if "argmax" in name else "[bf16]"
-        floor = launch.nbytes / measured["copy_bytes_per_s"]
-        case = {"kernel": kernel, "shape": shape.name}
-        (result,) = compare(
-            "predicted", case, name, {"ours": partial(_call, launch)}, options, floor_s=floor, memory=False
-        )
-        result.extra |= {"gpu": gpu, "predicted_share": model[kernel]}
-        results.append(result)
-        if result.timing is not None:
-            got = floor / result.timing.median
-            rows.append({"kernel": kernel, "measured": f"{got:.1%}", f"predicted for {gpu}": f"{model[kernel]:.0%}"})
+    model, results, rows = shares(options.model, gpu), list[Result](), []
+    for shape in (TOY_ROWS,) if options.size == "toy" else (LLADA_SHORT, POLICY, GEMMA_BATCH):
+        for name, launch in tune.launches(shape, torch.bfloat16, options.device).items():
+            kernel = KERNELS.get(launch.rule, launch.rule)
+            kernel += "[bf16, correct]" if "argmax" in name else "[bf16]"
+            floor = launch.nbytes / measured["copy_bytes_per_s"]
+            case, timed = {"kernel": kernel, "shape": shape.name, "V": shape.vocab}, {"ours": partial(_call, launch)}
+            (result,) = compare("predicted", case, name, timed, options, floor_s=floor, memory=False)
+            result.extra |= {"gpu": gpu, "predicted_share": model.get(kernel)}
+            results.append(result)
+            if result.timing is not None:
+                said = f"{model[kernel]:.0%}" if kernel in model else "-"
+                share = f"{floor / result.timing.median:.1%}"
+                rows.append({"kernel": kernel, "V": shape.vocab, "measured": share, f"predicted for {gpu}": said})
     report(results, options, baseline="ours", measured_ceilings=measured)
     print("\nOf the copy bandwidth:\n\n" + markdown(rows))
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -68,6 +69,7 @@ def _gpu(device: torch.device) -> dict[str, Any] | None:
     }
 
 
+@functools.cache
 def environment(device: torch.device | str) -> dict[str, Any]:
     """Device, clocks, driver, versions, commit and date: what a number means nothing without."""
     commit = _command("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
@@ -110,8 +112,15 @@ def write_json(
         "results": [result.to_json() for result in results],
         **more,
     }
+    write_whole(path, json.dumps(record, indent=1) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that whoever is interrupted, or reads meanwhile, finds as it was or as it will be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    beside = path.with_name(f"{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -147,6 +156,8 @@ def _row(result: Result, baseline: Result | None) -> dict[str, str]:
     if result.timing is not None:
         low, middle, high = (duration(result.timing.quantile(q)) for q in QUANTILES)
         row |= {"median": middle, "20-80 %": f"{low} - {high}"}
+        if result.timing.host is not None:
+            row["host"] = duration(result.timing.host)
         if baseline is not None and baseline.timing is not None:
             row[f"speed / {baseline.name}"] = f"{baseline.timing.median / result.timing.median:.2f}x"
         if result.floor_s is not None:

@@ -15,9 +15,19 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks import peers
-from benchmarks.measure import Candidate, Result, arguments, ceilings, compare, parse, relative_error
+from benchmarks.measure import (
+    Candidate,
+    Result,
+    add_shape,
+    arguments,
+    ceilings,
+    chosen,
+    compare,
+    parse,
+    relative_error,
+)  # fmt: skip
 from benchmarks.record import report
-from benchmarks.shapes import ACTIVE_SHARES, LINEAR, LOGITS, Shape
+from benchmarks.shapes import ACTIVE_SHARES, LINEAR, LOGITS, POLICY, Shape
 from dllm_kernels import ops
 
 Outputs = tuple[torch.Tensor, torch.Tensor]
@@ -159,9 +169,16 @@ def main(argv: list[str]) -> int:
     """Print the table and write the JSON."""
     parser = arguments("row_stats", __doc__)
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
+    parser.add_argument("--form", action="append", choices=("logits", "hidden"), help="default: both")
+    add_shape(parser)
     options = parse(parser, argv)
     measured = ceilings(options.device, options.dtype, options.size)
-    results = [r for form, by_size in (("logits", LOGITS), ("hidden", LINEAR))
-               for r in run(options, form, by_size[options.size], measured)]  # fmt: skip
+    sizes = {
+        "logits": LOGITS[options.size] + ((POLICY,) if options.size == "full" else ()),
+        "hidden": LINEAR[options.size],
+    }
+    results = []
+    for form in options.form or sizes:
+        results += run(options, form, chosen(sizes[form], options), measured)
     report(results, options, baseline="plain", measured_ceilings=measured)
     return 0

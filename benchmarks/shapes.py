@@ -52,6 +52,7 @@ GEMMA_CANVAS = Shape("block diffusion 1x256", 1, 256, 262_144, 2816, block_size=
 GEMMA_BATCH = Shape("block diffusion 4x1024", 4, 1024, 262_144, 2816, block_size=256)
 DFLASH_4B = Shape("DFlash Qwen3-4B", 1, 7680, 151_936, 2560, frozen=True, block_size=16, chunk=1024)
 DFLASH_8B = Shape("DFlash Qwen3-8B batch 4", 4, 8192, 151_936, 4096, frozen=True, block_size=17, chunk=1024)
+POLICY = Shape("policy 1x8192", 1, 8192, 151_936, 4096)  # a rollout of which log-probabilities and entropies are asked
 MTP = Shape("MTP 2 depths", 2, 8192, 131_072, 4096, depths=2)
 
 CPU_LOGITS = Shape("CPU 2x960", 2, 960, 32_000, 512)

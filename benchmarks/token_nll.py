@@ -11,7 +11,17 @@ from typing import Any
 import torch
 
 from benchmarks import peers
-from benchmarks.measure import Candidate, Result, arguments, ceilings, compare, parse, relative_error
+from benchmarks.measure import (
+    Candidate,
+    Result,
+    add_shape,
+    arguments,
+    ceilings,
+    chosen,
+    compare,
+    parse,
+    relative_error,
+)  # fmt: skip
 from benchmarks.record import report
 from benchmarks.shapes import LOGITS, MDLM_SHARES, Shape
 from dllm_kernels import ops
@@ -118,8 +128,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
     parser.add_argument("--input-sets", type=int, default=1, help="sets of inputs to rotate through")
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
+    add_shape(parser)
     options = parse(parser, argv)
     shares = tuple(options.share or {"full": MDLM_SHARES, "small": (0.5,), "toy": (0.5,)}[options.size])
-    results, measured, base = run(options, LOGITS[options.size], shares)
+    results, measured, base = run(options, chosen(LOGITS[options.size], options), shares)
     report(results, options, baseline=base, measured_ceilings=measured)
     return 0

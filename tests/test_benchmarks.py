@@ -77,6 +77,44 @@ def test_peak_memory_of_a_backward_pass_does_not_count_its_forward_pass():
     assert 0 <= measure.peak_memory(backward, CPU) - 2 * logits.nbytes <= 64
 
 
+class FakeGPU:
+    """What ``measure`` asks of torch.cuda, written down."""
+
+    def __init__(self, monkeypatch):
+        self.said = []
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.said.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: self.said.append(("sleep", clocks)))
+        monkeypatch.setattr(measure, "_flusher", lambda device: lambda: self.said.append("flush"))
+
+    def record(self):
+        self.said.append("event")
+
+    def elapsed_time(self, other):
+        return 7.0
+
+
+def test_the_device_sleeps_longer_than_the_host_needs_to_queue_a_call(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+
+    def slow_to_launch(_):
+        gpu.said.append("call")
+        time.sleep(1e-3)
+
+    timing = measure.measure({"a": slow_to_launch}, device="cuda", samples=1, warmup=1)["a"]
+    assert timing.samples == (7e-3,)
+    assert 1e-3 <= timing.host < 1e-2
+    *_, sleep, flush, start, call, end, waited = gpu.said
+    assert (flush, start, call, end, waited) == ("flush", "event", "call", "event", "synchronize")
+    assert sleep[1] >= min(timing.host, measure.SLEEP[1]) * 1.98e9  # clocks of a GPU at its fastest
+    assert gpu.said.count("call") == 5  # one to warm up, three for the host's time, one that counts
+
+
+def test_the_sleep_is_bounded():
+    assert measure._sleep_for(0.0) == int(measure.CLOCK * 50e-6)
+    assert measure._sleep_for(1.0) == int(measure.CLOCK * 2e-3)  # a call that waits, whose sleep it would wait for
+
+
 @pytest.mark.gpu
 def test_peak_memory_on_a_gpu():
     x = torch.zeros(1 << 20, device="cuda")
