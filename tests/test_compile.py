@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from dllm_kernels.losses import MDLMCrossEntropyLoss
+from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import (
     FusedLinearCrossEntropy,
@@ -29,7 +29,7 @@ from dllm_kernels.ops import (
 )
 from dllm_kernels.ops._plan import Needs, Plan
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
-from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES
+from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE
 
 V, D = 19, 8
@@ -111,25 +111,6 @@ def test_frozen_inputs(name, frozen):
     else:
         step = step_of(case, "hidden", inputs)
         torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), step(*leaves))
-
-
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_a_temperature_may_change_from_call_to_call(form):
-    """After the first change it is a symbolic number while a graph is traced."""
-    inputs, leaves = draw(BY_NAME["mdlm"])
-    loss = MDLMCrossEntropyLoss(softcap=4.0)
-
-    def value():
-        out = loss(*leaves[:1], **inputs) if form == "logits" else loss.forward_fused(*leaves[:2], **inputs)
-        return out.total_loss
-
-    leaves = leaves if form == "hidden" else [F.linear(*leaves)]
-    compiled = torch.compile(value, backend="aot_eager", fullgraph=True)
-    seen = set()
-    for loss.scale in (0.5, 0.7, 1.0, 1.3):
-        torch.testing.assert_close(compiled(), value())
-        seen.add(value().item())
-    assert len(seen) == 4
 
 
 def test_inputs_that_are_not_contiguous():
@@ -257,6 +238,88 @@ def test_a_count_below_one_in_a_graph_of_changing_counts(count):
     compiled = torch.compile(lambda x, n: divide(x, n), backend="aot_eager", fullgraph=True)
     for n in (5, 7, 9.5, 8.5, count):
         assert torch.equal(compiled(loss, n), loss / max(n, 1))
+
+
+# 1, which is no scale at all, comes first, second, or later
+FACTORS = {
+    first: [*first, *(0.3 + 0.05 * k for k in range(STEPS - len(first)))] for first in ((0.7,), (1.0,), (0.7, 1.0))
+}
+factors = pytest.mark.parametrize("values", FACTORS.values(), ids=map(str, FACTORS))
+OPS = {
+    "token_nll": lambda h, w, ids, **o: token_nll(h @ w.t(), ids, **o).nll,
+    "weighted_nll": lambda h, w, ids, **o: weighted_nll(h @ w.t(), ids, ids + 1.0, **o).loss,
+    "row_stats": lambda h, w, ids, **o: row_stats(h @ w.t(), ids, entropy=True, **o).entropy,
+    "linear_token_nll": lambda h, w, ids, **o: linear_token_nll(h, w, ids, **o).nll,
+    "weighted_linear_nll": lambda h, w, ids, **o: weighted_linear_nll(h, w, ids, ids + 1.0, **o).loss,
+    "linear_row_stats": lambda h, w, ids, **o: linear_row_stats(h, w, ids, mix=(ids + 1.0, ids + 2.0), **o).mix,
+}
+PROBS = {
+    "token_log_probs": lambda h, w, ids, t: token_log_probs(h @ w.t(), ids, temperature=t).log_probs,
+    "linear token_log_probs": lambda h, w, ids, t: token_log_probs(h, ids, weight=w, temperature=t).log_probs,
+}
+CHANGING = {f"{name}, {factor}": (op, factor) for name, op in OPS.items() for factor in ("scale", "softcap")}
+CHANGING |= {name: (op, "temperature") for name, op in PROBS.items()}
+
+
+def numbers_that_change(values):
+    torch.manual_seed(0)
+    leaves = [torch.randn(5, D, device=DEVICE), torch.randn(V, D, device=DEVICE)]
+    return ((leaves, [torch.tensor([0, 3, 1, 5, 18], device=DEVICE), value]) for value in values)
+
+
+@pytest.mark.covering(1)
+@factors
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_factor_that_changes_from_step_to_step(name, values):
+    """One graph of the first value, and one for any other."""
+    op, factor = CHANGING[name]
+
+    def step(h, w, ids, value):
+        out = op(h, w, ids, value) if factor == "temperature" else op(h, w, ids, **{factor: value})
+        return out.square().sum()
+
+    assert_few_graphs(step, numbers_that_change(values), 2)
+
+
+def test_two_factors_of_which_one_changes():
+    def step(h, w, ids, value):
+        return linear_token_nll(h, w, ids, scale=value, softcap=4.0, skip_id=7).nll.square().sum()
+
+    assert_few_graphs(step, numbers_that_change(FACTORS[0.7,]), 2)
+
+
+TEMPERED = {"mdlm": MDLMCrossEntropyLoss, "scdd, counted": lambda: SCDDLoss(MASK_ID, num_timesteps=10)}
+
+
+@pytest.mark.covering(1)
+@factors
+@pytest.mark.parametrize("attribute", ["scale", "softcap"])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("name", TEMPERED)
+def test_a_factor_of_a_loss_that_changes_from_step_to_step(name, form, attribute, values):
+    loss, inputs, leaves = TEMPERED[name](), *draw(BY_NAME[name])
+    setattr(loss, attribute, values[0])
+
+    def step(h, w, b, value):
+        if form == "logits":
+            return loss(F.linear(h, w, b), **inputs).total_loss
+        return loss.forward_fused(h, w, lm_head_bias=b, **inputs).total_loss
+
+    def draws():
+        for value in values:
+            setattr(loss, attribute, value)
+            yield leaves, [value]
+
+    assert_few_graphs(step, draws(), 2)
+
+
+def test_a_factor_out_of_range_in_a_graph_of_changing_ones():
+    compiled = torch.compile(lambda x, ids, s: token_nll(x, ids, scale=s).nll, backend="aot_eager", fullgraph=True)
+    x, ids = torch.randn(3, V, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
+    for scale in (0.5, 0.7, 0.9):
+        compiled(x, ids, scale)
+    with pytest.raises(Exception, match="scale must be positive"):
+        compiled(x, ids, -1.0)
 
 
 def message_of(step, *arguments):
@@ -546,8 +609,7 @@ def statistics_of(N, K, mix):
     ids = torch.randint(0, V, (N, K), device=DEVICE)
     ids[0, 0] = -100
     marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
-    a, b = (torch.rand(N, device=DEVICE) if mix else None for _ in range(2))
-    return ids, marks, a, b
+    return ids, marks, torch.rand(2, N, device=DEVICE) if mix else None
 
 
 @pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from dllm_kernels import corruption
 
@@ -65,3 +66,26 @@ def test_one_graph_serves_every_seed():
         got = compiled(ids, loss_mask, seeds, 4)
         assert all(torch.equal(a, b) for a, b in zip(every_routine(ids, loss_mask, seeds, 4), got, strict=True))
     assert not torch.equal(got[0], compiled(ids, loss_mask, seeds + 1, 4)[0])
+
+
+SHARES = {
+    "uniform": lambda ids, mask, seeds, x: corruption.corrupt_uniform(ids, mask, MASK, x, seeds=seeds),
+    "random": lambda ids, mask, seeds, x: corruption.corrupt_uniform_random(ids, mask, V, 4, x, seeds=seeds),
+    "blockwise": lambda ids, mask, seeds, x: corruption.corrupt_blockwise(ids, mask, MASK, 4, x, seeds=seeds),
+    "half life": lambda ids, mask, seeds, x: corruption.corrupt_blockwise(
+        ids, mask, MASK, 4, half_life_ratio=x, seeds=seeds
+    ),
+    "levels": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=x / 2, high=1 - x / 4, seeds=seeds)],
+}
+
+
+@pytest.mark.parametrize("name", SHARES)
+def test_a_number_that_changes_from_step_to_step(name):
+    """One graph of the first value, and one for any other."""
+    ids, loss_mask, seeds = torch.arange(60).view(2, 30), torch.ones(2, 30, dtype=torch.bool), torch.tensor([5, 6])
+    compiled = torch.compile(SHARES[name], backend="aot_eager", fullgraph=True)
+    counters.clear()
+    for k in range(20):
+        expected, got = (routine(ids, loss_mask, seeds, 0.01 + k / 25) for routine in (SHARES[name], compiled))
+        assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+    assert counters["stats"]["unique_graphs"] == 2

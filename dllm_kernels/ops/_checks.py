@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from dllm_kernels.ops import _changing
 from dllm_kernels.ops._plain import is_dtensor, plain
 from dllm_kernels.ops._target_range import raise_bad_target
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
@@ -288,7 +289,7 @@ def check_factor(name: str, value: Any) -> None:
     check_number(name, value, "a number or None")
     least, most = FACTORS
     if not least <= float(value) <= most:
-        raise ValueError(f"{name} must be positive, from {least} to {most}, got {value}")
+        raise ValueError(f"{name} must be positive, from {least} to {most}, got {_changing.shown(float(value))}")
 
 
 def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
@@ -310,7 +311,7 @@ def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: A
         raise ValueError(f"skip_id must lie in [0, {V}), got {skip_id}")
     return Transform(
         None if softcap is None else float(softcap),
-        None if scale is None or scale == 1 else float(scale),
+        None if scale is None or _changing.equals(float(scale), 1) else float(scale),
         None if skip_id is None else int(skip_id),
     )
 

@@ -1,7 +1,8 @@
 """The ops as torch.compile sees them: opaque and functional, so that a compiled step has no graph break.
 
 The whole chunk loop is one op each way. What an op returns is all it writes, and a tensor: an empty one stands for None.
-The plan travels packed, as integers and floats. Loaded only while a graph is traced, since registering costs import time.
+The plan travels packed, as integers and floats, and a tensor of those that change. Loaded only while a graph is traced,
+since registering costs import time.
 """
 
 from __future__ import annotations
@@ -45,16 +46,30 @@ def linear_token_nll(job: LinearJob, plan: Plan) -> Tensors:
 
 def row_stats(logits: Tensor, ask: Ask, plan: Plan) -> tuple[Tensor | None, ...]:
     """As ``_eager.row_stats``."""
-    return _asked_for(_row_stats(logits, *ask[:4], *plan.pack()), ask)
+    return _asked_for(_row_stats(logits, ask.ids, ask.marks, _mix(ask), *plan.pack()), ask)
 
 
 def linear_row_stats(job: LinearStatsJob, ask: Ask, plan: Plan) -> tuple[Tensor | None, ...]:
     """As ``_eager.linear_row_stats``."""
-    return _asked_for(_linear_row_stats(*job[:3], *ask[:4], *plan.pack()), ask)
+    return _asked_for(_linear_row_stats(*job[:3], ask.ids, ask.marks, _mix(ask), *plan.pack()), ask)
+
+
+def _mix(ask: Ask) -> Tensor | None:
+    """(a, b) as one tensor ``[2, N]``."""
+    return None if ask.a is None or ask.b is None else torch.stack([ask.a, ask.b])
+
+
+def _ask_of(plan: Plan, ids: Tensor, marks: Tensor, mix: Tensor | None) -> Ask:
+    return _stats.ask_of(plan, ids, marks, *((None, None) if mix is None else mix.unbind()))
 
 
 def _present(t: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if t is None else t
+
+
+def _traced(args: tuple[Any, ...]) -> Plan:
+    """The plan from an op's arguments where they may be no real tensors: without the factors that change."""
+    return Plan.unpack(*args[-3:-1])
 
 
 def _fake_rows(targets: Tensor, plan: Plan) -> list[Tensor]:
@@ -73,8 +88,10 @@ def _fake_gradients(job: LinearJob, plan: Plan, head: torch.dtype | None = None)
 
 
 @torch.library.custom_op("dllm_kernels::token_nll", mutates_args=())
-def _token_nll(logits: Tensor, targets: Tensor, packed: list[int], factors: list[float]) -> Four:
-    plan = Plan.unpack(packed, factors)
+def _token_nll(
+    logits: Tensor, targets: Tensor, packed: list[int], factors: list[float], changing: Tensor | None
+) -> Four:
+    plan = Plan.unpack(packed, factors, changing)
     nll, row_max, log_sum, _, correct = plan.primitives().row_stats(
         as_blv(logits), targets, with_correct=plan.with_correct, transform=plan.transform
     )
@@ -82,8 +99,8 @@ def _token_nll(logits: Tensor, targets: Tensor, packed: list[int], factors: list
 
 
 @_token_nll.register_fake
-def _(logits: Tensor, targets: Tensor, packed: list[int], factors: list[float]) -> Tensors:
-    *rows, correct = _fake_rows(targets, plan := Plan.unpack(packed, factors))
+def _(logits: Tensor, targets: Tensor, *packed: Any) -> Tensors:
+    *rows, correct = _fake_rows(targets, plan := _traced(packed))
     return (*rows, correct if plan.with_correct else correct.new_empty(0))
 
 
@@ -96,9 +113,10 @@ def _token_nll_backward(
     log_sum: Tensor,
     packed: list[int],
     factors: list[float],
+    changing: Tensor | None,
 ) -> Tensor:
     grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    plan = Plan.unpack(packed, factors)
+    plan = Plan.unpack(packed, factors, changing)
     plan.primitives().row_grad(
         as_blv(logits), targets, grad_nll.contiguous(), row_max, log_sum, as_blv(grad), transform=plan.transform
     )
@@ -111,16 +129,17 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 
 def _token_nll_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *saved, packed, factors = inputs
+    *saved, packed, factors, changing = inputs
     ctx.packed = packed, factors
     _, row_max, log_sum, correct = output
-    ctx.save_for_backward(*saved, row_max, log_sum)
+    ctx.save_for_backward(*saved, row_max, log_sum, changing)
     ctx.mark_non_differentiable(row_max, log_sum, correct)
 
 
 def _token_nll_grad(ctx: Any, grad_nll: Tensor, *_: Any) -> tuple[Any, ...]:
-    logits, targets, row_max, log_sum = ctx.saved_tensors
-    return _token_nll_backward(logits, targets, grad_nll, row_max, log_sum, *ctx.packed), None, None, None
+    logits, targets, row_max, log_sum, changing = ctx.saved_tensors
+    grad = _token_nll_backward(logits, targets, grad_nll, row_max, log_sum, *ctx.packed, changing)
+    return grad, *(None,) * 4
 
 
 _token_nll.register_autograd(_token_nll_grad, setup_context=_token_nll_setup)
@@ -135,9 +154,10 @@ def _weighted_linear_nll(
     weights: Tensor,
     packed: list[int],
     factors: list[float],
+    changing: Tensor | None,
 ) -> Nine:
     job = LinearJob(hidden, weight, bias, targets, weights)
-    out = _chunks.weighted_forward(job, Plan.unpack(packed, factors))
+    out = _chunks.weighted_forward(job, Plan.unpack(packed, factors, changing))
     *grads, headroom = out.gradients
     made = (*(_present(g, hidden) for g in grads), _present(headroom, out.loss))
     return (out.loss, *(t.clone() for t in out.rows), *made)  # type: ignore[return-value]
@@ -145,7 +165,7 @@ def _weighted_linear_nll(
 
 @_weighted_linear_nll.register_fake
 def _(*args: Any) -> Tensors:
-    job, plan = LinearJob(*args[:-2]), Plan.unpack(*args[-2:])
+    job, plan = LinearJob(*args[:-3]), _traced(args)
     loss = job.hidden.new_empty((), dtype=plan.acc)
     makes_headroom = plan.narrow and any(plan.needs)
     grads = _fake_gradients(job, plan, plan.acc if makes_headroom else None)
@@ -153,7 +173,7 @@ def _(*args: Any) -> Tensors:
 
 
 def _weighted_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    ctx.needs = Plan.unpack(*inputs[-2:]).needs
+    ctx.needs = _traced(inputs).needs
     ctx.dtypes = tuple(None if t is None else t.dtype for t in inputs[:3])
     ctx.save_for_backward(*output[5:], inputs[4])
     ctx.mark_non_differentiable(*output[1:])
@@ -168,7 +188,7 @@ def _weighted_grad(ctx: Any, grad_loss: Tensor, *_: Any) -> tuple[Any, ...]:
         (grad.to(factor.dtype) * factor).to(dtype) if need else None
         for grad, factor, need, dtype in zip(grads, (of_hidden, head, head), ctx.needs, ctx.dtypes, strict=True)
     ]
-    return *scaled, None, None, None, None
+    return *scaled, *(None,) * 5
 
 
 _weighted_linear_nll.register_autograd(_weighted_grad, setup_context=_weighted_setup)
@@ -176,15 +196,23 @@ _weighted_linear_nll.register_autograd(_weighted_grad, setup_context=_weighted_s
 
 @torch.library.custom_op("dllm_kernels::linear_token_nll", mutates_args=())
 def _linear_token_nll(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, packed: list[int], factors: list[float]
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    packed: list[int],
+    factors: list[float],
+    changing: Tensor | None,
 ) -> Five:
-    rows, unit_grad = _chunks.token_forward(LinearJob(hidden, weight, bias, targets), Plan.unpack(packed, factors))
+    rows, unit_grad = _chunks.token_forward(
+        LinearJob(hidden, weight, bias, targets), Plan.unpack(packed, factors, changing)
+    )
     return (*(t.clone() for t in rows), _present(unit_grad, hidden))  # type: ignore[return-value]
 
 
 @_linear_token_nll.register_fake
 def _(*args: Any) -> Tensors:
-    job, plan = LinearJob(*args[:-2]), Plan.unpack(*args[-2:])
+    job, plan = LinearJob(*args[:-3]), _traced(args)
     unit_grad, *_ = _fake_gradients(job, replace(plan, needs=Needs(plan.needs.frozen)))
     return (*_fake_rows(job.targets, plan), unit_grad)
 
@@ -198,34 +226,35 @@ def _linear_token_nll_backward(
     stats: list[Tensor],
     packed: list[int],
     factors: list[float],
+    changing: Tensor | None,
 ) -> Three:
     row_max, log_sum, grad_nll = stats
-    job, plan = LinearJob(hidden, weight, bias, targets), Plan.unpack(packed, factors)
+    job, plan = LinearJob(hidden, weight, bias, targets), Plan.unpack(packed, factors, changing)
     grads = _chunks.token_backward(job, plan, (row_max, log_sum), grad_nll)
     return tuple(_present(g, hidden) for g in grads)  # type: ignore[return-value]
 
 
 @_linear_token_nll_backward.register_fake
 def _(*args: Any) -> Tensors:
-    return tuple(_fake_gradients(LinearJob(*args[:4]), Plan.unpack(*args[-2:])))
+    return tuple(_fake_gradients(LinearJob(*args[:4]), _traced(args)))
 
 
 def _linear_token_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *job, packed, factors = inputs
+    *job, packed, factors, changing = inputs
     ctx.packed = packed, factors
     _, row_max, log_sum, _, unit_grad = output
-    ctx.frozen = Plan.unpack(*ctx.packed).needs.frozen
-    ctx.save_for_backward(*((unit_grad,) if ctx.frozen else (*job, row_max, log_sum)))
+    ctx.frozen = _traced(inputs).needs.frozen
+    ctx.save_for_backward(*((unit_grad,) if ctx.frozen else (*job, row_max, log_sum, changing)))
     ctx.mark_non_differentiable(*output[1:])
 
 
 def _linear_token_grad(ctx: Any, grad_nll: Tensor, *_: Any) -> tuple[Any, ...]:
     if ctx.frozen:
-        return _chunks.scale_rows(ctx.saved_tensors[0], grad_nll), None, None, None, None, None
-    *job, row_max, log_sum = ctx.saved_tensors
-    grads = _linear_token_nll_backward(*job, [row_max, log_sum, grad_nll], *ctx.packed)
+        return _chunks.scale_rows(ctx.saved_tensors[0], grad_nll), *(None,) * 6
+    *job, row_max, log_sum, changing = ctx.saved_tensors
+    grads = _linear_token_nll_backward(*job, [row_max, log_sum, grad_nll], *ctx.packed, changing)
     wanted = (g if need else None for g, need in zip(grads, Plan.unpack(*ctx.packed).needs, strict=True))
-    return *wanted, None, None, None
+    return *wanted, *(None,) * 4
 
 
 _linear_token_nll.register_autograd(_linear_token_grad, setup_context=_linear_token_setup)
@@ -253,9 +282,9 @@ def _fake_stats(ids: Tensor, mix: bool, plan: Plan) -> Tensors:
 
 
 def _save_stats(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *saved, packed, factors = inputs
+    *saved, packed, factors, changing = inputs
     ctx.packed = packed, factors
-    ctx.save_for_backward(*saved, *output)
+    ctx.save_for_backward(*saved, changing, *output)
     ctx.mark_non_differentiable(*output[4:])
 
 
@@ -281,27 +310,27 @@ def _row_stats(
     logits: Tensor,
     ids: Tensor,
     marks: Tensor,
-    a: Tensor | None,
-    b: Tensor | None,
+    mix: Tensor | None,
     packed: list[int],
     factors: list[float],
+    changing: Tensor | None,
 ) -> Eight:
-    plan = Plan.unpack(packed, factors)
-    return _stats_out(_stats.forward(logits, _stats.ask_of(plan, ids, marks, a, b), plan))
+    plan = Plan.unpack(packed, factors, changing)
+    return _stats_out(_stats.forward(logits, _ask_of(plan, ids, marks, mix), plan))
 
 
 @_row_stats.register_fake
 def _(*args: Any) -> Tensors:
-    return _fake_stats(args[1], args[3] is not None, Plan.unpack(*args[-2:]))
+    return _fake_stats(args[1], args[3] is not None, _traced(args))
 
 
 @torch.library.custom_op("dllm_kernels::row_stats_backward", mutates_args=())
 def _row_stats_backward(
-    logits: Tensor, ids: Tensor, marks: Tensor, a: Tensor | None, b: Tensor | None, stats: list[Tensor | None],
-    packed: list[int], factors: list[float],
+    logits: Tensor, ids: Tensor, marks: Tensor, mix: Tensor | None, stats: list[Tensor | None],
+    packed: list[int], factors: list[float], changing: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    plan = Plan.unpack(packed, factors)
-    return _stats.backward(logits, _stats.ask_of(plan, ids, marks, a, b), *_unpacked(stats), plan)
+    plan = Plan.unpack(packed, factors, changing)
+    return _stats.backward(logits, _ask_of(plan, ids, marks, mix), *_unpacked(stats), plan)
 
 
 @_row_stats_backward.register_fake
@@ -310,9 +339,9 @@ def _(logits: Tensor, *_: Any) -> Tensor:
 
 
 def _row_stats_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    logits, ids, marks, a, b, *out = ctx.saved_tensors
-    stats = _stats_and_upstream(out, grads, a is not None, Plan.unpack(*ctx.packed))
-    return _row_stats_backward(logits, ids, marks, a, b, stats, *ctx.packed), *(None,) * 6
+    logits, ids, marks, mix, changing, *out = ctx.saved_tensors
+    stats = _stats_and_upstream(out, grads, mix is not None, Plan.unpack(*ctx.packed))
+    return _row_stats_backward(logits, ids, marks, mix, stats, *ctx.packed, changing), *(None,) * 6
 
 
 _row_stats.register_autograd(_row_stats_grad, setup_context=_save_stats)
@@ -320,40 +349,41 @@ _row_stats.register_autograd(_row_stats_grad, setup_context=_save_stats)
 
 @torch.library.custom_op("dllm_kernels::linear_row_stats", mutates_args=())
 def _linear_row_stats(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor, a: Tensor | None, b: Tensor | None,
-    packed: list[int], factors: list[float],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor, mix: Tensor | None,
+    packed: list[int], factors: list[float], changing: Tensor | None,
 ) -> Eight:  # fmt: skip
-    plan = Plan.unpack(packed, factors)
-    ask = _stats.ask_of(plan, ids, marks, a, b)
+    plan = Plan.unpack(packed, factors, changing)
+    ask = _ask_of(plan, ids, marks, mix)
     return _stats_out(_stats.linear_forward(LinearStatsJob(hidden, weight, bias, ids), ask, plan))
 
 
 @_linear_row_stats.register_fake
 def _(*args: Any) -> Tensors:
-    return _fake_stats(args[3], args[5] is not None, Plan.unpack(*args[-2:]))
+    return _fake_stats(args[3], args[5] is not None, _traced(args))
 
 
 @torch.library.custom_op("dllm_kernels::linear_row_stats_backward", mutates_args=())
 def _linear_row_stats_backward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor, mix: list[Tensor | None],
-    stats: list[Tensor | None], packed: list[int], factors: list[float],
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, marks: Tensor,
+    mix_and_stats: list[Tensor | None], packed: list[int], factors: list[float], changing: Tensor | None,
 ) -> Three:  # fmt: skip
-    plan = Plan.unpack(packed, factors)
-    ask = _stats.ask_of(plan, ids, marks, *mix)
+    plan = Plan.unpack(packed, factors, changing)
+    mix, *stats = mix_and_stats
+    ask = _ask_of(plan, ids, marks, mix)
     grads = _stats.linear_backward(LinearStatsJob(hidden, weight, bias, ids), ask, *_unpacked(stats), plan)
     return tuple(_present(g, hidden) for g in grads)  # type: ignore[return-value]
 
 
 @_linear_row_stats_backward.register_fake
 def _(*args: Any) -> Tensors:
-    return tuple(_fake_gradients(LinearJob(*args[:4]), Plan.unpack(*args[-2:])))
+    return tuple(_fake_gradients(LinearJob(*args[:4]), _traced(args)))
 
 
 def _linear_row_stats_grad(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    *rows, a, b = ctx.saved_tensors[:7]
+    hidden, weight, bias, ids, marks, mix, changing, *out = ctx.saved_tensors
     plan = Plan.unpack(*ctx.packed)
-    stats = _stats_and_upstream(ctx.saved_tensors[7:], grads, a is not None, plan)
-    made = _linear_row_stats_backward(*rows, [a, b], stats, *ctx.packed)
+    stats = _stats_and_upstream(out, grads, mix is not None, plan)
+    made = _linear_row_stats_backward(hidden, weight, bias, ids, marks, [mix, *stats], *ctx.packed, changing)
     return *(g if need else None for g, need in zip(made, plan.needs, strict=True)), *(None,) * 6
 
 

@@ -8,12 +8,13 @@ Loaded only while a graph is traced, since registering costs import time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _corrupt
+from dllm_kernels.ops import _changing, _corrupt
 from dllm_kernels.ops._grid import Corrupted
 from dllm_kernels.ops._topk import choose
 
@@ -31,9 +32,29 @@ def _corrupted(input_ids: torch.Tensor, *_: Any) -> Corrupted:
 
 
 def _op(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    op = torch.library.custom_op(f"dllm_kernels::{function.__name__}", function, mutates_args=())
-    op.register_fake(fake)
-    return op
+    """Its floats may change from call to call (``_changing``): an argument more, at the end, has those that do."""
+    name = function.__name__
+    floats = [i for i, p in enumerate(inspect.signature(function).parameters.values()) if p.annotation == "float"]
+    schema = torch.library.infer_schema(function, mutates_args=()).replace(") ->", ", Tensor? changing) ->")
+
+    def run(*args: Any) -> Any:
+        *plain, changing = args
+        return function(*_with(plain, floats, _changing.unpacked([plain[i] for i in floats], changing)))
+
+    op = torch.library.custom_op(f"dllm_kernels::{name}", run, mutates_args=(), schema=schema)
+    op.register_fake(lambda *args: fake(*args[:-1]))
+
+    def call(*args: Any) -> Any:
+        numbers, changing = _changing.packed([args[i] for i in floats])
+        return op(*_with(list(args), floats, numbers), changing)
+
+    return call
+
+
+def _with(args: list[Any], places: Sequence[int], numbers: Sequence[float]) -> list[Any]:
+    for place, number in zip(places, numbers, strict=True):
+        args[place] = number
+    return args
 
 
 mask_tokens = _op(_corrupt.mask_tokens, _corrupted)

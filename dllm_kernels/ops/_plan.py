@@ -12,11 +12,12 @@ from typing import NamedTuple
 
 import torch
 
+from dllm_kernels.ops import _changing
 from dllm_kernels.ops._backend import row_primitives
 from dllm_kernels.ops._rows import SKIP, RowPrimitives
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
-Packed = tuple[list[int], list[float]]
+Packed = tuple[list[int], list[float], torch.Tensor | None]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -141,17 +142,17 @@ class Plan:
         return row_primitives(self.triton) if self.rows is None else self.rows
 
     def pack(self) -> Packed:
-        """What a compiled op has to know below the doors, as the integers and the floats that its schema can carry."""
+        """What a compiled op has to know below the doors, as its schema can carry it: integers and :mod:`_changing` floats."""
         flags = (
             self.triton, self.with_correct, self.with_entropy, self.round_nll, self.read_beyond, self.one_pass, *self.needs
         )  # fmt: skip
         sizes = (self.chunk_size, self.memory_budget, self.num_active, self.transform.skip_id)
         packed = [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
-        return packed, self.transform.factors
+        return packed, *_changing.packed(self.transform.factors)
 
     @classmethod
-    def unpack(cls, packed: Sequence[int], factors: Sequence[float]) -> Plan:
-        """The plan of :meth:`pack`."""
+    def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
+        """The plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are not known and left out."""
         dtype, *flags, chunk_size, memory_budget, num_active, skip_id = packed
         triton, with_correct, with_entropy, round_nll, read_beyond, one_pass, *needs = (bool(f) for f in flags)
         return cls(
@@ -166,7 +167,7 @@ class Plan:
             num_active=None if num_active < 0 else num_active,
             needs=Needs(*needs),
             one_pass=one_pass,
-            transform=Transform.of(factors, None if skip_id < 0 else skip_id),
+            transform=Transform.of(_changing.unpacked(factors, changing), None if skip_id < 0 else skip_id),
         )
 
 

@@ -32,7 +32,7 @@ class Transform(NamedTuple):
 
     @property
     def factors(self) -> list[float]:
-        """The cap and the scale as the schema of a compiled op can carry them, 0 for None.
+        """The cap and the scale, 0 for None.
 
         No integers made of their bits: a number that changes from call to call has no bits while a graph is traced.
         """
