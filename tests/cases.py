@@ -56,6 +56,7 @@ class Case:
         settings: the constructor's arguments.
         roles: what each argument of a call is, in the words of ``COMMON``; a loss of another signature brings its own.
         rows: what the two forms call the logits and the hidden states.
+        head: what the second calls the head's weight and bias.
         extra: (form, rows, inputs) -> the rows, and what a call takes that is no tensor, or is cut from the rows.
         width: positions of the logits for each token.
         separate: whether a model gives those as tensors of their own, not as one.
@@ -83,6 +84,7 @@ class Case:
     settings: Mapping[str, Any] = field(default_factory=dict)
     roles: Mapping[str, str] = field(default_factory=lambda: COMMON)
     rows: tuple[str, str] = ("logits", "hidden")
+    head: tuple[str, str] = ("lm_head_weight", "lm_head_bias")
     extra: Callable[[str, Any, Inputs], tuple[Any, dict[str, Any]]] = _nothing_else
     width: int = 1
     separate: bool = False
@@ -119,7 +121,7 @@ class Case:
     def arguments(self, form: str, rows: Any, inputs: Inputs, head: tuple[Any, ...] = ()) -> dict[str, Any]:
         """Of one call, by name; ``head``: the weight and bias of the LM head, where ``form`` is "hidden"."""
         rows, extra = self.extra(form, rows, inputs)
-        heads = dict(zip(("lm_head_weight", "lm_head_bias"), head, strict=False))
+        heads = dict(zip(self.head, head, strict=False))
         return {self.rows[form == "hidden"]: rows, **heads, **inputs, **extra}
 
     def output(self, form: str, arguments: Mapping[str, Any], **options: Any) -> Any:

@@ -4,25 +4,21 @@ import functools
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from dllm_kernels import (
-    BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
     FusedLinearCrossEntropy,
     HybridDiffusionLLMLoss,
     IDLMLoss,
     MaskedCrossEntropy,
-    MDLMCrossEntropyLoss,
     SCDDLoss,
     calculate_mtp_loss,
     compute_per_token_nll,
-    encoder_ar_loss,
-    encoder_ar_loss_fused,
-    losses,
     scdd_schedule,
 )
 from dllm_kernels.ops import (
@@ -34,6 +30,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
+from tests.cases import BY_NAME, FIRSTS, LOSSES, Case
 
 B, L, V, D = 2, 3, 5, 4
 X, H, W, BIAS = torch.randn(B, L, V), torch.randn(B, L, D), torch.randn(V, D), torch.randn(V)
@@ -225,228 +222,344 @@ def test_a_bad_target_of_a_single_row():
     raises(IndexError, message, token_nll, X[0, 0], torch.tensor(7), check_targets=True)
 
 
-LOSSES = {
-    "mdlm": MDLMCrossEntropyLoss,
-    "block": BlockDiffusionCrossEntropyLoss,
-    "hybrid": HybridDiffusionLLMLoss,
-}
-
-
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_diffusion_losses(name, form):
-    loss = LOSSES[name]()
-    layout, width = ("logits", "[B, L, V]") if form == "logits" else ("hidden", "[B, L, D]")
-    good = X if form == "logits" else H
-
-    def call(x=good, y=Y, noise=ON, p=ON, mask=ON, **options):
-        if form == "logits":
-            return loss(x, y, noise, p, mask, **options)
-        return loss.forward_fused(x, W, y, noise, p, mask, **options)
-
-    size = good.shape[-1]
-    raises(TypeError, f"{layout} must be a torch.Tensor, got NoneType", call, None)
-    raises(ValueError, f"{layout} must have dtype {FLOATS}, got int64", call, good.long())
-    raises(ValueError, f"{layout} must have shape {width}, got (6, {size})", call, good.reshape(6, -1))
-    raises(TypeError, "target_ids must be a torch.Tensor, got int", call, y=3)
-    raises(ValueError, f"target_ids must have dtype {INTS}, got float32", call, y=Y.float())
-    raises(ValueError, "target_ids must have shape [B, L], got (6,)", call, y=Y.flatten())
-    raises(
-        ValueError,
-        f"{layout} must have shape (2, 3, {size}) to go with target_ids of shape (2, 3), got (2, 2, {size})",
-        call, good[:, :2],
-    )  # fmt: skip
-    raises(ValueError, "loss_mask must have shape (2, 3) (that of target_ids), got (2, 2)", call, mask=ON[:, :2])
-    raises(TypeError, "loss_mask must be a torch.Tensor, got bool", call, mask=True)
-    raises(ValueError, "loss_mask must be on cpu like target_ids, got meta", call, mask=ON.to(META))
-    if name != "block":
-        raises(ValueError, "noise_mask must have shape (2, 3) (that of target_ids), got (3,)", call, noise=ON[0])
-        raises(ValueError, "p_mask must have shape (2, 3) (that of target_ids), got (2, 1)", call, p=ON[:, :1])
-    counts = ["num_diffusion_tokens"] + ["num_ar_tokens"] * (name == "hybrid")
-    for count in counts:
-        raises(TypeError, f"{count} must be a number or a 0-d tensor, got str", call, **{count: "3"})
-        raises(TypeError, f"{count} must be a number or a 0-d tensor, got bool", call, **{count: True})
-        raises(
-            ValueError,
-            f"{count} must be a number or a 0-d tensor, got a tensor of shape (2,)",
-            call, **{count: torch.ones(2)},
-        )  # fmt: skip
-    if name == "hybrid":
-        ar = {"loss_mask_ar": ON[:, :2], f"causal_{layout}": good}
-        raises(ValueError, "loss_mask_ar must have shape (2, 3) (that of target_ids), got (2, 2)", call, **ar)
-        raises(
-            ValueError,
-            f"causal_{layout} must have shape (2, 3, {size}) to go with target_ids of shape (2, 3), got (2, 2, {size})",
-            call, loss_mask_ar=ON, **{f"causal_{layout}": good[:, :2]},
-        )  # fmt: skip
-        raises(
-            ValueError,
-            f"{layout} must have shape (2, 6, {size}) to go with target_ids of shape (2, 3), got (2, 5, {size})",
-            call, torch.cat([good, good[:, :2]], 1), loss_mask_ar=ON,
-        )  # fmt: skip
-
-
-def caller(name, form):
-    """A call of a diffusion loss in either form, every argument with a good default."""
-    loss = LOSSES[name]()
-
-    def call(x=X if form == "logits" else H, y=Y, noise=ON, p=ON, mask=ON, **options):
-        return (
-            loss(x, y, noise, p, mask, **options)
-            if form == "logits"
-            else loss.forward_fused(x, W, y, noise, p, mask, **options)
-        )
-
-    return call
-
-
+SIZES = ((TypeError, "must be an int, got str", "8"), (TypeError, "must be an int, got float", 1.5),
+         (TypeError, "must be an int, got bool", True), (ValueError, "must be at least 1, got 0", 0))  # fmt: skip
 forms = pytest.mark.parametrize("form", ["logits", "hidden"])
-diffusion = pytest.mark.parametrize("name", LOSSES)
 
 
-@forms
-@diffusion
-def test_loss_mask_ar_is_checked_whether_it_is_used_or_not(name, form):
-    """A count handed over in its place does not vanish."""
-    call = caller(name, form)
-    raises(TypeError, "loss_mask_ar must be a torch.Tensor, got int", call, loss_mask_ar=6)
-    of = "(that of target_ids)"
-    for count in (torch.tensor(6), torch.tensor([6.0])):
-        message = f"loss_mask_ar must have shape (2, 3) {of}, got {tuple(count.shape)}"
-        raises(ValueError, message, call, loss_mask_ar=count)
-    raises(ValueError, f"loss_mask_ar must have shape (2, 3) {of}, got (2, 2)", call, loss_mask_ar=ON[:, :2])
-    raises(ValueError, "loss_mask_ar must have dtype bool, ", call, loss_mask_ar=ON.to(torch.complex64))
-    raises(ValueError, "loss_mask_ar must be on cpu like target_ids, got meta", call, loss_mask_ar=ON.to(META))
-    for mask in (None, ON, ON.bool(), ON.long()):
-        assert torch.equal(call(loss_mask_ar=mask).total_loss, call().total_loss)
+# Losses. Every call below has good arguments but for one; what is wrong with it goes by its role in ``tests/cases.py``.
 
 
-@forms
-@diffusion
-def test_what_a_loss_does_not_use_is_of_the_right_type(name, form):
-    call, causal = caller(name, form), "causal_logits" if form == "logits" else "causal_hidden"
-    names = {"noisy_input_ids": Y, causal: X if form == "logits" else H}
-    if form == "hidden" and name != "hybrid":
-        del names[causal]
-    if name == "block":
-        names |= {"noise": ON, "p": ON * 7}
-    for argument, good in names.items():
-        shown = {"noise": "noise_mask", "p": "p_mask"}.get(argument, argument)
-        raises(TypeError, f"{shown} must be a torch.Tensor, got int", call, **{argument: 6})
-        for value in (None, good, good[:1]):  # as the original, which does not look at them
-            assert torch.equal(call(**{argument: value}).total_loss, call().total_loss)
-    raises(TypeError, "num_ar_tokens must be a number or a 0-d tensor, got list", call, num_ar_tokens=[6])
-    message = "num_ar_tokens must be a number or a 0-d tensor, got a tensor of shape (2, 3)"
-    raises(ValueError, message, call, num_ar_tokens=ON)
+def _per_token(logits, target_ids, **options):
+    return compute_per_token_nll(logits, target_ids, **options)
 
 
-@forms
-@diffusion
-def test_swapped_masks_are_found(name, form):
-    call = caller(name, form)
+def _chunk(hidden_chunk, lm_head_weight, lm_head_bias, target_chunk):
+    return DFlashDecayLoss._chunk_nll(hidden_chunk, lm_head_weight, lm_head_bias, target_chunk)[0]
+
+
+def _masked(logits, labels, **options):
+    return MaskedCrossEntropy()(logits, labels, **options)
+
+
+def _linear(hidden_states, labels, lm_weight, lm_bias=None, **options):
+    return FusedLinearCrossEntropy()(hidden_states, labels, lm_weight, lm_bias=lm_bias, **options)
+
+
+def any_shape(name, loss, targets, rows, roles=(), head=("lm_head_weight", "lm_head_bias")):
+    """What is no loss of ``dllm_kernels.losses``, and takes rows of any shape."""
+    draw = lambda B, L, V: {targets: torch.randint(0, V, (B, L))}  # noqa: E731
+    return Case(name, loss, draw, None, roles={targets: "targets", **dict(roles)}, rows=rows, head=head)
+
+
+MTP_ROLES = {"loss_weights": "weight", "num_label_tokens": "count"}
+OTHERS = (
+    (any_shape("compute_per_token_nll", (_per_token, None), "target_ids", ("logits", "")), "logits"),
+    (any_shape("chunk of DFlash", (None, _chunk), "target_chunk", ("", "hidden_chunk")), "hidden"),
+    (any_shape("masked cross-entropy", (_masked, None), "labels", ("logits", ""), MTP_ROLES), "logits"),
+    (
+        any_shape(
+            "linear cross-entropy",
+            (None, _linear),
+            "labels",
+            ("", "hidden_states"),
+            MTP_ROLES,
+            ("lm_weight", "lm_bias"),
+        ),
+        "hidden",
+    ),
+)
+FORMS = [(case, form) for case in LOSSES for form in ("logits", "hidden")]
+every_loss = pytest.mark.parametrize(("case", "form"), [*FORMS, *OTHERS], ids=lambda v: getattr(v, "name", v))
+losses_alone = pytest.mark.parametrize(("case", "form"), FORMS, ids=lambda v: getattr(v, "name", v))
+
+
+def having(*roles):
+    """The losses, in both forms, with an argument of one of these roles."""
+    chosen = [(case, form) for case, form in FORMS if set(roles) & set(case.roles.values())]
+    return pytest.mark.parametrize(("case", "form"), chosen, ids=lambda v: getattr(v, "name", v))
+
+
+class Call:
+    """A call of a loss with good arguments; it takes changes by name."""
+
+    def __init__(self, case, form, **options):
+        torch.manual_seed(0)
+        self.case, self.form, self.options = case, form, options
+        rows = torch.randn(B, case.width * L, V if form == "logits" else D)
+        self.arguments = case.arguments(form, rows, case.draw(B, L, V), (W, BIAS) if form == "hidden" else ())
+        self.rows, self.targets = case.rows[form == "hidden"], case.targets
+
+    def __call__(self, **changes):
+        output = self.case.output(self.form, self.arguments | changes, **self.options)
+        return output if isinstance(output, torch.Tensor) else output.total_loss
+
+    def of(self, *roles):
+        """(name, good value) of the arguments of these roles, those that are not drawn too."""
+        for name, role in self.case.roles.items():
+            name = f"causal_{self.form}" if name == "causal" else name
+            if role in roles and (role != "rows" or name in self.arguments):
+                yield name, self.arguments.get(name, 3 if role == "count" else ON)
+
+
+def wrong_in(role, name, good, call):
+    """(error, how its message begins, values that are wrong in this way)."""
+    if role == "count":
+        return [
+            (TypeError, f"{name} must be a number or a 0-d tensor, got ", ("3", True, [6])),
+            (ValueError, f"{name} must be a number or a 0-d tensor, got a tensor of shape (2,)", (torch.ones(2),)),
+        ]
+    tensor = TypeError, f"{name} must be a torch.Tensor, got ", (6, [0], True)
+    if role == "unused":
+        return [tensor]
+    shape = f"{name} must have shape (2, 3) (that of {call.targets}), got "
+    wrong = [
+        tensor,
+        (ValueError, shape, (good[:, :2], good[:, :1], good[0], torch.tensor(6))),
+        (ValueError, f"{name} must be on cpu like {call.targets}, got meta", (good.to(META),)),
+    ]
+    if role == "ids":
+        return [*wrong, (ValueError, f"{name} must have dtype {INTS}, got bool", (Y.bool(),))]
+    wrong.append((ValueError, f"{name} must have dtype bool, ", (ON.to(torch.complex64),)))
+    if role in ("probability", "time"):
+        swapped = f"{name} must hold probabilities, got bool; are noise_mask and p_mask swapped?"
+        wrong.append((ValueError, swapped, (ON.bool(),)))
+    return wrong
+
+
+@every_loss
+def test_an_argument_that_is_wrong(case, form):
+    call = Call(case, form)
+    assert call().isfinite().all()
+    for role in sorted(set(case.roles.values()) - {"targets", "rows"}):
+        for name, good in call.of(role):
+            for error, message, values in wrong_in(role, name, good, call):
+                for value in values:
+                    raises(error, message, call, **{name: value})
+
+
+@every_loss
+def test_wrong_rows_and_targets(case, form):
+    call = Call(case, form)
+    rows, targets, (_, N, size) = call.rows, call.targets, call.arguments[call.rows].shape
+    for name, *_ in ((rows,), *call.of("rows")):
+        x = call.arguments[name]
+        wrong = functools.partial(lambda value, name: call(**{name: value}), name=name)
+        raises(TypeError, f"{name} must be a torch.Tensor, got list", wrong, [])
+        raises(ValueError, f"{name} must have dtype {FLOATS}, got int64", wrong, x.long())
+        if form == "logits":
+            raises(ValueError, f"{name} must have shape [..., V] with V >= 1, got (2, {N}, 0)", wrong, x[..., :0])
+        if case in LOSSES:
+            fits = f"(2, {N}, {size}) to go with {targets} of shape (2, 3)"
+            for bad in (x[:, 1:], torch.cat([x, x[:, :1]], 1)):
+                raises(ValueError, f"{name} must have shape {fits}, got {tuple(bad.shape)}", wrong, bad)
+    y = call.arguments[targets]
+    raises(TypeError, f"{targets} must be a torch.Tensor, got int", call, **{targets: 3})
+    raises(ValueError, f"{targets} must have dtype {INTS}, got float32", call, **{targets: y.float()})
+    raises(ValueError, f"{targets} must be on cpu like {rows}, got meta", call, **{targets: y.to(META)})
+    if case in LOSSES:
+        layout = "[B, L, V]" if form == "logits" else "[B, L, D]"
+        flat = call.arguments[rows].flatten(0, 1)
+        raises(ValueError, f"{targets} must have shape [B, L], got (6,)", call, **{targets: y.flatten()})
+        raises(ValueError, f"{rows} must have shape {layout}, got ({2 * N}, {size})", call, **{rows: flat})
+    elif case.name != "masked cross-entropy":  # which takes labels of any shape with as many entries
+        message = f"{targets} must have shape (2, 3) (that of {rows} without its last dimension), got (2, 2)"
+        raises(ValueError, message, call, **{targets: y[:, :2]})
+
+
+@pytest.mark.parametrize("case", [case for case, form in (*FORMS, *OTHERS) if form == "hidden"], ids=lambda c: c.name)
+def test_a_wrong_head(case):
+    call = Call(case, "hidden")
+    hidden, (weight, bias), N = call.rows, case.head, call.arguments[call.rows].shape[1]
+    for error, message, value in (
+        (TypeError, "must be a torch.Tensor, got NoneType", None),
+        (ValueError, f"must have dtype {FLOATS}, got int64", W.long()),
+        (ValueError, "must have shape [V, D], got (4,)", W[0]),
+        (ValueError, "must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", W[:0]),
+        (ValueError, f"must be on cpu like {hidden}, got meta", W.to(META)),
+    ):
+        raises(error, f"{weight} {message}", call, **{weight: value})
+    for error, message, value in (
+        (TypeError, "must be a torch.Tensor, got float", 0.0),
+        (ValueError, f"must have shape (5,) (one entry per row of {weight}), got (4,)", BIAS[1:]),
+        (ValueError, f"must be on cpu like {hidden}, got meta", BIAS.to(META)),
+        (
+            ValueError,
+            f"must have the dtype of {hidden}, torch.float32, unless torch.autocast is on, got torch.bfloat16",
+            BIAS.bfloat16(),
+        ),
+    ):
+        raises(error, f"{bias} {message}", call, **{bias: value})
+    for name, *_ in ((hidden,), *call.of("rows")):
+        h = call.arguments[name]
+        fits = f"[..., 4] to go with {weight} [V, D] = (5, 4), got (2, {N}, 3)"
+        raises(ValueError, f"{name} must have shape {fits}", call, **{name: h[..., :3]})
+        of = f"the dtype of {name}, torch.bfloat16, unless torch.autocast is on, got torch.float32"
+        raises(ValueError, f"{weight} must have {of}", call, **{name: h.bfloat16()})
+
+
+@losses_alone
+def test_what_a_loss_does_not_use_changes_nothing(case, form):
+    """As in the original, which does not look at it; None stands for nothing."""
+    call = Call(case, form)
+    expected = call()
+    for name, good in call.of("unused"):
+        for value in (None, good, good[:1]):
+            assert torch.equal(call(**{name: value}), expected)
+    for name, good in call.of("mask"):
+        if name not in call.arguments:
+            for value in (None, good, good.bool(), good.long()):
+                assert torch.equal(call(**{name: value}), expected)
+
+
+@every_loss
+def test_what_is_taken_as_a_constant_must_not_require_a_gradient(case, form):
+    """The original would give it one."""
+    call = Call(case, form)
+    for name, good in call.of("weight", "probability", "time", "count"):
+        value = torch.as_tensor(good).float().clone().requires_grad_()
+        message = f"{name} must not require a gradient, since it is taken as a constant; detach it"
+        raises(ValueError, message, call, **{name: value})
+        call(**{name: value.detach()})
+        with torch.no_grad():
+            call(**{name: value})
+    for name in case.constants:
+        for value in (torch.tensor(0.5, requires_grad=True), torch.nn.Parameter(torch.tensor(0.5))):
+            call = Call(replace(case, settings={**case.settings, name: value}), form)
+            raises(ValueError, f"{name} must not require a gradient, since it is taken as a constant; detach it", call)
+            with torch.no_grad():
+                call()
+
+
+@having("mask")
+def test_masks_that_are_only_compared_may_require_a_gradient(case, form):
+    """They have none in the original either."""
+    call = Call(case, form)
+    for name, good in call.of("mask"):
+        assert torch.equal(call(**{name: good.float().clone().requires_grad_()}), call(**{name: good}))
+
+
+@losses_alone
+def test_options_that_are_wrong(case, form):
+    arguments = Call(case, form).arguments
+    output = functools.partial(case.output, form, arguments)
+    raises(ValueError, "backend must be one of auto, triton, torch, got 'tpu'", output, backend="tpu")
+    for error, message, size in SIZES if form == "hidden" else ():
+        raises(error, f"chunk_size {message}", output, chunk_size=size)
+
+
+def all_on(call):
+    """Every mask on, so that every target that a loss has counts."""
+    return {name: torch.ones(B, L) for name, _ in call.of("mask", "weight", "noise", "probability")}
+
+
+@every_loss
+def test_bad_targets_are_named(case, form, monkeypatch):
+    """By the position in the caller's tensor, also where the loss shifts it and the first token is no target."""
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    call = Call(case, form)
+    name = call.targets
+    message = f"{name} must lie in [0, {V}) or be -100, got 7 at position "
+    for where in ((1, 2), (0, 1)):
+        y = Y.clone()
+        y[where], y[1, 1] = 7, -100
+        raises(IndexError, message + str(where), call, **{name: y})
+    first = Y.clone()
+    first[:, 0] = 7
+    if predicts_the_first_token(call):
+        raises(IndexError, message + "(0, 0)", call, **{name: first})
+    else:
+        call(**{name: first})
+
+
+def predicts_the_first_token(call):
+    """Whether another first token is another loss, with every mask on."""
+    other = Y.clone()
+    other[:, 0] = 1
+    values = [call(**{**all_on(call), call.targets: y}) for y in (Y, other)]
+    return not torch.equal(*values)
+
+
+@having("probability")
+def test_swapped_masks_are_found(case, form):
+    call = Call(case, form)
     noise, p = torch.tensor([[True, False, True]] * B), torch.full((B, L), 0.5)
+    on = all_on(call) | {"noise_mask": noise, "p_mask": p}
+    expected = call(**on)
     message = "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?"
-    raises(ValueError, message, call, noise=p, p=noise)
-    raises(ValueError, message, call, noise=noise, p=noise)
-    if name == "block":  # which uses neither
-        assert call(noise=noise, p=7 * p).total_loss == call().total_loss
-        return
+    raises(ValueError, message, call, **(on | {"noise_mask": p, "p_mask": noise}))
     message = "noise_mask must hold no fractions, got 0.5 at position (0, 0); are noise_mask and p_mask swapped?"
-    raises(ValueError, message, call, noise=p, p=noise.float())
-    raises(ValueError, message, call, noise=p, p=noise.long())
+    for kind in (torch.float32, torch.int64):
+        raises(ValueError, message, call, **(on | {"noise_mask": p, "p_mask": noise.to(kind)}))
     for kind in (torch.bool, torch.int64, torch.float32, torch.bfloat16):
-        assert call(noise=noise.to(kind), p=p).total_loss == call(noise=noise, p=p).total_loss
+        assert call(**(on | {"noise_mask": noise.to(kind)})) == expected
     whole = torch.tensor([[1.0, 0.5, 3.0]] * B)  # where it is supervised
-    assert call(noise=whole, p=p, mask=noise).total_loss == call(noise=noise, p=p).total_loss
+    assert call(**(on | {"noise_mask": whole, "loss_mask": noise})) == expected
+
+
+def test_swapped_masks_of_a_loss_that_uses_neither():
+    call = Call(BY_NAME["block diffusion"], "logits")
+    raises(
+        ValueError, "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?", call, p_mask=ON > 0
+    )
+    assert call(noise_mask=ON, p_mask=ON * 7) == call()
 
 
 @pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf"), 2])
-@forms
-@pytest.mark.parametrize("name", ["mdlm", "hybrid"])
-def test_probabilities_lie_between_0_and_1_where_they_are_used(name, form, bad):
-    call = caller(name, form)
+@having("probability")
+def test_probabilities_lie_between_0_and_1_where_they_are_used(case, form, bad):
+    call = Call(case, form)
     p = ON.clone() if isinstance(bad, float) else ON.long()
     p[1, 2] = bad
+    on = all_on(call) | {"p_mask": p}
     message = f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 2)"
-    raises(ValueError, message, call, p=p)
+    raises(ValueError, message, call, **on)
     off = ON.clone()
     off[1, 2] = 0
-    assert call(p=p, noise=off).total_loss.isfinite()
-    assert call(p=p, mask=off).total_loss.isfinite()
+    assert call(**(on | {"noise_mask": off})).isfinite()
+    assert call(**(on | {"loss_mask": off})).isfinite()
     for good in (torch.zeros(B, L), ON, ON.long(), ON.half()):
-        assert call(p=good).total_loss.isfinite()
+        assert call(**(on | {"p_mask": good})).isfinite()
 
 
-@pytest.mark.parametrize("name", ["mdlm", "hybrid"])
-def test_no_value_is_looked_at_while_compiling(name):
-    call = caller(name, "logits")
-    compiled = torch.compile(lambda p: call(p=p).total_loss, backend="eager", fullgraph=True)
-    torch.testing.assert_close(compiled(ON / 2), call(p=ON / 2).total_loss)
+PROBABLE = [case for case in FIRSTS if "probability" in case.roles.values()]
+probable = pytest.mark.parametrize("case", PROBABLE, ids=lambda case: case.name)
+
+
+@probable
+def test_no_value_is_looked_at_while_compiling(case):
+    call = Call(case, "logits")
+    on = all_on(call)
+    compiled = torch.compile(lambda p: call(**(on | {"p_mask": p})), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ON / 2), call(**(on | {"p_mask": ON / 2})))
     compiled(ON * 2)
 
 
-@pytest.mark.parametrize("name", ["mdlm", "hybrid"])
-def test_no_value_is_looked_at_on_another_device(name, monkeypatch):
+@probable
+def test_no_value_is_looked_at_on_another_device(case, monkeypatch):
     """Of a meta tensor none can be; the primitive stands aside, since it has no kernel there."""
     seen = []
     monkeypatch.setattr(
         "dllm_kernels.losses._rows.weighted_nll", lambda *a, **_: seen.append(a[2]) or WeightedNLL(ON, ON)
     )
-    x, y, on = X.to(META), Y.to(META), ON.to(META)
-    LOSSES[name]()(x, y, on, 2 * on, on)
+    call = Call(case, "logits")
+    on = {name: t.to(META) for name, t in (call.arguments | all_on(call)).items()}
+    call(**(on | {"p_mask": on["p_mask"] * 2}))
     assert seen[0].device == META
-    raises(ValueError, "p_mask must hold probabilities, got bool", LOSSES[name](), x, y, on, on.bool(), on)
-
-
-def introspective(form, **settings):
-    """I-DLM's loss in either form, every argument with a good default."""
-    loss = IDLMLoss(**settings)
-
-    def call(x=None, y=Y, answer=ON, valid=ON, seq_len=L, w=W, **options):
-        x = (X if form == "logits" else H).repeat(1, 2, 1) if x is None else x
-        head = (w,) if form == "hidden" else ()
-        function = loss if form == "logits" else loss.forward_fused
-        return function(x, *head, y, answer, valid, seq_len=seq_len, **options)
-
-    return call
+    message = "p_mask must hold probabilities, got bool"
+    raises(ValueError, message, call, **(on | {"p_mask": on["p_mask"].bool()}))
 
 
 @forms
-@pytest.mark.parametrize("auto_balance", [False, True])
-def test_idlm(form, auto_balance):
-    call, (name, good) = (
-        introspective(form, auto_balance=auto_balance),
-        (("logits", X), ("hidden", H))[form == "hidden"],
-    )
-    size = good.shape[-1]
-    raises(TypeError, f"{name} must be a torch.Tensor, got list", call, [])
-    raises(ValueError, "target_ids must have shape [B, L], got (6,)", call, y=Y.flatten())
-    for rows in (3, 5, 7):  # of a single copy, and of more or less than two
-        raises(
-            ValueError,
-            f"{name} must have shape (2, 6, {size}) to go with target_ids of shape (2, 3), got (2, {rows}, {size})",
-            call, good.repeat(1, 3, 1)[:, :rows],
-        )  # fmt: skip
-    for mask in ("answer", "valid"):
-        raises(TypeError, f"{mask}_mask must be a torch.Tensor, got int", call, **{mask: 6})
-        raises(
-            ValueError,
-            f"{mask}_mask must have shape (2, 3) (that of target_ids), got (2, 2)",
-            call,
-            **{mask: ON[:, :2]},
-        )
-        raises(ValueError, f"{mask}_mask must be on cpu like target_ids, got meta", call, **{mask: ON.to(META)})
-        raises(ValueError, f"{mask}_mask must have dtype bool, ", call, **{mask: ON.to(torch.complex64)})
+def test_seq_len_of_idlm(form):
+    call = Call(BY_NAME["idlm"], form)
     raises(ValueError, "seq_len must be the length of target_ids, 3, got 6", call, seq_len=6)
     raises(TypeError, "seq_len must be an int, got float", call, seq_len=3.0)
     raises(TypeError, "seq_len must be an int, got bool", call, seq_len=True)
-    raises(TypeError, "num_diffusion_tokens must be a number or a 0-d tensor, got str", call, num_diffusion_tokens="3")
-    message = "num_diffusion_tokens must be a number or a 0-d tensor, got a tensor of shape (2,)"
-    raises(ValueError, message, call, num_diffusion_tokens=torch.ones(2))
-    assert call(seq_len=np.int64(3)).total_loss.isfinite()
-    if form == "hidden":
-        raises(ValueError, "chunk_size must be at least 1, got 0", call, chunk_size=0)
-        raises(TypeError, "lm_head_bias must be a torch.Tensor, got float", call, lm_head_bias=0.0)
+    one = call.arguments[form][:, :L]
+    fits = f"(2, 6, {one.shape[2]}) to go with target_ids of shape (2, 3)"
+    raises(ValueError, f"{form} must have shape {fits}, got (2, 3, {one.shape[2]})", call, **{form: one})
+    assert call(seq_len=np.int64(3)).isfinite()
 
 
 def test_idlm_settings():
@@ -460,57 +573,27 @@ def test_idlm_settings():
     raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
 
 
-def correcting(form, **settings):
-    """SCDD's loss in either form, every argument with a good default."""
-    loss = SCDDLoss(**({"mask_token_id": V - 1} | settings))
-
-    def call(x=X if form == "logits" else H, y=Y, noise=ON, p=ON / 2, mask=ON, w=W, z=Y, **options):
-        head = (w,) if form == "hidden" else ()
-        function = loss if form == "logits" else loss.forward_fused
-        return function(x, *head, y, noise, p, mask, noisy_input_ids=z, **options)
-
-    return call
+SCDD = [case for case in LOSSES if case.loss is SCDDLoss]
+scdd = pytest.mark.parametrize("case", SCDD, ids=lambda case: case.name)
 
 
 @forms
-@pytest.mark.parametrize("max_ratio", [0.1, 0.0])
-def test_scdd(form, max_ratio):
-    call, (name, good) = correcting(form, max_ratio=max_ratio), (("logits", X), ("hidden", H))[form == "hidden"]
-    of, size = "(that of target_ids)", good.shape[-1]
-    raises(
-        ValueError,
-        f"{name} must have shape (2, 3, {size}) to go with target_ids of shape (2, 3), got (2, 2, {size})",
-        call, good[:, :2],
-    )  # fmt: skip
-    for argument, shown in (("p", "p_mask"), ("mask", "loss_mask")):
-        raises(TypeError, f"{shown} must be a torch.Tensor, got float", call, **{argument: 0.5})
-        raises(ValueError, f"{shown} must have shape (2, 3) {of}, got (2, 1)", call, **{argument: ON[:, :1]})
-        raises(ValueError, f"{shown} must be on cpu like target_ids, got meta", call, **{argument: ON.to(META)})
+@scdd
+def test_scdd_needs_the_noisy_tokens(case, form):
     message = "noisy_input_ids must be given, the tokens that the model saw, got None"
-    raises(ValueError, message, call, z=None)
-    raises(TypeError, "noisy_input_ids must be a torch.Tensor, got list", call, z=[])
-    raises(ValueError, f"noisy_input_ids must have dtype {INTS}, got bool", call, z=Y.bool())
-    raises(ValueError, f"noisy_input_ids must have shape (2, 3) {of}, got (2, 2)", call, z=Y[:, :2])
-    raises(ValueError, "noisy_input_ids must be on cpu like target_ids, got meta", call, z=Y.to(META))
-    raises(TypeError, "noise_mask must be a torch.Tensor, got int", call, noise=6)
-    raises(TypeError, f"causal_{name} must be a torch.Tensor, got int", call, **{f"causal_{name}": 6})
-    raises(ValueError, f"loss_mask_ar must have shape (2, 3) {of}, got ()", call, loss_mask_ar=torch.tensor(6))
-    for count in ("num_diffusion_tokens", "num_ar_tokens"):
-        raises(TypeError, f"{count} must be a number or a 0-d tensor, got str", call, **{count: "3"})
-    message = "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?"
-    raises(ValueError, message, call, p=ON.bool())
-    for unused in (ON[:1], ON * 7):  # as the original, which does not look at it
-        assert torch.equal(call(noise=unused).total_loss, call().total_loss)
+    raises(ValueError, message, Call(case, form), noisy_input_ids=None)
 
 
 @forms
-@pytest.mark.parametrize("max_ratio", [0.1, 0.0])
+@scdd
 @pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf")])
-def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(form, max_ratio, bad):
-    call, p, off = correcting(form, max_ratio=max_ratio), ON / 2, ON.clone()
+def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(case, form, bad):
+    call, p, off = Call(case, form), ON / 2, ON.clone()
+    on = all_on(call)
     p[1], off[1] = bad, 0
-    raises(ValueError, f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 0)", call, p=p)
-    assert call(p=p, mask=off).total_loss.isfinite()  # of a sequence that is not supervised
+    message = f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 0)"
+    raises(ValueError, message, call, **on, p_mask=p)
+    assert call(**(on | {"loss_mask": off}), p_mask=p).isfinite()  # of a sequence that is not supervised
 
 
 @pytest.mark.parametrize(
@@ -543,7 +626,8 @@ def test_scdd_settings(setting, error, message):
 @forms
 def test_the_mask_of_scdd_lies_in_the_vocabulary(form):
     message = f"mask_token_id must lie in [0, {V}), got {V}"
-    raises(ValueError, message, correcting(form, mask_token_id=V))
+    case = replace(BY_NAME["scdd"], settings={"mask_token_id": V})
+    raises(ValueError, message, Call(case, form))
 
 
 @pytest.mark.parametrize(
@@ -572,67 +656,12 @@ def test_scdd_schedule_times():
     raises(ValueError, f"t must have dtype {FLOATS}, got int64", scdd_schedule, torch.tensor([1]), **good)
 
 
-LEARNT = {
-    "p_mask": lambda t: MDLMCrossEntropyLoss()(X, Y, ON, t, ON),
-    "p_mask, fused": lambda t: MDLMCrossEntropyLoss().forward_fused(H, W, Y, ON, t, ON),
-    "p_mask, hybrid": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, t, ON),
-    "loss_mask_ar": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, ON, ON, t, causal_logits=X),
-    "loss_mask_ar, fused": lambda t: HybridDiffusionLLMLoss().forward_fused(H, W, Y, ON, ON, ON, t, causal_hidden=H),
-    "block_mask": lambda t: DFlashDecayLoss()(X, Y, t),
-    "block_mask, fused": lambda t: DFlashDecayLoss().forward_fused(H, W, Y, t),
-    "loss_weights": lambda t: MaskedCrossEntropy()(X, Y, loss_weights=t),
-    "loss_weights, fused": lambda t: FusedLinearCrossEntropy()(H, Y, W, loss_weights=t),
-    "alpha": lambda t: HybridDiffusionLLMLoss(t[0, 0])(X, Y, ON, ON, ON),
-    "alpha, parameter": lambda t: HybridDiffusionLLMLoss(torch.nn.Parameter(t[0, 0].detach()))(X, Y, ON, ON, ON),
-    "alpha, fused": lambda t: HybridDiffusionLLMLoss(t[0, 0]).forward_fused(H, W, Y, ON, ON, ON),
-    "num_diffusion_tokens": lambda t: MDLMCrossEntropyLoss()(X, Y, ON, ON, ON, num_diffusion_tokens=t.sum()),
-    "num_diffusion_tokens, block": lambda t: BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON, None, t.sum()),
-    "num_ar_tokens": lambda t: HybridDiffusionLLMLoss()(X, Y, ON, ON, ON, num_ar_tokens=t.sum()),
-    "p_mask, scdd": lambda t: correcting("logits")(p=t),
-    "p_mask, scdd fused": lambda t: correcting("hidden")(p=t),
-    "num_diffusion_tokens, scdd": lambda t: correcting("logits")(num_diffusion_tokens=t.sum()),
-    "num_diffusion_tokens, idlm": lambda t: introspective("logits")(num_diffusion_tokens=t.sum()),
-    "num_diffusion_tokens, idlm fused": lambda t: introspective("hidden")(num_diffusion_tokens=t.sum()),
-    "num_tokens": lambda t: encoder_ar_loss(X, Y, num_tokens=t.sum()),
-    "num_label_tokens": lambda t: MaskedCrossEntropy()(X, Y, num_label_tokens=t.sum()),
-}
-
-
-@pytest.mark.parametrize("name", LEARNT)
-def test_what_is_taken_as_a_constant_must_not_require_a_gradient(name):
-    """The original would give it one."""
-    message = f"{name.split(',')[0]} must not require a gradient, since it is taken as a constant; detach it"
-    raises(ValueError, message, LEARNT[name], torch.ones(B, L, requires_grad=True))
-    with torch.no_grad():
-        LEARNT[name](torch.ones(B, L, requires_grad=True))
-    if name != "alpha, parameter":
-        LEARNT[name](torch.ones(B, L))
-
-
-def test_masks_that_are_only_compared_may_require_a_gradient():
-    """They have none in the original either."""
-    on = torch.ones(B, L, requires_grad=True)
-    for loss in LOSSES.values():
-        assert torch.equal(loss()(X, Y, ON, ON, on).total_loss, loss()(X, Y, ON, ON, ON).total_loss)
-    assert torch.equal(encoder_ar_loss(X, Y, on), encoder_ar_loss(X, Y, ON))
-    out = MDLMCrossEntropyLoss()(X, Y, ON, ON, ON, loss_mask_ar=on, causal_logits=on)
-    assert torch.equal(out.total_loss, MDLMCrossEntropyLoss()(X, Y, ON, ON, ON).total_loss)
-
-
 @forms
-def test_dflash(form):
-    def call(x=X if form == "logits" else H, y=Y, mask=ON, **options):
-        loss = DFlashDecayLoss()
-        return loss(x, y, mask, **options) if form == "logits" else loss.forward_fused(x, W, y, mask, **options)
-
-    name = form
-    raises(TypeError, f"{name} must be a torch.Tensor, got list", call, [])
-    raises(ValueError, "block_mask must have shape (2, 3) (that of target_ids), got (2, 2)", call, mask=ON[:, :2])
-    raises(ValueError, "block_mask must be on cpu like target_ids, got meta", call, mask=ON.to(META))
+def test_blocks_of_dflash(form):
+    call = Call(BY_NAME["dflash"], form)
     raises(ValueError, "block_size must be at least 1, got 0", call, block_size=0)
     raises(TypeError, "block_size must be an int, got float", call, block_size=4.0)
     raises(ValueError, "T must be a multiple of block_size - 1", call, block_size=3)
-    raises(TypeError, "num_tokens must be a number or a 0-d tensor, got list", call, num_tokens=[1])
 
 
 def test_dflash_settings():
@@ -642,19 +671,12 @@ def test_dflash_settings():
     raises(ValueError, "chunk_size must be at least 1, got 0", DFlashDecayLoss, chunk_size=0)
 
 
-SIZES = ((TypeError, "must be an int, got str", "8"), (TypeError, "must be an int, got float", 1.5),
-         (TypeError, "must be an int, got bool", True), (ValueError, "must be at least 1, got 0", 0))  # fmt: skip
-
-
 @pytest.mark.parametrize(("error", "message", "size"), SIZES, ids=str)
-def test_chunk_sizes(error, message, size):
-    """Wherever a chunk size is taken, and where the attribute is assigned after construction."""
+def test_chunk_sizes_of_the_constructor(error, message, size):
+    """And where the attribute is assigned after construction."""
     message = f"chunk_size {message}"
     raises(error, message, DFlashDecayLoss, chunk_size=size)
     raises(error, message, FusedLinearCrossEntropy, chunk_size=size)
-    raises(error, message, encoder_ar_loss_fused, H, W, Y, chunk_size=size)
-    for loss in LOSSES.values():
-        raises(error, message, loss().forward_fused, H, W, Y, ON, ON, ON, chunk_size=size)
     dflash, linear = DFlashDecayLoss(), FusedLinearCrossEntropy()
     dflash.chunk_size = linear.chunk_size = size
     raises(error, message, dflash.forward_fused, H, W, Y, ON)
@@ -684,185 +706,6 @@ def test_integers_of_numpy_are_integers(integer):
     torch.testing.assert_close(loss.forward_fused(H, W, Y, ON)[:2], DFlashDecayLoss().forward_fused(H, W, Y, ON)[:2])
 
 
-@pytest.mark.parametrize("form", ["logits", "hidden"])
-def test_encoder_ar(form):
-    def call(x=X if form == "logits" else H, y=Y, **options):
-        return encoder_ar_loss(x, y, **options) if form == "logits" else encoder_ar_loss_fused(x, W, y, **options)
-
-    raises(
-        TypeError, ("encoder_logits" if form == "logits" else "hidden") + " must be a torch.Tensor, got dict", call, {}
-    )
-    raises(ValueError, "valid_mask must have shape (2, 3) (that of input_ids), got (2, 2)", call, valid_mask=ON[:, :2])
-    raises(TypeError, "valid_mask must be a torch.Tensor, got bool", call, valid_mask=True)
-    raises(ValueError, "valid_mask must be on cpu like input_ids, got meta", call, valid_mask=ON.to(META))
-    raises(TypeError, "num_tokens must be a number or a 0-d tensor, got str", call, num_tokens="all")
-    raises(ValueError, "backend must be one of auto, triton, torch, got 'numpy'", call, backend="numpy")
-
-
-def test_encoder_ar_calls_its_ids_by_their_name():
-    raises(ValueError, "input_ids must have shape [B, L], got (6,)", encoder_ar_loss, X, Y.flatten())
-    raises(ValueError, f"input_ids must have dtype {INTS}, got float32", encoder_ar_loss, X, Y.float())
-    raises(
-        ValueError,
-        "encoder_logits must have shape (2, 3, 5) to go with input_ids of shape (2, 3)",
-        encoder_ar_loss,
-        X[:, :2],
-        Y,
-    )
-
-
-def test_compute_per_token_nll():
-    raises(TypeError, "logits must be a torch.Tensor, got NoneType", compute_per_token_nll, None, Y)
-    raises(TypeError, "target_ids must be a torch.Tensor, got list", compute_per_token_nll, X, [[0] * L] * B)
-    raises(
-        ValueError,
-        "target_ids must have shape (2, 3) (that of logits without its last dimension), got (2, 2)",
-        compute_per_token_nll, X, Y[:, :2],
-    )  # fmt: skip
-    raises(ValueError, "target_ids must be on cpu like logits, got meta", compute_per_token_nll, X, Y.to(META))
-    raises(
-        ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", compute_per_token_nll, X[..., :0], Y
-    )
-
-
-def twice(rows):
-    """Rows of a masked and of a clean copy."""
-    return rows.repeat(1, 2, 1) if isinstance(rows, torch.Tensor) else rows
-
-
-FUSED = {
-    "mdlm": (
-        lambda h, w, y, b=None: MDLMCrossEntropyLoss().forward_fused(h, w, y, ON, ON, ON, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "block": (
-        lambda h, w, y, b=None: BlockDiffusionCrossEntropyLoss().forward_fused(h, w, y, ON, ON, ON, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "hybrid": (
-        lambda h, w, y, b=None: HybridDiffusionLLMLoss().forward_fused(h, w, y, ON, ON, ON, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "hybrid, the other branch": (
-        lambda h, w, y, b=None: HybridDiffusionLLMLoss().forward_fused(
-            torch.zeros(B, L, W.shape[1]), w, y, ON, ON, ON, ON, causal_hidden=h, lm_head_bias=b
-        ),
-        ("causal_hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "dflash": (
-        lambda h, w, y, b=None: DFlashDecayLoss().forward_fused(h, w, y, ON, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "idlm": (
-        lambda h, w, y, b=None: introspective("hidden")(twice(h), y, w=w, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "idlm, balanced": (
-        lambda h, w, y, b=None: introspective("hidden", auto_balance=True)(twice(h), y, w=w, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "scdd": (
-        lambda h, w, y, b=None: correcting("hidden")(h, y, w=w, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "scdd, no uniform noise": (
-        lambda h, w, y, b=None: correcting("hidden", max_ratio=0.0)(h, y, w=w, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "target_ids", "lm_head_bias"),
-    ),
-    "encoder AR": (
-        lambda h, w, y, b=None: encoder_ar_loss_fused(h, w, y, lm_head_bias=b),
-        ("hidden", "lm_head_weight", "input_ids", "lm_head_bias"),
-    ),
-    "linear cross-entropy": (
-        lambda h, w, y, b=None: FusedLinearCrossEntropy()(h, y, w, lm_bias=b),
-        ("hidden_states", "lm_weight", "labels", "lm_bias"),
-    ),
-    "chunk of DFlash": (
-        lambda h, w, y, b=None: DFlashDecayLoss._chunk_nll(h, w, b, y),
-        ("hidden_chunk", "lm_head_weight", "target_chunk", "lm_head_bias"),
-    ),
-}
-
-
-@pytest.mark.parametrize(("loss", "names"), FUSED.values(), ids=FUSED)
-def test_losses_from_hidden_states_call_their_arguments_as_the_caller_does(loss, names, request):
-    rows = 2 * L if "idlm" in request.node.name else L
-    hidden, weight, targets, bias = names
-    first = "hidden" if hidden == "causal_hidden" else hidden  # what goes wrong for both branches is said of the first
-    raises(TypeError, f"{hidden} must be a torch.Tensor, got list", loss, [], W, Y)
-    raises(TypeError, f"{weight} must be a torch.Tensor, got NoneType", loss, H, None, Y)
-    raises(TypeError, f"{targets} must be a torch.Tensor, got int", loss, H, W, 3)
-    raises(TypeError, f"{bias} must be a torch.Tensor, got float", loss, H, W, Y, 0.0)
-    raises(ValueError, f"{weight} must have dtype {FLOATS}, got int64", loss, H, W.long(), Y)
-    raises(ValueError, f"{weight} must have shape [V, D], got (4,)", loss, H, W[0], Y)
-    raises(ValueError, f"{weight} must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", loss, H, W[:0], Y)
-    raises(
-        ValueError, f"{hidden} must have shape [..., 4] to go with {weight} [V, D] = (5, 4), got (2, {rows}, 3)",
-        loss, H[..., :3], W, Y,
-    )  # fmt: skip
-    raises(
-        ValueError, f"{bias} must have shape (5,) (one entry per row of {weight}), got (4,)", loss, H, W, Y, BIAS[1:]
-    )
-    raises(ValueError, f"{bias} must be on cpu like {first}, got meta", loss, H, W, Y, BIAS.to(META))
-    raises(ValueError, f"{weight} must be on cpu like {first}, got meta", loss, H, W.to(META), Y)
-    raises(ValueError, f"{targets} must be on cpu like {first}, got meta", loss, H, W, Y.to(META))
-    raises(
-        ValueError,
-        f"{bias} must have the dtype of {first}, torch.float32, unless torch.autocast is on, got torch.bfloat16",
-        loss, H, W, Y, BIAS.bfloat16(),
-    )  # fmt: skip
-    raises(
-        ValueError,
-        f"{weight} must have the dtype of {hidden}, torch.bfloat16, unless torch.autocast is on, got torch.float32",
-        loss, H.bfloat16(), W, Y,
-    )  # fmt: skip
-    if hidden in ("hidden_states", "hidden_chunk"):
-        raises(
-            ValueError, f"{targets} must have shape (2, 3) (that of {hidden} without its last dimension), got (2, 2)",
-            loss, H, W, Y[:, :2],
-        )  # fmt: skip
-
-
-UNFUSED = {
-    "mdlm": (lambda x, y: MDLMCrossEntropyLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
-    "block": (lambda x, y: BlockDiffusionCrossEntropyLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
-    "hybrid": (lambda x, y: HybridDiffusionLLMLoss()(x, y, ON, ON, ON), "logits", "target_ids"),
-    "dflash": (lambda x, y: DFlashDecayLoss()(x, y, ON), "logits", "target_ids"),
-    "idlm": (lambda x, y: introspective("logits")(twice(x), y), "logits", "target_ids"),
-    "idlm, balanced": (
-        lambda x, y: introspective("logits", auto_balance=True)(twice(x), y),
-        "logits",
-        "target_ids",
-    ),
-    "scdd": (lambda x, y: correcting("logits")(x, y), "logits", "target_ids"),
-    "encoder AR": (encoder_ar_loss, "encoder_logits", "input_ids"),
-    "compute_per_token_nll": (compute_per_token_nll, "logits", "target_ids"),
-    "masked cross-entropy": (lambda x, y: MaskedCrossEntropy()(x, y), "logits", "labels"),
-}
-
-
-def test_every_loss_stands_in_the_lists():
-    """A loss that is exported and not listed here would have none of these tests."""
-    exported = {name: getattr(losses, name) for name in losses.__all__}
-    classes = {
-        name: loss for name, loss in exported.items() if isinstance(loss, type) and issubclass(loss, torch.nn.Module)
-    }
-    alike = {loss for loss in classes.values() if issubclass(loss, losses.MDLMCrossEntropyLoss.__base__)}
-    assert alike - {losses.SCDDLoss} == set(LOSSES.values())  # which also needs the noisy ids, and has tests of its own
-    for table in (FUSED, UNFUSED):
-        assert [name for name in classes if not name.lower().startswith(tuple(key.split()[0] for key in table))] == []
-
-
-@pytest.mark.parametrize(("loss", "logits", "targets"), UNFUSED.values(), ids=UNFUSED)
-def test_losses_from_logits_call_their_arguments_as_the_caller_does(loss, logits, targets, request):
-    rows = 2 * L if "idlm" in request.node.name else L
-    raises(TypeError, f"{logits} must be a torch.Tensor, got list", loss, [], Y)
-    raises(TypeError, f"{targets} must be a torch.Tensor, got int", loss, X, 3)
-    raises(ValueError, f"{targets} must have dtype {INTS}, got float32", loss, X, Y.float())
-    raises(ValueError, f"{logits} must have shape [..., V] with V >= 1, got (2, {rows}, 0)", loss, X[..., :0], Y)
-    raises(ValueError, f"{targets} must be on cpu like {logits}, got meta", loss, X, Y.to(META))
-
-
 def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
     monkeypatch.setattr("dllm_kernels.losses._rows.weighted_nll", None)
     call = functools.partial(HybridDiffusionLLMLoss(), X, Y, ON, ON, ON, ON)
@@ -872,32 +715,6 @@ def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatc
         "causal_logits must have shape (2, 3, 5) to go with target_ids of shape (2, 3), got (2, 2, 5)",
         call, causal_logits=X[:, :2],
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("loss", "names"), FUSED.values(), ids=FUSED)
-def test_bad_targets_of_losses_from_hidden_states(loss, names, monkeypatch, request):
-    assert_bad_targets_are_named(lambda y: loss(H, W, y), names[2], monkeypatch, "idlm" in request.node.name)
-
-
-@pytest.mark.parametrize(("loss", "logits", "targets"), UNFUSED.values(), ids=UNFUSED)
-def test_bad_targets_of_losses_from_logits(loss, logits, targets, monkeypatch, request):
-    assert_bad_targets_are_named(lambda y: loss(X, y), targets, monkeypatch, "idlm" in request.node.name)
-
-
-def assert_bad_targets_are_named(loss, name, monkeypatch, shifts):
-    """By the position in the caller's tensor, also where the loss shifts it and the first token is no target."""
-    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
-    message = f"{name} must lie in [0, {V}) or be -100, got 7 at position "
-    for where in ((1, 2), (0, 1)):
-        y = Y.clone()
-        y[where], y[1, 1] = 7, -100
-        raises(IndexError, message + str(where), loss, y)
-    first = Y.clone()
-    first[:, 0] = 7
-    if shifts or name == "input_ids":
-        loss(first)
-    else:
-        raises(IndexError, message + "(0, 0)", loss, first)
 
 
 class Head(torch.nn.Module):
@@ -970,11 +787,6 @@ def test_mtp_calls_its_arguments_as_the_caller_does():
         ValueError, f"mtp_per_depth_targets[1] must have dtype {INTS}, got float32",
         fused, mtp_per_depth_h=h, mtp_per_depth_targets=targets,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize("loss", [MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss])
-def test_an_unknown_backend_of_a_loss(loss):
-    raises(ValueError, "backend must be one of auto, triton, torch, got 'tpu'", loss(backend="tpu"), X, Y, ON, ON, ON)
 
 
 def test_an_unknown_backend_in_the_environment(monkeypatch):

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.losses._common import Count, DLLMLossOutput, check_masks, divide, single_loss
+from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import _checks, linear_token_nll
@@ -55,6 +55,7 @@ class DFlashDecayLoss(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         super().__init__(softcap, scale, skip_id)
+        _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.use_fused_linear_ce = bool(use_fused_linear_ce)
         self.chunk_size = chunk_size
@@ -136,7 +137,7 @@ class DFlashDecayLoss(TransformedLoss):
         target_ids, block_mask = all_plain(target_ids, block_mask)
         check_masks(target_ids, block_mask=block_mask)
         _checks.check_constant("block_mask", block_mask)
-        _checks.check_count("num_tokens", num_tokens)
+        check_counts(num_tokens=num_tokens)
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
         decay = self._decay_weights(target_ids.shape[1], block_size, target_ids.device, rows.acc)
