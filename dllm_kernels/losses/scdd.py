@@ -168,14 +168,20 @@ class SCDDLoss(DiffusionLoss):
         count = supervised.sum() if count is None else count
         x = batch.target_ids.long()
         active = supervised & (x != -100)
+        _checks.check_target_range(None, "noisy_input_ids", torch.where(active, z, 0), rows.vocabulary, None)
+        z = z.clamp(min=-1)  # -100 would be none
         # Where a sequence is not supervised its time may be anything.
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
         if self.max_ratio == 0:
             weights = divide(self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count)
-            return single_loss(rows.weighted(self._predictable(x), weights, skip_id=self.mask_token_id).loss)
+            return single_loss(rows.weighted(self._predictable(x), weights, **self._asked()).loss)
         step = _Step.between(self, t, rows.vocabulary - 1).to(rows.acc)
         costs = self._costs(rows, step, x, z, active)
         return single_loss((costs * divide(self.num_timesteps * active.to(rows.acc), count)).sum())
+
+    def _asked(self) -> dict[str, Any]:
+        """Of the ops: no column of MASK, and no look at ids that have been looked at under the caller's names."""
+        return {"skip_id": self.mask_token_id, "check_targets": False}
 
     def _released(self, t: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """What the NLL of each row weighs without uniform noise: gamma is 1 - t, so that T steps release T (t - s) / t."""
@@ -190,7 +196,7 @@ class SCDDLoss(DiffusionLoss):
         mask, K = self.mask_token_id, rows.vocabulary - 1
         base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))
         mix = base_s.expand(x.shape), step.rho_s.expand(x.shape)
-        out = rows.stats(ids, active, mix=mix, skip_id=mask)
+        out = rows.stats(ids, active, mix=mix, **self._asked())
         assert out.mix is not None
         log_x, log_z = out.log_probs.unbind(-1)
         log_x = log_x.masked_fill(x == mask, -math.inf)
@@ -269,13 +275,13 @@ class _Step(NamedTuple):
 
 
 def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tensor:
-    """The tokens that the model saw, int64; negative ones, of which there are none, all -1."""
+    """The tokens that the model saw, int64."""
     if noisy_input_ids is None:
         raise ValueError("noisy_input_ids must be given, the tokens that the model saw, got None")
     _checks.check_ids("noisy_input_ids", noisy_input_ids)
     _checks.check_shape("noisy_input_ids", noisy_input_ids, target_ids.shape, "that of target_ids")
     _checks.check_same_device("target_ids", target_ids, noisy_input_ids=noisy_input_ids)
-    z: torch.Tensor = plain(noisy_input_ids).long().clamp(min=-1)  # -100 would be none
+    z: torch.Tensor = plain(noisy_input_ids).long()
     return z
 
 

@@ -19,6 +19,7 @@ from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a soft cap or a scale: float32 holds it, its inverse and their product.
 FACTORS = (1e-18, 1e18)
+ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")  # of an environment variable, in any case
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -208,9 +209,12 @@ def targets_checked(check_targets: bool | None) -> bool:
 
     A compiled function reads the variable when it is traced, and does not look again.
     """
-    if check_targets is None:
-        return os.environ.get("DLLM_KERNELS_CHECK", "0") == "1"
-    return check_targets
+    if check_targets is not None:
+        return check_targets
+    word = os.environ.get("DLLM_KERNELS_CHECK", "").strip().lower()
+    if word not in ON and word not in OFF:
+        raise ValueError(f"DLLM_KERNELS_CHECK must be one of {', '.join((*ON, *OFF[1:]))} or empty, got {word!r}")
+    return word in ON
 
 
 def check_target_range(
@@ -218,7 +222,7 @@ def check_target_range(
     name: str,
     targets: torch.Tensor,
     V: int,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     *,
     shift: int = 0,
     skip_id: int | None = None,

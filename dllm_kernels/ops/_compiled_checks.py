@@ -14,7 +14,7 @@ from dllm_kernels.ops._target_range import raise_bad_target
 # It reads the targets back to the host, which no CUDA graph can hold.
 @torch.library.custom_op("dllm_kernels::check_target_range", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def target_range(
-    targets: torch.Tensor, name: str, V: int, ignore_index: int, shift: int, skip_id: int | None = None
+    targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None
 ) -> None:
     """As :func:`raise_bad_target`."""
     raise_bad_target(targets, name, V, ignore_index, shift, skip_id)

@@ -6,19 +6,19 @@ import torch
 
 
 def raise_bad_target(
-    targets: torch.Tensor, name: str, V: int, ignore_index: int, shift: int, skip_id: int | None = None
+    targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None
 ) -> None:
-    """Raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``."""
+    """Raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``, if there is one."""
     targets = targets.long()  # compared as int8 or uint8, a vocabulary size or -100 would wrap around
     bad, also = (targets < 0) | (targets >= V), ""
     if skip_id is not None:
         bad, also = bad | (targets == skip_id), f" and not be skip_id, {skip_id}"
-    where = first_true(bad & (targets != ignore_index))
+    if ignore_index is not None:
+        bad, also = bad & (targets != ignore_index), f"{also} or be {ignore_index}"
+    where = first_true(bad)
     if where is not None:
         position = (*where[:-1], where[-1] + shift) if where else where
-        raise IndexError(
-            f"{name} must lie in [0, {V}){also} or be {ignore_index}, got {int(targets[where])} at position {position}"
-        )
+        raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}")
 
 
 def first_true(found: torch.Tensor) -> tuple[int, ...] | None:
