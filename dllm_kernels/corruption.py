@@ -40,6 +40,7 @@ from dllm_kernels.ops._checks import (
     check_same_device,
     check_tensor,
 )
+from dllm_kernels.ops._plain import is_dtensor
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 
 __all__ = [
@@ -344,13 +345,14 @@ def corrupt_mix(
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
         mask_token_id: the token that masks.
-        vocab_size: how many tokens there are, MASK among them; from 3 to 2^31.
+        vocab_size: how many tokens there are, MASK among them; from 3 to 2^31. Where MASK was added behind a tokenizer's
+            own vocabulary, one more than that: an embedding's ``num_embeddings``, not the tokenizer's ``vocab_size``.
         mask_prob: probability of MASK, floating ``[B]`` or ``[B, 1]``.
-        uniform_prob: probability of another token, likewise. The sum is at most 1, but for rounding (1e-5).
+        uniform_prob: probability of another token, likewise. Each lies in [0, 1], and the sum too, but for rounding (1e-5).
         generator: what to draw from, see the module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
-        check: look at the sums on a GPU too, which waits for it. Without that a row whose sum is too large is left
-            unchanged there; on the CPU it is always an error.
+        check: look at the probabilities on a GPU too, which waits for it. Without that a row whose sum is too large is left
+            unchanged there, and a negative one counts as 0; on the CPU both are always an error.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -367,6 +369,11 @@ def corrupt_mix(
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
     vocab_size = _checked_vocab_size(vocab_size, input_ids, at_least=3)
+    if not 0 <= mask_id < vocab_size:
+        raise ValueError(
+            f"mask_token_id must lie in [0, vocab_size) = [0, {vocab_size}), MASK being one of the vocab_size tokens, "
+            f"got {mask_id}; are mask_token_id and vocab_size swapped, or was MASK added behind the vocabulary?"
+        )
     p = _checked_of_row("mask_prob", mask_prob, input_ids)
     q = _checked_of_row("uniform_prob", uniform_prob, input_ids)
     if not isinstance(check, bool):
@@ -472,11 +479,20 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     if _fit(input_ids, loss_mask):
         return
     check_ids("input_ids", input_ids)
+    _check_whole_tensor("input_ids", input_ids)
     check_ndim("input_ids", input_ids, 2, "[B, L]")
     if optional and loss_mask is None:
         return
     check_mask("loss_mask", loss_mask, _shape(input_ids), "that of input_ids")
+    _check_whole_tensor("loss_mask", loss_mask)
     check_same_device("input_ids", input_ids, loss_mask=loss_mask)
+
+
+def _check_whole_tensor(name: str, tensor: object) -> None:
+    if is_dtensor(tensor):
+        raise TypeError(
+            f"{name} must be a plain torch.Tensor, got DTensor; corrupt its to_local(), with seeds for its rows"
+        )
 
 
 def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:

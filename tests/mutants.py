@@ -73,7 +73,10 @@ JUDGES = (
     ("*corrupt*", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_statistics.py"),
     ("ops/_grid.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     ("ops/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
-    ("losses/*", "tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py tests/test_losses.py"),
+    (
+        "losses/*",
+        "tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py tests/test_losses.py",
+    ),
     ("ops/_head.py", "tests/test_head.py tests/test_losses.py"),
     ("ops/_first_order.py", "tests/test_second_order.py"),
     ("ops/_workers.py", "tests/test_workers.py"),

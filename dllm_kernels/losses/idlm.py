@@ -41,7 +41,7 @@ class IDLMLoss(TransformedLoss):
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: ``clean_loss_weight`` is no number.
+        TypeError: ``clean_loss_weight`` is no number, ``auto_balance`` no bool.
         ValueError: ``clean_loss_weight`` is not finite. Both also at a call, for attributes assigned since.
     """
 
@@ -57,6 +57,7 @@ class IDLMLoss(TransformedLoss):
     ) -> None:
         super().__init__(softcap, scale, skip_id)
         self.clean_loss_weight = clean_loss_weight
+        _checks.check_bool("auto_balance", auto_balance)
         self.auto_balance = bool(auto_balance)
         self.backend = backend
         self._check_settings()
@@ -154,6 +155,7 @@ class IDLMLoss(TransformedLoss):
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
+        _checks.check_bool("auto_balance", self.auto_balance)
         weight: Any = self.clean_loss_weight
         _checks.check_number("clean_loss_weight", weight)
         if not math.isfinite(weight):

@@ -112,6 +112,12 @@ def is_int(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
+def check_bool(name: str, value: object) -> None:
+    """Raise a TypeError unless ``value`` is a bool, or 0 or 1: a word such as "no" would be taken for True."""
+    if not isinstance(value, (bool, np.bool_)) and not (is_int(value) and value in (0, 1)):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
 def check_positive_int(name: str, value: Any) -> None:
     """Raise unless ``value`` is an int of at least 1."""
     if not is_int(value):

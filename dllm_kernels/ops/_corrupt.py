@@ -186,10 +186,19 @@ def check_level(level: torch.Tensor | None) -> None:
 
 def _check_sum(mask_prob: torch.Tensor, uniform_prob: torch.Tensor) -> None:
     on_cpu = mask_prob.is_cpu
-    total = mask_prob.numpy() + uniform_prob.numpy() if on_cpu else mask_prob + uniform_prob
-    fits = total <= _rules.MOST
-    if not (np.logical_and.reduce(fits, axis=None) if on_cpu else fits.all()):
-        raise ValueError(f"mask_prob + uniform_prob must be at most 1, got up to {float(total.max())}")
+    p, q = (prob.numpy() if on_cpu else prob for prob in (mask_prob, uniform_prob))
+    fits, total = (p >= LEAST) & (q >= LEAST), p + q
+    fits &= total <= _rules.MOST
+    if np.logical_and.reduce(fits, axis=None) if on_cpu else fits.all():
+        return
+    for name, prob in (("mask_prob", p), ("uniform_prob", q)):
+        if not ((prob >= LEAST) & (prob <= _rules.MOST)).all():
+            raise ValueError(f"{name} must lie in [0, 1], got values from {float(prob.min())} to {float(prob.max())}")
+    raise ValueError(f"mask_prob + uniform_prob must be at most 1, got up to {float(total.max())}")
+
+
+#: The smallest number that passes for a probability of 0 which rounding, as of 1 - p, has made a little less.
+LEAST = -1e-5
 
 
 def rows_of(tensor: torch.Tensor, rows: Rows) -> Array:
