@@ -31,6 +31,7 @@ from dllm_kernels.ops import _philox, corruption
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._checks import (
     INT_DTYPES,
+    check_constant,
     check_float,
     check_ids,
     check_mask,
@@ -566,7 +567,8 @@ def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blo
     if tuple(value.shape) not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
     check_same_device("input_ids", input_ids, **{name: value})
-    if value.requires_grad:
+    check_constant(name, value)
+    if value.requires_grad:  # where gradients are off
         value = value.detach()
     if value.dtype is not torch.float32:
         value = value.to(torch.float32)

@@ -124,9 +124,13 @@ def test_levels_of_0_and_1(block_size, backend, device):
 
 
 def test_a_level_gets_no_gradient(device):
+    """One that wants it is an error, but where nothing gets any."""
     ids, loss_mask, seeds = batch(2, 5, device)
     level = torch.rand(2, device=device, requires_grad=True)
-    assert not corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)[2].requires_grad
+    with pytest.raises(ValueError, match="level must not require a gradient"):
+        corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)
+    with torch.no_grad():
+        assert not corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)[2].requires_grad
 
 
 # Exact counts

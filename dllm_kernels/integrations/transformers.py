@@ -187,7 +187,7 @@ class MaskedDiffusionCollator:
         if worker is None:
             return None
         if self._generator is None or self._generator[0] != worker.seed:
-            self._generator = worker.seed, torch.Generator().manual_seed(worker.seed)
+            self._generator = worker.seed, torch.Generator("cpu").manual_seed(worker.seed)
         return self._generator[1]
 
     def _apart(self, **changes: Any) -> MaskedDiffusionCollator:

@@ -56,7 +56,7 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
         t_peak: where it is, in (0, 1).
 
     Returns:
-        :class:`SCDDSchedule` of tensors ``[...]``, float32 (float64 for float64 times).
+        :class:`SCDDSchedule` of tensors ``[...]``, float32 (float64 for float64 times), differentiable in t.
 
     Raises:
         TypeError: ``t`` is not a tensor, or a setting is no number.
@@ -64,7 +64,7 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
     """
     _checks.check_float("t", t)
     check_schedule(max_ratio, gamma_shape, t_peak)
-    t = plain(t).detach().to(torch.promote_types(t.dtype, torch.float32)).clamp(0, 1)
+    t = plain(t).to(torch.promote_types(t.dtype, torch.float32)).clamp(0, 1)
     a, b = gamma_shape * t_peak, gamma_shape * (1 - t_peak)
     scale = max_ratio / (1 - max_ratio) / (t_peak**a * (1 - t_peak) ** b)
     c = scale * t**a * (1 - t) ** b

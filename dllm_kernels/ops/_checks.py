@@ -73,6 +73,13 @@ def check_ids(name: str, value: object) -> None:
     check_dtype(name, value, INT_DTYPES)
 
 
+def check_flags(**flags: object) -> None:
+    """Raise a TypeError unless every one is a bool."""
+    for name, value in flags.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int], of: str = "") -> None:
     """Raise a ValueError unless the tensor has exactly this shape; ``of`` says where the expectation is from."""
     if tuple(tensor.shape) != tuple(expected):

@@ -226,7 +226,9 @@ def _seed_on_host() -> torch.Tensor:
         seed: torch.Tensor = _local.seed
     except AttributeError:
         with torch.inference_mode(False):  # else nothing outside that mode could write to it
-            seed = _local.seed = torch.empty((), dtype=torch.int64)
+            seed = torch.empty((), dtype=torch.int64, device="cpu")
+        if type(seed) is torch.Tensor:  # a fake one would serve no later call
+            _local.seed = seed
     return seed
 
 

@@ -29,4 +29,4 @@ def all_plain(*tensors: Any) -> tuple[Any, ...]:
 
 def plain_count(count: Any) -> Any:
     """A count as a number or a plain tensor; a number of NumPy's is an array while a graph is traced."""
-    return torch.as_tensor(count) if isinstance(count, np.ndarray) else plain(count)
+    return torch.as_tensor(count, device="cpu") if isinstance(count, np.ndarray) else plain(count)

@@ -84,6 +84,7 @@ def weighted_linear_nll(
         IndexError: ``check_targets`` found a bad target.
         RuntimeError: a second backward pass through the same loss.
     """
+    _checks.check_flags(with_lse=with_lse, with_correct=with_correct, round_nll=round_nll)
     targets, weights, active = all_plain(targets, weights, active)
     weights = _checks.checked_weights(weights, targets, hidden)
     transform = _checks.check_row_targets(
@@ -152,6 +153,7 @@ def linear_token_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
+    _checks.check_flags(with_lse=with_lse, with_correct=with_correct)
     targets, active = all_plain(targets, active)
     transform = _checks.check_row_targets(
         _checks.LINEAR, hidden, targets, weight, bias,

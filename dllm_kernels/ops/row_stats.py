@@ -73,6 +73,7 @@ def row_stats(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad id.
     """
+    _checks.check_flags(entropy=entropy, with_correct=with_correct)
     ids, active, mix = _plain_rows(ids, active, mix)
     V = _checks.check_rows(LOGITS, logits, ids)
     transform = _checks.checked_transform(V, softcap, scale, skip_id)
@@ -136,6 +137,7 @@ def linear_row_stats(
             backend.
         IndexError: ``check_targets`` found a bad id.
     """
+    _checks.check_flags(entropy=entropy, with_correct=with_correct)
     ids, active, mix = _plain_rows(ids, active, mix)
     V = _checks.check_rows(LINEAR, hidden, ids, weight, bias)
     transform = _checks.checked_transform(V, softcap, scale, skip_id)

@@ -71,6 +71,7 @@ def token_log_probs(
             without it, or an unknown backend.
         IndexError: ``check_targets`` found a bad id.
     """
+    _checks.check_flags(with_entropy=with_entropy)
     ids, active = all_plain(ids, active)
     sizes: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))

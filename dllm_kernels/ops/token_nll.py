@@ -67,6 +67,7 @@ def token_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
+    _checks.check_flags(with_lse=with_lse, with_correct=with_correct, inplace_backward=inplace_backward)
     targets, active = all_plain(targets, active)
     transform = _checks.check_row_targets(
         _checks.LOGITS, logits, targets,
@@ -135,6 +136,9 @@ def weighted_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
+    _checks.check_flags(
+        with_lse=with_lse, with_correct=with_correct, round_nll=round_nll, inplace_backward=inplace_backward
+    )
     targets, weights, active = all_plain(targets, weights, active)
     weights = _checks.checked_weights(weights, targets, logits)
     transform = _checks.check_row_targets(
