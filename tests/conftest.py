@@ -3,7 +3,11 @@
 import fcntl
 import importlib.util
 import itertools
+import json
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -31,6 +35,19 @@ if INTERPRETED:
     from tests import interpreter
 
     interpreter.install()
+
+
+def every_time(chosen, values, name=None):
+    """``values`` as a test's parameters: the ``chosen`` of them every time, the others with the exhaustive tests.
+
+    A tuple is several parameters. ``name(value)`` is what a value is called in the test's name.
+    """
+    params = []
+    for value in values:
+        marks = [] if value in chosen else [pytest.mark.exhaustive]
+        several = value if isinstance(value, tuple) else (value,)
+        params.append(pytest.param(*several, marks=marks, id=name(value) if name else None))
+    return params
 
 
 def covering(items, strength):
@@ -82,6 +99,37 @@ def once(tmp_path_factory):
         return path
 
     return made
+
+
+DEADLINE = 900  # seconds for all that runs in several processes, beside other tests; a group's own timeout is 30
+
+
+def run_in_several_processes(items, folder):
+    """What the tests of a session ask for by ``ranks``, in one start of ``tests/distributed_workers.py``."""
+    asked = defaultdict(list)
+    for group, name in (mark.args for item in items for mark in item.iter_markers("ranks")):
+        asked[group].append(name)
+    folder.mkdir()
+    Path(folder, "asked.json").write_text(json.dumps(asked))
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TRITON_INTERPRET": "1", "STARTED_BY": str(os.getpid())}
+    if sys.platform == "linux":
+        environment["GLOO_SOCKET_IFNAME"] = "lo"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed_workers", str(folder)]
+    with Path(folder, "log").open("w") as log:
+        process = subprocess.Popen(
+            command, cwd=Path(__file__).parent.parent, env=environment, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        process.wait(DEADLINE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def several_processes(once, request):
+    """The folder of what several processes found that tests of this session ask for, each group in one of its own."""
+    return once("several_processes", lambda folder: run_in_several_processes(request.session.items, folder))
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,12 @@
-"""The processes of the distributed tests: ``python -m tests.distributed_workers WORLD FOLDER HOW [ONLY]``.
+"""The processes of the tests that need several: ``python -m tests.distributed_workers FOLDER [WORLD [BEGINNING]]``.
 
-Starting processes is slow, so one start serves all checks of a world size: each rank runs them in order and writes, after
-every check, what became of it. ``tests/test_distributed.py`` reads that and shows one test a check. Where the system can
-fork, what the ranks import is imported once, before they are. ONLY names some checks, all that begin so; ``only.json`` in
-the folder lists some.
+Starting processes is slow, so one start serves all of a session: where the system can fork, what the ranks import is
+imported once, before they are. What is asked for stands in FOLDER's ``asked.json``, group by group: the checks of two and of
+four ranks, the ways in which a peer is lost, the kinds of noise of a Trainer. Each rank of a group of checks runs them in
+order and writes, after every check, what became of it; ``tests/test_distributed.py`` reads that and shows one test a check.
+With WORLD, the checks of that size run that begin so.
+
+Whoever started it may be killed at any time: the processes then end by themselves.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -50,16 +54,12 @@ def join(rank, world, folder, seconds):
     )  # fmt: skip
 
 
-def run_checks(rank, world, folder, only):
-    """Run all that begin with ``only`` and that ``only.json`` lists, if it is there.
-
-    A check that fails on one rank may leave others waiting, whose wait ends with the group's timeout.
-    """
+def run_checks(rank, world, folder, asked):
+    """A check that fails on one rank may leave others waiting, whose wait ends with the group's timeout."""
     join(rank, world, folder, 30)
-    results, listed = {}, Path(folder, "only.json")
-    asked = json.loads(listed.read_text()) if listed.exists() else CHECKS[world]
+    results = {}
     for name, function in CHECKS[world].items():
-        if name not in asked or not name.startswith(only):
+        if name not in asked:
             continue
         start = time.perf_counter()
         try:
@@ -76,50 +76,80 @@ def run_checks(rank, world, folder, only):
 
 
 def lose_a_peer(rank, world, folder, how):
-    """The last rank is killed before the loss, never comes to it, or wants no gradient; what the others see goes to a file."""
+    """The last rank leaves before the loss, or never comes to it, or nobody does; what the others see goes to a file."""
     join(rank, world, folder, 5)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
-    Path(folder, f"{rank}.joined").touch()
-    last = rank == world - 1
-    if last and how != "frozen":
+    Path(folder, f"{rank}.joined").write_text(str(os.getpid()))
+    if rank == world - 1 or how == "asleep":
         while not all(Path(folder, f"{other}.joined").exists() for other in range(world)):
             time.sleep(0.01)  # who leaves while others still connect to it ends their start, not their loss
         if how == "killed":
             os._exit(1)
         time.sleep(60)
+    logits = DTensor.from_local(torch.randn(2, 3, 4), mesh, [Shard(2)], run_check=False)
     start = time.perf_counter()
     try:
-        if how == "frozen":
-            hidden_states_of_some_ranks_train(mesh, train=not last)
-        else:
-            logits = DTensor.from_local(torch.randn(2, 3, 4), mesh, [Shard(2)], run_check=False)
-            ops.token_nll(logits, torch.zeros(2, 3, dtype=torch.long))
+        ops.token_nll(logits, torch.zeros(2, 3, dtype=torch.long))
         error = ""
     except RuntimeError as e:  # which the errors of torch.distributed are
         error = f"{type(e).__name__}: {e}"
-    if last:
-        time.sleep(60)
     Path(folder, f"{rank}.json").write_text(json.dumps({"error": error, "seconds": time.perf_counter() - start}))
     os._exit(0)  # without the farewell to a peer that is gone
 
 
-def hidden_states_of_some_ranks_train(mesh, train):
-    head = DTensor.from_local(torch.randn(4, 5), mesh, [Shard(0)], run_check=False).requires_grad_()
-    hidden = torch.randn(2, 3, 5, requires_grad=train)
-    ops.linear_token_nll(hidden, head, torch.zeros(2, 3, dtype=torch.long)).nll.sum().backward()
+def train(rank, world, folder, kinds):
+    """Two ranks with a Trainer of Hugging Face, which finds the group that is there."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    join(rank, world, folder, 120)
+    from tests import trainer_ranks
+
+    trainer_ranks.main(f"{folder}/found.pt", [kind for kind in kinds if kind])
 
 
-def main(world, folder, how, only=""):
-    target, more = (run_checks, (only,)) if how == "checks" else (lose_a_peer, (how,))
+def groups(folder, asked):
+    """(folder, what a rank runs, how many ranks, what is asked of them), those that run at once together."""
+    lost = [(how, lose_a_peer, 2, how) for how in asked.get("lost", ())]  # most of which is waiting
+    yield [*lost, ("2", run_checks, 2, asked["2"])] if "2" in asked else lost
+    yield [("4", run_checks, 4, asked["4"])] if "4" in asked else []
+    yield [("trainer", train, 2, asked["trainer"])] if "trainer" in asked else []
+
+
+def with_parent(parent, function, *arguments):
+    """Call it in a process that ends when its parent has."""
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    function(*arguments)
+
+
+def main(folder, asked, parent):
     processes = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    ranks = [processes.Process(target=target, args=(rank, world, folder, *more)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks if how == "checks" else ranks[:-1]:
-        process.join()
-    for process in ranks:
-        process.kill()
+    for together in groups(folder, asked):
+        started, awaited = [], []
+        for name, function, world, what in together:
+            place = Path(folder, name)
+            place.mkdir()
+            arguments = [(os.getpid(), function, rank, world, str(place), what) for rank in range(world)]
+            ranks = [processes.Process(target=with_parent, args=a) for a in arguments]
+            started += ranks
+            awaited += ranks[:-1] if function is lose_a_peer else ranks
+        for process in started:
+            process.start()
+        while os.getppid() == parent and any(process.is_alive() for process in awaited):
+            time.sleep(0.05)
+        for process in started:
+            process.kill()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    folder, *some = sys.argv[1:]
+    if some:
+        world, beginning = some[0], "".join(some[1:])
+        asked = {world: [name for name in CHECKS[int(world)] if name.startswith(beginning)]}
+    else:
+        asked = json.loads(Path(folder, "asked.json").read_text())
+    main(folder, asked, int(os.environ.get("STARTED_BY", os.getppid())))

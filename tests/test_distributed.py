@@ -2,10 +2,11 @@
 
 import itertools
 import json
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -18,49 +19,6 @@ from tests import distributed_workers
 from tests.distributed_checks import CHECKS, EXHAUSTIVE, TABLE
 
 ROOT = Path(__file__).parent.parent
-DEADLINE = 900  # seconds for all checks of a world size, beside other tests; the group's own timeout is 30
-
-
-def start(world, folder, how):
-    """Start the process that starts the ranks; the output of each goes to a file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TRITON_INTERPRET": "1"}
-    if sys.platform == "linux":
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    command = [sys.executable, "-W", "ignore", "-m", distributed_workers.__name__, str(world), str(folder), how]
-    with Path(folder, "log").open("w") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True)
-
-
-def finish(process, deadline):
-    """Wait, and end it and its ranks when they are late."""
-    try:
-        process.wait(deadline)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-@pytest.fixture(scope="session")
-def outcome(once, request):
-    """(world) -> what became of each selected check on each rank."""
-
-    def run(world, folder):
-        folder.mkdir()
-        Path(folder, "only.json").write_text(json.dumps(selected(request.session.items, world)))
-        finish(start(world, folder, "checks"), DEADLINE)
-
-    def of(world):
-        folder = once(f"distributed{world}", partial(run, world))
-        return [_read(folder, rank) for rank in range(world)], folder
-
-    return of
-
-
-def selected(items, world):
-    """The checks of a world size that are tests of this session."""
-    functions = {2: test_in_two_processes, 4: test_in_four_processes}
-    return [item.callspec.params["name"] for item in items if getattr(item, "function", None) is functions[world]]
 
 
 def _read(folder, rank):
@@ -70,54 +28,78 @@ def _read(folder, rank):
 
 def _log(folder, rank):
     """The output of the rank, and of what started it where that did not come so far."""
-    return "".join(path.read_text() for path in (Path(folder, "log"), Path(folder, f"{rank}.log")) if path.exists())
+    return "".join(path.read_text() for path in (folder.parent / "log", folder / f"{rank}.log") if path.exists())
 
 
-def judge(outcome, world, name):
-    results, folder = outcome(world)
-    for rank, result in enumerate(results):
+def judge(folder, world, name):
+    for rank in range(world):
+        result = _read(folder, rank)
         if name not in result:
-            log = _log(folder, rank)
-            pytest.fail(f"rank {rank} did not come to this check; the end of its output:\n{log[-2000:]}")
+            pytest.fail(f"rank {rank} did not come to this check; the end of its output:\n{_log(folder, rank)[-2000:]}")
         if result[name]:
             pytest.fail(f"rank {rank}:\n{result[name]}")
 
 
 def checks(world):
-    exhaustive = pytest.mark.exhaustive
-    return [pytest.param(n, marks=exhaustive) if (world, n) in EXHAUSTIVE else n for n in CHECKS[world]]
+    exhaustive = {name: [pytest.mark.exhaustive] for of, name in EXHAUSTIVE if of == world}
+    ranks = partial(pytest.mark.ranks, str(world))
+    return [pytest.param(name, marks=[ranks(name), *exhaustive.get(name, [])]) for name in CHECKS[world]]
 
 
 @pytest.mark.parametrize("name", checks(2))
-def test_in_two_processes(outcome, name):
-    judge(outcome, 2, name)
+def test_in_two_processes(several_processes, name):
+    judge(several_processes / "2", 2, name)
 
 
 @pytest.mark.parametrize("name", checks(4))
-def test_in_four_processes(outcome, name):
-    judge(outcome, 4, name)
+def test_in_four_processes(several_processes, name):
+    judge(several_processes / "4", 4, name)
 
 
-# The last rank leaves, never comes, or asks for no gradient where the others do, as README says of ranks that differ.
-LOST = ("killed", "missing", "frozen")
-
-
-@pytest.fixture(scope="module")
-def lost(tmp_path_factory):
-    """What rank 0 saw of each way to lose the last rank; all at once, most of it is waiting."""
-    folders = {how: tmp_path_factory.mktemp(how) for how in LOST}
-    for process in [start(2, folder, how) for how, folder in folders.items()]:
-        finish(process, 60)
-    return {how: (_read(folder, 0), _log(folder, 0)) for how, folder in folders.items()}
-
-
-@pytest.mark.parametrize("how", LOST)
-def test_a_lost_peer_ends_in_an_error_within_the_timeout(lost, how):
-    """The group's timeout is 5 s; a last rank that has not left sleeps for a minute."""
-    seen, log = lost[how]
-    assert seen, log[-2000:]
+@pytest.mark.parametrize("how", [pytest.param(h, marks=pytest.mark.ranks("lost", h)) for h in ("killed", "missing")])
+def test_a_lost_peer_ends_in_an_error_within_the_timeout(several_processes, how):
+    """The group's timeout is 5 s; the last rank leaves, or sleeps for a minute. What rank 0 saw."""
+    folder = several_processes / how
+    seen = _read(folder, 0)
+    assert seen, _log(folder, 0)[-2000:]
     assert seen["error"], "the loss came out although a rank was gone"
     assert seen["seconds"] < 20
+
+
+def start_and_sleep(folder):
+    """Stands for pytest: starts what starts the ranks, and is killed."""
+    arguments = folder, {"lost": ["asleep"]}, os.getpid()
+    multiprocessing.get_context("fork").Process(target=distributed_workers.main, args=arguments).start()
+    time.sleep(60)
+
+
+def alive(pid):
+    """Whether a process runs: one that has ended, and that nobody has asked for, does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def within(seconds, condition):
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_when_who_started_them_is_killed(tmp_path, sent):
+    parent = multiprocessing.get_context("fork").Process(target=start_and_sleep, args=(tmp_path,))
+    parent.start()
+    joined = [tmp_path / "asleep" / f"{rank}.joined" for rank in range(2)]
+    assert within(60, lambda: all(path.exists() and path.read_text() for path in joined))
+    ranks = [int(path.read_text()) for path in joined]
+    assert all(map(alive, ranks))
+    os.kill(parent.pid, sent)
+    parent.join()
+    assert within(20, lambda: not any(map(alive, ranks)))
 
 
 def readme_table():

@@ -2,11 +2,7 @@
 
 import functools
 import importlib.util
-import json
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +20,7 @@ from dllm_kernels.integrations.transformers import (
     unpack_labels,
 )
 from reference.mdlm import mdlm_loss
+from tests.conftest import every_time
 
 ROOT = Path(__file__).parent.parent
 absent = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
@@ -508,6 +505,7 @@ def test_sequences_split_by_the_trainer_are_refused(cp_size, sp_size):
 
 
 @needs_trainer
+@pytest.mark.ranks("trainer", "")
 def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
     """DDP over micro-batches, and FSDP2 with the head as a unit of its own, against one process with the whole batch."""
     assert_same_training(two_ranks["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
@@ -518,30 +516,23 @@ def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
         torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def run_two_ranks(kinds, out):
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.trainer_ranks"]
-    environment = {"OMP_NUM_THREADS": "1"} | os.environ
-    command = [sys.executable, "-W", "ignore", *launcher, str(out), json.dumps(kinds)]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-
-
 @pytest.fixture(scope="module")
-def two_ranks(once, request):
-    """What the two ranks found, see ``trainer_ranks.main``, of the kinds of noise that tests of this session ask for."""
-    kinds = [
-        i.callspec.params["kind"] for i in request.session.items if i.name.startswith(("test_noise_d", "test_tensor_p"))
-    ]
-    return torch.load(once("trainer_ranks.pt", functools.partial(run_two_ranks, kinds)))
+def two_ranks(several_processes):
+    """What the two ranks found, see ``trainer_ranks.main``."""
+    folder = several_processes / "trainer"
+    logs = [path.read_text()[-3000:] for path in sorted(folder.glob("*.log"))]
+    assert Path(folder, "found.pt").exists(), "\n".join(logs)
+    return torch.load(folder / "found.pt")
 
 
-def every_time(kind, *others):
-    """All kinds of noise, each of which takes two trainings; ``make test`` runs the first."""
-    return pytest.mark.parametrize("kind", [kind, *(pytest.param(k, marks=pytest.mark.exhaustive) for k in others)])
+def kinds(first, *others):
+    """Kinds of noise, each of which takes two trainings."""
+    params = every_time([first], [first, *others])
+    return [pytest.param(*p.values, marks=[*p.marks, pytest.mark.ranks("trainer", *p.values)]) for p in params]
 
 
 @needs_trainer
-@every_time("drawn by workers", "drawn", "seeded", "seeded, by persistent workers")
+@pytest.mark.parametrize("kind", kinds("drawn by workers", "drawn", "seeded", "seeded, by persistent workers"))
 def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind):
     """Samples whose tokens are all alike, 2 ranks, 2 epochs of 4 batches; and the same training once more."""
     first, again = two_ranks["noise"][kind]
@@ -551,7 +542,7 @@ def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind)
 
 
 @needs_trainer
-@every_time("tensor parallel", "tensor parallel, by workers")
+@pytest.mark.parametrize("kind", kinds("tensor parallel", "tensor parallel, by workers"))
 def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
     """The two ranks make one data-parallel rank."""
     (one, other), _ = two_ranks["noise"][kind]

@@ -1,11 +1,7 @@
 """Two ranks training: a Trainer under DDP, and the loss inside a head that FSDP2 shards.
 
-Run by ``python -m torch.distributed.run --nproc-per-node 2 -m tests.trainer_ranks OUT KINDS``; KINDS are those of ``NOISE``,
-as JSON.
+Run by ``tests/distributed_workers.py``.
 """
-
-import json
-import sys
 
 import torch
 import torch.distributed as dist
@@ -138,8 +134,9 @@ def noise_of_two_epochs(folder, *, kind=DiffusionTrainer, seed_field=None, **arg
 
 
 def main(out, kinds):
+    """What the ranks found goes to a file: after DDP, of FSDP2, and for each of some kinds of ``NOISE``."""
     ddp = trained(model(), out + ".run", 2, 2)
-    noise = {kind: [noise_of_two_epochs(out + ".run", **NOISE[kind]) for _ in range(2)] for kind in json.loads(kinds)}
+    noise = {kind: [noise_of_two_epochs(out + ".run", **NOISE[kind]) for _ in range(2)] for kind in kinds}
     net, ranks = model(tied=False), dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
     fully_shard(net.get_output_embeddings(), mesh=mesh)
@@ -151,7 +148,3 @@ def main(out, kinds):
     if dist.get_rank() == 0:
         torch.save({"ddp": ddp, "fsdp": fsdp, "noise": noise}, out)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
