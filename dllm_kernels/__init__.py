@@ -57,7 +57,7 @@ _compute_per_token_nll = compute_per_token_nll
 
 
 def _register_dtensor_handlers() -> None:
-    from dllm_kernels.distributed import linear, vocab_parallel  # noqa: F401  (they register themselves)
+    from dllm_kernels.distributed import run  # noqa: F401  (it registers itself)
 
 
 handlers_from(_register_dtensor_handlers)

@@ -505,7 +505,7 @@ def bytes_from_hidden():
             ).loss.backward()
         statistics = [call for call in sent.calls if call[0] == "all_gather"]
         assert len(statistics) == collectives
-        assert sum(n for *_, n in statistics) == 16 * B * L <= 32 * B * L
+        assert sum(n for *_, n in statistics) == 12 * B * L  # 16 with the match
         rest = [call for call in sent.calls if call not in statistics]
         assert rest == [("all_reduce", (B, L, D), hidden.nbytes)], rest
         assert head.grad.placements == (Shard(0),)
@@ -519,7 +519,7 @@ def only_active_rows_are_sent():
     weights = (torch.arange(B * L) < 7).view(B, L)
     with Sent() as sent:
         ops.weighted_linear_nll(torch.randn(B, L, D), head, torch.randint(0, V, (B, L)), weights)
-    assert sent.calls == [("all_gather", (7, 4), 7 * 16)], sent.calls
+    assert sent.calls == [("all_gather", (7, 3), 7 * 12)], sent.calls
 
 
 @check(2)

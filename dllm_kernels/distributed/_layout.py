@@ -74,8 +74,10 @@ class Rows(NamedTuple):
         """The shape of this rank's part."""
         return tuple(length for _, length in self.ranges)
 
-    def local(self, t: torch.Tensor) -> torch.Tensor:
+    def local(self, t: torch.Tensor | None) -> torch.Tensor | None:
         """This rank's part of a per-row tensor of the global shape; a view."""
+        if t is None:
+            return None
         for d, (start, length) in enumerate(self.ranges):
             if length != self.shape[d]:
                 t = t.narrow(d, start, length)

@@ -9,7 +9,6 @@ hidden states' gradient, of which each rank has the part that went through its c
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,72 +23,36 @@ from dllm_kernels.distributed._layout import (
     rows_of,
     shard_dim,
     sum_gradient_over,
-    sum_over,
 )
 from dllm_kernels.distributed.fsdp import gather_head
-from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard, whole_rows, whole_stats
-from dllm_kernels.ops import _checks, _run
+from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard
+from dllm_kernels.ops import _checks
 from dllm_kernels.ops._active_rows import choose_chunk, multiprocessors
-from dllm_kernels.ops._plan import LinearJob, LinearStatsJob, Plan
-from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
-from dllm_kernels.ops._route import handles
+from dllm_kernels.ops._plan import Job, Plan
 
 
-@handles(_run.weighted_linear_nll)
-def weighted_linear_nll(job: LinearJob, plan: Plan) -> WeightedNLL:
-    """The weighted sum where hidden, weight or bias are DTensors: plain tensors, the same on every tensor-parallel rank.
+def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
+    """This rank's part of a job in which hidden, weight or bias are DTensors, and which of all rows it is.
 
-    Targets and what is known of each row are plain, of the global shape, the same on every tensor-parallel rank.
+    What is known of each row is plain, of the global shape, the same on every tensor-parallel rank.
 
     Raises:
         ValueError: a layout that cannot be served, with what to do.
     """
-    here = _localize(job, plan)
-    out = _run.weighted_linear_nll(here.job, here.plan)
-    if not here.rows.groups:
-        return out
-    return WeightedNLL(sum_over(out.loss, here.rows.groups), *whole_rows(here.rows, TokenNLL(*out[1:])))
-
-
-@handles(_run.linear_token_nll)
-def linear_token_nll(job: LinearJob, plan: Plan) -> TokenNLL:
-    """The NLL of each row, likewise; ``nll`` is differentiable."""
-    here = _localize(job, plan)
-    return whole_rows(here.rows, _run.linear_token_nll(here.job, here.plan))
-
-
-@handles(_run.linear_row_stats)
-def linear_row_stats(job: LinearStatsJob, plan: Plan) -> RowStats:
-    """The statistics of each row, likewise; all but ``correct`` are differentiable."""
-    here = _localize(job, plan)
-    return whole_stats(here.rows, _run.linear_row_stats(here.job, here.plan))
-
-
-class _Local(NamedTuple):
-    """What this rank does: the job in plain tensors, its plan, and which of all rows these are."""
-
-    job: Any
-    plan: Plan
-    rows: Rows
-
-
-def _localize(job: LinearJob | LinearStatsJob, plan: Plan) -> _Local:
-    """Gather and unwrap; raises where a layout cannot be served. What follows the bias in a job is of each row."""
-    w, b = gather_head(job.weight, job.hidden), None if job.bias is None else gather_head(job.bias, job.hidden)
+    assert job.weight is not None
+    w, b = gather_head(job.weight, job.x), None if job.bias is None else gather_head(job.bias, job.x)
     vocab_dim = _vocab_mesh_dim(w)
     _check_bias(w, b)
     group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
-    hidden, rows = _local_hidden(job.hidden, group)
+    hidden, rows = _local_hidden(job.x, group)
     split = [dist.get_process_group_ranks(g) for g in rows.groups]
     weight, bias = _local_parameter(w, split), None if b is None else _local_parameter(b, split)
     _checks.check_dtypes(_checks.LINEAR, hidden, weight, bias)
-    per_row = (None if t is None else rows.local(t) for t in job[3:])
-    here = type(job)(hidden, weight, bias, *per_row)  # type: ignore[arg-type]
     if vocab_dim is not None and isinstance(w, DTensor):
         shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
         check_local_shape("the LM head's weight", w, (shard.size, w.shape[1]))
         plan = _on_shard(hidden, plan, shard)
-    return _Local(here, plan, rows)
+    return Job(hidden, weight, bias, *map(rows.local, job[3:])), plan, rows  # type: ignore[arg-type]
 
 
 def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:

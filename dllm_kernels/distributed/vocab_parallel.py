@@ -1,16 +1,17 @@
 r"""NLL of rows whose vocabulary is split over ranks; neither the logits nor the head are ever gathered.
 
-Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to four numbers: their maximum M_r, the sum
-S_r = sum exp(x - M_r), the target's logit (0 where another rank holds it) and whether the target is the argmax of these
-columns. One all-gather of that ``[rows, 4]`` gives every rank
+Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to a few numbers (``_stats_rows.py``): their
+maximum M_r, the sum S_r = sum exp(x - M_r), how far below M_r each id's logit lies (0 where another rank holds it) and
+whether the first id is the argmax of these columns. One all-gather of these gives every rank
 
-    M = max_r M_r,      S = sum_r S_r exp(M_r - M),      nll = (M - x_y) + log S,
+    M = max_r M_r,      S = sum_r S_r exp(M_r - M),      log p_k = (x_k - M) - log S,
 
-and the gradient exp(x - M - log S) - [v = y] is local again. The target is the argmax of the whole row when it is that of
-its own columns, no earlier rank's maximum reaches it and no later one's exceeds it: the lowest index wins a tie.
+and the gradient is local again. The first id is the argmax of the whole row when it is that of its own columns, no earlier
+rank's maximum reaches it and no later one's exceeds it: the lowest index wins a tie.
 
 This is written as row primitives (``ops/_rows.py``) on top of those of a backend, so everything that is written on the
-row primitives works on a split vocabulary unchanged. Each rank sends 16 bytes a row (32 for float64).
+row primitives works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes a row, 16 with the
+argmax-match (twice that for float64).
 """
 
 from __future__ import annotations
@@ -35,15 +36,10 @@ from dllm_kernels.distributed._layout import (
     rows_of,
     shard_dim,
 )
-from dllm_kernels.ops import _run
-from dllm_kernels.ops._plan import LogitsJob, Plan, StatsJob
-from dllm_kernels.ops._results import RowStats, TokenNLL
-from dllm_kernels.ops._route import handles
-from dllm_kernels.ops._rows import SKIP, RowPrimitives, Stats, StatsPrimitives
-from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
-
-ELSEWHERE = -1  # the target of a row that counts, where another rank holds its column
+from dllm_kernels.ops._plan import Job, Plan
+from dllm_kernels.ops._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
+from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found, nll_of_stats
+from dllm_kernels.ops._transform import Transform
 
 
 class VocabShard(NamedTuple):
@@ -66,18 +62,23 @@ class VocabShard(NamedTuple):
     def primitives(self, plan: Plan) -> RowPrimitives:
         """Row primitives of the plan's backend for rows that are split over the group."""
         local = plan.primitives()
-        return RowPrimitives(
-            functools.partial(_row_stats, self, local),
-            functools.partial(_row_grad, self, local),
-            functools.partial(_row_nll_grad_, self, local),
-            local.scale_,
-            stats=row_stats_primitives(self, local.stats),
-        )
+        forward, mix, backward = (functools.partial(f, self, local.stats) for f in (_forward, _mix, _backward))
+        stats = StatsPrimitives(forward, mix, backward)  # type: ignore[arg-type]
+        nll, nll_grad = nll_of_stats(stats, self.total)
 
-    def local_targets(self, targets: torch.Tensor) -> torch.Tensor:
-        """Column of each target in this shard, or ``ELSEWHERE``; ``SKIP`` stays."""
-        y = targets - self.start
-        return torch.where((y >= 0) & (y < self.size), y, ELSEWHERE).masked_fill_(targets == SKIP, SKIP)
+        def nll_and_grad_(
+            logits: torch.Tensor,
+            targets: torch.Tensor,
+            scale: torch.Tensor,
+            *,
+            with_correct: bool,
+            transform: Transform,
+        ) -> NLL:
+            out = nll(logits[None], targets, with_correct=with_correct, transform=transform)
+            nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
+            return out
+
+        return RowPrimitives(stats, nll, nll_grad, nll_and_grad_, local.scale_)
 
     def local_transform(self, transform: Transform) -> Transform:
         """The same transform of these columns, which may not have the skipped one."""
@@ -95,31 +96,17 @@ def vocab_shard(V: int, mesh: DeviceMesh, i: int) -> VocabShard:
     return VocabShard(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
 
 
-@handles(_run.token_nll)
-def token_nll(job: LogitsJob, plan: Plan) -> TokenNLL:
-    """The NLL of rows of DTensor logits ``[..., V]``: plain tensors of the global shape ``[...]``, the same on every rank.
+def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
+    """This rank's part of a job on DTensor logits ``[..., V]``, and which of all rows it is.
 
     The vocabulary may be split over one mesh dimension and the rows over others; over the rest they are replicated.
-    The gradient has the placements of the logits. Targets are plain, of the global shape, the same on every rank.
+    The gradient has the placements of the logits. What is known of each row is plain, of the global shape, the same on
+    every rank.
 
     Raises:
         ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
     """
-    logits, rows, plan = _local_logits(job.logits, plan)
-    active = None if job.active is None else rows.local(job.active)
-    return whole_rows(rows, _run.token_nll(LogitsJob(logits, rows.local(job.targets), active), plan))
-
-
-@handles(_run.row_stats)
-def row_stats(job: StatsJob, plan: Plan) -> RowStats:
-    """The statistics of rows of DTensor logits, likewise; all but ``correct`` are differentiable."""
-    logits, rows, plan = _local_logits(job.logits, plan)
-    per_row = (None if t is None else rows.local(t) for t in job[1:])
-    return whole_stats(rows, _run.row_stats(StatsJob(logits, *per_row), plan))  # type: ignore[arg-type]
-
-
-def _local_logits(logits: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Rows, Plan]:
-    """This rank's piece, which rows it is of, and the plan for its columns."""
+    logits = job.x
     assert isinstance(logits, DTensor)
     vocab_dim = _vocab_mesh_dim(logits)
     mesh, V = logits.device_mesh, logits.shape[-1]
@@ -128,31 +115,7 @@ def _local_logits(logits: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Rows,
     check_local_shape("logits", logits, (*rows.local_shape, columns))
     if vocab_dim is not None:
         plan = replace(plan, rows=vocab_shard(V, mesh, vocab_dim).primitives(plan))
-    return local_piece(logits, logits.placements), rows, plan
-
-
-def whole_rows(rows: Rows, out: TokenNLL) -> TokenNLL:
-    """Results of the global shape from those of this rank's rows; nll stays differentiable."""
-    if not rows.groups:
-        return out
-    whole = iter(rows.whole(*(t.to(out.nll.dtype) for t in out if t is not None)))
-    nll, lse, correct = (None if t is None else next(whole) for t in out)
-    assert nll is not None
-    return TokenNLL(nll, None if lse is None else lse.detach(), None if correct is None else correct.detach() != 0)
-
-
-def whole_stats(rows: Rows, out: RowStats) -> RowStats:
-    """:func:`whole_rows` of all of them, in the same one sum; the ids of a row are as many numbers of it."""
-    if not rows.groups:
-        return out
-    several = out.log_probs.dim() > len(rows.shape)
-    ids = out.log_probs.unbind(-1) if several else (out.log_probs,)
-    whole = rows.whole(*ids, *(t.to(out.lse.dtype) for t in out[1:] if t is not None))
-    log_probs = torch.stack(whole[: len(ids)], -1) if several else whole[0]
-    others = iter(whole[len(ids) :])
-    lse, entropy, mix, correct = (None if t is None else next(others) for t in out[1:])
-    assert lse is not None
-    return RowStats(log_probs, lse, entropy, mix, None if correct is None else correct.detach() != 0)
+    return Job(local_piece(logits, logits.placements), None, None, *map(rows.local, job[3:])), plan, rows  # type: ignore[arg-type]
 
 
 def _vocab_mesh_dim(logits: DTensor) -> int | None:
@@ -173,112 +136,13 @@ def _vocab_mesh_dim(logits: DTensor) -> int | None:
     return found[0] if found else None
 
 
-def _row_stats(
-    shard: VocabShard,
-    local: RowPrimitives,
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    with_correct: bool,
-    transform: Transform = NO_TRANSFORM,
-) -> Stats:
-    """``row_stats`` of the whole rows, with one all-gather."""
-    mask, y = targets != SKIP, shard.local_targets(targets)
-    if shard.size:
-        stats = local.row_stats(logits, y, with_correct=with_correct, transform=shard.local_transform(transform))
-    else:
-        stats = _stats_of_no_columns(targets, logits.dtype)
-    parts = _gather(_four_numbers(stats, y >= 0), shard.group)
-    nll, row_max, log_sum, target_logit, correct = _combine(shard, targets, parts)
-    nll, row_max, log_sum, target_logit = (t.masked_fill(~mask, 0) for t in (nll, row_max, log_sum, target_logit))
-    return nll, row_max, log_sum, target_logit, (correct & mask) if with_correct else None
-
-
-def _stats_of_no_columns(targets: torch.Tensor, dtype: torch.dtype) -> Stats:
-    """What a shard without columns adds: nothing."""
-    acc = torch.promote_types(dtype, torch.float32)
-    zero = torch.zeros(targets.shape, dtype=acc, device=targets.device)
-    return zero, zero + torch.finfo(acc).min, zero - math.inf, zero, None
-
-
-def _four_numbers(stats: Stats, mine: torch.Tensor) -> torch.Tensor:
-    """``[N, 4]``: maximum, sum of exp, the target's logit where it is mine, whether it is the argmax here."""
-    _, row_max, log_sum, target_logit, correct = stats
-    hit = torch.zeros_like(row_max) if correct is None else correct.to(row_max.dtype)
-    return torch.stack([row_max, log_sum.exp(), torch.where(mine, target_logit, 0.0), hit], dim=1)
-
-
 def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's ``[N, 4]`` as ``[ranks, N, 4]``."""
+    """Every rank's ``[N, C]`` as ``[ranks, N, C]``."""
     ranks = dist.get_world_size(group)
     parts = part.new_empty(ranks * part.shape[0], part.shape[1])
     if part.numel():
         dist.all_gather_into_tensor(parts, part, group=group)
     return parts.view(ranks, *part.shape)
-
-
-def _combine(
-    shard: VocabShard, targets: torch.Tensor, parts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stats of the whole rows from the four numbers of every rank."""
-    maxima, sums, target_logits, hits = parts.unbind(-1)
-    row_max = maxima.amax(0)
-    row_sum = (sums * torch.exp(maxima - row_max)).sum(0)
-    target_logit = target_logits.sum(0).masked_fill(~shard.in_vocabulary(targets), math.nan)
-    log_sum = row_sum.log()
-    nll = ((row_max - target_logit) + log_sum).masked_fill(row_sum == 0, math.nan)
-    maxima = maxima.masked_fill(sums == 0, -math.inf)  # a shard of -inf beats nothing
-    correct = (hits.sum(0) > 0) & ~_beaten(shard, maxima, targets, target_logit) & ~nll.isnan()
-    return nll, row_max, log_sum, target_logit, correct
-
-
-def _beaten(shard: VocabShard, maxima: torch.Tensor, targets: torch.Tensor, target_logit: torch.Tensor) -> torch.Tensor:
-    """Whether a rank's columns ``maxima [ranks, N]`` hold a larger logit, or an equal one of lower index."""
-    rank = torch.arange(maxima.shape[0], device=maxima.device).unsqueeze(1)
-    earlier = rank < torch.div(targets, shard.step, rounding_mode="floor")
-    return ((maxima > target_logit) | ((maxima == target_logit) & earlier)).any(0)
-
-
-def _row_grad(
-    shard: VocabShard,
-    local: RowPrimitives,
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    *stats_and_out: torch.Tensor,
-    transform: Transform = NO_TRANSFORM,
-) -> None:
-    """``row_grad`` of this rank's columns; no communication."""
-    if shard.size:
-        scale = torch.where(shard.in_vocabulary(targets) | (scale == 0), scale, math.nan)
-        y, transform = shard.local_targets(targets), shard.local_transform(transform)
-        local.row_grad(logits, y, scale, *stats_and_out, whole_row=False, transform=transform)
-
-
-def _row_nll_grad_(
-    shard: VocabShard,
-    local: RowPrimitives,
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    with_correct: bool,
-    transform: Transform = NO_TRANSFORM,
-) -> Stats:
-    """``row_stats`` and ``row_grad`` at once, the gradient over the logits ``[C, columns]``."""
-    stats = _row_stats(shard, local, logits[None], targets, with_correct=with_correct, transform=transform)
-    _row_grad(shard, local, logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
-    return stats
-
-
-def row_stats_primitives(shard: VocabShard, local: StatsPrimitives | None) -> StatsPrimitives:
-    """The primitives of the row statistics for rows that are split over the shard's group."""
-    assert local is not None
-    return StatsPrimitives(
-        functools.partial(_stats_forward, shard, local),
-        functools.partial(_stats_mix, shard, local),
-        functools.partial(_stats_backward, shard, local),
-    )
 
 
 def _local_ask(shard: VocabShard, ask: Ask) -> Ask:
@@ -288,7 +152,7 @@ def _local_ask(shard: VocabShard, ask: Ask) -> Ask:
     return ask._replace(ids=ids, transform=shard.local_transform(ask.transform))
 
 
-def _stats_forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask) -> Found:
+def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask) -> Found:
     """One all-gather of what each shard found, as a distribution of its own; one more sum for the mixture.
 
     A shard has the share w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
@@ -313,7 +177,7 @@ def _stats_forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tens
         first = best & (best.cumsum(0) == 1)
         correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~off
     row_max, log_sum = row_max.masked_fill(off, 0), log_sum.masked_fill(off, 0)
-    F, W = (None, None) if ask.a is None else _stats_mix(shard, local, logits, ask, row_max, log_sum)
+    F, W = (None, None) if ask.a is None else _mix(shard, local, logits, ask, row_max, log_sum)
     log_probs = log_probs.masked_fill((ask.ids == SKIP) | off.unsqueeze(1), 0)
     return Found(log_probs, row_max, log_sum, None if entropy is None else entropy.masked_fill(off, 0), F, W, correct)
 
@@ -345,7 +209,7 @@ def _combine_entropy(log_share: torch.Tensor, entropies: torch.Tensor) -> torch.
     return torch.where(log_share == -math.inf, 0.0, log_share.exp() * (entropies - log_share)).sum(0)
 
 
-def _stats_mix(
+def _mix(
     shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask, *sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(F, W) of whole rows: one all-reduce."""
@@ -359,7 +223,7 @@ def _stats_mix(
     return F, W[0] if W else None
 
 
-def _stats_backward(
+def _backward(
     shard: VocabShard,
     local: StatsPrimitives,
     logits: torch.Tensor,

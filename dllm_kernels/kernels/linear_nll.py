@@ -61,7 +61,7 @@ def _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, transform, BLOCK_V
 
 @triton.jit(do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
 def _linear_nll_rows(
-    logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
+    logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
     stride_n, V, gain, rate, skip,
     WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def _linear_nll_rows(
             logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ""
         )
         _finish_row(
-            n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
+            n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
         log_sum = tl.log(row_sum)
         weightless = scale == 0  # its gradient is 0 even where it holds NaN
@@ -87,7 +87,7 @@ def _linear_nll_rows(
         else:
             _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, transform, BLOCK_V, ACC)
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
+        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
 
@@ -118,7 +118,7 @@ def row_nll_grad_(
     *,
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``ops._rows`` for the contract."""
     C, V = logits.shape
     acc = torch.promote_types(logits.dtype, torch.float32)
@@ -128,12 +128,12 @@ def row_nll_grad_(
         stats = row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
         row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats
-    nll, row_max, log_sum, target_logit = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(4))
+    nll, row_max, log_sum = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(3))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
     tile = _tiles.linear_nll_rows(V, logits.element_size(), small=(transform[0], transform[2]) != (None, None))
     _linear_nll_rows[(C,)](
-        logits, targets, scale, nll, row_max, log_sum, target_logit, correct, logits.stride(0), V, *arguments(transform),
+        logits, targets, scale, nll, row_max, log_sum, correct, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
-    return nll, row_max, log_sum, target_logit, correct
+    return nll, row_max, log_sum, correct

@@ -89,7 +89,7 @@ def _again(tile_ptr, i, wide, c, row_max, stop, WIDE: tl.constexpr, ACC: tl.cons
 
 @triton.jit(do_not_specialize=["stride_n", "V"])
 def _linear_nll_rows_once(
-    logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, factor_ptr,
+    logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, factor_ptr,
     stride_n, V,
     WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -146,7 +146,6 @@ def _linear_nll_rows_once(
         tl.store(nll_ptr + n, nll)
         tl.store(max_ptr + n, row_max)
         tl.store(log_sum_ptr + n, log_sum + (c - row_max))
-        tl.store(target_logit_ptr + n, target_logit)
         if WITH_CORRECT:
             tied = tied | (tl.max(before, 0) == target_logit)
             beaten = (row_max > target_logit) | ((row_max == target_logit) & tied)
@@ -159,7 +158,7 @@ def _linear_nll_rows_once(
             at_target = tl.exp2((target_logit - c) * LOG2E) - row_sum
             tl.store(logits_ptr + row + y, at_target.to(logits_ptr.dtype.element_ty), mask=y >= 0)
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
+        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
         tl.store(factor_ptr + n, 0.0)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
@@ -167,17 +166,15 @@ def _linear_nll_rows_once(
 @on_its_device
 def row_nll_factored_(
     logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, *, with_correct: bool
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
+) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
     """Launch over a chunk ``logits [C, V]``, which then holds E; see ``ops._rows`` for the contract."""
     C, V = logits.shape
-    nll, row_max, log_sum, target_logit, factor = (
-        torch.empty(C, dtype=torch.float32, device=logits.device) for _ in range(5)
-    )
+    nll, row_max, log_sum, factor = (torch.empty(C, dtype=torch.float32, device=logits.device) for _ in range(4))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
     tile = _tiles.linear_nll_rows_once(V, logits.element_size())
     _linear_nll_rows_once[(C,)](
-        logits, targets, scale, nll, row_max, log_sum, target_logit, correct, factor, logits.stride(0), V,
+        logits, targets, scale, nll, row_max, log_sum, correct, factor, logits.stride(0), V,
         WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(torch.float32),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
-    return (nll, row_max, log_sum, target_logit, correct), factor
+    return (nll, row_max, log_sum, correct), factor

@@ -34,7 +34,7 @@ from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
 
 @triton.jit
 def _finish_row(
-    n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT: tl.constexpr
+    n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT: tl.constexpr
 ):  # fmt: skip
     log_sum = tl.log(row_sum)
     nll = (row_max - target_logit) + log_sum
@@ -42,24 +42,22 @@ def _finish_row(
     tl.store(nll_ptr + n, nll)
     tl.store(max_ptr + n, row_max)
     tl.store(log_sum_ptr + n, log_sum)
-    tl.store(target_logit_ptr + n, target_logit)
     if WITH_CORRECT:
         tl.store(correct_ptr + n, (nll == nll) & (beaten == 0))
 
 
 @triton.jit
-def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT: tl.constexpr):
+def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT: tl.constexpr):
     tl.store(nll_ptr + n, 0.0)
     tl.store(max_ptr + n, 0.0)
     tl.store(log_sum_ptr + n, 0.0)
-    tl.store(target_logit_ptr + n, 0.0)
     if WITH_CORRECT:
         tl.store(correct_ptr + n, False)
 
 
 @triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip"])
 def _token_nll_fwd(
-    logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
+    logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
     L, stride_b, stride_l, V, gain, rate, skip,
     WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -73,10 +71,10 @@ def _token_nll_fwd(
             logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
         )
         _finish_row(
-            n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
+            n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
+        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
 
 
 @triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
@@ -106,7 +104,7 @@ def _token_nll_fwd_split(
 @triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "SPLITS"])
 def _token_nll_merge(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
-    nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr,
+    nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, SPLITS,
     WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -124,10 +122,10 @@ def _token_nll_merge(
         row_sum = tl.sum(tl.where(k < SPLITS, sums * tl.exp2((maxima - row_max) * LOG2E), 0.0), 0)
         any_beaten = tl.max(beaten.to(tl.int32), 0)
         _finish_row(
-            n, row_max, row_sum, target_logit, any_beaten, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT
+            n, row_max, row_sum, target_logit, any_beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, target_logit_ptr, correct_ptr, WITH_CORRECT)
+        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
 
 
 @triton.jit(do_not_specialize=["L", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
@@ -197,18 +195,18 @@ def _flat(t: torch.Tensor) -> bool:
 @on_its_device
 def row_stats(
     logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Launch the forward pass; see ``ops._rows`` for the contract."""
     B, L, V = logits.shape
     N = B * L
     acc = torch.promote_types(logits.dtype, torch.float32)
-    nll, row_max, log_sum, target_logit = (torch.empty(N, dtype=acc, device=logits.device) for _ in range(4))
+    nll, row_max, log_sum = (torch.empty(N, dtype=acc, device=logits.device) for _ in range(3))
     correct = torch.empty(N, dtype=torch.bool, device=logits.device) if with_correct else None
     if N == 0:
-        return nll, row_max, log_sum, target_logit, correct
+        return nll, row_max, log_sum, correct
     tile = _tiles.token_nll_fwd(N, V, logits.element_size())
     sizes = (*_rows_of(logits, _flat(logits)), V, *arguments(transform))
-    outputs = (nll, row_max, log_sum, target_logit, correct)
+    outputs = (nll, row_max, log_sum, correct)
     flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     options = {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
     if tile.splits == 1:

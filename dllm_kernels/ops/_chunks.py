@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels.ops._active_rows import ActiveRows, choose_chunk, multiprocessors
-from dllm_kernels.ops._plan import NO_GRADIENTS, LinearJob, Needs, Plan
+from dllm_kernels.ops._plan import NO_GRADIENTS, Job, Needs, Plan
 from dllm_kernels.ops._results import rounded, weighted_sum
 from dllm_kernels.ops._rows import SKIP
 from dllm_kernels.ops._transform import NO_TRANSFORM
@@ -21,7 +21,7 @@ from dllm_kernels.ops._transform import NO_TRANSFORM
 # Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
 SLAB = 4096
 
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
@@ -35,37 +35,21 @@ class Factors(NamedTuple):
 NO_FACTORS = Factors()
 
 
-class Weighted(NamedTuple):
-    """What the forward pass of a weighted sum leaves: the loss, each row's numbers, and the gradients for backward.
+def weighted_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
+    """The loss, (nll, row_max, log_sum, correct), the gradients that the plan needs, and a headroom or None.
 
     Where the plan is ``narrow``, grad_hidden has yet to be multiplied by the rows' weights (``scale_rows``), and the others,
-    in the dtype of sums, by ``headroom``.
+    in the dtype of sums, by the headroom.
     """
-
-    loss: torch.Tensor
-    rows: Rows
-    grad_hidden: torch.Tensor | None
-    grad_weight: torch.Tensor | None
-    grad_bias: torch.Tensor | None
-    headroom: torch.Tensor | None
-
-    @property
-    def gradients(self) -> tuple[torch.Tensor | None, ...]:
-        """Those of hidden, weight and bias, and the headroom."""
-        return self[2:]
-
-
-def weighted_forward(job: LinearJob, plan: Plan) -> Weighted:
-    """The loss, (nll, row_max, log_sum, correct), and the gradients that the plan needs."""
     assert job.weights is not None
     with no_autocast(job):
         scale, factors, headroom = unit_scale(job.weights, plan) if any(plan.needs) else (None, NO_FACTORS, None)
         factors = factors._replace(hidden=None)  # backward gives the rows of grad_hidden theirs
         chunks = Chunks(job, plan, plan.needs, factors)
-        nll, row_max, log_sum, correct = chunks.run(scale)
+        nll, *stats = chunks.run(scale)
         nll = rounded(nll, plan)
         grads = chunks.gradients(wide=headroom is not None)
-        return Weighted(weighted_sum(nll, job.weights, plan), (nll, row_max, log_sum, correct), *grads, headroom)
+        return weighted_sum(nll, job.weights, plan), nll, *stats, *grads, headroom
 
 
 def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
@@ -82,13 +66,13 @@ def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, 
     return (scale != 0).to(scale.dtype), Factors(scale, scale / largest), largest
 
 
-def token_forward(job: LinearJob, plan: Plan) -> tuple[Rows, torch.Tensor | None]:
+def token_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     """(nll, row_max, log_sum, correct); with a frozen head also the gradient of hidden for upstream gradients of 1."""
     with no_autocast(job):
         frozen = plan.needs.frozen
         chunks = Chunks(job, plan, plan.needs if frozen else NO_GRADIENTS)
-        ones = torch.ones(job.targets.shape, dtype=plan.acc, device=job.targets.device) if frozen else None
-        return chunks.run(ones), chunks.gradients()[0]
+        ones = torch.ones(len(job.x), dtype=plan.acc, device=job.x.device) if frozen else None
+        return *chunks.run(ones), chunks.gradients()[0]
 
 
 def scale_rows(unit_grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -97,16 +81,14 @@ def scale_rows(unit_grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     return torch.where(factor != 0, unit_grad * factor, 0.0).to(unit_grad.dtype)
 
 
-def token_backward(
-    job: LinearJob, plan: Plan, stats: tuple[torch.Tensor, torch.Tensor], grad_nll: torch.Tensor
-) -> Gradients:
+def token_backward(job: Job, plan: Plan, stats: tuple[torch.Tensor, torch.Tensor], grad_nll: torch.Tensor) -> Gradients:
     """The logits made again chunk by chunk, and the gradients from the rows' saved (row_max, log_sum)."""
     with no_autocast(job):
         scale, factors, headroom = unit_scale(grad_nll.reshape(-1).to(plan.acc).contiguous(), plan)
         chunks = Chunks(job, plan, plan.needs, factors)
         for chunk, h, y, logits in chunks:
             s, row_max, log_sum = (chunks.rows.take(t, chunk) for t in (scale, *stats))
-            chunks.primitives.row_grad(logits[None], y, s, row_max, log_sum, logits[None], transform=plan.transform)
+            chunks.primitives.nll_grad(logits[None], y, s, row_max, log_sum, logits[None], transform=plan.transform)
             chunks.add_gradients(chunk, h, y, logits, s)
         return chunks.gradients_times(headroom)
 
@@ -118,27 +100,27 @@ def times_headroom(
     return [None if g is None else (g * headroom).to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
 
 
-def no_autocast(job: LinearJob) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(job.hidden.device.type, enabled=False)
+def no_autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(job.x.device.type, enabled=False)
 
 
 class Chunks:
     """The chunks of a job, and the gradients that gather while they pass."""
 
-    def __init__(self, job: LinearJob, plan: Plan, needs: Needs, factors: Factors = NO_FACTORS) -> None:
+    def __init__(self, job: Job, plan: Plan, needs: Needs, factors: Factors = NO_FACTORS) -> None:
         self.job, self.plan, self.needs, self.factors = job, plan, needs, factors
-        self.weight = job.weight.to(plan.dtype)
+        self.weight = job.head.to(plan.dtype)
         self.bias = None if job.bias is None else job.bias.to(plan.dtype)
-        self.rows = ActiveRows(job.targets, plan.num_active)
+        self.rows = ActiveRows(job.marks, plan.num_active)
         self.primitives = plan.primitives()
         once = plan.one_pass and plan.dtype in (torch.bfloat16, torch.float32) and not needs.bias
         once = once and plan.transform == NO_TRANSFORM
-        self.factored = self.primitives.row_nll_factored_ if once else None
-        (V, D), device = job.weight.shape, job.hidden.device
+        self.factored = self.primitives.nll_factored_ if once else None
+        (V, D), device = job.head.shape, job.x.device
         size = plan.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
         self.size = max(1, min(size, self.rows.count))
         self.logits = _aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
-        self.grad_hidden = self.rows.empty(D, dtype=job.hidden.dtype, device=device) if needs.hidden else None
+        self.grad_hidden = self.rows.empty(D, dtype=job.x.dtype, device=device) if needs.x else None
         self.grad_weight: torch.Tensor | None = None
         self.grad_bias = torch.zeros(V, dtype=plan.acc, device=device) if needs.bias else None
 
@@ -146,7 +128,7 @@ class Chunks:
         """Chunks as (slice, hidden rows, targets, logits): the product that makes the logits happens here."""
         for start in range(0, self.rows.count, self.size):
             chunk = slice(start, min(start + self.size, self.rows.count))
-            h = self.rows.take(self.job.hidden, chunk).to(self.plan.dtype)
+            h = self.rows.take(self.job.x, chunk).to(self.plan.dtype)
             logits = self.logits[: h.shape[0]]
             if self.bias is None:
                 torch.mm(h, self.weight.t(), out=logits)
@@ -161,25 +143,26 @@ class Chunks:
         """
         rows, acc, flags = self.rows, self.plan.acc, {"with_correct": self.plan.with_correct}
         through: dict[str, Any] = {**flags, "transform": self.plan.transform}
-        outputs = [rows.empty(dtype=dtype, device=self.logits.device) for dtype in (acc, acc, acc, torch.bool)]
+        device = self.logits.device
+        nll, row_max, log_sum = (rows.empty(dtype=acc, device=device) for _ in range(3))
+        correct = rows.empty(dtype=torch.bool, device=device) if self.plan.with_correct else None
         for chunk, h, y, logits in self:
             if scale is None:
-                stats = self.primitives.row_stats(logits[None], y, **through)
+                stats = self.primitives.nll(logits[None], y, **through)
             else:
                 s = rows.take(scale, chunk)
                 if self.factored is None:
-                    stats, factor = self.primitives.row_nll_grad_(logits, y, s, **through), None
+                    stats, factor = self.primitives.nll_and_grad_(logits, y, s, **through), None
                 else:
                     stats, factor = self.factored(logits, y, s, **flags)
                 self.add_gradients(chunk, h, y, logits, s, factor)
-            nll, row_max, log_sum, _, correct = stats
-            for out, part in zip(outputs, (nll, row_max, log_sum, correct), strict=True):
-                if part is not None:
+            for out, part in zip((nll, row_max, log_sum, correct), stats, strict=True):
+                if out is not None and part is not None:
                     rows.put(out, chunk, part)
         if rows.overflow is not None:
-            outputs[0].masked_fill_(rows.overflow, float("nan"))
-        nll, row_max, log_sum, correct = (rows.whole(out) for out in outputs)
-        return nll, row_max, log_sum, correct
+            nll.masked_fill_(rows.overflow, float("nan"))
+        whole = rows.whole
+        return whole(nll), whole(row_max), whole(log_sum), None if correct is None else whole(correct)
 
     def add_gradients(
         self,
@@ -213,7 +196,7 @@ class Chunks:
         a, acc = grad_logits.t(), self.plan.acc
         if a.is_cuda or not self.plan.narrow:  # a CPU widens both anyway
             h = h.to(a.dtype)
-        single = self.size >= self.rows.count and a.dtype == self.job.weight.dtype and not self.plan.narrow
+        single = self.size >= self.rows.count and a.dtype == self.job.head.dtype and not self.plan.narrow
         if a.dtype == acc or single:
             self.grad_weight = torch.mm(a, h) if self.grad_weight is None else self.grad_weight.addmm_(a, h)
             return
@@ -234,7 +217,7 @@ class Chunks:
 
     def gradients(self, *, wide: bool = False) -> Gradients:
         """The gradients in the dtypes of the inputs; with ``wide`` those of the head in the dtype of the sums."""
-        weight, bias, acc = self.job.weight, self.job.bias, self.plan.acc
+        weight, bias, acc = self.job.head, self.job.bias, self.plan.acc
         grad_weight = self.grad_weight
         if self.needs.weight and grad_weight is None:
             grad_weight = torch.zeros(weight.shape, dtype=acc, device=weight.device)
@@ -249,7 +232,7 @@ class Chunks:
         if headroom is None:
             return self.gradients()
         grad_hidden, *head = self.gradients(wide=True)
-        dtypes = [None if t is None else t.dtype for t in (self.job.weight, self.job.bias)]
+        dtypes = [None if t is None else t.dtype for t in self.job[1:3]]
         grad_weight, grad_bias = times_headroom(head, headroom, dtypes)
         return grad_hidden, grad_weight, grad_bias
 

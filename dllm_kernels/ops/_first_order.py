@@ -27,29 +27,24 @@ def handle(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(0)
 
 
-def first_order_only(instead: str) -> Callable[[Backward], Backward]:
+def first_order_only(backward: Backward) -> Backward:
     """Wrap a backward method: under ``create_graph=True`` its gradients raise when they are differentiated.
 
     The method takes, behind ``ctx``, a function that returns the saved tensors but for the :func:`handle`: they can be
-    looked at only once, since an activation checkpoint makes them anew and lets go of them.
-
-    Args:
-        instead: what to compute with where a second derivative is needed.
+    looked at only once, since an activation checkpoint makes them anew and lets go of them. ``ctx.instead`` says what to
+    compute with where a second derivative is needed.
     """
 
-    def wrap(backward: Backward) -> Backward:
-        @functools.wraps(backward)
-        def wrapped(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            saved = functools.cache(lambda: ctx.saved_tensors)
-            with torch.no_grad():
-                out = backward(ctx, lambda: saved()[:-1], *grads)
-            if not torch.is_grad_enabled():
-                return out
-            return without_derivative(out, (saved()[-1], *grads), instead)
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        saved = functools.cache(lambda: ctx.saved_tensors)
+        with torch.no_grad():
+            out = backward(ctx, lambda: saved()[:-1], *grads)
+        if not torch.is_grad_enabled():
+            return out
+        return without_derivative(out, (saved()[-1], *grads), ctx.instead)
 
-        return wrapped
-
-    return wrap
+    return wrapped
 
 
 def without_derivative(gradients: tuple[Any, ...], of: tuple[Any, ...], instead: str) -> tuple[Any, ...]:

@@ -7,8 +7,8 @@ read where it is needed; nothing between has to know of it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,54 +21,48 @@ Packed = tuple[list[int], list[float], torch.Tensor | None]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-class LogitsJob(NamedTuple):
-    """Rows of logits ``[..., V]`` and their targets ``[...]``; ``active [...]`` or None, zero where a row is off."""
+class Job(NamedTuple):
+    """The tensors of a call: rows of logits, or of hidden states with the LM head, and what is known of each row.
 
-    logits: torch.Tensor
-    targets: torch.Tensor
-    active: torch.Tensor | None = None
+    At the public functions rows have the caller's shape ``[...]``; below ``ops/_run.py`` there are N of them.
 
-
-class LinearJob(NamedTuple):
-    """Hidden states ``[..., D]``, the head ``[V, D]`` and ``[V]``, targets ``[...]``, and what is known of each row.
-
-    ``weights [...]`` are those of a weighted sum, else None; ``active`` as in :class:`LogitsJob`.
+    Attributes:
+        x: logits ``[..., V]``, in any strides also below; or hidden states ``[..., D]``.
+        weight: the head ``[V, D]``, None for logits.
+        bias: ``[V]`` or None.
+        ids: int64 ``[...]`` or ``[..., K]``, the targets or the ids to look up; below ``[N, K]``, -1 for what no column has.
+        active: ``[...]``, zero where a row does not count, or None; below int64 ``[N]``, ``SKIP`` in such a row.
+        weights: ``[...]`` of a weighted sum whose gradients are made in the forward pass, else None.
+        a: ``[...]`` of the mixture ``log(a + b p)``, or None.
+        b: likewise.
     """
 
-    hidden: torch.Tensor
-    weight: torch.Tensor
+    x: torch.Tensor
+    weight: torch.Tensor | None
     bias: torch.Tensor | None
-    targets: torch.Tensor
+    ids: torch.Tensor
+    active: torch.Tensor | None = None
     weights: torch.Tensor | None = None
-    active: torch.Tensor | None = None
-
-
-class StatsJob(NamedTuple):
-    """Rows of logits ``[..., V]``, ids ``[..., K]`` or ``[...]``, (a, b) of the mixture ``[...]`` or None, ``active`` likewise."""
-
-    logits: torch.Tensor
-    ids: torch.Tensor
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
-    active: torch.Tensor | None = None
 
+    @property
+    def head(self) -> torch.Tensor:
+        """The weight, where there is one."""
+        assert self.weight is not None
+        return self.weight
 
-class LinearStatsJob(NamedTuple):
-    """Hidden states ``[..., D]``, the head ``[V, D]`` and ``[V]``; the rest as in :class:`StatsJob`."""
-
-    hidden: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    ids: torch.Tensor
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
-    active: torch.Tensor | None = None
+    @property
+    def marks(self) -> torch.Tensor:
+        """``active`` as it is below: ``SKIP`` in a row that does not count."""
+        assert self.active is not None
+        return self.active
 
 
 class Needs(NamedTuple):
-    """Which inputs of a job want a gradient; logits stand in the place of hidden states."""
+    """Which of the first three tensors of a job want a gradient."""
 
-    hidden: bool = False
+    x: bool = False
     weight: bool = False
     bias: bool = False
 
@@ -80,8 +74,8 @@ class Needs(NamedTuple):
 
     @property
     def frozen(self) -> bool:
-        """Only hidden wants one, each row of which depends on the upstream gradient of that row alone."""
-        return self.hidden and not self.weight and not self.bias
+        """Only the rows want one, each of which depends on the upstream gradient of that row alone."""
+        return self.x and not self.weight and not self.bias
 
 
 NO_GRADIENTS = Needs()
@@ -142,33 +136,38 @@ class Plan:
         return row_primitives(self.triton) if self.rows is None else self.rows
 
     def pack(self) -> Packed:
-        """What a compiled op has to know below the doors, as its schema can carry it: integers and :mod:`_changing` floats."""
-        flags = (
-            self.triton, self.with_correct, self.with_entropy, self.round_nll, self.read_beyond, self.one_pass, *self.needs
-        )  # fmt: skip
-        sizes = (self.chunk_size, self.memory_budget, self.num_active, self.transform.skip_id)
-        packed = [_DTYPES.index(self.dtype), *(int(f) for f in flags), *(-1 if s is None else s for s in sizes)]
-        return packed, *_changing.packed(self.transform.factors)
+        """What a compiled op has to know, as its schema can carry it: integers, and the floats of :mod:`_changing`."""
+        integers: list[int] = [_DTYPES.index(self.dtype)]
+        for name, of_type in _PACKED.items():
+            value = getattr(self, name)
+            integers += [_packed(v) for v in (value if of_type is Needs else (value,))]
+        return [*integers, _packed(self.transform.skip_id)], *_changing.packed(self.transform.factors)
 
     @classmethod
     def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
         """The plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are not known and left out."""
-        dtype, *flags, chunk_size, memory_budget, num_active, skip_id = packed
-        triton, with_correct, with_entropy, round_nll, read_beyond, one_pass, *needs = (bool(f) for f in flags)
-        return cls(
-            _DTYPES[dtype],
-            triton,
-            with_correct=with_correct,
-            with_entropy=with_entropy,
-            round_nll=round_nll,
-            read_beyond=read_beyond,
-            chunk_size=None if chunk_size < 0 else chunk_size,
-            memory_budget=None if memory_budget < 0 else memory_budget,
-            num_active=None if num_active < 0 else num_active,
-            needs=Needs(*needs),
-            one_pass=one_pass,
-            transform=Transform.of(_changing.unpacked(factors, changing), None if skip_id < 0 else skip_id),
-        )
+        dtype, *integers, skip_id = packed
+        values: dict[str, Any] = {}
+        for name, of_type in _PACKED.items():
+            size = len(Needs._fields) if of_type is Needs else 1
+            these, integers = integers[:size], integers[size:]
+            values[name] = of_type(*map(bool, these)) if of_type is Needs else _unpacked(these[0], of_type)
+        transform = Transform.of(_changing.unpacked(factors, changing), _unpacked(skip_id, int))
+        return cls(_DTYPES[dtype], transform=transform, **values)
+
+
+def _packed(value: Any) -> int:
+    return _NONE if value is None else int(value)
+
+
+def _unpacked(value: int, of_type: type) -> Any:
+    return None if value == _NONE else bool(value) if of_type is bool else value
+
+
+_NONE = -(1 << 62)
+_TYPES = {"bool": bool, "int": int, "int | None": int, "Needs": Needs}
+# Every field but the dtype, the transform and the row primitives, none of which is one integer.
+_PACKED = {f.name: _TYPES[str(f.type)] for f in fields(Plan) if f.type in _TYPES}
 
 
 def compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

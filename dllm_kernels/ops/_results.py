@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.ops._plan import Plan
-from dllm_kernels.ops._rows import SKIP
 
 
 class TokenNLL(NamedTuple):
@@ -23,13 +22,6 @@ class TokenNLL(NamedTuple):
     nll: torch.Tensor
     lse: torch.Tensor | None = None
     correct: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, plan: Plan, shape: torch.Size, *rows: torch.Tensor) -> TokenNLL:
-        """From ``(nll, row_max, log_sum, correct)``, each ``[N]``, in the shape of the targets."""
-        nll, row_max, log_sum, correct = rows
-        lse = (row_max + log_sum).detach().view(shape) if plan.with_lse else None
-        return cls(nll.view(shape), lse, correct.view(shape) if plan.with_correct else None)
 
 
 class RowStats(NamedTuple):
@@ -51,14 +43,6 @@ class RowStats(NamedTuple):
     entropy: torch.Tensor | None = None
     mix: torch.Tensor | None = None
     correct: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, ids: torch.Size, rows: torch.Size, *found: torch.Tensor | None) -> RowStats:
-        """From ``[N, K]`` and ``[N]``, in the shapes of the ids and of the rows."""
-        log_probs, *others = found
-        lse, entropy, mix, correct = (None if t is None else t.view(rows) for t in others)
-        assert lse is not None
-        return cls(log_probs.view(ids), lse, entropy, mix, correct)  # type: ignore[union-attr]
 
 
 class WeightedNLL(NamedTuple):
@@ -92,32 +76,3 @@ def weighted_sum(nll: torch.Tensor, weights: torch.Tensor, plan: Plan) -> torch.
     """Sum of weights * nll; where rows of weight 0 were read too, their NaN is kept out."""
     product = nll * weights
     return (torch.where(weights != 0, product, 0.0) if plan.read_beyond else product).sum()
-
-
-def row_targets(targets: torch.Tensor, active: torch.Tensor | None, plan: Plan) -> torch.Tensor:
-    """Targets as the row primitives take them: contiguous int64 ``[N]``, ``SKIP`` in rows that do not count.
-
-    A target that the plan's transform skips is one that no column has.
-    """
-    y = targets.detach().reshape(-1).to(torch.int64)
-    off = None if active is None else active.detach().reshape(-1) == 0
-    if plan.ignore_index != SKIP:
-        ignored = y == plan.ignore_index
-        y = y.masked_fill(y == SKIP, -1)  # a target like any other that no column has
-        off = ignored if off is None else off | ignored
-    if plan.transform.skip_id is not None:
-        y = y.masked_fill(y == plan.transform.skip_id, -1)
-    return y.contiguous() if off is None else y.masked_fill(off, SKIP)
-
-
-def row_ids(ids: torch.Tensor, rows: torch.Size, plan: Plan) -> torch.Tensor:
-    """Ids as the row primitives take them: contiguous int64 ``[N, K]``, the skipped column's as one that no column has."""
-    K = ids.shape[-1] if ids.dim() > len(rows) else 1
-    flat = ids.detach().reshape(rows.numel(), K).to(torch.int64).contiguous()
-    return flat if plan.transform.skip_id is None else flat.masked_fill(flat == plan.transform.skip_id, -1)
-
-
-def row_marks(active: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-    """Int64 ``[N]``, ``SKIP`` in rows of ``ids [N, K]`` that are off and 0 in the others."""
-    marks = ids.new_zeros(ids.shape[0])
-    return marks if active is None else marks.masked_fill(active.detach().reshape(-1) == 0, SKIP)

@@ -1,32 +1,30 @@
 """The row primitives: what a backend must offer, and the layout they take.
 
-Both backends (``ops/_torch_rows.py``, ``kernels/token_nll.py`` with ``kernels/linear_nll.py``) have these functions.
 ``logits`` is ``[B, L, V]`` with any batch and position strides and columns side by side; everything else has one entry
 a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64, is
 ``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
 
 All take ``transform`` (``ops/_transform.py``): it is the transformed logits whose statistics and softmax these are, and the
-gradient is that in the logits as they were given. No target is its ``skip_id``: who makes the job has taken such targets
-out of the columns.
-
-``row_stats(logits, targets, *, with_correct)``
-    Reads each active row once. Returns (nll, row_max, log_sum, target_logit, correct): ``[N]`` of dtype acc, and a bool
-    ``[N]`` or None. ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows.
-
-``row_grad(logits, targets, scale, row_max, log_sum, out, *, whole_row=True)``
-    Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out`` (same shape as the logits, its own strides,
-    may be the logits themselves), zeros for inactive rows. With ``whole_row=False`` the columns are one shard of a
-    longer row, and a target outside of them only means that the one-hot lies in another shard.
-
-``row_nll_grad_(logits [C, V], targets, scale, *, with_correct)``
-    ``row_stats`` and ``row_grad`` at once, the gradient over the logits.
-
-``row_nll_factored_(logits [C, V], targets, scale, *, with_correct)``, float32 and bfloat16, or None where a backend has none
-    ``row_stats`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
-    Alone without a transform.
+gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by -1.
 
 ``stats``
-    The primitives of the row statistics, see ``ops/_stats_rows.py``.
+    The row statistics, their forward and backward pass (``ops/_stats_rows.py``). A backend without kernels of its own for
+    the NLL, which is minus the log-probability of one id, gets its first two primitives from these: :func:`nll_of_stats`.
+
+``nll(logits, targets, *, with_correct)``
+    Reads each active row once. Returns (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or None.
+    ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows.
+
+``nll_grad(logits, targets, scale, row_max, log_sum, out)``
+    Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out`` (same shape as the logits, its own strides,
+    may be the logits themselves), zeros for inactive rows.
+
+``nll_and_grad_(logits [C, V], targets, scale, *, with_correct)``
+    Both at once, the gradient over the logits.
+
+``nll_factored_(logits [C, V], targets, scale, *, with_correct)``, float32 and bfloat16, or None where a backend has none
+    ``nll`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
+    Alone without a transform.
 
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
@@ -41,7 +39,7 @@ from typing import Any, NamedTuple
 import torch
 
 SKIP = -100
-Stats = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+NLL = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class StatsPrimitives(NamedTuple):
@@ -55,12 +53,12 @@ class StatsPrimitives(NamedTuple):
 class RowPrimitives(NamedTuple):
     """One backend's row primitives."""
 
-    row_stats: Callable[..., Stats]
-    row_grad: Callable[..., None]
-    row_nll_grad_: Callable[..., Stats]
+    stats: StatsPrimitives
+    nll: Callable[..., NLL]
+    nll_grad: Callable[..., None]
+    nll_and_grad_: Callable[..., NLL]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
-    row_nll_factored_: Callable[..., tuple[Stats, torch.Tensor]] | None = None
-    stats: StatsPrimitives | None = None
+    nll_factored_: Callable[..., tuple[NLL, torch.Tensor]] | None = None
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

@@ -11,37 +11,33 @@ import math
 import torch
 
 from dllm_kernels.ops._chunks import Chunks, Gradients, no_autocast, unit_scale
-from dllm_kernels.ops._plan import NO_GRADIENTS, LinearJob, LinearStatsJob, Plan
-from dllm_kernels.ops._rows import SKIP, StatsPrimitives, as_blv
+from dllm_kernels.ops._plan import NO_GRADIENTS, Job, Plan
+from dllm_kernels.ops._rows import SKIP, as_blv
 from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found, Upstream
 
 
-def ask_of(plan: Plan, ids: torch.Tensor, marks: torch.Tensor, a: torch.Tensor | None, b: torch.Tensor | None) -> Ask:
-    """What the plan asks of rows that are flattened already."""
-    return Ask(ids, marks, a, b, plan.transform, plan.with_entropy, plan.with_correct, any(plan.needs))
-
-
-def forward(logits: torch.Tensor, ask: Ask, plan: Plan) -> Found:
+def forward(job: Job, plan: Plan) -> Found:
     """Of rows of logits ``[..., V]``."""
-    return Found(*_primitives(plan).forward(as_blv(logits), ask))
+    return Found(*plan.primitives().stats.forward(as_blv(job.x), _ask(job, plan)))
 
 
-def backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream, plan: Plan) -> torch.Tensor:
+def backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
     """The gradient of the logits, contiguous, in their dtype."""
+    logits, ask = job.x, _ask(job, plan)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     c = Coefficients.of(up, ask, found)
     ask = _with_gradient(ask, c.size(up))
-    _primitives(plan).backward(as_blv(logits), ask, c, found.row_max, found.log_sum, as_blv(grad))
-    return grad
+    plan.primitives().stats.backward(as_blv(logits), ask, c, found.row_max, found.log_sum, as_blv(grad))
+    return grad, None, None
 
 
-def linear_forward(job: LinearStatsJob, ask: Ask, plan: Plan) -> Found:
+def linear_forward(job: Job, plan: Plan) -> Found:
     """Of rows of hidden states: one product a chunk."""
-    with no_autocast(_as_linear(job, ask)):
-        chunks = Chunks(_as_linear(job, ask), plan, NO_GRADIENTS)
+    with no_autocast(job):
+        ask, chunks = _ask(job, plan), Chunks(job, plan, NO_GRADIENTS)
         rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
         for chunk, _, marks, logits in chunks:
-            part = _primitives(plan).forward(logits[None], _part(chunks, chunk, ask, marks))
+            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, ask, marks))
             for whole, found in zip(out, part, strict=True):
                 if whole is not None and found is not None:
                     rows.put(whole, chunk, found)
@@ -54,36 +50,30 @@ def linear_forward(job: LinearStatsJob, ask: Ask, plan: Plan) -> Found:
         return Found(log_probs.clone() if log_probs is not out[0] else log_probs, *others)  # type: ignore[arg-type]
 
 
-def linear_backward(job: LinearStatsJob, ask: Ask, found: Found, up: Upstream, plan: Plan) -> Gradients:
+def linear_backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
     """The gradients of hidden, weight and bias: the logits once more, then a product for each input that wants one."""
-    linear = _as_linear(job, ask)
-    with no_autocast(linear):
+    with no_autocast(job):
+        ask = _ask(job, plan)
         c = Coefficients.of(up, ask, found)
         size = c.size(up)
         ask = _with_gradient(ask, size)
         if plan.narrow:
             c = c.over(torch.where(size == 0, 1.0, size))
         size, factors, headroom = unit_scale(size, plan)
-        chunks = Chunks(linear._replace(targets=ask.marks), plan, plan.needs, factors)
+        chunks = Chunks(job._replace(active=ask.marks), plan, plan.needs, factors)
         take = chunks.rows.take
         for chunk, h, marks, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
             row_max, log_sum = take(found.row_max, chunk), take(found.log_sum, chunk)
             here = _part(chunks, chunk, ask, marks)
-            _primitives(plan).backward(logits[None], here, part, row_max, log_sum, logits[None])
+            chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
             chunks.add_gradients(chunk, h, marks, logits, take(size, chunk))
         return chunks.gradients_times(headroom)
 
 
-def _primitives(plan: Plan) -> StatsPrimitives:
-    stats = plan.primitives().stats
-    assert stats is not None
-    return stats
-
-
-def _as_linear(job: LinearStatsJob, ask: Ask) -> LinearJob:
-    """As the chunk loop takes it: a row's target says no more than whether it is off."""
-    return LinearJob(job.hidden, job.weight, job.bias, ask.marks)
+def _ask(job: Job, plan: Plan) -> Ask:
+    """What the plan asks of rows that are flattened already."""
+    return Ask(job.ids, job.marks, job.a, job.b, plan.transform, plan.with_entropy, plan.with_correct, any(plan.needs))
 
 
 def _with_gradient(ask: Ask, size: torch.Tensor) -> Ask:

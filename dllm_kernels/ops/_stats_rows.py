@@ -29,11 +29,12 @@ is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a produc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.ops._rows import SKIP
+from dllm_kernels.ops._rows import NLL, SKIP, StatsPrimitives
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
 FARTHEST = -1e4
@@ -124,3 +125,28 @@ def _times(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     """Their product; 0 where the gradient is, whatever the value."""
     assert value is not None
     return torch.where(grad != 0, grad * value, 0.0)
+
+
+def nll_of_stats(stats: StatsPrimitives, V: int | None = None) -> tuple[Callable[..., NLL], Callable[..., None]]:
+    """``nll`` and ``nll_grad`` of a backend from its row statistics: the same numbers, to the bit.
+
+    ``V``: columns of a whole row, where a backend works on a part of each.
+    """
+
+    def nll(
+        logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
+    ) -> NLL:
+        found = stats.forward(logits, Ask(targets.unsqueeze(1), targets, transform=transform, correct=with_correct))
+        return 0 - found.log_probs.squeeze(1), found.row_max, found.log_sum, found.correct
+
+    def nll_grad(
+        logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor,
+        out: torch.Tensor, *, transform: Transform = NO_TRANSFORM,
+    ) -> None:  # fmt: skip
+        inside = (targets >= 0) & (targets < (logits.shape[-1] if V is None else V))
+        marks = targets.masked_fill(scale == 0, SKIP)
+        plain = torch.where(inside, scale, math.nan)
+        c = Coefficients(-plain.unsqueeze(1), plain, None, None)
+        stats.backward(logits, Ask(targets.unsqueeze(1), marks, transform=transform), c, row_max, log_sum, out)
+
+    return nll, nll_grad

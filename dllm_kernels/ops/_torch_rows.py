@@ -10,16 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.ops._rows import SKIP, Stats
+from dllm_kernels.ops._rows import NLL, SKIP
 from dllm_kernels.ops._torch_blocks import (
     COMMON_BLOCK_BYTES,
-    Listed,
     Space,
     acc_dtype,
     column_of,
@@ -68,116 +66,24 @@ class _Sums(NamedTuple):
         torch.sub(x, self.row_max, out=out).exp_()
         sum_rows(out, self.row_sum)
 
-    def stats(self, y: torch.Tensor, target_logit: torch.Tensor) -> Stats:
-        """What :func:`row_stats` returns of these rows."""
+    def nll(self, y: torch.Tensor, target_logit: torch.Tensor) -> NLL:
+        """(nll, row_max, log_sum, correct) of these rows."""
         nothing = self.row_max == -math.inf  # -inf + inf is NaN; such a row, or shard of a row, adds up to 0
         log_sum = self.row_sum.masked_fill(nothing, 0).log_()
         row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
         nll = (row_max - target_logit).add_(log_sum).masked_fill_(nothing, math.nan)
         correct = None if self.best is None else (self.best == y) & ~nll.isnan()
-        return nll, row_max, log_sum, target_logit, correct
+        return nll, row_max, log_sum, correct
 
 
-def _empty_stats(N: int, acc: torch.dtype, device: torch.device, with_correct: bool) -> Stats:
-    # four tensors, not views of one: autograd lets nobody write into a view that a Function returned
-    nll, row_max, log_sum, target_logit = (torch.zeros(N, dtype=acc, device=device) for _ in range(4))
-    correct = torch.zeros(N, dtype=torch.bool, device=device) if with_correct else None
-    return nll, row_max, log_sum, target_logit, correct
-
-
-def row_stats(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    *,
-    with_correct: bool,
-    transform: Transform = NO_TRANSFORM,
-) -> Stats:
-    """See ``ops._rows``."""
-    B, L, V = logits.shape
-    acc = acc_dtype(logits.dtype)
-    rows = (targets != SKIP).nonzero().squeeze(1)
-    if rows.numel() == 0:
-        return _empty_stats(B * L, acc, logits.device, with_correct)
-    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), acc, logits.device, with_correct)
-
-    def work(block: torch.Tensor, part: _Sums, space: Space) -> None:
-        wide = top(space.wide, block)
-        part.reduce(transformed(listed.load(block, space), transform, wide), wide)
-
-    threads, size = team(rows.numel(), V, acc, logits.device)
-    spaces = spaces_for(threads, size, V, logits, wide=True, narrow=not listed.together)
-    share_out([partial(work, *job) for job in zip(listed.blocks(size), sums.blocks(size), strict=True)], spaces)
-    y = targets[rows]
-    column, inside = column_of(y, V)
-    target_logit = _of_column(listed.column(column).to(acc), transform).masked_fill_(~inside, math.nan)
-    listed_stats = sums.stats(y, target_logit)
-    if rows.numel() == B * L:
-        return listed_stats
-    stats = _empty_stats(B * L, acc, logits.device, with_correct)
-    for whole, part in zip(stats, listed_stats, strict=True):
-        if whole is not None and part is not None:
-            whole.index_copy_(0, rows, part)
-    return stats
-
-
-def row_grad(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    row_max: torch.Tensor,
-    log_sum: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    whole_row: bool = True,
-    transform: Transform = NO_TRANSFORM,
-) -> None:
-    """See ``ops._rows``."""
-    B, L, V = logits.shape
-    acc = acc_dtype(logits.dtype)
-    mask = (targets != SKIP) & (scale != 0)
-    idle, rows = (~mask).nonzero().squeeze(1), mask.nonzero().squeeze(1)
-    threads, size = team(B * L, V, acc, logits.device)
-    jobs: list[Callable[[Space], None]] = []
-    if idle.numel():
-        unread = Listed(out, idle)
-        jobs += [partial(unread.zero, block) for block in unread.blocks(size)]
-    if rows.numel() == 0:
-        share_out(jobs, spaces_for(threads, size, V, logits, wide=False, narrow=False))
-        return
-    source, target = Listed(logits, rows), Listed(out, rows)
-    column, inside = column_of(targets[rows], V)
-    scale, row_max = scale[rows], row_max[rows]
-    if whole_row:
-        scale = torch.where(inside, scale, math.nan)
-    factor = scale * torch.exp(-log_sum[rows])
-    at_target, slope_there = _with_slope_of_column(
-        source.column(column).to(acc), transform
-    )  # before it is written over
-    with_onehot = (factor * torch.exp(at_target - row_max) - scale) * slope_there
-
-    def work(
-        block: torch.Tensor, to: torch.Tensor, part_max: torch.Tensor, part_factor: torch.Tensor, space: Space
-    ) -> None:
-        room = target.room(to, space)
-        x, slope = with_slope(source.load(block, space), transform, room, top(space.slope, block))
-        target.store(to, through_(torch.sub(x, part_max, out=room).exp_().mul_(part_factor), slope, transform), space)
-
-    per_row = (split(t.unsqueeze(1), size) for t in (row_max, factor))
-    jobs += [partial(work, *job) for job in zip(source.blocks(size), target.blocks(size), *per_row, strict=True)]
-    in_place = source.together and target.together
-    wide, caps = not in_place or logits.dtype != acc, transform.softcap is not None
-    share_out(jobs, spaces_for(threads, size, V, logits, wide=wide, narrow=not in_place, slope=caps))
-    target.set_column(column, torch.where(inside, with_onehot.to(out.dtype), target.column(column)))
-
-
-def row_nll_grad_(
+def nll_and_grad_(
     logits: torch.Tensor,
     targets: torch.Tensor,
     scale: torch.Tensor,
     *,
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
-) -> Stats:
+) -> NLL:
     """See ``ops._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
     C, V = logits.shape
     acc = acc_dtype(logits.dtype)
@@ -209,7 +115,7 @@ def row_nll_grad_(
     with_onehot = (factor * torch.exp(target_logit - sums.row_max) - row_scale) * slope_there
     logits[row, column] = with_onehot.to(logits.dtype)
     logits.index_fill_(0, (~mask | (scale == 0)).nonzero().squeeze(1), 0)
-    stats = sums.stats(targets, target_logit.masked_fill_(~inside, math.nan))
+    stats = sums.nll(targets, target_logit.masked_fill_(~inside, math.nan))
     for part in stats:
         if part is not None:
             part.masked_fill_(~mask, 0)

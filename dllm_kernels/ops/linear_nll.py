@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.ops import _checks, _run
+from dllm_kernels.ops import _checks
 from dllm_kernels.ops._backend import one_pass, use_triton
 from dllm_kernels.ops._plain import all_plain
-from dllm_kernels.ops._plan import LinearJob, Needs, Plan, compute_dtype
+from dllm_kernels.ops._plan import Job, Needs, Plan, compute_dtype
+from dllm_kernels.ops._records import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
 from dllm_kernels.ops._results import TokenNLL, WeightedNLL
 from dllm_kernels.ops._route import route
 
@@ -93,12 +94,12 @@ def weighted_linear_nll(
     )  # fmt: skip
     _checks.check_active(_checks.LINEAR, hidden, active)
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
-    job = LinearJob(hidden, weight, bias, targets, weights, weights if active is None else active)
+    job = Job(hidden, weight, bias, targets, weights if active is None else active, weights)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll=round_nll,
         read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), transform=transform, **sizes,
     )  # fmt: skip
-    return route(_run.weighted_linear_nll, job, plan)  # type: ignore[no-any-return]
+    return route(WEIGHTED_LINEAR_NLL, job, plan)  # type: ignore[no-any-return]
 
 
 def linear_token_nll(
@@ -165,5 +166,5 @@ def linear_token_nll(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct,
         needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), transform=transform, **sizes,
     )  # fmt: skip
-    job = LinearJob(hidden, weight, bias, targets, active=active)
-    return route(_run.linear_token_nll, job, plan)  # type: ignore[no-any-return]
+    job = Job(hidden, weight, bias, targets, active)
+    return route(LINEAR_TOKEN_NLL, job, plan)  # type: ignore[no-any-return]

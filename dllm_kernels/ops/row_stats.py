@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _checks, _run
+from dllm_kernels.ops import _checks
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._plain import all_plain
-from dllm_kernels.ops._plan import LinearStatsJob, Needs, Plan, StatsJob, compute_dtype
+from dllm_kernels.ops._plan import Job, Needs, Plan, compute_dtype
+from dllm_kernels.ops._records import ROW_STATS
 from dllm_kernels.ops._results import RowStats
 from dllm_kernels.ops._route import route
 from dllm_kernels.ops._transform import Transform
@@ -82,7 +83,7 @@ def row_stats(
         logits.dtype, use_triton(backend, logits), with_correct=with_correct, with_entropy=entropy,
         needs=Needs.of(logits, None, None), transform=transform,
     )  # fmt: skip
-    return route(_run.row_stats, StatsJob(logits, ids, a, b, active), plan)  # type: ignore[no-any-return]
+    return route(ROW_STATS, Job(logits, None, None, ids, active, a=a, b=b), plan)  # type: ignore[no-any-return]
 
 
 def linear_row_stats(
@@ -148,7 +149,7 @@ def linear_row_stats(
         compute_dtype(hidden, weight), use_triton(backend, hidden), with_correct=with_correct, with_entropy=entropy,
         needs=Needs.of(hidden, weight, bias), transform=transform, **sizes,
     )  # fmt: skip
-    return route(_run.linear_row_stats, LinearStatsJob(hidden, weight, bias, ids, a, b, active), plan)  # type: ignore[no-any-return]
+    return route(ROW_STATS, Job(hidden, weight, bias, ids, active, a=a, b=b), plan)  # type: ignore[no-any-return]
 
 
 def _plain_rows(ids: Any, active: Any, mix: Any) -> tuple[Any, Any, Any]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.ops import _checks, _run
+from dllm_kernels.ops import _checks
 from dllm_kernels.ops._backend import use_triton
 from dllm_kernels.ops._plain import all_plain
-from dllm_kernels.ops._plan import LogitsJob, Plan
+from dllm_kernels.ops._plan import Job, Needs, Plan
+from dllm_kernels.ops._records import TOKEN_NLL
 from dllm_kernels.ops._results import TokenNLL, WeightedNLL
 from dllm_kernels.ops._route import route
 
@@ -74,7 +75,7 @@ def token_nll(
         check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
     _checks.check_active(_checks.LOGITS, logits, active)
-    job = LogitsJob(logits, targets, active)
+    job = Job(logits, None, None, targets, active)
     plan = Plan(
         logits.dtype,
         use_triton(backend, logits),
@@ -82,9 +83,10 @@ def token_nll(
         with_lse,
         with_correct,
         inplace_backward=inplace_backward,
+        needs=Needs.of(logits),
         transform=transform,
     )
-    return route(_run.token_nll, job, plan)  # type: ignore[no-any-return]
+    return route(TOKEN_NLL, job, plan)  # type: ignore[no-any-return]
 
 
 def weighted_nll(
@@ -146,9 +148,9 @@ def weighted_nll(
         check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
     _checks.check_active(_checks.LOGITS, logits, active)
-    job = LogitsJob(logits, targets, weights if active is None else active)
+    job = Job(logits, None, None, targets, weights if active is None else active)
     plan = Plan(
         logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll=round_nll,
-        read_beyond=active is not None, inplace_backward=inplace_backward, transform=transform,
+        read_beyond=active is not None, inplace_backward=inplace_backward, needs=Needs.of(logits), transform=transform,
     )  # fmt: skip
-    return WeightedNLL.of(plan, route(_run.token_nll, job, plan), weights)
+    return WeightedNLL.of(plan, route(TOKEN_NLL, job, plan), weights)

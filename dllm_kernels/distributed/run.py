@@ -1,0 +1,49 @@
+"""Any row op where a tensor of its job is a DTensor: made local, done, and its results made whole again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dllm_kernels.distributed._layout import Rows, sum_over
+from dllm_kernels.distributed.linear import local_hidden
+from dllm_kernels.distributed.vocab_parallel import local_logits
+from dllm_kernels.ops import _run
+from dllm_kernels.ops._plan import Job, Plan
+from dllm_kernels.ops._records import RowOp
+from dllm_kernels.ops._results import WeightedNLL
+from dllm_kernels.ops._route import handles_dtensors
+
+
+@handles_dtensors
+def run(op: RowOp, job: Job, plan: Plan) -> Any:
+    """What the op returns: plain tensors of the global shape, the same on every rank that shares its rows.
+
+    All that is differentiable stays so.
+    """
+    here, plan, rows = (local_logits if job.weight is None else local_hidden)(job, plan)
+    out = _run.run(op, here, plan)
+    if not rows.groups:
+        return out
+    if isinstance(out, WeightedNLL):
+        return WeightedNLL(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))  # type: ignore[arg-type]
+    return type(out)(*_whole(rows, out))
+
+
+def _whole(rows: Rows, out: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+    """Each ``[...]`` or ``[..., K]`` of this rank's rows in the global shape, in one sum over the ranks."""
+    dtype = out[0].dtype  # type: ignore[union-attr]
+    local = [t for t in out if t is not None]
+    parts = [part for t in local for part in (t.unbind(-1) if t.dim() > len(rows.shape) else (t,))]
+    whole = iter(rows.whole(*(t.to(dtype) for t in parts)))
+
+    def made(t: torch.Tensor | None) -> torch.Tensor | None:
+        if t is None:
+            return None
+        several = t.dim() > len(rows.shape)
+        value = torch.stack([next(whole) for _ in range(t.shape[-1])], -1) if several else next(whole)
+        value = value if t.requires_grad else value.detach()
+        return value != 0 if t.dtype == torch.bool else value
+
+    return [made(t) for t in out]

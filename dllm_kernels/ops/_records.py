@@ -1,0 +1,302 @@
+"""The row ops, one record each: forward, backward and shapes over N rows.
+
+Autograd, torch.compile and DTensors are written once over these (``_run.py``, ``_eager.py``, ``_compiled.py``,
+``distributed/``): a new op is a new record, and a public function that makes its job and its plan.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels.ops import _chunks, _stats
+from dllm_kernels.ops._plan import Job, Plan
+from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.ops._rows import SKIP, as_blv
+from dllm_kernels.ops._stats_rows import Found, Upstream
+
+Tensor = torch.Tensor
+Tensors = tuple[Tensor | None, ...]
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+Spec = tuple[tuple[int, ...], torch.dtype]
+CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
+LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
+
+
+class RowOp(NamedTuple):
+    """What there is to know of a row op.
+
+    Attributes:
+        name: by which a compiled op finds the record.
+        rows: (job as the caller gave it, plan) -> ids and marks of N rows, as :class:`Job` has them below.
+        forward: (job, plan) -> all that the op writes, None for what was not asked for.
+        kept: (job, written, plan) -> the tensors that backward reads; x, weight and bias first unless it is ``traced``.
+        backward: (kept, upstream gradients, plan) -> gradients of x, weight and bias; those not needed None.
+        specs: (job, plan) -> shape and dtype of each tensor that forward writes, None where there is none.
+        result: (plan, shape of the ids, shape of the rows, the written tensors that are shown) -> what the caller gets.
+        shown: how many of the written tensors, the first ones, the caller gets.
+        differentiable: how many of these have a gradient.
+        instead: what has a second derivative, from logits and from hidden states.
+        traced: plan -> whether backward is a few torch operations, which a compiled graph had better see.
+        before_backward: (job, plan) -> what an eager backward calls first, or None.
+    """
+
+    name: str
+    rows: Callable[[Job, Plan], tuple[Tensor, Tensor]]
+    forward: Callable[[Job, Plan], Tensors]
+    kept: Callable[[Job, Tensors, Plan], Tensors]
+    backward: Callable[[Tensors, Tensors, Plan], Gradients]
+    specs: Callable[[Job, Plan], tuple[Spec | None, ...]]
+    result: Callable[..., Any]
+    shown: int
+    differentiable: int
+    instead: tuple[str, str]
+    traced: Callable[[Plan], bool] = lambda _: False
+    before_backward: Callable[[Job, Plan], Callable[[], None]] | None = None
+
+
+def row_targets(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Targets ``[N, 1]`` and ``[N]``, ``SKIP`` in rows that do not count."""
+    y = job.ids.detach().reshape(-1).to(torch.int64)
+    off = None if job.active is None else job.active.detach().reshape(-1) == 0
+    if plan.ignore_index != SKIP:
+        ignored = y == plan.ignore_index
+        y = y.masked_fill(y == SKIP, -1)  # a target like any other that no column has
+        off = ignored if off is None else off | ignored
+    if plan.transform.skip_id is not None:
+        y = y.masked_fill(y == plan.transform.skip_id, -1)
+    y = y.contiguous() if off is None else y.masked_fill(off, SKIP)
+    return y.unsqueeze(1), y
+
+
+def row_ids(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Ids ``[N, K]``, and marks ``[N]``: ``SKIP`` in rows that are off and 0 in the others."""
+    N = job.x.shape[:-1].numel()
+    ids = job.ids.detach().reshape(N, job.ids.shape[-1] if job.ids.dim() == job.x.dim() else 1)
+    ids = ids.to(torch.int64).contiguous()
+    if plan.transform.skip_id is not None:
+        ids = ids.masked_fill(ids == plan.transform.skip_id, -1)
+    marks = ids.new_zeros(N)
+    return ids, marks if job.active is None else marks.masked_fill(job.active.detach().reshape(-1) == 0, SKIP)
+
+
+def _row_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
+    """Of (nll, row_max, log_sum, correct)."""
+    N = len(job.ids)
+    return (*(((N,), plan.acc),) * 3, ((N,), torch.bool) if plan.with_correct else None)
+
+
+def _nll_result(plan: Plan, ids: torch.Size, _: torch.Size, *rows: Tensor | None) -> TokenNLL:
+    nll, row_max, log_sum, correct = rows
+    assert nll is not None
+    lse = (row_max + log_sum).detach().view(ids) if plan.with_lse else None  # type: ignore[operator]
+    return TokenNLL(nll.view(ids), lse, None if correct is None else correct.view(ids))
+
+
+def _nll_forward(job: Job, plan: Plan) -> Tensors:
+    return plan.primitives().nll(as_blv(job.x), job.marks, with_correct=plan.with_correct, transform=plan.transform)
+
+
+def _kept_rows(job: Job, written: Tensors, _: Plan) -> Tensors:
+    """What the gradient from (row_max, log_sum) needs."""
+    return (*job[:3], job.active, *written[1:3])
+
+
+def _nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    logits, _, _, targets, row_max, log_sum = kept
+    assert logits is not None
+    inplace = plan.inplace_backward
+    grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    plan.primitives().nll_grad(as_blv(logits), targets, up[0], row_max, log_sum, as_blv(grad), transform=plan.transform)
+    if inplace:
+        torch.autograd.graph.increment_version(logits)
+    return grad, None, None
+
+
+TOKEN_NLL = RowOp(
+    "token_nll",
+    row_targets,
+    _nll_forward,
+    _kept_rows,
+    _nll_backward,
+    _row_specs,
+    _nll_result,
+    shown=4,
+    differentiable=1,
+    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+)
+
+
+def _gradient_specs(job: Job, plan: Plan, head: torch.dtype | None = None) -> list[Spec | None]:
+    """Contiguous, whatever the strides of the inputs; those of the head in the dtype ``head``, or its own."""
+    wanted = zip(job[:3], plan.needs, (None, head, head), strict=True)
+    return [(tuple(t.shape), dtype or t.dtype) if need and t is not None else None for t, need, dtype in wanted]
+
+
+def _weighted_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
+    headroom = plan.narrow and any(plan.needs)
+    grads = _gradient_specs(job, plan, plan.acc if headroom else None)
+    return (((), plan.acc), *_row_specs(job, plan), *grads, ((), plan.acc) if headroom else None)
+
+
+def _weighted_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    """What forward has made, scaled: in place, which is why it can be done only once, but for a compiled graph."""
+    *grads, headroom, weights = kept
+    (grad_loss,) = up
+    assert grad_loss is not None
+    of_head, of_x = grad_loss, None
+    if headroom is not None:
+        assert weights is not None
+        of_head, of_x = grad_loss * headroom, weights * grad_loss
+    elif not torch.compiler.is_compiling():
+        for grad in grads:
+            if grad is not None:
+                plan.primitives().scale_(grad, grad_loss)
+        return tuple(grads)  # type: ignore[return-value]
+    grad_x, *head = grads
+    if grad_x is not None:
+        grad_x = _chunks.scale_rows(grad_x, of_x) if of_x is not None else _times(grad_x, of_head)
+    return (grad_x, *(None if g is None else _times(g, of_head) for g in head))  # type: ignore[return-value]
+
+
+def _times(grad: Tensor, factor: Tensor) -> Tensor:
+    """Widened first: a float16 gradient times a 0-d factor would round the factor to float16."""
+    return (grad.to(factor.dtype) * factor).to(grad.dtype)
+
+
+class _Once:
+    """Raises where gradients that were made in the forward pass are asked for twice, or would be lost."""
+
+    def __init__(self, job: Job, plan: Plan) -> None:
+        self.consumed = False
+        trained = zip(job[1:3], plan.needs[1:], strict=True)
+        self.head = [weakref.ref(t) for t, trains in trained if trains and t is not None]
+
+    def __call__(self) -> None:
+        if self.consumed:
+            raise RuntimeError(
+                "weighted_linear_nll made its gradients in the forward pass and gave them away in the first backward; "
+                "call the loss again for a second one, or use linear_token_nll"
+            )
+        self.consumed = True
+        _check_still_gathered(self.head)
+
+
+def _check_still_gathered(head: Iterable[weakref.ref[Tensor]]) -> None:
+    """Raise where FSDP2 has freed the gathered head before its gradient came: there the gradient would be lost.
+
+    Backward does not read the head here, so nothing else would notice.
+    """
+    for parameter in (ref() for ref in head):
+        if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
+            raise RuntimeError(
+                "weight or bias was freed before its gradient came, which would be lost: under fully_shard with "
+                "reshard_after_forward=False, run the loss inside the head's forward (dllm_kernels.distributed.LossHead) "
+                "where the head is also called by itself in the same step"
+            )
+
+
+def _weighted_result(plan: Plan, ids: torch.Size, rows: torch.Size, *shown: Tensor | None) -> WeightedNLL:
+    loss, nll, *others = shown
+    assert loss is not None
+    return WeightedNLL(loss, *_nll_result(plan, ids, rows, nll, *others))
+
+
+WEIGHTED_LINEAR_NLL = RowOp(
+    "weighted_linear_nll",
+    row_targets,
+    _chunks.weighted_forward,
+    lambda job, written, _: (*written[5:], job.weights),
+    _weighted_backward,
+    _weighted_specs,
+    _weighted_result,
+    shown=5,
+    differentiable=1,
+    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+    traced=lambda _: True,
+    before_backward=_Once,
+)
+
+
+def _linear_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
+    return written[4:] if plan.needs.frozen else _kept_rows(job, written, plan)
+
+
+def _linear_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    """With a frozen head the rows of what forward made for upstream gradients of 1, times theirs."""
+    if plan.needs.frozen:
+        return _chunks.scale_rows(kept[0], up[0]), None, None  # type: ignore[arg-type]
+    x, weight, bias, active, *stats = kept
+    return _chunks.token_backward(Job(x, weight, bias, active, active), plan, stats, up[0])  # type: ignore[arg-type]
+
+
+LINEAR_TOKEN_NLL = RowOp(
+    "linear_token_nll",
+    row_targets,
+    _chunks.token_forward,
+    _linear_kept,
+    _linear_backward,
+    lambda job, plan: (*_row_specs(job, plan), _gradient_specs(job, plan)[0] if plan.needs.frozen else None),
+    _nll_result,
+    shown=4,
+    differentiable=1,
+    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+    traced=lambda plan: plan.needs.frozen,
+)
+
+
+def _stats_forward(job: Job, plan: Plan) -> Tensors:
+    found = (_stats.forward if job.weight is None else _stats.linear_forward)(job, plan)
+    lse = found.row_max + found.log_sum
+    return (
+        found.log_probs, lse, found.entropy, found.mix, found.correct,
+        found.row_max, found.log_sum, found.mix_weight,
+    )  # fmt: skip
+
+
+def _stats_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
+    log_probs, _, entropy, _, _, row_max, log_sum, mix_weight = written
+    return (*job, log_probs, row_max, log_sum, entropy, mix_weight)
+
+
+def _stats_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    n = len(Job._fields)
+    job = Job(*kept[:n])  # type: ignore[arg-type]
+    log_probs, row_max, log_sum, entropy, mix_weight = kept[n:]
+    found = Found(log_probs, row_max, log_sum, entropy, mix_weight=mix_weight)  # type: ignore[arg-type]
+    backward = _stats.backward if job.weight is None else _stats.linear_backward
+    return backward(job, found, Upstream(*up), plan)
+
+
+def _stats_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
+    (N, K), acc, mix = job.ids.shape, plan.acc, job.a is not None
+    row = ((N,), acc)
+    return (
+        ((N, K), acc), row, row if plan.with_entropy else None, row if mix else None,
+        ((N,), torch.bool) if plan.with_correct else None, row, row, row if mix and any(plan.needs) else None,
+    )  # fmt: skip
+
+
+def _stats_result(_: Plan, ids: torch.Size, rows: torch.Size, log_probs: Tensor, *others: Tensor | None) -> RowStats:
+    lse, entropy, mix, correct = (None if t is None else t.view(rows) for t in others)
+    assert lse is not None
+    return RowStats(log_probs.view(ids), lse, entropy, mix, correct)
+
+
+ROW_STATS = RowOp(
+    "row_stats",
+    row_ids,
+    _stats_forward,
+    _stats_kept,
+    _stats_backward,
+    _stats_specs,
+    _stats_result,
+    shown=5,
+    differentiable=4,
+    instead=("torch.log_softmax and what follows from it", f"torch.log_softmax of {LOGITS}"),
+)
+
+ROW_OPS = {op.name: op for op in (TOKEN_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS)}
