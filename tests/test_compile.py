@@ -27,7 +27,8 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.ops._plan import Needs, Plan
+from dllm_kernels.ops._plan import Job, Needs, Plan
+from dllm_kernels.ops._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE
@@ -546,18 +547,28 @@ def rows(dtype, N=5):
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 
 
+def opcheck(op, tensors, plan, tests=TESTS):
+    """What torch asks of the op over rows, and of its backward where that is an op too."""
+    job = Job(*tensors)
+    torch.library.opcheck(_compiled._rows, (op.name, *job, *plan.pack()), test_utils=tests)
+    if not any(plan.needs) or op.traced(plan) is not None:
+        return
+    job = Job(*(None if t is None else t.detach() for t in job))
+    written = op.forward(job, plan)
+    up = [None if t is None else torch.randn_like(t) for t in written[: op.differentiable]]
+    torch.library.opcheck(_compiled._rows_backward, (op.name, list(op.kept(job, written, plan)), up, *plan.pack()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_correct", [False, True])
 def test_opcheck_token_nll(dtype, with_correct, backend):
     logits, targets, _ = rows(dtype)
     transform = Transform(3.0, 0.7, 1) if with_correct else NO_TRANSFORM
-    packed = Plan(dtype, backend == "triton", with_correct=with_correct, transform=transform).pack()
-    checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
     for x in (logits, logits.clone().requires_grad_()):
-        torch.library.opcheck(_compiled._token_nll, (x, targets, *packed), **checked)
-    nll, row_max, log_sum, _ = _compiled._token_nll(logits, targets, *packed)
-    arguments = (logits, targets, torch.randn_like(nll), row_max, log_sum, *packed)
-    torch.library.opcheck(_compiled._token_nll_backward, arguments)
+        needs = Needs(x.requires_grad)
+        plan = Plan(dtype, backend == "triton", with_correct=with_correct, transform=transform, needs=needs)
+        tests = TESTS if dtype == torch.float32 else TESTS[:3]
+        opcheck(TOKEN_NLL, (x, None, None, targets.unsqueeze(1), targets), plan, tests)
 
 
 def linear_inputs(dtype, needs):
@@ -565,11 +576,11 @@ def linear_inputs(dtype, needs):
     leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((5, D), (V, D), (V,))]
     for leaf, need in zip(leaves, needs, strict=True):
         leaf.requires_grad_(need)
-    return leaves, targets, weights
+    return leaves, (targets.unsqueeze(1), targets), weights
 
 
 def linear_plan(dtype, needs, **options):
-    return Plan(dtype, False, with_correct=True, needs=Needs(*needs), **options).pack()
+    return Plan(dtype, False, with_correct=True, needs=Needs(*needs), **options)
 
 
 @pytest.mark.covering(1)
@@ -577,16 +588,11 @@ def linear_plan(dtype, needs, **options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_opcheck_linear(dtype, needs):
     leaves, targets, weights = linear_inputs(dtype, needs)
-    packed = linear_plan(dtype, needs, chunk_size=2, transform=Transform(3.0, 0.7, 1))
+    plan = linear_plan(dtype, needs, chunk_size=2, transform=Transform(3.0, 0.7, 1))
     # float16 differs between two ways of rounding the same gradient; its autograd is compared above
-    checked = {"test_utils": TESTS if dtype == torch.float32 else TESTS[:3]}
-    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, *packed), **checked)
-    torch.library.opcheck(_compiled._linear_token_nll, (*leaves, targets, *packed), **checked)
-    detached = [leaf.detach() for leaf in leaves]
-    nll, row_max, log_sum, *_ = _compiled._linear_token_nll(*detached, targets, *packed)
-    if any(needs):
-        backward = (*detached, targets, [row_max, log_sum, torch.randn_like(nll)], *packed)
-        torch.library.opcheck(_compiled._linear_token_nll_backward, backward)
+    tests = TESTS if dtype == torch.float32 else TESTS[:3]
+    opcheck(WEIGHTED_LINEAR_NLL, (*leaves, *targets, weights), plan, tests)
+    opcheck(LINEAR_TOKEN_NLL, (*leaves, *targets), plan, tests)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=str)
@@ -594,22 +600,23 @@ def test_opcheck_linear(dtype, needs):
 def test_opcheck_of_float16_without_a_row(needs, N):
     leaves, targets, weights = linear_inputs(torch.float16, needs)
     leaves[0] = leaves[0].detach()[:N].requires_grad_(needs[0])
-    arguments = (*leaves, targets[:N], weights[:N], *linear_plan(torch.float16, needs))
-    torch.library.opcheck(_compiled._weighted_linear_nll, arguments, test_utils=TESTS[:3])
+    tensors = (*leaves, *(t[:N] for t in targets), weights[:N])
+    opcheck(WEIGHTED_LINEAR_NLL, tensors, linear_plan(torch.float16, needs), TESTS[:3])
 
 
 def test_opcheck_with_a_given_number_of_active_rows():
     needs = (True, True, True)
     leaves, targets, weights = linear_inputs(torch.float32, needs)
-    packed = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
-    torch.library.opcheck(_compiled._weighted_linear_nll, (*leaves, targets, weights, *packed), test_utils=TESTS[:3])
+    plan = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
+    opcheck(WEIGHTED_LINEAR_NLL, (*leaves, *targets, weights), plan, TESTS[:3])
 
 
 def statistics_of(N, K, mix):
     ids = torch.randint(0, V, (N, K), device=DEVICE)
     ids[0, 0] = -100
     marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
-    return ids, marks, torch.rand(2, N, device=DEVICE) if mix else None
+    a, b = (torch.rand(N, device=DEVICE) if mix else None for _ in range(2))
+    return ids, marks, None, a, b
 
 
 @pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])
@@ -617,10 +624,8 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
     logits, _, _ = rows(torch.float32)
     for x in (logits, logits.clone().requires_grad_()):
         needs = Needs(x.requires_grad)
-        packed = Plan(
-            torch.float32, backend == "triton", with_entropy=entropy, with_correct=correct, needs=needs
-        ).pack()
-        torch.library.opcheck(_compiled._row_stats, (x, *statistics_of(5, 2, mix), *packed), test_utils=TESTS)
+        plan = Plan(torch.float32, backend == "triton", with_entropy=entropy, with_correct=correct, needs=needs)
+        opcheck(ROW_STATS, (x, None, None, *statistics_of(5, 2, mix)), plan)
 
 
 @pytest.mark.covering(1)
@@ -629,11 +634,9 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
 @pytest.mark.parametrize("num_active", [None, 4])
 def test_opcheck_linear_row_stats(dtype, needs, num_active):
     leaves, _, _ = linear_inputs(dtype, needs)
-    packed = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, with_entropy=True)
-    arguments = (*leaves, *statistics_of(5, 2, mix=True), *packed)
-    torch.library.opcheck(
-        _compiled._linear_row_stats, arguments, test_utils=TESTS if dtype == torch.float32 else TESTS[:3]
-    )
+    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, with_entropy=True)
+    tests = TESTS if dtype == torch.float32 else TESTS[:3]
+    opcheck(ROW_STATS, (*leaves, *statistics_of(5, 2, mix=True)), plan, tests)
 
 
 @pytest.mark.parametrize("trains_head", [False, True])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import dllm_kernels
-from dllm_kernels.ops import _route, _run
+from dllm_kernels.ops import _records
 
 ROOT = Path(__file__).parent.parent
 
@@ -45,7 +45,7 @@ def test_metadata(wheel):
     assert "Requires-Dist: torch>=2.11" in metadata
 
 
-def test_every_op_has_a_handler_of_dtensors():
-    dllm_kernels._register_dtensor_handlers()
-    ops = {name for name, op in vars(_run).items() if getattr(op, "__module__", "") == _run.__name__ and name[0] != "_"}
-    assert ops == set(_route._handlers)
+def test_every_record_is_found_by_its_name():
+    """As a compiled op looks for it."""
+    records = {op.name: op for op in vars(_records).values() if isinstance(op, _records.RowOp)}
+    assert records == _records.ROW_OPS

@@ -22,6 +22,7 @@ Tensor = torch.Tensor
 Tensors = tuple[Tensor | None, ...]
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Spec = tuple[tuple[int, ...], torch.dtype]
+Backward = Callable[[Tensors, Tensors, Plan], Gradients]
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
 
@@ -33,14 +34,14 @@ class RowOp(NamedTuple):
         name: by which a compiled op finds the record.
         rows: (job as the caller gave it, plan) -> ids and marks of N rows, as :class:`Job` has them below.
         forward: (job, plan) -> all that the op writes, None for what was not asked for.
-        kept: (job, written, plan) -> the tensors that backward reads; x, weight and bias first unless it is ``traced``.
+        kept: (job, written, plan) -> the tensors that backward reads; x, weight and bias first where it is not ``traced``.
         backward: (kept, upstream gradients, plan) -> gradients of x, weight and bias; those not needed None.
         specs: (job, plan) -> shape and dtype of each tensor that forward writes, None where there is none.
         result: (plan, shape of the ids, shape of the rows, the written tensors that are shown) -> what the caller gets.
         shown: how many of the written tensors, the first ones, the caller gets.
         differentiable: how many of these have a gradient.
         instead: what has a second derivative, from logits and from hidden states.
-        traced: plan -> whether backward is a few torch operations, which a compiled graph had better see.
+        traced: plan -> a backward of a few torch operations, which a compiled graph had better see, or None.
         before_backward: (job, plan) -> what an eager backward calls first, or None.
     """
 
@@ -48,13 +49,13 @@ class RowOp(NamedTuple):
     rows: Callable[[Job, Plan], tuple[Tensor, Tensor]]
     forward: Callable[[Job, Plan], Tensors]
     kept: Callable[[Job, Tensors, Plan], Tensors]
-    backward: Callable[[Tensors, Tensors, Plan], Gradients]
+    backward: Backward
     specs: Callable[[Job, Plan], tuple[Spec | None, ...]]
     result: Callable[..., Any]
     shown: int
     differentiable: int
     instead: tuple[str, str]
-    traced: Callable[[Plan], bool] = lambda _: False
+    traced: Callable[[Plan], Backward | None] = lambda _: None
     before_backward: Callable[[Job, Plan], Callable[[], None]] | None = None
 
 
@@ -85,7 +86,7 @@ def row_ids(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def _row_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
     """Of (nll, row_max, log_sum, correct)."""
-    N = len(job.ids)
+    N = job.ids.shape[0]
     return (*(((N,), plan.acc),) * 3, ((N,), torch.bool) if plan.with_correct else None)
 
 
@@ -143,23 +144,26 @@ def _weighted_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
 
 
 def _weighted_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
-    """What forward has made, scaled: in place, which is why it can be done only once, but for a compiled graph."""
-    *grads, headroom, weights = kept
+    """What forward has made, scaled: in place, which is why it can be done only once."""
+    if kept[3] is not None or up[0] is None:
+        return _weighted_traced(kept, up, plan)
+    for grad in kept[:3]:
+        if grad is not None:
+            plan.primitives().scale_(grad, up[0])
+    return kept[:3]  # type: ignore[return-value]
+
+
+def _weighted_traced(kept: Tensors, up: Tensors, _: Plan) -> Gradients:
+    """The same, but nothing is written over."""
+    grad_x, *head, headroom, weights = kept
     (grad_loss,) = up
     assert grad_loss is not None
-    of_head, of_x = grad_loss, None
-    if headroom is not None:
-        assert weights is not None
-        of_head, of_x = grad_loss * headroom, weights * grad_loss
-    elif not torch.compiler.is_compiling():
-        for grad in grads:
-            if grad is not None:
-                plan.primitives().scale_(grad, grad_loss)
-        return tuple(grads)  # type: ignore[return-value]
-    grad_x, *head = grads
-    if grad_x is not None:
-        grad_x = _chunks.scale_rows(grad_x, of_x) if of_x is not None else _times(grad_x, of_head)
-    return (grad_x, *(None if g is None else _times(g, of_head) for g in head))  # type: ignore[return-value]
+    if headroom is None or weights is None:
+        grads = [None if g is None else _times(g, grad_loss) for g in kept[:3]]
+    else:
+        scaled = None if grad_x is None else _chunks.scale_rows(grad_x, weights * grad_loss)
+        grads = [scaled, *(None if g is None else _times(g, grad_loss * headroom) for g in head)]
+    return tuple(grads)  # type: ignore[return-value]
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
@@ -216,7 +220,7 @@ WEIGHTED_LINEAR_NLL = RowOp(
     shown=5,
     differentiable=1,
     instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
-    traced=lambda _: True,
+    traced=lambda _: _weighted_traced,
     before_backward=_Once,
 )
 
@@ -244,7 +248,7 @@ LINEAR_TOKEN_NLL = RowOp(
     shown=4,
     differentiable=1,
     instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
-    traced=lambda plan: plan.needs.frozen,
+    traced=lambda plan: _linear_backward if plan.needs.frozen else None,
 )
 
 
