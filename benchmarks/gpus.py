@@ -57,7 +57,8 @@ REGISTER_UNIT = 8  # registers of a thread are given out by the 8
 class GPU:
     """One that is sold, at the clock and the copy bandwidth (bytes read and written) that it keeps up.
 
-    A multiprocessor issues for 4 warps of 32 threads a clock, on its ALU pipes for half as many.
+    A multiprocessor issues for 4 warps of 32 threads a clock, on its ALU pipes for half as many, on that
+    for special functions for an eighth.
     """
 
     target: str
@@ -65,6 +66,7 @@ class GPU:
     clock: float
     copy_bandwidth: float
     latency: float = 720e-9  # of a load from memory while many are under way, assumed
+    l2_latency: float = 280e-9  # of one that finds its bytes in the L2 cache, assumed
 
     def slots(self, nbytes: float) -> float:
         """Issue slots of a thread in the time that ``nbytes`` take at the bandwidth of a copy."""

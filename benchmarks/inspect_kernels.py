@@ -6,18 +6,30 @@ from the code object's metadata for AMD. Occupancy is the theoretical one: how m
 
 For sm_80 and sm_90 the machine code is counted besides, each loop over memory (``machine_code``), or the whole kernel
 where it has none: issue slots and ALU slots of an element, loads on their way at a time in a thread and, with the programs
-that fit, bytes on their way in a multiprocessor. Beside the rates of a GPU (``gpus``) four shares of its copy bandwidth
+that fit, bytes on their way in a multiprocessor. Beside the rates of a GPU (``gpus``) five shares of its copy bandwidth
 follow, and the lowest is the bound:
 
     issue     slots that pass in the time of the element's bytes / slots that it takes
     ALU       the same for the pipe of integer arithmetic, comparisons and selections, which has half the slots
+    MUFU      the same for exponentials, logarithms, reciprocals and conversions, which have an eighth of the slots
     latency   bytes of a turn, times the warps that fit / (waits of a turn, one latency each + its instructions)
     memory    1: the kernel moves what it must at the speed of a copy
 
-**What the model leaves out**: how long an instruction waits for the result of another one, all pipes but ALU, predicated
-instructions that do nothing (they count), what happens before and after the loop, hits in L2, uneven ends, clocks that
-sag. It is an upper bound, made to tell which of two kernels is better and what holds one back. Kernels that search their
-keys in memory read them as often as the data demand, and merges are too small to matter: neither gets a roofline.
+A turn is one that jumps over what it can without moving fewer elements; what it jumps over (a tile that holds the id which a
+row asks for) stands as ``rare`` beside it. ``tail`` is what a program issues outside these loops: beginning, ragged ends,
+reductions; merges are nothing else.
+
+A kernel that reads a row to its end before it writes any of it goes through phases. Where one program fills a
+multiprocessor, nothing else runs in it while a phase is held up, and a share of the bandwidth that a phase does not take is
+lost. ``phases`` is the share of the copy bandwidth that is left, if the second reading finds all of its bytes in the L2
+cache, or 90 % of them: each scheduler's warps queue for issue and for the scheduler's share of the bandwidth, and wait out
+the latency in between (mean value analysis of a closed network: service times that vary, hence rather too low than too high).
+A turn waits for the slowest of its loads, so that one miss in ten holds up every third turn of four.
+
+**What the model leaves out**: how long an instruction waits for the result of another one, all other pipes, predicated
+instructions that do nothing (they count), hits in L2 but for the phases, uneven ends, clocks that sag. It is an upper
+bound, made to tell which of two kernels is better and what holds one back. Kernels that search their keys in memory read
+them as often as the data demand: they get no roofline.
 
 Of a kernel that draws random bits the instructions a draw are counted, all that a thread issues divided by the positions
 that it draws for: those of its longest way or, where keys lie in memory, of the loop over tiles that draws and writes them.
@@ -37,7 +49,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import machine_code
-from benchmarks.gpus import GPUS, REGISTER_UNIT, TARGETS, Limits
+from benchmarks.gpus import GPU, GPUS, REGISTER_UNIT, TARGETS, Limits
 from benchmarks.record import markdown, size
 
 if TYPE_CHECKING:
@@ -54,6 +66,7 @@ class Roof:
 
     issue: float
     alu: float
+    mufu: float
     latency: float
     bound: str
     share: float
@@ -66,6 +79,8 @@ class Pass:
     Attributes:
         slots: issue slots an element.
         alu_slots: those on the ALU pipe.
+        xu_slots: those on the pipe for special functions.
+        rare_slots: what a turn issues besides if it does not jump over it.
         bytes: bytes moved an element.
         load_width: bytes of a load.
         loads_in_flight: loads of a thread on their way at a time.
@@ -75,6 +90,8 @@ class Pass:
 
     slots: float
     alu_slots: float
+    xu_slots: float
+    rare_slots: float
     bytes: float
     load_width: int
     loads_in_flight: int
@@ -100,6 +117,8 @@ class Report:
         programs: how many fit on a multiprocessor.
         occupancy: theoretical share of the warps that a multiprocessor can hold.
         passes: the static roofline, where there is one.
+        tail: issue slots of a thread outside its loops over memory; None where nothing was counted.
+        phases: GPU -> shares of its copy bandwidth where phases do not overlap, by share of L2 hits.
         slots_a_draw: issue slots for each random draw; None where nothing is drawn, or nothing was counted.
     """
 
@@ -116,6 +135,8 @@ class Report:
     programs: int
     occupancy: float
     passes: list[Pass] = field(default_factory=list)
+    tail: int | None = None
+    phases: dict[str, dict[str, float]] = field(default_factory=dict)
     slots_a_draw: float | None = None
 
 
@@ -141,6 +162,8 @@ def report(name: str, specimen: Specimen, target: str, roofline: bool = True) ->
         programs=programs,
         occupancy=programs * num_warps / limits.warps,
         passes=_passes(specimen, code, target, num_warps, programs) if code else [],
+        tail=machine_code.tail(code) if code else None,
+        phases=_phases(machine_code.passes(code), target, num_warps) if programs == 1 else {},
         slots_a_draw=_slots_a_draw(specimen, code, num_warps) if code else None,
     )
 
@@ -216,6 +239,8 @@ def _pass(cost: machine_code.Cost, elements: float, target: str, num_warps: int,
     return Pass(
         slots=cost.slots / elements,
         alu_slots=cost.alu_slots / elements,
+        xu_slots=cost.xu_slots / elements,
+        rare_slots=cost.rare_slots / elements,
         bytes=(cost.loaded + cost.stored) / elements,
         load_width=cost.load_width,
         loads_in_flight=cost.in_flight,
@@ -232,11 +257,55 @@ def _roof(cost: machine_code.Cost, name: str, warps: int) -> Roof:
     shares = {
         "issue": slots / cost.slots,
         "ALU": slots / 2 / max(cost.alu_slots, 1),
+        "MUFU": slots / 8 / max(cost.xu_slots, 1),
         "latency": warps * 32 * moved / turn * gpu.multiprocessors * gpu.clock / gpu.copy_bandwidth,
         "memory": 1.0,
     }
     bound = min(shares, key=lambda share: (shares[share], share != "memory"))
-    return Roof(shares["issue"], shares["ALU"], shares["latency"], bound, shares[bound])
+    return Roof(shares["issue"], shares["ALU"], shares["MUFU"], shares["latency"], bound, shares[bound])
+
+
+HITS = (1.0, 0.9)
+
+
+def _phases(passes: Sequence[machine_code.Cost], target: str, num_warps: int) -> dict[str, dict[str, float]]:
+    """GPU -> share of L2 hits -> share of the copy bandwidth; nothing for a kernel that writes as it reads."""
+    if len(passes) != 2 or passes[0].stored or not passes[1].stored:
+        return {}
+    first, second = passes
+    return {
+        name: {f"{hits:.0%}": _share_of_phases(first, second, gpu, num_warps, hits) for hits in HITS}
+        for name, gpu in GPUS.items()
+        if gpu.target == target
+    }
+
+
+def _share_of_phases(
+    first: machine_code.Cost, second: machine_code.Cost, gpu: GPU, num_warps: int, hits: float
+) -> float:
+    """Reading, then reading again and writing, one program a multiprocessor."""
+    schedulers = 4
+    warps = max(1, num_warps // schedulers)
+    clocks_a_byte = 32 * gpu.multiprocessors * schedulers * gpu.clock / gpu.copy_bandwidth  # of a whole warp
+    missed = 1 - hits ** (second.loaded / second.load_width)  # turns that wait for memory
+    far, near = gpu.latency * gpu.clock, gpu.l2_latency * gpu.clock
+    reading = _clocks_a_turn(first.slots, clocks_a_byte * first.loaded, first.waits * far, warps)
+    moved = second.stored + (1 - hits) * second.loaded
+    waiting = second.waits * (missed * far + (1 - missed) * near)
+    writing = _clocks_a_turn(second.slots, clocks_a_byte * moved, waiting, warps)
+    least = clocks_a_byte * (1 + second.stored / second.loaded)
+    return least / (reading / first.loaded + writing / second.loaded)
+
+
+def _clocks_a_turn(issue: float, memory: float, waiting: float, warps: int) -> float:
+    """Clocks between two turns' ends: each turn of each of the warps queues twice and waits once."""
+    queues = [0.0, 0.0]
+    between = 0.0
+    for number in range(1, warps + 1):
+        stays = [issue * (1 + queues[0]), memory * (1 + queues[1])]
+        between = (sum(stays) + waiting) / number
+        queues = [stay / between for stay in stays]
+    return between
 
 
 def inspect(
@@ -272,16 +341,25 @@ def _rows(reports: Iterable[Report]) -> list[dict[str, str]]:
             "shared": str(r.shared), "access": str(r.widest_access), "warps": str(r.num_warps),
             "programs": str(r.programs), "occupancy": f"{r.occupancy:.0%}",
         }  # fmt: skip
+        if r.tail is not None:
+            resources["tail"] = str(r.tail)
         if r.slots_a_draw is not None:
             resources["slots a draw"] = f"{r.slots_a_draw:.0f}"
-        rows += [resources | _roofline_cells(p) for p in r.passes] or [resources]
+        phases = {"bound": ", ".join(f"{gpu} phases {_percents(shares)}" for gpu, shares in r.phases.items())}
+        rows += [resources | _roofline_cells(p) | (phases if r.phases else {}) for p in r.passes] or [resources]
     return rows
+
+
+def _percents(shares: dict[str, float]) -> str:
+    return " / ".join(f"{share:.0%}" for share in shares.values())
 
 
 def _roofline_cells(p: Pass) -> dict[str, str]:
     return {
         "slots": f"{p.slots:.2f}",
         "ALU": f"{p.alu_slots:.2f}",
+        "MUFU": f"{p.xu_slots:.2f}",
+        "rare": f"{p.rare_slots:.2f}",
         "bytes": f"{p.bytes:.3g}",
         "loads": f"{p.loads_in_flight} x {p.load_width}",
         "in flight": size(p.bytes_in_flight),
@@ -296,6 +374,7 @@ def _print_tables(reports: list[Report]) -> None:
             "GPU": name,
             "slots": f"{gpu.slots(2):.1f}",
             "ALU": f"{gpu.slots(2) / 2:.1f}",
+            "MUFU": f"{gpu.slots(2) / 8:.1f}",
             "in flight": size(gpu.bytes_in_flight()),
             "copy": f"{gpu.copy_bandwidth / 1e12:.3g} TB/s",
         }

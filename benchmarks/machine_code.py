@@ -27,6 +27,9 @@ _ALU = re.compile(
     "SEL|SGXT|SHF|SHL|SHR|VABSDIFF|VIADD|VIADDMNMX|VIMNMX3?|VOTE"
 )
 
+# Those of the pipe for special functions and conversions, 4 lanes a clock and scheduler.
+_XU = re.compile("F2F|F2I|FRND|I2F|MUFU")
+
 # Halvings until the k-th largest key is found, which no code can tell. Simulated on drawn scores: 19 on average for a row of
 # 4,096, 37 for the slowest of 16 rows of 32.
 SEARCH_STEPS = 32
@@ -82,6 +85,8 @@ class Cost:
     Attributes:
         slots: instructions issued.
         alu_slots: those of them on the ALU pipe.
+        xu_slots: those on the pipe for exponentials, logarithms, reciprocals and conversions.
+        rare_slots: instructions besides, which a turn issues only if it does not jump over them.
         load_width: bytes of a load of the width that brings the most bytes; narrower ones are numbers of a row.
         loaded: bytes that those loads bring from global memory.
         stored: bytes written there.
@@ -91,6 +96,8 @@ class Cost:
 
     slots: int
     alu_slots: int
+    xu_slots: int
+    rare_slots: int
     load_width: int
     loaded: int
     stored: int
@@ -133,8 +140,39 @@ def loops(code: Sequence[Instruction]) -> list[range]:
 
 def passes(code: Sequence[Instruction]) -> list[Cost]:
     """The innermost loops that read global memory, in the order of the code."""
-    bodies = ([code[i] for i in loop] for loop in loops(code))
-    return [_cost(body, body) for body in bodies if any(i.name == "LDG" for i in body)]
+    return [_pass(code, loop) for loop in memory_loops(code)]
+
+
+def memory_loops(code: Sequence[Instruction]) -> list[range]:
+    """The innermost loops that read global memory, as places in the code."""
+    return [loop for loop in loops(code) if any(code[i].name == "LDG" for i in loop)]
+
+
+def _pass(code: Sequence[Instruction], loop: range) -> Cost:
+    """A turn as most are: without what a branch jumps over, if no element moves there (a column that a row asks for)."""
+    whole_turn = [code[i] for i in loop]
+    wide = _cost(whole_turn, whole_turn).load_width
+    rare: set[int] = set()
+    place = {instruction.address: i for i, instruction in enumerate(code)}
+    for i in loop:
+        over = range(i + 1, place.get(code[i].branches_to or -1, 0))
+        moves = any(code[j].name in ("LDG", "STG") and code[j].width >= wide for j in over)
+        if code[i].guard and over and over.stop in loop and not moves:
+            rare.update(over)
+    body = [code[i] for i in loop if i not in rare]
+    return _cost(body, body, rare_slots=len(rare))
+
+
+def tail(code: Sequence[Instruction]) -> int:
+    """Instructions on the longest way outside the loops over memory: what a program issues however short its rows are.
+
+    Searches and other loops turn as in ``whole``.
+    """
+    turns = _turns(code)
+    for loop in memory_loops(code):
+        for i in loop:
+            turns[i] = 0
+    return sum(turns[i] for i in _longest_way(code, turns))
 
 
 def whole(code: Sequence[Instruction]) -> Cost:
@@ -151,7 +189,7 @@ def slots_of_products(code: Sequence[Instruction]) -> int:
     return most.total() if most["IMAD"] else whole(code).slots
 
 
-def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction]) -> Cost:
+def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction], rare_slots: int = 0) -> Cost:
     bytes_by_width: Counter[int] = Counter()
     for instruction in in_order:
         if instruction.name == "LDG":
@@ -161,6 +199,8 @@ def _cost(issued: Sequence[Instruction], in_order: Sequence[Instruction]) -> Cos
     return Cost(
         slots=len(issued),
         alu_slots=sum(_ALU.fullmatch(i.name) is not None for i in issued),
+        xu_slots=sum(_XU.fullmatch(i.name) is not None for i in issued),
+        rare_slots=rare_slots,
         load_width=width,
         loaded=loaded,
         stored=sum(i.width for i in in_order if i.name == "STG"),

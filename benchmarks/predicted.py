@@ -36,10 +36,13 @@ def gpu_of(device: str) -> str:
 
 
 def shares(model: Path | None, gpu: str) -> dict[str, float]:
-    """Kernel -> predicted share of the copy bandwidth, the lowest of its passes; none without a model."""
+    """Kernel -> predicted share of the copy bandwidth, the lowest of its passes and phases; none without a model."""
     reports = [] if model is None else json.loads(model.read_text())
     of_this = (r for r in reports if r["passes"] and r["target"] == GPUS[gpu].target)
-    return {r["kernel"]: min(p["roofs"][gpu]["share"] for p in r["passes"]) for r in of_this}
+    return {
+        r["kernel"]: min([p["roofs"][gpu]["share"] for p in r["passes"]] + list(r["phases"].get(gpu, {}).values())[:1])
+        for r in of_this
+    }
 
 
 def _call(launch: tune.Launch, _: int) -> object:

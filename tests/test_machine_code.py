@@ -1,10 +1,12 @@
 """Counting instructions: listings short enough to count by hand, and the roofs that follow."""
 
+import dataclasses
+
 import pytest
 
 from benchmarks import machine_code
 from benchmarks.gpus import GPUS, TARGETS
-from benchmarks.inspect_kernels import Report, _pass, _print_tables, _programs, _roof, main
+from benchmarks.inspect_kernels import Report, _clocks_a_turn, _pass, _phases, _print_tables, _programs, _roof, main
 
 
 def listing(*lines):
@@ -67,6 +69,44 @@ def test_only_innermost_loops_over_memory_are_passes():
     assert cost.slots == 2
 
 
+WITH_A_RARE_PART = (
+    "LDG.E.128 R4, [R2.64]",
+    "@!P1 BRA 0x50",  # unless the tile holds the id
+    "LDG.E R8, [R10.64]",
+    "MUFU.EX2 R8, R8",
+    "FADD R4, R8, R4",
+    "STG.E.128 [R2.64], R4",
+    "@P0 BRA 0x0",
+    "EXIT",
+)
+
+
+def test_what_a_turn_jumps_over_is_not_charged_to_each():
+    (cost,) = machine_code.passes(listing(*WITH_A_RARE_PART))
+    assert (cost.slots, cost.rare_slots, cost.xu_slots) == (4, 3, 0)
+    assert (cost.loaded, cost.stored) == (16, 16)
+
+
+def test_a_part_that_moves_elements_is_charged_though_it_may_be_jumped_over():
+    wide = ["LDG.E.128 R8, [R10.64]" if line.startswith("LDG.E R8") else line for line in WITH_A_RARE_PART]
+    (cost,) = machine_code.passes(listing(*wide))
+    assert (cost.slots, cost.rare_slots, cost.xu_slots, cost.loaded) == (7, 0, 1, 32)
+
+
+def test_the_tail_is_what_stands_outside_the_loops_over_memory():
+    code = listing(
+        "MOV R1, RZ",
+        "MOV R2, RZ",
+        "LDG.E.128 R4, [R2.64]",
+        "FADD R1, R4, R1",
+        "@P0 BRA 0x20",
+        "STG.E [R2.64], R1",
+        "EXIT",
+    )
+    assert machine_code.tail(code) == 4
+    assert machine_code.tail(listing("LDG.E R1, [R2.64]", "STG.E [R2.64], R1", "EXIT")) == 3  # a merge is all tail
+
+
 def test_the_longest_way_leaves_out_what_is_jumped_over():
     code = listing(
         "ISETP.NE.AND P0, PT, R1, RZ, PT",
@@ -95,8 +135,8 @@ def test_budgets_at_the_speed_of_a_copy(name, slots, in_flight):
     assert gpu.bytes_in_flight() / 1024 == pytest.approx(in_flight, abs=0.05)
 
 
-def cost(slots=100, alu=10, loads=4, waits=1, stored=0):
-    return machine_code.Cost(slots, alu, 16, 16 * loads, stored, loads, waits)
+def cost(slots=100, alu=10, loads=4, waits=1, stored=0, xu=0, rare=0):
+    return machine_code.Cost(slots, alu, xu, rare, 16, 16 * loads, stored, loads, waits)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +145,7 @@ def cost(slots=100, alu=10, loads=4, waits=1, stored=0):
         (cost(), 64, "memory"),
         (cost(slots=1000), 64, "issue"),
         (cost(slots=600, alu=400), 64, "ALU"),
+        (cost(slots=400, xu=64), 64, "MUFU"),
         (cost(), 8, "latency"),
         (cost(waits=4), 32, "latency"),
     ],
@@ -122,6 +163,30 @@ def test_roofs_by_hand():
     assert roof.latency * 4.3e12 / 132 == pytest.approx(64 * 32 * 32 / (720e-9 + 460 / 1.83e9), rel=1e-6)
 
 
+def test_a_turn_of_one_warp_waits_for_itself_alone():
+    assert _clocks_a_turn(issue=100, memory=300, waiting=1000, warps=1) == 1400
+
+
+def test_turns_of_many_warps_follow_each_other_at_the_speed_of_the_bottleneck():
+    assert _clocks_a_turn(issue=100, memory=300, waiting=1000, warps=100) == pytest.approx(300, rel=1e-3)
+
+
+def test_two_warps_by_hand():
+    # Alone a warp takes 40 clocks, 10 of which at the one queue and 10 at the other: the second finds a quarter of it at each.
+    assert _clocks_a_turn(issue=10, memory=10, waiting=20, warps=2) == pytest.approx((12.5 + 12.5 + 20) / 2)
+
+
+def test_phases_that_do_not_overlap():
+    first, second = cost(slots=240), cost(slots=350, stored=64)
+    found = _phases([first, second], "sm_90", 16)
+    assert found.keys() == {"H100", "H200"}
+    assert all(0.6 < shares["90%"] < shares["100%"] < 0.95 for shares in found.values())
+    assert found["H200"]["100%"] < found["H100"]["100%"]  # whose memory is slower, its multiprocessors much the same
+    more = _phases([first, second], "sm_90", 64)
+    assert all(more[gpu]["100%"] > found[gpu]["100%"] for gpu in found)
+    assert _phases([first], "sm_90", 16) == _phases([second, second], "sm_90", 16) == {}
+
+
 @pytest.mark.parametrize(
     ("registers", "shared", "num_warps", "programs"),
     [(60, 32, 8, 4), (89, 32, 8, 2), (32, 0, 8, 8), (83, 64, 16, 1), (16, 0, 1, 32), (16, 100 * 1024, 4, 2)],
@@ -131,18 +196,22 @@ def test_programs_that_fit(registers, shared, num_warps, programs):
 
 
 def test_the_tables(capsys):
-    made = _pass(cost(slots=352, alu=232, loads=2, waits=2), 16, "sm_90", num_warps=8, programs=2)
+    made = _pass(cost(slots=352, alu=232, xu=16, rare=40, loads=2, waits=2), 16, "sm_90", num_warps=8, programs=2)
     resources = {"registers": 89, "spills": 0, "shared": 32, "widest_access": 16, "num_warps": 8}
     found = Report(
-        "kernel[bf16]", "kernel", "bf16", {}, "sm_90", **resources, programs=2, occupancy=0.25, passes=[made]
+        "kernel[bf16]", "kernel", "bf16", {}, "sm_90", **resources, programs=2, occupancy=0.25, passes=[made], tail=77
     )
-    _print_tables([found])
+    in_phases = dataclasses.replace(found, phases={"H100": {"100%": 0.9, "90%": 0.8}})
+    merge = dataclasses.replace(found, kernel="merge", passes=[], tail=129)
+    _print_tables([merge, in_phases, found])
     budgets, kernels = capsys.readouterr().out.split("of one element")
-    assert "| A100 | 22.0  | 11.0 | 11.5 KiB" in budgets
-    cells = [cell.strip() for cell in kernels.splitlines()[-1].split("|")]
+    assert "| A100 | 22.0  | 11.0 | 2.8  | 11.5 KiB" in budgets
+    merged, phased, cells = ([cell.strip() for cell in line.split("|")] for line in kernels.splitlines()[-3:])
+    assert merged[10:12] == ["129", ""]
+    assert phased[18] == "H100 phases 90% / 80%"
     assert cells[1:10] == ["kernel[bf16]", "sm_90", "89", "0", "32", "16", "8", "2", "25%"]
-    assert cells[10:15] == ["22.00", "14.50", "2", "2 x 16", "16 KiB"]
-    assert cells[15] == "H100 latency 42%, H200 latency 30%"
+    assert cells[10:18] == ["77", "22.00", "14.50", "1.00", "2.50", "2", "2 x 16", "16 KiB"]
+    assert cells[18] == "H100 latency 42%, H200 latency 30%"
 
 
 def test_inspecting_needs_a_compiler(monkeypatch, capsys):

@@ -261,13 +261,24 @@ def test_a_candidate_that_did_not_fit_decides_nothing(tmp_path):
 def test_predictions_are_read_and_never_made_there(tmp_path):
     roofs = {"H100": {"share": 0.9}, "H200": {"share": 0.8}}
     reports = [
-        {"kernel": "k", "target": "sm_90", "passes": [{"roofs": roofs}, {"roofs": {"H200": {"share": 0.7}}}]},
-        {"kernel": "k", "target": "sm_80", "passes": [{"roofs": {"A100": {"share": 0.1}}}]},
-        {"kernel": "merge", "target": "sm_90", "passes": []},
+        {
+            "kernel": "k",
+            "target": "sm_90",
+            "passes": [{"roofs": roofs}, {"roofs": {"H200": {"share": 0.7}}}],
+            "phases": {},
+        },
+        {"kernel": "k", "target": "sm_80", "passes": [{"roofs": {"A100": {"share": 0.1}}}], "phases": {}},
+        {"kernel": "merge", "target": "sm_90", "passes": [], "phases": {}},
+        {
+            "kernel": "chunk",
+            "target": "sm_90",
+            "passes": [{"roofs": roofs}],
+            "phases": {"H200": {"100%": 0.6, "90%": 0.5}},
+        },
     ]
     model = tmp_path / "model.json"
     model.write_text(json.dumps(reports))
-    assert predicted.shares(model, "H200") == {"k": 0.7}
+    assert predicted.shares(model, "H200") == {"k": 0.7, "chunk": 0.6}
     assert predicted.shares(None, "H200") == {}
 
 
