@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import hashlib
 import json
 import os
 import platform
@@ -33,7 +34,10 @@ PACKAGES = (
 def _command(*words: str) -> str | None:
     if shutil.which(words[0]) is None:
         return None
-    done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return None
     return done.stdout.strip() if done.returncode == 0 else None
 
 
@@ -42,6 +46,12 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _sources() -> str:
+    """A digest of the package's code: which it was where a copy without its history was measured."""
+    root = Path(__file__).parents[1] / "dllm_kernels"
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py")))).hexdigest()[:16]
 
 
 def _cpu_model() -> str:
@@ -78,6 +88,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit,
         "modified": bool(dirty),
+        "sources": _sources(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,

@@ -162,7 +162,7 @@ def test_table_and_json(options, capsys):
         assert column in printed
     assert "0.50" in printed  # ours needs half the memory
     written = json.loads(options.out.read_text())
-    assert {"date", "commit", "torch", "python", "packages", "cpu", "gpu"} <= written["environment"].keys()
+    assert {"date", "commit", "sources", "torch", "python", "packages", "cpu", "gpu"} <= written["environment"].keys()
     assert set(written["ceilings"]) == {"copy_bytes_per_s", "gemm_flop_per_s"}
     assert written["ceilings"]["copy_bytes_per_s"] > 0
     (plain, ours) = written["results"]

@@ -114,7 +114,13 @@ def test_every_step_runs_and_everything_comes_home_in_three_files(rehearse, capf
     assert "left out for lack of time: nothing" in printed
 
 
-@pytest.mark.parametrize("place", range(len(NAMES)), ids=NAMES)
+EACH = [
+    pytest.param(place, id=name, marks=[pytest.mark.exhaustive] if name not in (NAMES[0], NAMES[-1]) else [])
+    for place, name in enumerate(NAMES)
+]
+
+
+@pytest.mark.parametrize("place", EACH)
 def test_a_step_past_its_share_is_ended_with_all_it_started(place, rehearse, monkeypatch):
     seen = []
 
@@ -182,6 +188,16 @@ def test_a_sanitizer_that_refuses_the_device_is_no_failure(rehearse):
     status, out = rehearse(lambda work: [shell("memcheck", text, needs="sh"), shell("racecheck", "exit 3", needs="sh")])
     assert status == 1
     assert outcomes(out) == {"memcheck": "left out: sh refuses this device", "racecheck": "failed with status 3"}
+
+
+def test_wheels_that_cannot_be_installed_do_not_cost_the_run(rehearse, tmp_path, capfd):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "peer-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    status, out = rehearse(lambda work: [shell("a", "echo $PYTHONPATH")], "--wheels", str(wheels))
+    assert status == 0
+    assert "measured without peers" in capfd.readouterr().out
+    assert contents(out)["a.log"].startswith("/")
 
 
 KILLED = """
