@@ -450,7 +450,8 @@ def test_options_that_are_wrong(case, form):
 
 def all_on(call):
     """Every mask on, so that every target that a loss has counts."""
-    return {name: torch.ones(B, L) for name, _ in call.of("mask", "weight", "noise", "probability")}
+    masks = {name: ON for name, _ in call.of("mask", "weight", "noise")}
+    return masks | {name: ON / 2 for name, _ in call.of("probability")}
 
 
 @every_loss

@@ -18,9 +18,8 @@ from tests.parity import (
     largest_error,
     poison_empty,
     reduction_sizes,
-    small_blocks,
-    small_tiles,
 )
+from tests.rows import LAYOUTS, PATHS, SHAPES, SPREAD, laid_out, on_path
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -32,14 +31,9 @@ def _nothing_is_left_unwritten(monkeypatch):
     poison_empty(monkeypatch)
 
 
-@pytest.fixture(params=["torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows"])
+@pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
-    """The backend, in small blocks or on threads as large logits are, in small tiles and split rows."""
-    if "," in request.param:
-        small_blocks(monkeypatch, threads=3 if "three" in request.param else 1)
-    if request.param.startswith("triton"):
-        small_tiles(monkeypatch, splits=3 if "split" in request.param else 1)
-    return request.param.split(",")[0]
+    return on_path(request.param, monkeypatch)
 
 
 def options(shape, V, K, dtype=torch.float32, *, mix=True, skip_id=None, seed=0):
@@ -101,12 +95,12 @@ def of_logits(backend, **fixed):
     return ours, lambda x, **given: reference.row_stats(x, **given, **fixed)
 
 
-SHAPES = [((1,), 2, None), ((2, 2), 3, 1), ((5,), 3, 2), ((1, 3), 16, 5), ((2, 3), 53, 2), ((2, 1, 2), 17, None)]
+SIZES = [(*size, K) for size, K in zip(SHAPES, (None, 1, 2, 5, 2, None), strict=True)]
 
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("shape", "V", "K"), SHAPES)
+@pytest.mark.parametrize(("shape", "V", "K"), SIZES)
 def test_parity(shape, V, K, dtype, path):
     def draw(seed):
         ids, given = options(shape, V, K, dtype, seed=seed)
@@ -129,18 +123,11 @@ def test_parity_of_transformed_logits(transform, dtype, path):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", ["peaked", "flat", "two peaks", "shifted far", "spread far"])
-def test_extreme_rows(kind, path):
+@pytest.mark.parametrize("kind", SPREAD)
+def test_parity_of_rows_far_apart(kind, path):
     def draw(seed):
         ids, given = options((6,), 37, 2, skip_id=4, seed=seed)
-        x = torch.randn(6, 37)
-        x = {
-            "peaked": lambda: x.index_fill(1, torch.tensor([4]), 40.0),
-            "flat": lambda: torch.full_like(x, 3.0),
-            "two peaks": lambda: x.index_fill(1, torch.tensor([4, 9]), 90.0),
-            "shifted far": lambda: x + 1e4,
-            "spread far": lambda: 60 * x,
-        }[kind]()
+        x = SPREAD[kind](torch.randn(6, 37))
         given["mix"] = tuple(torch.full((6,), c) for c in (1e-3, 0.9))
         return [x.to(DEVICE)], {"ids": ids, **given}
 
@@ -268,20 +255,9 @@ def test_a_row_without_an_upstream_gradient_is_inert(path):
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "kind", ["position slice", "transposed", "every second column", "four dimensions", "no rows", "one", "one column"]
-)
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_strides(kind, path):
-    torch.manual_seed(0)
-    x = {
-        "position slice": lambda: torch.randn(2, 6, 37)[:, 1:],
-        "transposed": lambda: torch.randn(5, 2, 37).transpose(0, 1),
-        "every second column": lambda: torch.randn(2, 5, 74)[..., ::2],
-        "four dimensions": lambda: torch.randn(2, 3, 4, 37)[:, 1:, ::2],
-        "no rows": lambda: torch.randn(2, 0, 37),
-        "one": lambda: torch.randn(37),
-        "one column": lambda: torch.randn(2, 4, 3)[..., 1:2],
-    }[kind]()
+    x = laid_out(kind)
     logits = x.to(DEVICE).detach().requires_grad_()
     ids, given = options(x.shape[:-1], x.shape[-1], 3)
     got, want = (run_on(f, logits, ids, given) for f in (ours_of(path), reference.row_stats))

@@ -19,14 +19,12 @@ from tests.parity import (
     assert_same_specials,
     poison_empty,
     reduction_sizes,
-    small_blocks,
-    small_tiles,
     value_and_grads,
 )
+from tests.rows import EXTREME, LAYOUTS, PATHS, SHAPES, SHARED, SPREAD, laid_out, on_path
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-LOWEST = torch.finfo(torch.float32).min
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +32,9 @@ def _nothing_is_left_unwritten(monkeypatch):
     poison_empty(monkeypatch)
 
 
-PATHS = ["torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows"]
-
-
 @pytest.fixture(params=PATHS)
 def path(request, monkeypatch):
-    """The backend, in small blocks or on threads as large logits are, in small tiles and by either forward kernel."""
-    if "," in request.param:
-        small_blocks(monkeypatch, threads=3 if "three" in request.param else 1)
-    if request.param.startswith("triton"):
-        small_tiles(monkeypatch, splits=3 if "split" in request.param else 1)
-    return request.param.split(",")[0]
+    return on_path(request.param, monkeypatch)
 
 
 def inputs(shape=(9,), V=37, dtype=torch.float32, seed=0):
@@ -57,9 +47,6 @@ def inputs(shape=(9,), V=37, dtype=torch.float32, seed=0):
 def upstream_like(targets):
     """A gradient per row, some of them zero."""
     return torch.randn(targets.shape, device=DEVICE) * (torch.rand(targets.shape, device=DEVICE) < 0.8)
-
-
-SHAPES = [((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1, 2), 17)]
 
 
 @pytest.mark.covering(2)
@@ -85,43 +72,10 @@ def test_parity_at_the_real_tiles_on_a_row_split_over_programs(dtype, backend):
     )
 
 
-def strided(kind):
-    """Logits whose memory is laid out in another way, and how many rows they have."""
-    x = torch.randn(2, 5, 37)
-    return {
-        "batch slice": lambda: torch.randn(6, 5, 37)[1:5:3],
-        "position slice": lambda: torch.randn(2, 6, 37)[:, :-1],
-        "every second position": lambda: torch.randn(2, 10, 37)[:, ::2],
-        "transposed batch": lambda: x.transpose(0, 1).contiguous().transpose(0, 1),
-        "transposed columns": lambda: x.transpose(1, 2).contiguous().transpose(1, 2),
-        "every second column": lambda: torch.randn(2, 5, 74)[..., ::2],
-        "expanded batch": lambda: torch.randn(1, 5, 37).expand(2, 5, 37),
-        "expanded positions": lambda: torch.randn(2, 1, 37).expand(2, 5, 37),
-        "expanded columns": lambda: torch.randn(2, 5, 1).expand(2, 5, 37),
-        "four dimensions": lambda: torch.randn(2, 5, 1, 37),
-        "four, sliced": lambda: torch.randn(2, 3, 4, 37)[:, 1:, ::2],
-        "two dimensions": lambda: x[0],
-        "two, sliced": lambda: torch.randn(5, 40)[:, 2:39],
-        "one dimension": lambda: x[0, 0],
-        "one column": lambda: torch.randn(2, 5, 3)[..., 1:2],
-        "no batch": lambda: x[:0],
-        "no position": lambda: x[:, :0],
-        "no row of four dimensions": lambda: torch.randn(2, 3, 0, 37),
-    }[kind]()
-
-
-KINDS = (
-    "batch slice", "position slice", "every second position", "transposed batch", "transposed columns",
-    "every second column", "expanded batch", "expanded positions", "expanded columns", "four dimensions", "four, sliced",
-    "two dimensions", "two, sliced", "one dimension", "one column", "no batch", "no position", "no row of four dimensions",
-)  # fmt: skip
-
-
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_strides(kind, path):
-    torch.manual_seed(0)
-    logits = strided(kind).to(DEVICE).detach().requires_grad_()
+    logits = laid_out(kind).to(DEVICE).detach().requires_grad_()
     targets = torch.randint(0, logits.shape[-1], logits.shape[:-1], device=DEVICE)
     upstream = upstream_like(targets)
     out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
@@ -140,26 +94,6 @@ def test_a_slice_of_a_batch_is_not_copied(backend):
     x = torch.randn(6, 8, 37, device=DEVICE)
     for view in (x[1:5], x[:, 1:], x[::2, :-1], x[:, :, 3:], x[2], x.view(2, 3, 8, 37)):
         assert as_blv(view).data_ptr() == view.data_ptr()
-
-
-EXTREME = {
-    "shifted up": [1e4, 1e4 + 1, 1e4 - 2, 1e4],
-    "shifted down": [-1e4, -1e4 - 1, -1e4 + 2, -1e4],
-    "huge": [1e38, -1e38, 9e37, 0.0],
-    "largest": [-LOWEST, LOWEST, 0.0, 1.0],
-    "filled with the lowest": [LOWEST, LOWEST, 1.0, LOWEST],
-    "all the lowest": [LOWEST] * 4,
-    "some -inf": [0.0, -INF, 1.0, -INF],
-    "first -inf": [-INF, -INF, -INF, 2.0],
-    "target -inf": [0.0, 1.0, -INF, 2.0],
-    "all -inf": [-INF] * 4,
-    "one inf": [0.0, INF, 1.0, 2.0],
-    "target inf": [0.0, 1.0, INF, 2.0],
-    "nan": [0.0, NAN, 1.0, 2.0],
-    "target nan": [0.0, 1.0, NAN, 2.0],
-    "nan and -inf": [NAN, -INF, -INF, -INF],
-    "inf and -inf": [INF, -INF, INF, 0.0],
-}
 
 
 @pytest.mark.covering(2)
@@ -189,6 +123,17 @@ def test_extreme_rows(kind, dtype, path):
         assert ours[1].isnan().any()  # and in no other row
     else:
         torch.testing.assert_close(ours[1], plain[1])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", SPREAD)
+def test_parity_of_rows_far_apart(kind, path):
+    _, targets = inputs((6,))
+    assert_parity(
+        lambda x: token_nll(x, targets, backend=path).nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([SPREAD[kind](inputs((6,), seed=seed)[0].cpu()).to(DEVICE)], upstream_like(targets)),
+    )
 
 
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
@@ -544,10 +489,9 @@ def test_a_second_reader_after_inplace_backward_is_an_error(backend):
         second.backward()
 
 
-@pytest.mark.parametrize("kind", ["expanded batch", "expanded positions", "transposed columns", "four, sliced"])
+@pytest.mark.parametrize("kind", SHARED)
 def test_inplace_backward_needs_rows_of_their_own(kind, backend):
-    torch.manual_seed(0)
-    logits = strided(kind).to(DEVICE).requires_grad_()
+    logits = laid_out(kind).to(DEVICE).requires_grad_()
     targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=DEVICE)
     message = r"inplace_backward=True needs logits whose rows can be written in place, got shape"
     with pytest.raises(ValueError, match=message):
@@ -581,8 +525,7 @@ def test_inplace_backward_finds_every_overlap_of_rows(B, L):
 @pytest.mark.parametrize("kind", ["batch slice", "position slice", "every second position", "transposed batch", "no batch",
                                   "four dimensions", "two, sliced", "one dimension", "one column"])  # fmt: skip
 def test_inplace_backward_takes_every_layout_whose_rows_lie_apart(kind):
-    torch.manual_seed(0)
-    z = strided(kind).requires_grad_()
+    z = laid_out(kind).requires_grad_()
     upstream = torch.randn(z.shape[:-1])
     targets = torch.zeros(z.shape[:-1], dtype=torch.long)
     (expected,) = torch.autograd.grad(token_nll(z, targets).nll, z, upstream)

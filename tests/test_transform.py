@@ -1,5 +1,6 @@
 """Transforms of the logits: each step and all of them, on every path, against autograd through the plain formula."""
 
+import inspect
 import math
 
 import pytest
@@ -8,27 +9,21 @@ import torch.nn.functional as F
 
 import reference
 from dllm_kernels import (
-    BlockDiffusionCrossEntropyLoss,
-    DFlashDecayLoss,
     FusedLinearCrossEntropy,
-    HybridDiffusionLLMLoss,
     MaskedCrossEntropy,
-    MDLMCrossEntropyLoss,
     compute_per_token_nll,
-    encoder_ar_loss,
-    encoder_ar_loss_fused,
 )
 from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
+from tests.cases import PLAIN
 from tests.conftest import DEVICE
 from tests.parity import (
     assert_as_good_as_plain,
     assert_parity,
     poison_empty,
-    small_blocks,
-    small_tiles,
     value_and_grads,
 )
+from tests.rows import LAYOUTS, PATHS, SPREAD, laid_out, on_path
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -47,14 +42,9 @@ def _nothing_is_left_unwritten(monkeypatch):
     poison_empty(monkeypatch)
 
 
-@pytest.fixture(params=["torch", "torch, one row at a time", "triton", "triton, split rows"])
+@pytest.fixture(params=[path for path in PATHS if "threads" not in path])  # which change nothing of the formula
 def path(request, monkeypatch):
-    """The backend, in blocks and tiles that small inputs cross the edges of."""
-    if "," in request.param:
-        small_blocks(monkeypatch)
-    if request.param.startswith("triton"):
-        small_tiles(monkeypatch, splits=3 if "split" in request.param else 1)
-    return request.param.split(",")[0]
+    return on_path(request.param, monkeypatch)
 
 
 def drawn(steps, shape=(7,), seed=0):
@@ -106,6 +96,27 @@ def test_parity_from_hidden_states(steps, dtype, weighted, path):
         return leaves, torch.randn(() if weighted else (7,), device=DEVICE)
 
     assert_parity(ours, plain, draw)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", [*SPREAD, *LAYOUTS])
+def test_rows_far_apart_and_anywhere_in_memory(kind, path):
+    """Of logits of 37 columns, the kinds of rows that every row op goes through."""
+    steps = {"softcap": 2.5, "scale": 1.9, "skip_id": 0}
+    x = laid_out(kind) if kind in LAYOUTS else SPREAD[kind](4 * torch.randn(6, 37))
+    x = x.to(DEVICE)
+    targets = torch.randint(0, x.shape[-1], x.shape[:-1], device=DEVICE).clamp(min=min(1, x.shape[-1] - 1))
+    if kind == "one column":
+        steps.pop("skip_id")
+    upstream = torch.randn(targets.shape, device=DEVICE)
+    leaf = x.detach().requires_grad_()
+    nll = token_nll(leaf, targets, backend=path, **steps).nll
+    (grad,) = torch.autograd.grad(nll, leaf, upstream)
+    oracle = value_and_grads(
+        lambda x: reference.token_nll(reference.transformed(x, **steps), targets), [x.double()], upstream.double()
+    )
+    torch.testing.assert_close(nll.detach(), oracle[0].float())
+    torch.testing.assert_close(grad, oracle[1].float())
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -276,25 +287,24 @@ def test_a_scale_of_one_is_none_at_all():
     assert _checks.checked_transform(V, 3, 1.0, 0) == Transform(3.0, None, 0)
 
 
-def losses(**steps):
-    """Every loss with a transform, as (what it is called, its value)."""
-    x, h, w = torch.randn(2, 6, V), torch.randn(2, 6, D), torch.randn(V, D)
-    y, on, p = torch.randint(20, V, (2, 6)), torch.ones(2, 6, dtype=torch.bool), torch.rand(2, 6) * 0.9 + 0.1
-    for loss in (MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss):
-        yield lambda loss=loss: loss(**steps)(x, y, on, p, on)
-        yield lambda loss=loss: loss(**steps).forward_fused(h, w, y, on, p, on)
-    yield lambda: DFlashDecayLoss(**steps)(x, y, on)
-    yield lambda: DFlashDecayLoss(**steps).forward_fused(h, w, y, on)
-    yield lambda: encoder_ar_loss(x, y, **steps)
-    yield lambda: encoder_ar_loss_fused(h, w, y, **steps)
+def everything(**steps):
+    """A call of every op and loss in either form, and of what takes a transform beside them."""
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 6, V), torch.randint(20, V, (2, 6))
+    for case in PLAIN:
+        takes = inspect.signature(case.functions[0]).parameters
+        if isinstance(case.loss, type) and not steps.keys() <= takes.keys():
+            continue  # a loss that skips a column of its own
+        inputs = case.draw(2, 6, V)
+        inputs[case.targets] = torch.randint(20, V, inputs[case.targets].shape)
+        yield lambda case=case, i=inputs: case.logits_form(torch.randn(2, 6 * case.width, V), i, **steps)
+        yield lambda case=case, i=inputs: case.hidden_form(
+            torch.randn(2, 6 * case.width, D), torch.randn(V, D), None, i, **steps
+        )
     yield lambda: compute_per_token_nll(x, y, **steps)
-    yield lambda: token_nll(x, y, **steps)
-    yield lambda: weighted_nll(x, y, p, **steps)
-    yield lambda: linear_token_nll(h, w, y, **steps)
-    yield lambda: weighted_linear_nll(h, w, y, p, **steps)
     yield lambda: MaskedCrossEntropy(**steps)(x, y)
     if "softcap" not in steps:
-        yield lambda: FusedLinearCrossEntropy(**steps)(h, y, w)
+        yield lambda: FusedLinearCrossEntropy(**steps)(torch.randn(2, 6, D), y, torch.randn(V, D))
 
 
 BAD = [
@@ -316,7 +326,7 @@ BAD = [
 
 @pytest.mark.parametrize(("steps", "error", "message"), BAD)
 def test_bad_transforms_are_refused_by_every_loss(steps, error, message):
-    for call in losses(**steps):
+    for call in everything(**steps):
         with pytest.raises(error, match=message):
             call()
 
@@ -324,5 +334,5 @@ def test_bad_transforms_are_refused_by_every_loss(steps, error, message):
 def test_numbers_of_any_kind_are_taken():
     import numpy as np
 
-    for call in losses(scale=np.float32(0.5), skip_id=np.int64(3)):
+    for call in everything(scale=np.float32(0.5), skip_id=np.int64(3)):
         call()
