@@ -15,14 +15,14 @@ ARGS ?=
 
 .PHONY: help test test-exhaustive test-variation demo lint types bench-smoke mutants ci clean
 help:
-	@echo "make test            install into $(VENV) and run the test suite"
+	@echo "make test            before each commit, in minutes: install into $(VENV), the tests, of large products of cases a part"
+	@echo "make ci              everything: all that is below but the demo and the mutants"
 	@echo "make test-exhaustive  what that leaves out of large products of cases, and every kernel compiled for every GPU"
 	@echo "make demo            train a small diffusion LM on real text, reference loss beside ours  (ARGS='--mode block')"
 	@echo "make test-variation  the tests of numbers as an older processor would run them"
 	@echo "make lint types      ruff; mypy --strict"
 	@echo "make bench-smoke     every benchmark at toy size"
 	@echo "make mutants         break the package in 220 places, one at a time, and list what no test noticed (ARGS='--only collate.py')"
-	@echo "make ci              all of the above but the demo and the mutants"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
