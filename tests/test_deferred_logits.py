@@ -48,6 +48,11 @@ USES = {
     "itself": lambda z: z * z + z,
     "a negative": operator.neg,
     "a comparison": lambda z: torch.where(z > 0, z, 0.0),
+    "an absolute value": abs,
+    "a remainder": lambda z: z % 0.7,
+    "a positive": lambda z: (+z) * z,
+    "equality": lambda z: torch.where(z == z.max().item(), z, 0.0) + torch.where(z != z.min().item(), z, 0.0),
+    "a cast to integers": lambda z: z.to(torch.int32) * z,
     "iteration": lambda z: torch.stack([*z, z[len(z) - 1]]),
     "out of place, in place": lambda z: z.clone().mul_(2),
     "half of a cap": lambda z: torch.tanh(z / 2.0),
@@ -71,6 +76,46 @@ def test_whatever_is_done_with_them_is_done_with_the_logits(use):
         torch.testing.assert_close(out, expected)
         got, want = (torch.autograd.grad(x.sum(), hidden)[0] for x in (out, expected))
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_a_cast_that_changes_the_numbers_is_made(dtype):
+    out, _, logits = deferred(lambda z: z.to(dtype))
+    assert torch.is_tensor(out)
+    assert out.dtype == dtype
+    assert torch.equal(out.to(torch.complex64), logits.to(torch.complex64))
+
+
+@pytest.mark.parametrize("use", [lambda z: z // 0.7, lambda z: 2 // z, lambda z: 2 % z, lambda z: 0.7 // z % z])
+def test_what_has_no_gradient(use):
+    out, _, logits = deferred()
+    torch.testing.assert_close(use(out), use(logits))
+
+
+IN_PLACE = [
+    operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod, operator.ipow
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", IN_PLACE, ids=lambda change: change.__name__)
+def test_what_is_changed_in_place_is_changed_for_all(change):
+    out, _, logits = deferred()
+    changed = change(out, 2)
+    assert not out.usable
+    assert changed is out.made()
+    torch.testing.assert_close(changed, change(logits, 2))
+    assert torch.equal(out.float(), changed)
+
+
+def test_they_are_true_as_a_tensor_is():
+    out, _, _ = deferred()
+    for question in (bool, float, int):
+        with pytest.raises((RuntimeError, ValueError), match=r"ambiguous|converted to"), torch.no_grad():
+            question(out)
+    out, _, logits = deferred()
+    assert logits.max().item() in out
+    assert 1e9 not in out
+    assert {out: 1}[out] == 1  # they hash by what they are, as tensors do
 
 
 CAP = 2.5

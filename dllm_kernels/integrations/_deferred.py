@@ -1,8 +1,9 @@
 """Logits that an LM head has not made yet: a loss that knows them takes the hidden states, anybody else gets the logits.
 
 Between a model's head and a framework's loss stands code of neither: the model casts or caps its logits and puts them into
-an output, the framework takes them out again. So the head returns a stand-in, which remembers the hidden states. A cast and
-a soft cap ``c tanh(z / c)`` it remembers too; whatever else is done with it makes the logits first, by the head itself.
+an output, the framework takes them out again. So the head returns a stand-in, which remembers the hidden states. A cast to
+another floating dtype and a soft cap ``c tanh(z / c)`` it remembers too; whatever else is done with it makes the logits
+first, by the head itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from dllm_kernels.mtp.head import head_module
+from dllm_kernels.ops._checks import FLOAT_DTYPES
 from dllm_kernels.ops._head import check_plain_head
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -98,9 +100,9 @@ class DeferredLogits:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits | torch.Tensor:
-        """The logits in another dtype, still deferred: a loss computes in float32 anyway."""
+        """The logits in another floating dtype, still deferred: a loss computes in float32 anyway."""
         dtype = kwargs.get("dtype", args[0] if len(args) == 1 else None)
-        if self._made is not None or not isinstance(dtype, torch.dtype) or len(args) + len(kwargs) != 1:
+        if self._made is not None or dtype not in FLOAT_DTYPES or len(args) + len(kwargs) != 1:
             return self.made().to(*args, **kwargs)
         return self._after(lambda z: z.to(dtype), self.cap, dtype)
 
@@ -150,12 +152,17 @@ def _of_the_logits(name: str) -> Callable[..., Any]:
     return method
 
 
-for _name in ("add", "sub", "matmul", "pow", "neg", "lt", "le", "gt", "ge", "getitem", "setitem"):
+_BINARY = ("add", "sub", "matmul", "pow", "mod", "floordiv")
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")  # seen by whoever else holds them
+_COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
+for _name in (*_BINARY, *_IN_PLACE, *_COMPARED, "neg", "pos", "abs", "getitem", "setitem", "contains"):
     setattr(DeferredLogits, f"__{_name}__", _of_the_logits(_name))
-for _name in ("add", "sub", "truediv", "matmul", "pow"):
+for _name in (*_BINARY, "truediv"):
     setattr(
         DeferredLogits, f"__r{_name}__", lambda self, other, name=_name: getattr(operator, name)(other, self.made())
     )
+for _type in (bool, int, float):
+    setattr(DeferredLogits, f"__{_type.__name__}__", lambda self, of=_type: of(self.made()))
 DeferredLogits.__len__ = lambda self: len(self.made())  # type: ignore[attr-defined]
 DeferredLogits.__iter__ = lambda self: iter(self.made())  # type: ignore[attr-defined]
 
