@@ -43,24 +43,19 @@ def layer(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", everything(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_triton_only_in_kernels(path):
-    if layer(path) != "kernels":
-        assert not [m for m, _ in imports(path) if within(m, "triton")]
-
-
-@pytest.mark.parametrize("path", everything(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_torch_distributed_only_in_distributed(path):
-    if layer(path) not in {"distributed", "integrations"}:
-        assert not [m for m, _ in imports(path) if within(m, "torch.distributed")]
-
-
-@pytest.mark.parametrize("path", everything(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_frameworks_only_in_integrations(path):
-    if layer(path) != "integrations":
-        assert not [
-            m for m, _ in imports(path) if within(m, "nemo_automodel", "transformers", "dllm_kernels.integrations")
-        ]
+@pytest.mark.parametrize(
+    ("packages", "layers"),
+    [
+        (("triton",), {"kernels"}),
+        (("torch.distributed",), {"distributed", "integrations"}),
+        (("nemo_automodel", "transformers", "dllm_kernels.integrations"), {"integrations"}),
+    ],
+    ids=["triton", "torch.distributed", "frameworks"],
+)
+def test_who_imports_what_is_outside(packages, layers):
+    found = {(layer(path), str(path), m) for path in everything() for m, _ in imports(path) if within(m, *packages)}
+    assert found, f"nobody imports {packages}: there would be nothing to check"
+    assert not [(path, m) for name, path, m in found if name not in layers]
 
 
 def home(module):
