@@ -24,7 +24,11 @@ V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
 # (world size, name) of what ``make test`` leaves to ``make test-exhaustive``: of the longest, those beside one like them,
 # and what ``check`` adds.
-EXHAUSTIVE = {(2, "special_row_statistics[-inf in one shard]"), (4, "a_skipped_column_is_one_of_the_whole_row")}
+EXHAUSTIVE = {
+    (2, "special_row_statistics[-inf in one shard]"),
+    (2, "inside_a_compiled_step[logits]"),
+    (4, "a_skipped_column_is_one_of_the_whole_row"),
+}
 # Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
 EVERY_TIME = {
     2: (

@@ -689,8 +689,8 @@ def layouts_that_cannot_be_served_in_two_dimensions():
     raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
 
 
-@check(2)
-def inside_a_compiled_step():
+@check(2, form=("logits", "hidden states"))
+def inside_a_compiled_step(form):
     """The call is left out of the graph; where a whole graph is asked for, the error says why."""
     mesh, y = mesh_of("tp"), torch.randint(0, V, (B, L))
     x, h, w = torch.randn(B, L, V).double(), torch.randn(B, L, D).double(), torch.randn(V, D).double()
@@ -701,17 +701,17 @@ def inside_a_compiled_step():
     def from_hidden(t, head):
         return ops.weighted_linear_nll(t.tanh(), head, y, torch.ones(B, L)).loss.square()
 
-    for step, whole, sharded in (
-        (from_logits, (x,), (shard(x, mesh, Shard(2)),)),
-        (from_hidden, (h, w), (h, shard(w, mesh, Shard(0)))),
-    ):
-        results = []
-        for function, given in ((step, whole), (torch.compile(step, backend="aot_eager"), sharded)):
-            leaves = [t.detach().clone().requires_grad_() for t in given]
-            value = function(*leaves)
-            value.backward()
-            results.append((value.detach(), *(leaf.grad for leaf in leaves)))
-        for expected, got in zip(*results, strict=True):
-            close(got, expected)
-        with pytest.raises(torch._dynamo.exc.Unsupported, match="losses on DTensors run outside the graph"):
-            torch.compile(step, backend="aot_eager", fullgraph=True)(*sharded)
+    step, whole, sharded = {
+        "logits": (from_logits, (x,), (shard(x, mesh, Shard(2)),)),
+        "hidden states": (from_hidden, (h, w), (h, shard(w, mesh, Shard(0)))),
+    }[form]
+    results = []
+    for function, given in ((step, whole), (torch.compile(step, backend="aot_eager"), sharded)):
+        leaves = [t.detach().clone().requires_grad_() for t in given]
+        value = function(*leaves)
+        value.backward()
+        results.append((value.detach(), *(leaf.grad for leaf in leaves)))
+    for expected, got in zip(*results, strict=True):
+        close(got, expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="losses on DTensors run outside the graph"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(*sharded)

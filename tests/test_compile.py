@@ -31,7 +31,7 @@ from dllm_kernels.ops._plan import Job, Needs, Plan
 from dllm_kernels.ops._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, every_time
 
 V, D = 19, 8
 # Dynamo's own copies of a function's guards pile up over the cases otherwise.
@@ -89,12 +89,10 @@ def test_every_loss_is_one_graph_forward_and_backward(case, form):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [
-        ("hybrid", "logits"),
-        ("dflash", "hidden"),
-        pytest.param("token_nll", "logits", marks=pytest.mark.exhaustive),
-        pytest.param("token_nll", "hidden", marks=pytest.mark.exhaustive),
-    ],
+    every_time(
+        [("hybrid", "logits"), ("dflash", "hidden")],
+        [("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "logits"), ("token_nll", "hidden")],
+    ),
 )
 def test_through_inductor(name, form):
     case = BY_NAME[name]
@@ -196,9 +194,6 @@ def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
     assert_few_graphs_of(case, form, 7, count)
 
 
-EVERY_TIME = ("block diffusion", "token_nll, softcap scale skip_id")
-
-
 def counted_elsewhere(case):
     """The test above holds all of it: the same loss, whose denominator nobody counts in what he is given."""
     return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
@@ -207,15 +202,13 @@ def counted_elsewhere(case):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(c, id=c.name, marks=[] if c.name in EVERY_TIME else pytest.mark.exhaustive)
-        for c in FEWER
-        if not counted_elsewhere(c)
-    ],
+    "name",
+    every_time(
+        ["block diffusion", "token_nll, softcap scale skip_id"], [c.name for c in FEWER if not counted_elsewhere(c)]
+    ),
 )
-def test_lengths_that_change_from_step_to_step(case, form):
-    assert_few_graphs_of(case, form, 7)
+def test_lengths_that_change_from_step_to_step(name, form):
+    assert_few_graphs_of(BY_NAME[name], form, 7)
 
 
 @pytest.mark.covering(1)
@@ -458,7 +451,7 @@ def made_inside(base):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "way",
-    ["pipeline", "mtp", *(pytest.param(way, marks=pytest.mark.exhaustive) for way in ("direct", "per depth", "stage"))],
+    every_time(["pipeline", "mtp"], ["pipeline", "mtp", "direct", "per depth", "stage"]),
 )
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):

@@ -9,6 +9,7 @@ import torch
 from benchmarks import train, train_data, train_plot, train_sampler
 from benchmarks.train_model import LanguageModel, Size
 from benchmarks.train_tasks import TASKS
+from tests.conftest import every_time
 from tests.parity import assert_as_good_as_plain
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -24,10 +25,6 @@ def sums_of(options):
     return options.vocab, options.width, options.batch * options.length
 
 
-def modes(*every_time):
-    return [m if m in every_time else pytest.param(m, marks=pytest.mark.exhaustive) for m in TASKS]
-
-
 def run(mode, out, cache, *more):
     argv = ["--mode", mode, "--tiny", "--steps", "30", "--device", "cpu", "--out", str(out), "--cache", str(cache)]
     status = train.main([*argv, *more])
@@ -36,7 +33,7 @@ def run(mode, out, cache, *more):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("corruption", ["ours", "reference"])
-@pytest.mark.parametrize("mode", modes("mdlm", "scdd", "dflash", "mtp"))
+@pytest.mark.parametrize("mode", every_time(["mdlm", "scdd", "dflash", "mtp"], TASKS))
 def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, capsys):
     if corruption == "reference" and mode in ("dflash", "mtp"):
         pytest.skip("nothing is corrupted in this mode")
@@ -259,7 +256,7 @@ def test_a_text_shorter_than_the_windows_is_refused(tmp_path, cache, capsys):
     assert "argument --corpus-bytes: must give texts longer than --length 32 tokens, got " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", modes("block", "hybrid", "idlm"))
+@pytest.mark.parametrize("mode", every_time(["block", "hybrid", "idlm"], TASKS))
 def test_the_smallest_that_is_accepted_runs(mode, tmp_path, cache):
     last = mode in ("idlm", "dflash", "mtp")
     least = {"steps": 1, "batch": 1, "length": 3, "width": 2, "layers": 1, "heads": 1, "vocab": 258, "evals": 1}

@@ -34,7 +34,8 @@ def backward_of_a_multiple(_):
     (3 * ops.weighted_linear_nll(h, w, torch.arange(N), torch.rand(N), backend="triton").loss).backward()
 
 
-CALLS = RUNS | {
+# One dtype serves: what is replaced does not know of them.
+CALLS = {name: run for name, run in RUNS.items() if not name.endswith(("float16", "float64"))} | {
     "corrupt_blockwise, keys in memory": RUNS["corrupt_blockwise"],
     "gumbel_topk, keys in memory": RUNS["gumbel_topk"],
     "weighted_linear_nll, times 3": backward_of_a_multiple,

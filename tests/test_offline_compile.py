@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import every_time
+
 triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent
@@ -60,11 +62,7 @@ exhaustive = pytest.mark.exhaustive
 
 @pytest.mark.parametrize(
     ("run", "target"),
-    [
-        pytest.param(run, target, marks=() if run == "rows" else exhaustive)
-        for run, targets in COMPILED.items()
-        for target in targets
-    ],
+    every_time([("rows", "sm_90")], [(run, target) for run, targets in COMPILED.items() for target in targets]),
 )
 def test_nothing_spills(run, target, reports):
     assert spills([r for r in reports(run) if r["target"] == target]) == []

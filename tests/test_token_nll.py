@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels.ops import _plan, _torch_blocks, token_nll, weighted_nll
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, every_time
 from tests.parity import (
     assert_as_good_as_plain,
     assert_parity,
@@ -329,9 +329,7 @@ def test_the_one_hot_is_subtracted_before_rounding(path):
     )
 
 
-@pytest.mark.parametrize(
-    "path", [*PATHS[:-1], pytest.param(PATHS[-1], marks=pytest.mark.exhaustive)], indirect=True
-)  # which takes as long as all the others
+@pytest.mark.parametrize("path", every_time(PATHS[:-1], PATHS), indirect=True)  # which takes as long as all the others
 def test_gradcheck(path):
     logits, targets = inputs((3,), 17, torch.float64)
     active = torch.tensor([1, 1, 0], device=DEVICE)
