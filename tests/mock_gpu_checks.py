@@ -6,6 +6,7 @@ In a process of their own, where Triton compiles instead of interpreting; ``test
 import functools
 import json
 import math
+import re
 import sys
 import time
 import traceback
@@ -103,7 +104,71 @@ def alignment_is_seen(gpu):
         launches.token_nll((8, 512, V), torch.bfloat16)
     launches.token_nll((8, 512, 126464), torch.bfloat16, view=lambda t: t[..., 1:])
     forward = [s.types for s in gpu.specimens if s.kernel == "token_nll_fwd_split"]
-    assert [types["logits_ptr"] for types in forward] == ["*bf16 D", "*bf16"]  # rows are aligned by the kernel itself
+    aligned = [s.constants["ALIGNED"] for s in gpu.specimens if s.kernel == "token_nll_fwd_split"]
+    assert [types["logits_ptr"] for types in forward] == ["*bf16 D", "*bf16 D", "*bf16"]
+    assert aligned == [True, False, False]
+
+
+@check
+@on_each("sm_90")
+def a_row_is_split_alike_whatever_the_number_of_rows(gpu):
+    found = set()
+    for rows in (1, 100, 8192):
+        launches.token_nll((1, rows, 126464), torch.bfloat16)
+        launches.row_stats((rows, 126464), torch.bfloat16, mix=True)
+        shares = {(e.specimen.kernel, e.arguments.get("SPLITS"), e.arguments.get("TILES")) for e in gpu.launches}
+        found.add((frozenset(shares), frozenset((e.specimen.kernel, e.grid[0] / rows) for e in gpu.launches)))
+        gpu.launches.clear()
+    assert len(found) == 1
+
+
+def rows_in_place(columns, dtype, **options):
+    """All kernels over rows of logits that may write where they have read."""
+    launches.token_nll((2, 16, columns), dtype, **options)
+    for one_pass in (False, True):
+        launches.from_hidden((2, 16, columns), dtype, D=16, frozen=True, one_pass=one_pass, **options)
+    launches.row_stats((2, 16, columns), dtype, entropy=True, mix=True, **options)
+
+
+@check
+@on_each("sm_90", "gfx942")
+def no_program_has_more_threads_than_a_tile_columns(gpu):
+    """A thread without a column of its own reads another's, which a kernel that works in place may have written over."""
+    for columns in (1, 33, 64, 97, 130, 300, 1025, 5000, 50257):
+        for dtype in launches.DTYPES:
+            rows_in_place(columns, dtype)
+            rows_in_place(columns, dtype, softcap=30.0, skip_id=0)
+    seen = {launch.specimen for launch in gpu.launches if "BLOCK_V" in launch.specimen.constants}
+    threads = {s: s.options["num_warps"] * gpu.limits.warp_size for s in seen}
+    assert {s.kernel for s in seen} >= set(IN_PLACE)
+    assert [(s.kernel, s.constants["BLOCK_V"]) for s in seen if s.constants["BLOCK_V"] < threads[s]] == []
+
+
+IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "linear_nll_rows_once", "row_stats_bwd")
+
+
+@check
+def in_place_kernels_have_read_what_they_write_over():
+    """The ragged columns are fewer than threads: a barrier lies between their load and the next store into the row.
+
+    And whoever loads a column of a tile stores it.
+    """
+    with MockGPU("sm_90") as gpu, torch.device("cuda"):
+        rows_in_place(50257, torch.bfloat16)
+    kernels = {s.kernel: s for s in gpu.specimens}
+    for kernel in IN_PLACE:
+        code = kernels[kernel].compile().asm["ttgir"]
+        waiting, ragged, layouts = False, 0, set()
+        for line in code.splitlines():
+            of_row = re.search(r"tt\.(load|store) .*tensor<(\d+)x!tt\.ptr<bf16>, (#\w+)>", line)
+            if of_row and int(of_row[2]) > 16:
+                layouts.add(of_row[3])
+            elif of_row and of_row[1] == "load":
+                waiting, ragged = True, ragged + 1
+            waiting &= "barrier" not in line
+            assert not (waiting and of_row and of_row[1] == "store"), (kernel, line)
+        assert ragged, kernel
+        assert len(layouts) == 1, (kernel, layouts)
 
 
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}

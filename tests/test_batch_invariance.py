@@ -131,3 +131,15 @@ def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
     if blocks == "one row":
         small_blocks(monkeypatch, threads=2)
     assert differing(op, *drawn(V, dtype), {"backend": "torch", **steps}) == []
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("V", [1227, 1232, 5])
+@pytest.mark.parametrize("op", OPS)
+def test_kernels(op, V, dtype, steps, monkeypatch):
+    tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
+    monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
+    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
+    assert differing(op, *drawn(V, dtype), {"backend": "triton", **steps}) == []

@@ -166,7 +166,7 @@ def test_every_kernel_over_rows_has_a_roofline(target, reports):
 
 @counted_targets
 def test_few_issue_slots_of_row_statistics(target, reports):
-    """Log-probabilities and entropy; the logarithms of a mixture cost what they cost."""
+    """Log-probabilities and entropy."""
     most = {"row_stats_parts": 11, "row_stats_bwd": 13}
     found = {function: [] for function in most}
     for r in reports(f"counted, {target}"):
@@ -174,6 +174,14 @@ def test_few_issue_slots_of_row_statistics(target, reports):
             found[r["function"]] += [p["slots"] for p in r["passes"]]
     assert all(found.values())
     assert {function: max(slots) for function, slots in found.items() if max(slots) > most[function]} == {}
+
+
+@counted_targets
+def test_few_issue_slots_of_a_mixture(target, reports):
+    """One logarithm for four terms, in the first of its loops; the second is for terms too small or too large for it."""
+    found = [r for r in reports(f"counted, {target}") if r["function"] == "row_stats_mix"]
+    assert {len(r["passes"]) for r in found} == {2}
+    assert [(r["kernel"], r["passes"][0]["slots"]) for r in found if r["passes"][0]["slots"] > 30] == []
 
 
 @counted_targets

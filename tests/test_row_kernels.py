@@ -27,7 +27,7 @@ VOCABULARIES = (2 * TILE, 2 * TILE + 203, TILE - 5, 3)
 @pytest.fixture(autouse=True)
 def _several_accesses_a_thread(monkeypatch):
     poison_empty(monkeypatch)
-    monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(TILE, 1))
+    monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(TILE, 1))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(TILE, 1, 2))
     for rule in ("linear_nll_rows", "linear_nll_rows_once"):
         monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(TILE, 1))
@@ -141,7 +141,7 @@ DTYPES = {
 @pytest.mark.parametrize(("path", "dtype"), [(p, dtype) for p in PATHS for dtype in DTYPES[p]], ids=str)
 def test_every_kind_of_row(path, V, dtype, monkeypatch):
     if path == "split rows":
-        monkeypatch.setattr(tiles, "token_nll_fwd", lambda N, V, itemsize: tiles.Tile(TILE, 1, 3))
+        monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(TILE, 1, 3))
     names, logits, targets = rows(V, dtype)
     scale = torch.rand(len(names), device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) + 0.5
     exact, plain, matches = exact_and_plain(logits, targets, scale)

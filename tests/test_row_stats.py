@@ -206,6 +206,26 @@ def test_a_or_b_is_zero(path):
     )
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_terms_of_a_mixture_of_every_size(dtype, path):
+    """One logarithm may serve several terms, but only where their product is neither too small nor too large."""
+    pairs = [(a, b) for a in (1e-30, 0.9e-9, 1.1e-9, 1e-6, 3.0, 0.9e9, 1e11, 1e30) for b in (0.0, 1e-3, 1.0, 1e9)]
+    pairs += [(1e-6, 1e20), (3.0, 1e20)]
+    a, b = (
+        torch.tensor(pairs, dtype=torch.float64).t().contiguous().to(DEVICE, torch.promote_types(dtype, torch.float32))
+    )
+    torch.manual_seed(7)
+    logits = (20 * torch.randn(len(pairs), 150, device=DEVICE)).clamp(-80, 80).to(dtype)
+    logits[:, 3], logits[:, 4] = -INF, logits[:, 5]
+    ids = torch.zeros(len(pairs), dtype=torch.long, device=DEVICE)
+    F = row_stats(logits, ids, mix=(a, b), backend=path).mix
+    wanted = reference.row_stats(logits.double(), ids, (a.double(), b.double())).mix
+    plain = reference.row_stats(logits.to(F.dtype), ids, (a, b)).mix
+    for i, pair in enumerate(pairs):
+        error = largest_error([plain[i : i + 1]], [wanted[i : i + 1]])
+        assert_as_good_as_plain([F[i : i + 1]], [wanted[i : i + 1]], error, f"a, b = {pair}", sizes={150})
+
+
 def test_impossible_columns_and_bad_rows(path):
     """-inf is a probability of 0; NaN, +inf and a row of -inf keep to their rows; inactive rows are not read."""
     torch.manual_seed(0)

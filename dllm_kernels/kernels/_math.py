@@ -82,6 +82,48 @@ def ragged_columns(start, end, first, wide, WIDE: tl.constexpr):
 
 
 @triton.jit
+def aligned_columns(row, start, end, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+    """As ``wide_columns``, but of a row that is ALIGNED or not: one that is not begins at its own first column."""
+    if ALIGNED is None or ALIGNED:
+        return wide_columns(row, start, end, WIDE)
+    else:
+        return row + start, start, (end - start) // WIDE * WIDE
+
+
+@triton.jit
+def _one_by_one(ptr, i, limit, STEP: tl.constexpr, COUNT: tl.constexpr, OTHER: tl.constexpr, EVICT: tl.constexpr):
+    """COUNT columns from each of i [n] below the limit on, STEP apart: [n, 2, 2, ...]."""
+    if COUNT > 1:
+        even = _one_by_one(ptr, i, limit, 2 * STEP, COUNT // 2, OTHER, EVICT)
+        odd = _one_by_one(ptr + STEP, i, limit, 2 * STEP, COUNT // 2, OTHER, EVICT)
+        return tl.join(even, odd)
+    elif limit is None:
+        return tl.load(ptr + i, eviction_policy=EVICT)
+    else:
+        return tl.load(ptr + i, mask=i < limit, other=OTHER, eviction_policy=EVICT)
+
+
+@triton.jit
+def load_columns(
+    ptr, limit, BLOCK_V: tl.constexpr, ALIGNED: tl.constexpr, OTHER: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Columns [BLOCK_V] below the limit, a multiple of WIDE, or all of them where it is None; OTHER in the place of the rest.
+
+    Where the row is not ALIGNED a thread loads the same columns one by one, so that it adds them up in the same order.
+    """
+    if ALIGNED is None or ALIGNED:
+        i = tl.arange(0, BLOCK_V)
+        if limit is None:
+            return tl.load(ptr + i, eviction_policy=EVICT)
+        else:
+            return tl.load(ptr + i, mask=i < limit, other=OTHER, eviction_policy=EVICT)
+    else:
+        WIDE: tl.constexpr = 128 // ptr.dtype.element_ty.primitive_bitwidth
+        i = tl.arange(0, BLOCK_V // WIDE) * WIDE
+        return tl.reshape(_one_by_one(ptr, i, limit, 1, WIDE, OTHER, EVICT), [BLOCK_V])
+
+
+@triton.jit
 def finite(m):
     """At least the most negative finite number; a maximum of nothing, or of -inf, can then be subtracted."""
     return tl.maximum(m, LOWEST_F64 if tl.float64 == m.dtype else LOWEST_F32)
@@ -121,17 +163,21 @@ def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.co
 @triton.jit
 def column_stats(
     logits_ptr, row, start, end, y, target_logit, transform,
-    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, EVICT: tl.constexpr,
+    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr,
+    EVICT: tl.constexpr,
 ):  # fmt: skip
     """Maximum M, sum of exp(x - M), and whether a column of [start, end) beats the target, reading each column once.
 
     All of them of the transformed logits x.
 
+    Rows begin at multiples of WIDE where they are ALIGNED. Where not all do, either one by one (False), so that a sum has the
+    order that it has in an aligned row, or anywhere (None), as fast and in an order of its own.
+
     A column beats the target when it is larger, or equal with a lower index: the target is the argmax when none does.
     """
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
-    at, first, wide = wide_columns(row, start, end, WIDE)
+    at, first, wide = aligned_columns(row, start, end, WIDE, ALIGNED)
     tile_ptr = logits_ptr + at
     lanes = tl.arange(0, BLOCK_V)
     y = y.to(tl.int32)  # one that this wraps has the logit NaN, which equals nothing
@@ -140,14 +186,14 @@ def column_stats(
     before = lane_max
     whole = wide // BLOCK_V * BLOCK_V
     for tile in range(0, whole, BLOCK_V):
-        x = tl.load(tile_ptr + tile + lanes, eviction_policy=EVICT)
+        x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         x = transformed(x, lanes, transform, ACC, first + tile)
         lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
     if whole < wide:
         rest = lanes < wide - whole
-        x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy=EVICT)
+        x = load_columns(tile_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         x = masked_tile(x, lanes, rest, transform, ACC, first + whole)
         lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
         if WITH_CORRECT:
@@ -169,7 +215,9 @@ def column_stats(
 
 
 @triton.jit
-def store_grad(x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, first, ACC: tl.constexpr):
+def store_grad(
+    x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, first, ACC: tl.constexpr, EVICT: tl.constexpr
+):
     """Write scale * (softmax - onehot) * slope for the columns i; the one-hot, at ``hot``, is subtracted before the rounding.
 
     ``first`` as in ``transformed``.
@@ -181,13 +229,14 @@ def store_grad(x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, fir
         grad = through((scale * number(gain, ACC)) * grad, x, i, (None, None, skip), ACC, first)
     else:
         grad = through(scale * grad, x, i, transform, ACC, first)
-    tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy=EVICT)
 
 
 @triton.jit
 def grad_tiles(
-    in_ptr, out_ptr, column, wide, hot, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr
-):
+    in_ptr, out_ptr, column, wide, hot, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    EVICT: tl.constexpr,
+):  # fmt: skip
     """The gradient of ``wide`` columns from the last tile to the first, each loaded while the one before it is worked on.
 
     The pointers are at the ``column`` of the row, from which ``hot`` is counted. What was read last is read first: it is
@@ -200,7 +249,9 @@ def grad_tiles(
         ahead = tile - BLOCK_V
         x_ahead = tl.load(in_ptr + ahead + i, mask=i >= -ahead, eviction_policy="evict_first")
         first = column + tile
-        store_grad(x, out_ptr + tile, i, i < wide - tile, hot - tile, scale, row_max, log_sum, transform, first, ACC)
+        store_grad(
+            x, out_ptr + tile, i, i < wide - tile, hot - tile, scale, row_max, log_sum, transform, first, ACC, EVICT
+        )
         x = x_ahead
         tile = ahead
 

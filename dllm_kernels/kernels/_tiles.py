@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# Enough programs to fill the largest current GPUs (132 multiprocessors) several times over.
-TARGET_PROGRAMS = 1024
-
 
 class Tile(NamedTuple):
     """Columns a program takes at a time, its warps, and how many programs share a row."""
@@ -25,29 +22,30 @@ def _next_power_of_2(n: int) -> int:
 
 
 def _bytes_to_block(itemsize: int, nbytes: int, V: int) -> int:
-    return max(16, min(nbytes // itemsize, _next_power_of_2(V)))
+    return max(64, min(nbytes // itemsize, _next_power_of_2(V)))
 
 
 def _warps(block: int, itemsize: int) -> int:
     """Warps of 32 threads with four 16-byte accesses each to a tile, or fewer."""
-    return max(1, min(block * itemsize // 2048, 32))
+    return at_most_a_thread_a_column(max(1, min(block * itemsize // 2048, 32)), block)
 
 
-def token_nll_fwd(N: int, V: int, itemsize: int) -> Tile:
+def at_most_a_thread_a_column(num_warps: int, block_v: int) -> int:
+    """So many warps, or as many as a tile has columns for, one a thread, where a warp has 64 of them as on AMD.
+
+    The threads beyond would read columns of others, which in a kernel that works in place may already be written over.
+    """
+    return max(1, min(num_warps, block_v // 64))
+
+
+def token_nll_fwd(V: int, itemsize: int) -> Tile:
     """One pass over a row: 8 KiB of it a tile, 4 warps, so four 16-byte loads a thread are on their way at a time.
 
-    A row of eight tiles and more is always split over programs, of four tiles at least and sixteen at most: how many rows
-    are active, and so how many programs have anything to do, is not known here, and the same kernels serve any number.
+    A long row is split over programs of eight tiles, whatever the number of rows: a sum has its order, and a row its bits,
+    from where it is split. How many rows are active, and so how many programs have anything to do, is not known here anyway.
     """
     block = _bytes_to_block(itemsize, 8192, V)
-    most = most_splits(V, block)
-    least = min(most, max(2, -(-V // (16 * block))))
-    return Tile(block, _warps(block, itemsize), max(least, min(most, -(-TARGET_PROGRAMS // max(N, 1)))))
-
-
-def most_splits(V: int, block_v: int) -> int:
-    """Programs that a row may be split over, whatever the number of rows."""
-    return max(1, V // (4 * block_v))
+    return Tile(block, _warps(block, itemsize), -(-V // (8 * block)) or 1)
 
 
 def token_nll_bwd(V: int, itemsize: int) -> Tile:

@@ -6,8 +6,9 @@ again, while it is near, and stores
 
     logits[c, v] <- scale[c] * (exp(logits[c, v] - M - log S) - [v = y]).
 
-The second loop goes from the row's end to its start, where the first has just been, and nothing of the first is marked for
-eviction. Rows that are not active get zeros, so that the GEMMs need no mask.
+The second loop goes from the row's end to its start, where the first has just been. What the first reads the L2 is asked to
+keep, and what the second has written to let go of: finished lines would compete with rows that are to be read again. Rows
+that are not active get zeros, so that the GEMMs need no mask.
 
 Few rows leave multiprocessors idle, for as long as one row takes one of them, some 30 us: little beside the GEMMs, which
 read the whole head even for one row. So there is one kernel whatever the number of rows, and a CUDA graph that takes all
@@ -48,23 +49,25 @@ def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
 
 
 @triton.jit
-def _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
-    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    at, first, wide = wide_columns(row, 0, V, WIDE)
-    v, there = ragged_columns(0, V, first, wide, WIDE)
-    hot = column_of(y, V)
-    x = tl.load(logits_ptr + row + v, mask=there)
+def _grad_row(
+    x, v, there, at, first, wide, logits_ptr, row, hot, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """The gradient over a row, of which the ragged columns v have been read already."""
     tile_ptr = logits_ptr + at
-    grad_tiles(tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC)
-    store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC)
+    grad_tiles(
+        tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC, "evict_first"
+    )
+    store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first")
 
 
 @triton.jit(do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
 def _linear_nll_rows(
     logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
     stride_n, V, gain, rate, skip,
-    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, EVICT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
@@ -73,7 +76,7 @@ def _linear_nll_rows(
     if y != SKIP:
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ""
+            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, None, EVICT
         )
         _finish_row(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
@@ -81,11 +84,16 @@ def _linear_nll_rows(
         log_sum = tl.log(row_sum)
         weightless = scale == 0  # its gradient is 0 even where it holds NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
-        tl.debug_barrier()  # every lane has its target's logit before the first store replaces it
+        at, first, wide = wide_columns(row, 0, V, WIDE)
+        v, there = ragged_columns(0, V, first, wide, WIDE)
+        x = tl.load(logits_ptr + row + v, mask=there)
+        tl.debug_barrier()  # every thread has its target's logit and the ragged columns before the first store replaces them
         if weightless:
             _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
-            _grad_row(logits_ptr, row, V, y, scale, row_max, log_sum, transform, BLOCK_V, ACC)
+            _grad_row(
+                x, v, there, at, first, wide, logits_ptr, row, column_of(y, V), scale, row_max, log_sum, transform, BLOCK_V, ACC
+            )  # fmt: skip
     else:
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
         _zero_row(logits_ptr, row, V, BLOCK_V)
@@ -130,10 +138,11 @@ def row_nll_grad_(
         return stats
     nll, row_max, log_sum = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(3))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
-    tile = _tiles.linear_nll_rows(V, logits.element_size(), small=(transform[0], transform[2]) != (None, None))
+    bound_by_issue = (transform[0], transform[2]) != (None, None)
+    tile = _tiles.linear_nll_rows(V, logits.element_size(), small=bound_by_issue)
     _linear_nll_rows[(C,)](
         logits, targets, scale, nll, row_max, log_sum, correct, logits.stride(0), V, *arguments(transform),
-        WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc),
-        num_warps=tile.num_warps, **FUSED,
+        WITH_CORRECT=with_correct, EVICT="" if bound_by_issue else "evict_last", BLOCK_V=tile.block_v,
+        THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
     return nll, row_max, log_sum, correct

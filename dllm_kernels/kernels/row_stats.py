@@ -31,8 +31,10 @@ from dllm_kernels.kernels._math import (
     FUSED,
     LOG2E,
     SKIP,
+    aligned_columns,
     column_of,
     finite,
+    load_columns,
     load_target_logit,
     masked_tile,
     ragged_columns,
@@ -42,9 +44,10 @@ from dllm_kernels.kernels._math import (
     zero_columns,
 )
 from dllm_kernels.kernels._transform import arguments, through, transformed, with_column
-from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, _share
+from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, _share, aligned
 
 FARTHEST = tl.constexpr(-1e4)
+LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 Optional = torch.Tensor | None
 
 
@@ -76,11 +79,12 @@ def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, W
 def _column_sums(
     logits_ptr, row, start, end, y, target_logit, transform,
     BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """(M, S, T) of the columns [start, end), and whether one beats the target, as in ``_math.column_stats``."""
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
-    at, first, wide = wide_columns(row, start, end, WIDE)
+    at, first, wide = aligned_columns(row, start, end, WIDE, ALIGNED)
     tile_ptr = logits_ptr + at
     lanes = tl.arange(0, BLOCK_V)
     y = y.to(tl.int32)
@@ -90,14 +94,14 @@ def _column_sums(
     before = lane_max
     whole = wide // BLOCK_V * BLOCK_V
     for tile in range(0, whole, BLOCK_V):
-        x = tl.load(tile_ptr + tile + lanes, eviction_policy="evict_first")
+        x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), "evict_first")
         x = transformed(x, lanes, transform, ACC, first + tile)
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
     if whole < wide:
         rest = lanes < wide - whole
-        x = tl.load(tile_ptr + whole + lanes, mask=rest, other=-float("inf"), eviction_policy="evict_first")
+        x = load_columns(tile_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "evict_first")
         x = masked_tile(x, lanes, rest, transform, ACC, first + whole)
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT:
@@ -127,7 +131,8 @@ def _column_sums(
 def _row_stats_parts(
     logits_ptr, ids_ptr, mark_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, K, gain, rate, skip, TILES, SPLITS,
-    WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
+    THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
@@ -141,7 +146,19 @@ def _row_stats_parts(
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
         row_max, row_sum, moment, beaten = _column_sums(
-            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_ENTROPY
+            logits_ptr,
+            row,
+            start,
+            end,
+            y,
+            target_logit,
+            transform,
+            BLOCK_V,
+            THREADS,
+            ACC,
+            WITH_CORRECT,
+            WITH_ENTROPY,
+            ALIGNED,
         )
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
@@ -202,28 +219,68 @@ def _row_stats_merge(
 
 
 @triton.jit
+def _mix_weights(q, lane_weight, v, there, first, skip, WIDE: tl.constexpr):
+    """W of the lanes after the q of one more tile, of which neither the skipped column nor one that is not ``there`` counts."""
+    LANES: tl.constexpr = lane_weight.shape[0]
+    if skip is not None:
+        q = with_column(q, v, skip, 0.0, first)
+    if there is not None:
+        q = tl.where(there, q, 0.0)
+    return lane_weight + tl.sum(tl.sum(tl.reshape(q, [q.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
+
+
+@triton.jit
 def _with_mix(
     z, v, there, first, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """F and W of the lanes after the columns v of one more tile; F without V log(b / S) in a row that has no a.
 
-    ``first`` as in ``transformed``.
+    ``first`` as in ``transformed``; ``there``: which columns count, None: all but the skipped one.
     """
     gain, rate, skip = transform  # whatever the skipped column holds, it adds 0
     d = transformed(z, v, (gain, rate, None), ACC) - row_max
     e = tl.exp2(d * LOG2E)
     LANES: tl.constexpr = lane_mix.shape[0]
-    SHAPE: tl.constexpr = [z.shape[0] // (LANES * WIDE), LANES, WIDE]
-    terms = tl.where(there, tl.where(none, d, tl.log(a + ratio * e)), 0.0)
+    terms = tl.where(none, d, tl.log(a + ratio * e))
+    if there is not None:
+        terms = tl.where(there, terms, 0.0)
     if skip is not None:
         terms = with_column(terms, v, skip, 0.0, first)
-    lane_mix += tl.sum(tl.sum(tl.reshape(terms, SHAPE), 2), 0)
+    lane_mix += tl.sum(tl.sum(tl.reshape(terms, [z.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
     if WITH_WEIGHT:
-        q = tl.where(there, tl.where(none, 1.0, e / (e + beside)), 0.0)
-        if skip is not None:
-            q = with_column(q, v, skip, 0.0, first)
-        lane_weight += tl.sum(tl.sum(tl.reshape(q, SHAPE), 2), 0)
+        lane_weight = _mix_weights(tl.where(none, 1.0, e / (e + beside)), lane_weight, v, there, first, skip, WIDE)
+    return lane_mix, lane_weight
+
+
+@triton.jit
+def _products_of_four(x):
+    """Of the last dimension of x [n, LANES, WIDE]; of as many as it has where they are fewer."""
+    WIDE: tl.constexpr = x.shape[2]
+    even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], WIDE // 2, 2]))
+    x = even * odd
+    if WIDE >= 4:
+        even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], WIDE // 4, 2]))
+        x = even * odd
+    return x
+
+
+@triton.jit
+def _with_products(
+    z, v, first, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr, WIDE: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """As ``_with_mix`` for a tile without masks, of terms four of which float32 can multiply: one logarithm for the four."""
+    gain, rate, skip = transform
+    e = tl.exp2((transformed(z, v, (gain, rate, None), ACC) - row_max) * LOG2E)
+    LANES: tl.constexpr = lane_mix.shape[0]
+    terms = a + ratio * e
+    if skip is not None:
+        terms = with_column(terms, v, skip, 1.0, first)
+    products = _products_of_four(tl.reshape(terms, [z.shape[0] // (LANES * WIDE), LANES, WIDE]))
+    lane_mix += tl.sum(tl.sum(tl.log(products), 2), 0)
+    if WITH_WEIGHT:
+        lane_weight = _mix_weights(e / (e + beside), lane_weight, v, None, first, skip, WIDE)
     return lane_mix, lane_weight
 
 
@@ -231,7 +288,7 @@ def _with_mix(
 def _row_stats_mix(
     logits_ptr, mark_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
-    WITH_WEIGHT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
@@ -248,20 +305,34 @@ def _row_stats_mix(
         ratio = b * tl.exp(-log_sum)
         beside = tl.where(b == 0, float("inf"), a / ratio)
         row = row_offset(n, L, stride_b, stride_l)
-        at, first, wide = wide_columns(row, 0, V, WIDE)
+        at, first, wide = aligned_columns(row, 0, V, WIDE, ALIGNED)
         start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
-        end = tl.minimum(start + TILES * BLOCK_V, wide)
+        end = tl.maximum(tl.minimum(start + TILES * BLOCK_V, wide), start)
+        whole = start + (end - start) // BLOCK_V * BLOCK_V
         i = tl.arange(0, BLOCK_V)
         lane_mix = tl.zeros([LANES], ACC)
         lane_weight = lane_mix
-        for tile in range(start, end, BLOCK_V):
-            there = i < end - tile
-            z = tl.load(logits_ptr + at + tile + i, mask=there, other=0.0, eviction_policy="evict_first")
+        tile_ptr = logits_ptr + at
+        if (a > LEAST_FACTOR) & (a + b < MOST_FACTOR):
+            for tile in range(start, whole, BLOCK_V):
+                z = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
+                lane_mix, lane_weight = _with_products(
+                    z, i, first + tile, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT, WIDE, ACC
+                )  # fmt: skip
+        else:
+            for tile in range(start, whole, BLOCK_V):
+                z = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
+                lane_mix, lane_weight = _with_mix(
+                    z, i, None, first + tile, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform,
+                    WITH_WEIGHT, WIDE, ACC,
+                )  # fmt: skip
+        if whole < end:
+            z = load_columns(tile_ptr + whole, end - whole, BLOCK_V, ALIGNED, 0.0, "evict_first")
             lane_mix, lane_weight = _with_mix(
-                z, i, there, first + tile, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
-                WIDE, ACC,
+                z, i, i < end - whole, first + whole, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform,
+                WITH_WEIGHT, WIDE, ACC,
             )  # fmt: skip
-        count = tl.maximum(end - start, 0)
+        count = end - start
         mix = tl.sum(lane_mix, 0)
         weight = tl.sum(lane_weight, 0)
         if start == 0:  # the ragged columns go with the first part
@@ -361,6 +432,7 @@ def _row_stats_bwd(
         x = tl.load(
             logits_ptr + at + tile + i, mask=(i < end - tile) & (i >= start - tile), eviction_policy="evict_first"
         )
+        tl.debug_barrier()  # every thread has the ragged columns, those beyond the 2 WIDE too, before one writes over them
         for _ in range(start, end, BLOCK_V):
             ahead = tile - BLOCK_V
             x_ahead = tl.load(logits_ptr + at + ahead + i, mask=i >= start - ahead, eviction_policy="evict_first")
@@ -400,7 +472,7 @@ def forward(logits: torch.Tensor, ask: Any) -> tuple[Optional, ...]:
     log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, wanted=ask.entropy)
     correct = new(N, wanted=ask.correct, dtype=torch.bool)
     if N:
-        tile = _tiles.token_nll_fwd(N, V, logits.element_size())
+        tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _share(V, tile)
         parts = (
             new(N, splits), new(N, splits), new(N, splits, wanted=ask.entropy),
@@ -409,13 +481,12 @@ def forward(logits: torch.Tensor, ask: Any) -> tuple[Optional, ...]:
         sizes = (*_rows_of(logits, _flat(logits)), V, K, *arguments(ask.transform))
         flags = {"WITH_CORRECT": ask.correct, "WITH_ENTROPY": ask.entropy, "ACC": _acc(acc)}
         _row_stats_parts[(N * splits,)](
-            logits, ask.ids, ask.marks, *parts, *sizes, tiles, splits, **flags,
+            logits, ask.ids, ask.marks, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits),
             BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), num_warps=tile.num_warps, **FUSED,
         )  # fmt: skip
-        most = max(splits, _tiles.most_splits(V, tile.block_v))
         _row_stats_merge[(N,)](
             logits, ask.ids, ask.marks, *parts, log_probs, row_max, log_sum, entropy, correct, *sizes, splits, **flags,
-            BLOCK_SPLITS=triton.next_power_of_2(most), BLOCK_K=_block_k(ask.ids), num_warps=1, **FUSED,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=_block_k(ask.ids), num_warps=1, **FUSED,
         )  # fmt: skip
     F, W = (None, None) if ask.a is None else mix(logits, ask, row_max, log_sum)
     return log_probs, row_max, log_sum, entropy, F, W, correct
@@ -428,13 +499,14 @@ def mix(logits: torch.Tensor, ask: Any, row_max: Optional, log_sum: Optional) ->
     N = B * L
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _share(V, tile)
-    num_warps = 2 * tile.num_warps  # half the columns a thread: with all of them a skipped column spills on sm_90
+    # half the columns a thread: with all of them a skipped column spills on sm_90
+    num_warps = _tiles.at_most_a_thread_a_column(2 * tile.num_warps, tile.block_v)
     F = torch.empty(N, splits, dtype=ask.a.dtype, device=logits.device)
     W = torch.empty_like(F) if ask.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
             logits, ask.marks, row_max, log_sum, ask.a, ask.b, F, W, *_rows_of(logits, _flat(logits)), V,
-            *arguments(ask.transform), tiles, splits, WITH_WEIGHT=ask.gradients, BLOCK_V=tile.block_v,
+            *arguments(ask.transform), tiles, splits, WITH_WEIGHT=ask.gradients, ALIGNED=aligned(logits), BLOCK_V=tile.block_v,
             THREADS=threads(num_warps), ACC=_acc(ask.a.dtype), num_warps=num_warps, **FUSED,
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
@@ -455,6 +527,7 @@ def backward(
     # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks. Not so
     # float64, for which ptxas then spills.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
+    num_warps = _tiles.at_most_a_thread_a_column(num_warps, tile.block_v)
     _row_stats_bwd[(B * L * splits,)](
         logits, ask.ids, ask.marks, c.of_ids, c.plain, c.of_log, c.of_mix, ask.a, ask.b, row_max, log_sum, out,
         *rows, *out_rows[1:], V, ask.ids.shape[1], *arguments(ask.transform), tiles, splits,

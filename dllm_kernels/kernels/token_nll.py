@@ -59,7 +59,7 @@ def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT: tl.co
 def _token_nll_fwd(
     logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
     L, stride_b, stride_l, V, gain, rate, skip,
-    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     transform = (gain, rate, skip)
@@ -68,8 +68,8 @@ def _token_nll_fwd(
         row = row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
-        )
+            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ALIGNED, "evict_first"
+        )  # fmt: skip
         _finish_row(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
@@ -81,7 +81,7 @@ def _token_nll_fwd(
 def _token_nll_fwd_split(
     logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
-    WITH_CORRECT: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
@@ -93,8 +93,8 @@ def _token_nll_fwd_split(
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
         row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, "evict_first"
-        )
+            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ALIGNED, "evict_first"
+        )  # fmt: skip
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
         tl.store(part_sum_ptr + part, row_sum)
@@ -160,11 +160,23 @@ def _token_nll_bwd(
         in_ptr, tile_ptr = logits_ptr + at + start, out_ptr + out_at + start
         column = first + start
         grad_tiles(
-            in_ptr, tile_ptr, column, end - start, hot - first - start, scale, row_max, log_sum, transform, BLOCK_V, ACC
+            in_ptr,
+            tile_ptr,
+            column,
+            end - start,
+            hot - first - start,
+            scale,
+            row_max,
+            log_sum,
+            transform,
+            BLOCK_V,
+            ACC,
+            "",
         )
         if start == 0:
             x = tl.load(logits_ptr + row + v, mask=there)
-            store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC)
+            tl.debug_barrier()  # every thread has them, those beyond the 2 WIDE too, before one writes over them
+            store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "")
     else:
         for tile in range(start, end, BLOCK_V):
             zero_columns(out_ptr + out_at + tile, i, i < end - tile)
@@ -187,6 +199,12 @@ def _share(V: int, tile: _tiles.Tile) -> tuple[int, int]:
     return tiles, triton.cdiv(V, tiles * tile.block_v)
 
 
+def aligned(t: torch.Tensor) -> bool:
+    """Whether all rows ``[B, L]`` begin at a multiple of 16 bytes."""
+    strides = t.stride()[1 if _flat(t) else 0 : 2]
+    return t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in strides)
+
+
 def _flat(t: torch.Tensor) -> bool:
     """Whether all rows ``[B, L]`` lie at equal distances."""
     return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
@@ -204,13 +222,13 @@ def row_stats(
     correct = torch.empty(N, dtype=torch.bool, device=logits.device) if with_correct else None
     if N == 0:
         return nll, row_max, log_sum, correct
-    tile = _tiles.token_nll_fwd(N, V, logits.element_size())
+    tile = _tiles.token_nll_fwd(V, logits.element_size())
     sizes = (*_rows_of(logits, _flat(logits)), V, *arguments(transform))
     outputs = (nll, row_max, log_sum, correct)
     flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     options = {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
     if tile.splits == 1:
-        _token_nll_fwd[(N,)](logits, targets, *outputs, *sizes, **flags, **options)
+        _token_nll_fwd[(N,)](logits, targets, *outputs, *sizes, **flags, ALIGNED=aligned(logits), **options)
         return outputs
     tiles, splits = _share(V, tile)
     parts = (
@@ -218,10 +236,12 @@ def row_stats(
         torch.empty(N, splits, dtype=acc, device=logits.device),
         torch.empty(N, splits, dtype=torch.bool, device=logits.device),
     )
-    _token_nll_fwd_split[(N * splits,)](logits, targets, *parts, *sizes, tiles, splits, **flags, **options)
+    _token_nll_fwd_split[(N * splits,)](
+        logits, targets, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits), **options
+    )
     _token_nll_merge[(N,)](
         logits, targets, *parts, *outputs, *sizes, splits, **flags,
-        BLOCK_K=triton.next_power_of_2(max(splits, _tiles.most_splits(V, tile.block_v))), num_warps=1, **FUSED
+        BLOCK_K=triton.next_power_of_2(splits), num_warps=1, **FUSED
     )  # fmt: skip
     return outputs
 
@@ -251,5 +271,5 @@ def row_grad(
     _token_nll_bwd[(B * L * splits,)](
         logits, targets, scale, row_max, log_sum, out, *rows, *out_rows[1:], V, *arguments(transform), tiles, splits,
         SAME_STRIDES=rows == out_rows, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
-        num_warps=tile.num_warps * (2 if many else 1), **FUSED,
+        num_warps=_tiles.at_most_a_thread_a_column(tile.num_warps * (2 if many else 1), tile.block_v), **FUSED,
     )  # fmt: skip
