@@ -50,3 +50,35 @@ def test_a_probability_takes_no_gradient(name):
             call(wanting)
         with torch.no_grad():
             call(wanting)
+
+
+@pytest.mark.parametrize(
+    "op", [lambda **o: ops.token_nll(X, IDS, **o), lambda **o: ops.linear_row_stats(X, W, IDS, **o)]
+)
+def test_check_targets_is_a_bool(op):
+    with pytest.raises(TypeError, match=r"^check_targets must be a bool, got str$"):
+        op(check_targets="no")
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_mixture_is_not_negative(place):
+    mix = [torch.rand(3), torch.rand(3)]
+    mix[place][1] = -0.25
+    with pytest.raises(ValueError, match=rf"^mix\[{place}\] must not be negative, got -0.25$"):
+        ops.row_stats(X, IDS, mix=tuple(mix))
+
+
+def test_statistics_can_be_written_to_before_backward():
+    """As plain torch's can that it does not need any more."""
+    gradients = []
+    for overwrite in (False, True):
+        x = X.clone().requires_grad_()
+        out = ops.row_stats(x, IDS, entropy=True)
+        total = out.log_probs.sum() + out.entropy.square().sum() + out.lse.sum()
+        if overwrite:
+            with torch.no_grad():
+                out.log_probs.zero_()
+                out.lse.zero_()
+        total.backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)

@@ -8,13 +8,12 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import _checks
-from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops._plain import all_plain, values_are_there
 from dllm_kernels.ops._target_range import first_true
 
 P_MASK_MIN = 1e-8
@@ -87,12 +86,6 @@ class Batch(NamedTuple):
             raise ValueError(
                 f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
             )
-
-
-def values_are_there(tensor: torch.Tensor | None) -> bool:
-    """Whether looking at values costs no sync: on CPU, and of no tensor that stands for others, as in a graph."""
-    fake = torch.compiler.is_compiling() or isinstance(tensor, FakeTensor)
-    return tensor is not None and tensor.is_cpu and not fake
 
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dllm_kernels.ops import _changing
-from dllm_kernels.ops._plain import is_dtensor, plain
+from dllm_kernels.ops._plain import autocasts, is_dtensor, plain
 from dllm_kernels.ops._target_range import raise_bad_target
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
@@ -207,7 +207,7 @@ def check_dtypes(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias:
     A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
     """
     dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
-    if torch.is_autocast_enabled(hidden.device.type) and torch.float64 not in dtypes:  # which autocast leaves alone
+    if autocasts(hidden) and torch.float64 not in dtypes:  # which autocast leaves alone
         return
     for name, tensor in ((names.weight, weight), (names.bias, bias)):
         if tensor is not None and tensor.dtype != hidden.dtype and not is_dtensor(tensor):
@@ -223,6 +223,7 @@ def targets_checked(check_targets: bool | None) -> bool:
     A compiled function reads the variable when it is traced, and does not look again.
     """
     if check_targets is not None:
+        check_bool("check_targets", check_targets)
         return check_targets
     word = os.environ.get("DLLM_KERNELS_CHECK", "").strip().lower()
     if word not in ON and word not in OFF:

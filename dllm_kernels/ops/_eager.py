@@ -27,7 +27,9 @@ class _Rows(torch.autograd.Function):
         hook = handle(written[0])  # type: ignore[arg-type]
         ctx.op, ctx.plan = op, plan
         ctx.dtypes, ctx.instead = dtypes(job), op.instead[job.weight is not None]
-        ctx.save_for_backward(*op.kept(job, written, plan), hook)
+        theirs = written[: op.differentiable]  # which the caller may write into
+        kept = (t.clone() if any(t is s for s in theirs if s is not None) else t for t in op.kept(job, written, plan))
+        ctx.save_for_backward(*kept, hook)
         ctx.check = op.before_backward and op.before_backward(job, plan)
         ctx.mark_non_differentiable(*(t for t in written[op.differentiable : op.shown] if t is not None))
         ctx.set_materialize_grads(False)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def is_dtensor(t: Any) -> bool:
@@ -27,6 +28,21 @@ def all_plain(*tensors: Any) -> tuple[Any, ...]:
     return tuple(plain(t) for t in tensors)
 
 
+def autocasts(t: torch.Tensor) -> bool:
+    """Whether autocast is on for the tensor's device; the meta device has none."""
+    return not t.is_meta and torch.is_autocast_enabled(t.device.type)
+
+
 def plain_count(count: Any) -> Any:
     """A count as a number or a plain tensor; a number of NumPy's is an array while a graph is traced."""
     return torch.as_tensor(count, device="cpu") if isinstance(count, np.ndarray) else plain(count)
+
+
+def has_values(t: torch.Tensor) -> bool:
+    """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
+    return not (t.is_meta or isinstance(t, FakeTensor))
+
+
+def values_are_there(t: torch.Tensor | None) -> bool:
+    """Whether looking at values costs no sync: on CPU, and of no tensor that stands for others, as in a graph."""
+    return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling()

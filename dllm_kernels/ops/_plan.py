@@ -14,6 +14,7 @@ import torch
 
 from dllm_kernels.ops import _changing
 from dllm_kernels.ops._backend import row_primitives
+from dllm_kernels.ops._plain import autocasts
 from dllm_kernels.ops._rows import SKIP, RowPrimitives
 from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
 
@@ -172,7 +173,6 @@ _PACKED = {f.name: _TYPES[str(f.type)] for f in fields(Plan) if f.type in _TYPES
 
 def compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
     """The dtype of the logits, as ``F.linear`` would choose it, autocast included."""
-    device = hidden.device.type
-    if torch.is_autocast_enabled(device) and torch.float64 not in (hidden.dtype, weight.dtype):
-        return torch.get_autocast_dtype(device)
+    if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype):
+        return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype

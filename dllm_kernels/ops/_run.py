@@ -9,6 +9,7 @@ import torch
 
 from dllm_kernels.ops import _eager
 from dllm_kernels.ops._checks import check_inplace
+from dllm_kernels.ops._plain import has_values
 from dllm_kernels.ops._plan import Job, Plan
 from dllm_kernels.ops._records import RowOp
 from dllm_kernels.ops._rows import as_blv
@@ -18,13 +19,13 @@ def run(op: RowOp, job: Job, plan: Plan) -> Any:
     """What the op returns to its caller, in the shape of the caller's rows."""
     if plan.inplace_backward:
         check_inplace(job.x, as_blv(job.x))
-    shown = _implementation().call(op, _flat(op, job, plan), plan)
+    shown = _implementation(job).call(op, _flat(op, job, plan), plan)
     return op.result(plan, job.ids.shape, job.x.shape[:-1], *shown)
 
 
-def _implementation() -> ModuleType:
-    """The compiled ops are loaded only while a graph is traced, since registering them costs import time."""
-    if not torch.compiler.is_compiling():
+def _implementation(job: Job) -> ModuleType:
+    """The compiled ops serve tensors without values too. They are loaded only then, since registering takes time."""
+    if not torch.compiler.is_compiling() and has_values(job.x):
         return _eager
     from dllm_kernels.ops import _compiled
 

@@ -13,7 +13,7 @@ import torch
 
 from dllm_kernels.ops import _checks
 from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops._plain import all_plain, values_are_there
 from dllm_kernels.ops._plan import Job, Needs, Plan, compute_dtype
 from dllm_kernels.ops._records import ROW_STATS
 from dllm_kernels.ops._results import RowStats
@@ -176,6 +176,10 @@ def _check_per_row(
         _checks.check_shape(name, t, shape, f"that of {names.rows} without its last dimension")
         _checks.check_same_device(names.rows, rows, **{name: t})
         _checks.check_constant(name, t)
+        if values_are_there(t) and bool(
+            (t < 0).any()
+        ):  # on a GPU looking would cost a sync: F and its gradient are NaN there
+            raise ValueError(f"{name} must not be negative, got {t.min().item()}")
     return mix[0], mix[1]
 
 
