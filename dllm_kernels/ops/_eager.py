@@ -28,7 +28,7 @@ class _Rows(torch.autograd.Function):
         ctx.op, ctx.plan = op, plan
         ctx.dtypes, ctx.instead = dtypes(job), op.instead[job.weight is not None]
         theirs = written[: op.differentiable]  # which the caller may write into
-        kept = (t.clone() if any(t is s for s in theirs if s is not None) else t for t in op.kept(job, written, plan))
+        kept = (t.clone() if t is not None and any(t is s for s in theirs) else t for t in op.kept(job, written, plan))
         ctx.save_for_backward(*kept, hook)
         ctx.check = op.before_backward and op.before_backward(job, plan)
         ctx.mark_non_differentiable(*(t for t in written[op.differentiable : op.shown] if t is not None))
