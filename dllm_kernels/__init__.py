@@ -48,7 +48,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.ops._route import handlers_from
+from dllm_kernels.rows._route import handlers_from
 
 __version__ = "0.1.0"
 

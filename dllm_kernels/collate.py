@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels.ops._checks import check_positive_int
+from dllm_kernels.base._checks import check_positive_int
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]

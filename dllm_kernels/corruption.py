@@ -5,7 +5,7 @@ mask of the corrupted positions, and a float32 probability. Inputs are never wri
 launch, beside the draw of a seed; nothing waits for the GPU.
 
 **Randomness.** Every draw is Philox 4x64-10, as ``numpy.random.Philox`` streams it, of a 64-bit seed and the position
-(``dllm_kernels.ops._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and torch.compile.
+(``dllm_kernels.noise._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and torch.compile.
 
 * ``generator``: one seed a call is drawn from it, row b is row b under that seed. A CPU generator serves tensors on any
   device, and the same state of it gives the same mask on all of them. A CUDA generator draws its seed on the GPU, and
@@ -27,9 +27,8 @@ from collections.abc import Sequence
 
 import torch
 
-from dllm_kernels.ops import _philox, corruption
-from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._checks import (
+from dllm_kernels.base._backend import use_triton
+from dllm_kernels.base._checks import (
     INT_DTYPES,
     check_constant,
     check_float,
@@ -41,7 +40,9 @@ from dllm_kernels.ops._checks import (
     check_same_device,
     check_tensor,
 )
-from dllm_kernels.ops._plain import is_dtensor
+from dllm_kernels.base._plain import is_dtensor
+from dllm_kernels.noise import _philox
+from dllm_kernels.ops import corruption
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 
 __all__ = [

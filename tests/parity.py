@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_kernels.ops import _torch_blocks
+from dllm_kernels.rows_torch import _blocks
 
 Function = Callable[..., torch.Tensor]
 Draw = tuple[Sequence[torch.Tensor], torch.Tensor]
@@ -115,9 +115,9 @@ def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def small_blocks(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
     """The torch path takes one row at a time, on so many threads, as it takes many rows of large inputs."""
-    monkeypatch.setattr(_torch_blocks, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(_torch_blocks, "COMMON_BLOCK_BYTES", 1)
-    monkeypatch.setattr(_torch_blocks, "how_many", lambda device: threads)
+    monkeypatch.setattr(_blocks, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(_blocks, "COMMON_BLOCK_BYTES", 1)
+    monkeypatch.setattr(_blocks, "how_many", lambda device: threads)
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:

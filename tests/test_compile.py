@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from dllm_kernels.base import _compiled_checks
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import (
@@ -17,8 +19,6 @@ from dllm_kernels.mtp import (
     calculate_mtp_loss,
 )
 from dllm_kernels.ops import (
-    _compiled,
-    _compiled_checks,
     linear_row_stats,
     linear_token_nll,
     row_stats,
@@ -27,9 +27,9 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.ops._plan import Job, Needs, Plan
-from dllm_kernels.ops._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
+from dllm_kernels.rows import _compiled
+from dllm_kernels.rows._plan import Job, Needs, Plan
+from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE, every_time
 

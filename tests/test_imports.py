@@ -84,6 +84,9 @@ def import_graph():
 # From the ground up; a file imports from its own layer and from those below. CONTRIBUTING.md says what each is for.
 LAYERS = (
     ("kernels",),
+    ("base",),
+    ("rows_torch", "noise"),
+    ("rows",),
     ("ops",),
     ("distributed",),
     ("losses",),
@@ -118,8 +121,15 @@ def test_contributing_names_the_layers_in_their_order():
     assert places == sorted(places)
 
 
-def test_ops_reach_kernels_lazily_and_never_name_distributed():
-    for path in files("ops"):
+def test_rows_and_noise_share_the_ground_floor_alone():
+    for path in files("noise"):
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.rows", "dllm_kernels.rows_torch")], path
+    for path in (*files("rows"), *files("rows_torch")):
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.noise")], path
+
+
+def test_kernels_are_reached_lazily_and_distributed_is_not_named_below_it():
+    for path in (*files("ops"), *files("rows"), *files("rows_torch"), *files("noise"), *files("base")):
         for module, at_top in imports(path):
             assert not within(module, "dllm_kernels.distributed"), (path, module)
             assert not (at_top and within(module, "dllm_kernels.kernels")), (path, module)

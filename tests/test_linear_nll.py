@@ -12,8 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels.ops import _active_rows, _backend, _chunks, _torch_blocks, linear_token_nll, weighted_linear_nll
-from dllm_kernels.ops._plan import Needs, Plan
+from dllm_kernels.base import _backend
+from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
+from dllm_kernels.rows import _active_rows, _chunks
+from dllm_kernels.rows._plan import Needs, Plan
+from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE
 from tests.parity import (
     assert_as_good_as_plain,
@@ -653,7 +656,7 @@ def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
     run(0)
     logits = chunk * V * dtype.itemsize
     grads = 2 * N * D * 4 + (V * D + V) * (4 + 2 * dtype.itemsize) * trains_head
-    threads, size = _torch_blocks.team(chunk, V, torch.float32, hidden.device)
+    threads, size = _blocks.team(chunk, V, torch.float32, hidden.device)
     slab = 4 * chunk * _chunks.SLAB  # of the gradient, in float32 for the product that sums grad_weight
     blocks = max(threads * size * V * 4, slab if dtype != torch.float32 else 0)
     assert logits <= peak_memory(run, "cpu") <= logits + grads + blocks + 32 * N

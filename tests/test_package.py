@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import dllm_kernels
-from dllm_kernels.ops import _records
+from dllm_kernels.rows import _records
 
 ROOT = Path(__file__).parent.parent
 

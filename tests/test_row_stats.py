@@ -10,7 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels.ops import _torch_blocks, linear_row_stats, row_stats
+from dllm_kernels.ops import linear_row_stats, row_stats
+from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE
 from tests.parity import (
     PLAIN_DRAWS,
@@ -458,8 +459,8 @@ def test_float16_gradients_do_not_underflow(backend):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_peak_memory_is_one_gradient(dtype, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(_torch_blocks, "COMMON_BLOCK_BYTES", 1 << 16)
-    monkeypatch.setattr(_torch_blocks, "BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(_blocks, "COMMON_BLOCK_BYTES", 1 << 16)
+    monkeypatch.setattr(_blocks, "BLOCK_BYTES", 1 << 16)
     N, V = 256, 4096
     logits = torch.randn(N, V).to(dtype).requires_grad_()
     ids, given = options((N,), V, 2)

@@ -11,7 +11,9 @@ import torch.nn.functional as F
 
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels.ops import _plan, _torch_blocks, token_nll, weighted_nll
+from dllm_kernels.ops import token_nll, weighted_nll
+from dllm_kernels.rows import _plan
+from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE, every_time
 from tests.parity import (
     assert_as_good_as_plain,
@@ -89,7 +91,7 @@ def test_strides(kind, path):
 
 def test_a_slice_of_a_batch_is_not_copied(backend):
     """Rows are addressed by batch and position strides."""
-    from dllm_kernels.ops._rows import as_blv
+    from dllm_kernels.base._rows import as_blv
 
     x = torch.randn(6, 8, 37, device=DEVICE)
     for view in (x[1:5], x[:, 1:], x[::2, :-1], x[:, :, 3:], x[2], x.view(2, 3, 8, 37)):
@@ -571,7 +573,7 @@ def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
         leaf.grad = None
 
     run(0)
-    threads, size = _torch_blocks.team(N, V, torch.float32, leaf.device)
+    threads, size = _blocks.team(N, V, torch.float32, leaf.device)
     blocks = threads * size * V * (4 if dtype == torch.float32 else 6)  # one in float32, one as it is gathered
     peak = peak_memory(run, "cpu")
     assert peak <= leaf.nbytes * (not inplace) + blocks + 256 * N
@@ -582,8 +584,8 @@ def test_the_forward_pass_reads_only_active_rows(monkeypatch):
     """On the torch path; Triton's kernels are shown not to by the NaN of inactive rows alone."""
     logits, targets = inputs((2, 4))
     seen = []
-    load = _torch_blocks.Listed.load
-    monkeypatch.setattr(_torch_blocks.Listed, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
+    load = _blocks.Listed.load
+    monkeypatch.setattr(_blocks.Listed, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
     active = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]], device=DEVICE)
     targets[0, [1, 2]], targets[1, 3] = torch.tensor([1, -100], device=DEVICE), 2
     token_nll(logits, targets, active=active, backend="torch")

@@ -13,8 +13,14 @@ from dllm_kernels import (
     MaskedCrossEntropy,
     compute_per_token_nll,
 )
-from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
+from dllm_kernels.base import _checks
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels.ops import (
+    linear_token_nll,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 from tests.cases import PLAIN
 from tests.conftest import DEVICE
 from tests.parity import (

@@ -10,8 +10,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
-from dllm_kernels.ops import _torch_blocks, _torch_rows, _workers, token_nll, weighted_linear_nll, weighted_nll
-from dllm_kernels.ops._workers import share_out
+from dllm_kernels.ops import token_nll, weighted_linear_nll, weighted_nll
+from dllm_kernels.rows_torch import _blocks, _nll, _workers
+from dllm_kernels.rows_torch._workers import share_out
 from tests.parity import small_blocks, value_and_grads
 
 GRAIN = 2048  # torch keeps an operation on fewer numbers than this to one core
@@ -190,17 +191,17 @@ def test_how_many_threads(monkeypatch):
 def test_blocks(V, threads, monkeypatch):
     """What all threads work on at a time is a small part of the whole, and yet enough for each to do."""
     torch.set_num_threads(threads)
-    monkeypatch.setattr(_torch_blocks, "how_many", lambda device: threads)
+    monkeypatch.setattr(_blocks, "how_many", lambda device: threads)
     for rows in (1, 100, 10_000, 1_000_000):
-        team, size = _torch_blocks.team(rows, V, torch.float32, torch.device("cpu"))
+        team, size = _blocks.team(rows, V, torch.float32, torch.device("cpu"))
         assert team in (1, threads)
         assert size >= 1
         at_work, whole = team * size * V * 4, rows * V * 4
-        smallest = max(_torch_blocks.BLOCK_BYTES // 4, V * 4)
-        assert at_work <= max(whole / 4, team * smallest, _torch_blocks.COMMON_BLOCK_BYTES)
-        assert size * V * 4 <= max(_torch_blocks.COMMON_BLOCK_BYTES, V * 4)
+        smallest = max(_blocks.BLOCK_BYTES // 4, V * 4)
+        assert at_work <= max(whole / 4, team * smallest, _blocks.COMMON_BLOCK_BYTES)
+        assert size * V * 4 <= max(_blocks.COMMON_BLOCK_BYTES, V * 4)
         if team > 1:
-            assert whole > _torch_blocks.COMMON_BLOCK_BYTES
+            assert whole > _blocks.COMMON_BLOCK_BYTES
 
 
 def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
@@ -208,7 +209,7 @@ def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
     small_blocks(monkeypatch, threads=2)
     logits = torch.full((1, 3, 5), -math.inf)
     targets = torch.zeros(3, dtype=torch.int64)
-    nll, row_max, log_sum, correct = _torch_rows.row_stats(logits, targets, with_correct=True)
+    nll, row_max, log_sum, _, correct = _nll.row_stats(logits, targets, with_correct=True)
     assert nll.isnan().all()
     assert row_max.isfinite().all()
     assert (log_sum == -math.inf).all()

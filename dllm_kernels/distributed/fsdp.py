@@ -27,6 +27,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dllm_kernels.base._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.distributed._layout import (
     dim_name,
     is_strided,
@@ -36,9 +37,8 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
     tensor_parallel_dims,
 )
-from dllm_kernels.ops._first_order import without_derivative
-from dllm_kernels.ops._head import LINEAR_FORWARDS, check_plain_head
-from dllm_kernels.ops._plan import compute_dtype
+from dllm_kernels.rows._first_order import without_derivative
+from dllm_kernels.rows._plan import compute_dtype
 
 Result = TypeVar("Result")
 # Where a parameter stands -> what its gradient is divided by. The parameter itself forgets: ``to_empty`` swaps all that it

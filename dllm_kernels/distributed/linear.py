@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from dllm_kernels.base import _checks
 from dllm_kernels.distributed._layout import (
     Rows,
     check_contiguous,
@@ -26,9 +27,8 @@ from dllm_kernels.distributed._layout import (
 )
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard
-from dllm_kernels.ops import _checks
-from dllm_kernels.ops._active_rows import choose_chunk, multiprocessors
-from dllm_kernels.ops._plan import Job, Plan
+from dllm_kernels.rows._active_rows import choose_chunk, multiprocessors
+from dllm_kernels.rows._plan import Job, Plan
 
 
 def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:

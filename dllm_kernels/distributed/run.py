@@ -9,11 +9,11 @@ import torch
 from dllm_kernels.distributed._layout import Rows, sum_over
 from dllm_kernels.distributed.linear import local_hidden
 from dllm_kernels.distributed.vocab_parallel import local_logits
-from dllm_kernels.ops import _run
-from dllm_kernels.ops._plan import Job, Plan
-from dllm_kernels.ops._records import RowOp
-from dllm_kernels.ops._results import WeightedNLL
-from dllm_kernels.ops._route import handles_dtensors
+from dllm_kernels.rows import _run
+from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._records import RowOp
+from dllm_kernels.rows._results import WeightedNLL
+from dllm_kernels.rows._route import handles_dtensors
 
 
 @handles_dtensors

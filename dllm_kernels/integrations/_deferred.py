@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from dllm_kernels.base._checks import FLOAT_DTYPES
+from dllm_kernels.base._head import check_plain_head
 from dllm_kernels.mtp.head import head_module
-from dllm_kernels.ops._checks import FLOAT_DTYPES
-from dllm_kernels.ops._head import check_plain_head
 
 Step = Callable[[torch.Tensor], torch.Tensor]
 

@@ -37,9 +37,9 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import losses, mtp
+from dllm_kernels.base._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.mtp.head import head_module, unwrapped
-from dllm_kernels.ops._plain import is_dtensor
 
 HOST = "nemo_automodel"
 HOMES = {

@@ -35,11 +35,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dllm_kernels.base._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.losses import MDLMCrossEntropyLoss
 from dllm_kernels.mtp.head import head_module
-from dllm_kernels.ops._head import check_plain_head
 
 IGNORED = -100
 TOKEN_BITS = 31

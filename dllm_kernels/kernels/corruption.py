@@ -1,7 +1,7 @@
 """Corruption in one launch: ids and mask in; noisy ids, noise mask and probabilities out.
 
 A program works on a tile [R blocks, BLOCK positions]; block n of the batch is block n % blocks of row n // blocks.
-Levels, coins and tokens are drawn in registers. The arithmetic is that of ``ops/_rules.py``, rounded step by step:
+Levels, coins and tokens are drawn in registers. The arithmetic is that of ``noise/_rules.py``, rounded step by step:
 the kernels are launched without contraction into fused multiply-adds.
 """
 
@@ -25,7 +25,7 @@ from dllm_kernels.kernels._select import (
 _MASK = tl.constexpr(0)
 _TOKENS = tl.constexpr(1)
 _ALL = tl.constexpr(2)
-# The largest sum of two probabilities that passes for 1, as ops/_rules.py has it.
+# The largest sum of two probabilities that passes for 1, as noise/_rules.py has it.
 _MOST = tl.constexpr(1.0 + 1e-5)
 
 
@@ -299,7 +299,7 @@ def _outputs(input_ids: torch.Tensor) -> Corrupted:
 
 
 def _stride(blocks: int, L: int, words: bool = False) -> int:
-    """Counters that a row draws from, as ``ops/_philox.py`` lays them out."""
+    """Counters that a row draws from, as ``noise/_philox.py`` lays them out."""
     return -(-blocks // 8) - (-L // (4 if words else 8))
 
 
@@ -346,7 +346,7 @@ def mask_tokens(
     level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
-    """``ops._corrupt.mask_tokens``."""
+    """``noise._corrupt.mask_tokens``."""
     L = input_ids.shape[1]
     if exact:
         return _launch_topk(input_ids, loss_mask, mask_token_id, 1, L, eps, 0.0, 0, level, seed, exact=True)
@@ -364,13 +364,13 @@ def replace_tokens(
     level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
-    """``ops._corrupt.replace_tokens``."""
+    """``noise._corrupt.replace_tokens``."""
     return _launch_independent(input_ids, loss_mask, seed, level, vocab_size, blocks, size, eps, _TOKENS.value)
 
 
 @on_its_device
 def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int) -> Corrupted:
-    """``ops._corrupt.mask_all``."""
+    """``noise._corrupt.mask_all``."""
     L = input_ids.shape[1]
     return _launch_independent(input_ids, loss_mask, None, None, mask_token_id, 1, L, 0.0, _ALL.value)
 
@@ -385,7 +385,7 @@ def mix_tokens(
     uniform_prob: torch.Tensor,
     seed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``ops._corrupt.mix_tokens``."""
+    """``noise._corrupt.mix_tokens``."""
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty((B, L), dtype=torch.bool, device=input_ids.device)
@@ -413,7 +413,7 @@ def mask_topk(
     level: torch.Tensor | None,
     seed: torch.Tensor,
 ) -> Corrupted:
-    """``ops._corrupt.mask_topk``."""
+    """``noise._corrupt.mask_topk``."""
     return _launch_topk(
         input_ids, loss_mask, mask_token_id, blocks, size, eps, rate, at_least, level, seed, exact=False
     )
@@ -458,7 +458,7 @@ def _launch_topk(
 
 @on_its_device
 def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """``ops._corrupt.complement``."""
+    """``noise._corrupt.complement``."""
     B, L = noise_mask.shape
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
     if out.numel():
@@ -477,7 +477,7 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
 
 
 def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor) -> torch.Tensor:
-    """``ops._corrupt.sample_level``."""
+    """``noise._corrupt.sample_level``."""
     with torch.cuda.device_of(seed):
         out = torch.empty(B, dtype=torch.float32, device=seed.device)
         _sample_level[(triton.cdiv(B, 128),)](

@@ -17,7 +17,7 @@ from dllm_kernels.kernels._select import (
     widen,
 )
 
-# Where ops/_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
+# Where noise/_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
 # literal beside a float64 tensor may pass through float32.
 _MIN_UNIFORM = tl.constexpr(0x0010000000000000)
 _MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)

@@ -127,7 +127,7 @@ def row_nll_grad_(
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``ops._rows`` for the contract."""
+    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``base._rows`` for the contract."""
     C, V = logits.shape
     acc = torch.promote_types(logits.dtype, torch.float32)
     if (

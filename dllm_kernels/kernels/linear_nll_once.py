@@ -1,6 +1,6 @@
 r"""NLL of a chunk of logits, and its gradient but for a factor a row, in ONE pass over the chunk: 4 bytes a logit, not 6.
 
-Unproven: it has not run on a GPU, and is off unless asked for (``ops/_backend.py``, ``one_pass``).
+Unproven: it has not run on a GPU, and is off unless asked for (``base/_backend.py``, ``one_pass``).
 
 ``kernels/linear_nll.py`` reads a row twice, since the softmax needs its sum first. Here the sum goes into the products that
 follow instead. With c the maximum of the row's first tile, every logit is replaced by
@@ -167,7 +167,7 @@ def _linear_nll_rows_once(
 def row_nll_factored_(
     logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, *, with_correct: bool
 ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
-    """Launch over a chunk ``logits [C, V]``, which then holds E; see ``ops._rows`` for the contract."""
+    """Launch over a chunk ``logits [C, V]``, which then holds E; see ``base._rows`` for the contract."""
     C, V = logits.shape
     nll, row_max, log_sum, factor = (torch.empty(C, dtype=torch.float32, device=logits.device) for _ in range(4))
     correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None

@@ -214,7 +214,7 @@ def _flat(t: torch.Tensor) -> bool:
 def row_stats(
     logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Launch the forward pass; see ``ops._rows`` for the contract."""
+    """Launch the forward pass; see ``base._rows`` for the contract."""
     B, L, V = logits.shape
     N = B * L
     acc = torch.promote_types(logits.dtype, torch.float32)
@@ -258,7 +258,7 @@ def row_grad(
     whole_row: bool = True,
     transform: Transform = NO_TRANSFORM,
 ) -> None:
-    """Launch the backward pass; see ``ops._rows`` for the contract."""
+    """Launch the backward pass; see ``base._rows`` for the contract."""
     B, L, V = logits.shape
     if B * L == 0:
         return

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain, values_are_there
+from dllm_kernels.base._target_range import first_true
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops import _checks
-from dllm_kernels.ops._plain import all_plain, values_are_there
-from dllm_kernels.ops._target_range import first_true
 
 P_MASK_MIN = 1e-8
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.ops import _checks
-from dllm_kernels.ops._plain import plain_count
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import plain_count
 
 Count = int | torch.Tensor | None
 

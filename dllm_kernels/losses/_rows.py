@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import plain
+from dllm_kernels.base._transform import Transform
 from dllm_kernels.ops import (
-    _checks,
     linear_row_stats,
     linear_token_nll,
     row_stats,
@@ -16,9 +18,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.ops._plain import plain
-from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
-from dllm_kernels.ops._transform import Transform
+from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
 
 
 @dataclass(frozen=True)

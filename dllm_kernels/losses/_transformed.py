@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from dllm_kernels.ops import _checks
+from dllm_kernels.base import _checks
 
 
 class TransformedLoss(nn.Module):

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops import _checks, linear_token_nll
-from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops import linear_token_nll
 
 NORMALIZE = ("tokens", "mean")
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import Count, check_counts, divide, shift_left
 from dllm_kernels.losses._rows import Rows
-from dllm_kernels.ops import _checks, token_nll
-from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops import token_nll
 
 
 def compute_per_token_nll(

@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dllm_kernels.base._checks import check_constant
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, part_of, shift_left, single_loss
 from dllm_kernels.losses._rows import Rows
-from dllm_kernels.ops._checks import check_constant
 
 
 class HybridDiffusionLLMLoss(DiffusionLoss):

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops import _checks
-from dllm_kernels.ops._plain import all_plain
 
 CLEAN_MIN = 1e-6
 

@@ -8,9 +8,15 @@ from typing import Any
 
 import torch
 
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain, plain_count
 from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops import _checks, linear_token_nll, token_nll, weighted_linear_nll, weighted_nll
-from dllm_kernels.ops._plain import all_plain, plain_count
+from dllm_kernels.ops import (
+    linear_token_nll,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
 
 PADDING = -100
 REDUCTIONS = ("sum", "mean", "none")

@@ -9,6 +9,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain
 from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, is_our_linear
 from dllm_kernels.mtp.cross_entropy import (
     HIDDEN,
@@ -23,8 +25,7 @@ from dllm_kernels.mtp.cross_entropy import (
     widened,
 )
 from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
-from dllm_kernels.ops import _checks, linear_token_nll, weighted_linear_nll
-from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dllm_kernels.ops._head import check_plain_head, projects
-from dllm_kernels.ops._plain import is_dtensor
+from dllm_kernels.base._head import check_plain_head, projects
+from dllm_kernels.base._plain import is_dtensor
 
 FROM_LOGITS = "take a base loss from logits, such as MaskedCrossEntropy, whose logits come from the head itself"
 

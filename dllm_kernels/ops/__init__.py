@@ -1,11 +1,11 @@
 """The functional primitives under every loss and corruption, for people who write a new one."""
 
-from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
 from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
+from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
 
 __all__ = [
     "RowStats",

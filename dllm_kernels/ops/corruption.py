@@ -1,4 +1,4 @@
-"""The corruption routines of ``_corrupt``, each a single op under torch.compile."""
+"""The corruption routines of ``noise/_corrupt.py``, each a single op under torch.compile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dllm_kernels.ops import _corrupt
+from dllm_kernels.noise import _corrupt
 
 METHODS = ("uniform", "antithetic", "stratified")
 Routine = TypeVar("Routine", bound=Callable[..., Any])
@@ -20,9 +20,9 @@ def _opaque(routine: Routine) -> Routine:
     @functools.wraps(routine)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling():
-            from dllm_kernels.ops import _compiled_corruption
+            from dllm_kernels.noise import _compiled
 
-            return getattr(_compiled_corruption, routine.__name__)(*args)
+            return getattr(_compiled, routine.__name__)(*args)
         return routine(*args)
 
     return call  # type: ignore[return-value]

@@ -7,8 +7,7 @@ import operator
 
 import torch
 
-from dllm_kernels.ops import _philox
-from dllm_kernels.ops._checks import (
+from dllm_kernels.base._checks import (
     INT_DTYPES,
     check_dtype,
     check_float,
@@ -16,7 +15,8 @@ from dllm_kernels.ops._checks import (
     check_shape,
     check_tensor,
 )
-from dllm_kernels.ops._topk import choose, counts
+from dllm_kernels.noise import _philox
+from dllm_kernels.noise._topk import choose, counts
 
 
 def gumbel_topk_mask(
@@ -58,7 +58,7 @@ def gumbel_topk_mask(
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
     if torch.compiler.is_compiling():
-        from dllm_kernels.ops._compiled_corruption import gumbel_topk_mask as op
+        from dllm_kernels.noise._compiled import gumbel_topk_mask as op
 
         mask: torch.Tensor = op(log_w.detach(), counts(k, log_w), uniform, seed, backend)
         return mask

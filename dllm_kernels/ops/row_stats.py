@@ -2,7 +2,7 @@ r"""What a row of logits says of itself: log p at given ids, logsumexp, entropy,
 
 For what no sum of weighted NLLs is: policy gradients (log-probabilities with ratios and clipping on top, entropy bonuses),
 distances between distributions that are known at a few ids, bounds with a sum over the whole vocabulary in them. All outputs
-but ``correct`` take an upstream gradient at once, and one backward pass serves them all (``_stats_rows.py``).
+but ``correct`` take an upstream gradient at once, and one backward pass serves them all (``base/_row_stats.py``).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _checks
-from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._plain import all_plain, values_are_there
-from dllm_kernels.ops._plan import Job, Needs, Plan, compute_dtype
-from dllm_kernels.ops._records import ROW_STATS
-from dllm_kernels.ops._results import RowStats
-from dllm_kernels.ops._route import route
-from dllm_kernels.ops._transform import Transform
+from dllm_kernels.base import _checks
+from dllm_kernels.base._backend import use_triton
+from dllm_kernels.base._plain import all_plain, values_are_there
+from dllm_kernels.base._transform import Transform
+from dllm_kernels.rows._plan import Job, Needs, Plan, compute_dtype
+from dllm_kernels.rows._records import ROW_STATS
+from dllm_kernels.rows._results import RowStats
+from dllm_kernels.rows._route import route
 
 Mix = tuple[torch.Tensor, torch.Tensor]
 LOGITS = _checks.Names("logits", "ids")

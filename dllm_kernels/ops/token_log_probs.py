@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.ops import _checks
-from dllm_kernels.ops._plain import all_plain
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.ops import _checks
-from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._plain import all_plain
-from dllm_kernels.ops._plan import Job, Needs, Plan
-from dllm_kernels.ops._records import TOKEN_NLL
-from dllm_kernels.ops._results import TokenNLL, WeightedNLL
-from dllm_kernels.ops._route import route
+from dllm_kernels.base import _checks
+from dllm_kernels.base._backend import use_triton
+from dllm_kernels.base._plain import all_plain
+from dllm_kernels.rows._plan import Job, Needs, Plan
+from dllm_kernels.rows._records import TOKEN_NLL
+from dllm_kernels.rows._results import TokenNLL, WeightedNLL
+from dllm_kernels.rows._route import route
 
 
 def token_nll(

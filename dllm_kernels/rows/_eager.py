@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops._first_order import first_order_only, handle
-from dllm_kernels.ops._plan import Job, Plan
-from dllm_kernels.ops._records import RowOp, Tensors
+from dllm_kernels.rows._first_order import first_order_only, handle
+from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._records import RowOp, Tensors
 
 
 def call(op: RowOp, job: Job, plan: Plan) -> Tensors:

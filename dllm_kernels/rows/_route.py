@@ -1,4 +1,4 @@
-"""Who does a job: ``ops/_run.py`` where all tensors are plain, and what ``distributed/`` registers where one is a DTensor.
+"""Who does a job: ``rows/_run.py`` where all tensors are plain, and what ``distributed/`` registers where one is a DTensor.
 
 Nothing here knows who handles DTensors. The package's ``__init__`` says how to load it, at the first DTensor; on loading it
 registers itself, and calls ``_run`` with what is local to its rank.
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _run
-from dllm_kernels.ops._plain import is_dtensor
-from dllm_kernels.ops._plan import Job, Plan
-from dllm_kernels.ops._records import RowOp
+from dllm_kernels.base._plain import is_dtensor
+from dllm_kernels.rows import _run
+from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._records import RowOp
 
 Run = Callable[[RowOp, Job, Plan], Any]
 

@@ -1,6 +1,6 @@
 """The row ops, one record each: forward, backward and shapes over N rows.
 
-Autograd, torch.compile and DTensors are written once over these (``_run.py``, ``_eager.py``, ``_compiled.py``,
+Autograd, torch.compile and DTensors are written once over these (``rows/_run.py``, ``rows/_eager.py``, ``rows/_compiled.py``,
 ``distributed/``): a new op is a new record, and a public function that makes its job and its plan.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.ops import _chunks, _stats
-from dllm_kernels.ops._plan import Job, Plan
-from dllm_kernels.ops._results import RowStats, TokenNLL, WeightedNLL
-from dllm_kernels.ops._rows import SKIP, as_blv
-from dllm_kernels.ops._stats_rows import Found, Upstream
+from dllm_kernels.base._row_stats import Found, Upstream
+from dllm_kernels.base._rows import SKIP, as_blv
+from dllm_kernels.rows import _chunks, _stats
+from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor | None, ...]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.ops._plan import Plan
-from dllm_kernels.ops._rows import SKIP
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.rows._plan import Plan
 
 ROW_MULTIPLE = 128
 

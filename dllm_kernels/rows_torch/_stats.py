@@ -1,6 +1,6 @@
-"""The row statistics in plain torch (``_stats_rows.py``): some active rows at a time, in buffers that stay in cache.
+"""The row statistics in plain torch (``base/_row_stats.py``): some active rows at a time, in buffers that stay in cache.
 
-As in ``_torch_rows.py``, threads share the blocks out, and what is one number a row is computed for all of them at once.
+As in ``rows_torch/_nll.py``, threads share the blocks out, and what is one number a row is computed for all of them at once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.ops._rows import SKIP
-from dllm_kernels.ops._stats_rows import FARTHEST, Ask, Coefficients, Found
-from dllm_kernels.ops._torch_blocks import Listed, Space, acc_dtype, column_of, spaces_for, split, sum_rows, team, top
-from dllm_kernels.ops._transform import Transform, through_, transformed, with_slope
-from dllm_kernels.ops._workers import share_out
+from dllm_kernels.base._row_stats import FARTHEST, Ask, Coefficients, Found
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
+from dllm_kernels.rows_torch._blocks import Listed, Space, acc_dtype, column_of, spaces_for, split, sum_rows, team, top
+from dllm_kernels.rows_torch._workers import share_out
 
 
 class _Room(NamedTuple):
-    """A thread's buffers: those of ``_torch_rows.py``, and some more blocks in the dtype of sums."""
+    """A thread's buffers: those of ``rows_torch/_nll.py``, and some more blocks in the dtype of sums."""
 
     space: Space
     more: Sequence[torch.Tensor]
@@ -133,7 +133,7 @@ def _reduce(
 
 
 def forward(logits: torch.Tensor, ask: Ask) -> Found:
-    """See ``_stats_rows.py``."""
+    """See ``base/_row_stats.py``."""
     B, L, V = logits.shape
     rows = (ask.marks != SKIP).nonzero().squeeze(1)
     whole = _nothing(ask, acc_dtype(logits.dtype))
@@ -195,7 +195,7 @@ def _finish(sums: _Sums, ids: torch.Tensor, picked: torch.Tensor) -> Found:
 def mix(
     logits: torch.Tensor, ask: Ask, row_max: torch.Tensor, log_sum: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See ``_stats_rows.py``."""
+    """See ``base/_row_stats.py``."""
     V = logits.shape[-1]
     rows = (ask.marks != SKIP).nonzero().squeeze(1)
     wanted = (True, ask.gradients)
@@ -279,7 +279,7 @@ class _Grad(NamedTuple):
 def backward(
     logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """See ``_stats_rows.py``."""
+    """See ``base/_row_stats.py``."""
     B, L, V = logits.shape
     acc = acc_dtype(logits.dtype)
     mask = ask.marks != SKIP

@@ -4,11 +4,11 @@
 a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64, is
 ``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
 
-All take ``transform`` (``ops/_transform.py``): it is the transformed logits whose statistics and softmax these are, and the
+All take ``transform`` (``base/_transform.py``): it is the transformed logits whose statistics and softmax these are, and the
 gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by -1.
 
 ``stats``
-    The row statistics, their forward and backward pass (``ops/_stats_rows.py``). A backend without kernels of its own for
+    The row statistics, their forward and backward pass (``base/_row_stats.py``). A backend without kernels of its own for
     the NLL, which is minus the log-probability of one id, gets its first two primitives from these: :func:`nll_of_stats`.
 
 ``nll(logits, targets, *, with_correct)``

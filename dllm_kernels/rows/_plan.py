@@ -1,6 +1,6 @@
 """What is to be computed (a job: a few tensors) and how (one frozen plan), as every layer below the public doors takes it.
 
-A door checks its arguments, makes both once, and hands them to ``ops/_route.py``. A new option is a new field of the plan,
+A door checks its arguments, makes both once, and hands them to ``rows/_route.py``. A new option is a new field of the plan,
 read where it is needed; nothing between has to know of it.
 """
 
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.ops import _changing
-from dllm_kernels.ops._backend import row_primitives
-from dllm_kernels.ops._plain import autocasts
-from dllm_kernels.ops._rows import SKIP, RowPrimitives
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform
+from dllm_kernels.base import _changing
+from dllm_kernels.base._plain import autocasts
+from dllm_kernels.base._rows import SKIP, RowPrimitives
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels.rows._backends import row_primitives
 
 Packed = tuple[list[int], list[float], torch.Tensor | None]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -25,7 +25,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 class Job(NamedTuple):
     """The tensors of a call: rows of logits, or of hidden states with the LM head, and what is known of each row.
 
-    At the public functions rows have the caller's shape ``[...]``; below ``ops/_run.py`` there are N of them.
+    At the public functions rows have the caller's shape ``[...]``; below ``rows/_run.py`` there are N of them.
 
     Attributes:
         x: logits ``[..., V]``, in any strides also below; or hidden states ``[..., D]``.

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.ops import _eager
-from dllm_kernels.ops._checks import check_inplace
-from dllm_kernels.ops._plain import has_values
-from dllm_kernels.ops._plan import Job, Plan
-from dllm_kernels.ops._records import RowOp
-from dllm_kernels.ops._rows import as_blv
+from dllm_kernels.base._checks import check_inplace
+from dllm_kernels.base._plain import has_values
+from dllm_kernels.base._rows import as_blv
+from dllm_kernels.rows import _eager
+from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._records import RowOp
 
 
 def run(op: RowOp, job: Job, plan: Plan) -> Any:
@@ -27,7 +27,7 @@ def _implementation(job: Job) -> ModuleType:
     """The compiled ops serve tensors without values too. They are loaded only then, since registering takes time."""
     if not torch.compiler.is_compiling() and has_values(job.x):
         return _eager
-    from dllm_kernels.ops import _compiled
+    from dllm_kernels.rows import _compiled
 
     return _compiled
 

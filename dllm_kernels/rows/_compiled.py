@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels.ops._eager import dtypes, in_dtypes, upstream
-from dllm_kernels.ops._plan import Job, Plan
-from dllm_kernels.ops._records import ROW_OPS, RowOp, Tensors
+from dllm_kernels.rows._eager import dtypes, in_dtypes, upstream
+from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._records import ROW_OPS, RowOp, Tensors
 
 
 def call(op: RowOp, job: Job, plan: Plan) -> Tensors:

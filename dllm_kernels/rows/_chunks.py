@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dllm_kernels.ops._active_rows import ActiveRows, choose_chunk, multiprocessors
-from dllm_kernels.ops._plan import NO_GRADIENTS, Job, Needs, Plan
-from dllm_kernels.ops._results import rounded, weighted_sum
-from dllm_kernels.ops._rows import SKIP
-from dllm_kernels.ops._transform import NO_TRANSFORM
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.base._transform import NO_TRANSFORM
+from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, multiprocessors
+from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Needs, Plan
+from dllm_kernels.rows._results import rounded, weighted_sum
 
 # Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
 SLAB = 4096

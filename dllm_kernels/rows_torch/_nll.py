@@ -1,6 +1,6 @@
 """The row primitives in plain torch: active rows only, a few of them at a time, in a buffer that stays in cache.
 
-Neither a float32 copy of the logits nor a saved softmax of them ever exists (``_torch_blocks.py``). What is one number a row
+Neither a float32 copy of the logits nor a saved softmax of them ever exists (``rows_torch/_blocks.py``). What is one number a row
 is computed for all rows at once, before the blocks or after them; that includes the column of the target.
 
 Finding the active rows (``nonzero``) syncs a GPU with its host; on CPU it costs nothing.
@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.ops._rows import NLL, SKIP
-from dllm_kernels.ops._torch_blocks import (
+from dllm_kernels.base._rows import NLL, SKIP
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
+from dllm_kernels.rows_torch._blocks import (
     COMMON_BLOCK_BYTES,
     Space,
     acc_dtype,
@@ -27,8 +28,7 @@ from dllm_kernels.ops._torch_blocks import (
     team,
     top,
 )
-from dllm_kernels.ops._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
-from dllm_kernels.ops._workers import share_out
+from dllm_kernels.rows_torch._workers import share_out
 
 
 def _of_column(z: torch.Tensor, transform: Transform) -> torch.Tensor:
@@ -84,7 +84,7 @@ def nll_and_grad_(
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
 ) -> NLL:
-    """See ``ops._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
+    """See ``base._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
     C, V = logits.shape
     acc = acc_dtype(logits.dtype)
     mask = targets != SKIP
@@ -123,7 +123,7 @@ def nll_and_grad_(
 
 
 def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
-    """See ``ops._rows``; on a GPU the multiplication runs whatever the factor is, since looking would sync.
+    """See ``base._rows``; on a GPU the multiplication runs whatever the factor is, since looking would sync.
 
     A CPU multiplies by a 0-d factor at the factor's precision; a GPU would round it to the dtype of t first.
     """

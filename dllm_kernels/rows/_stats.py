@@ -10,10 +10,10 @@ import math
 
 import torch
 
-from dllm_kernels.ops._chunks import Chunks, Gradients, no_autocast, unit_scale
-from dllm_kernels.ops._plan import NO_GRADIENTS, Job, Plan
-from dllm_kernels.ops._rows import SKIP, as_blv
-from dllm_kernels.ops._stats_rows import Ask, Coefficients, Found, Upstream
+from dllm_kernels.base._row_stats import Ask, Coefficients, Found, Upstream
+from dllm_kernels.base._rows import SKIP, as_blv
+from dllm_kernels.rows._chunks import Chunks, Gradients, no_autocast, unit_scale
+from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Plan
 
 
 def forward(job: Job, plan: Plan) -> Found:

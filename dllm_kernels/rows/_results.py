@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.ops._plan import Plan
+from dllm_kernels.rows._plan import Plan
 
 
 class TokenNLL(NamedTuple):

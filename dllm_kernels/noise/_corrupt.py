@@ -3,7 +3,7 @@ r"""The corruption routines below their doors: the choice of backend, and the to
 A batch ``[B, L]`` is a grid of B rows, ``blocks`` blocks of ``size`` positions, the last of a row possibly short;
 without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike: from
 the draws it makes the chosen positions, what to put there and the level of each block, by the arithmetic of ``_rules``.
-On CPU tensors ``_corruption_host`` runs it in numpy, a slice of the rows at a time.
+On CPU tensors ``_host`` runs it in numpy, a slice of the rows at a time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dllm_kernels.ops import _corruption_host, _philox, _rules
-from dllm_kernels.ops._backend import use_triton
-from dllm_kernels.ops._grid import Change, Corrupted, Grid, Rows, lengths
-from dllm_kernels.ops._rules import Array
-from dllm_kernels.ops._topk import on_host, select_exact, select_largest
+from dllm_kernels.base._backend import use_triton
+from dllm_kernels.noise import _host, _philox, _rules
+from dllm_kernels.noise._grid import Change, Corrupted, Grid, Rows, lengths
+from dllm_kernels.noise._rules import Array
+from dllm_kernels.noise._topk import on_host, select_exact, select_largest
 
 
 def mask_tokens(
@@ -81,7 +81,7 @@ def mask_all(
 
         return kernel(input_ids, loss_mask, mask_token_id)
     if on_host(input_ids):
-        return _corruption_host.mask_all(input_ids, loss_mask, mask_token_id)
+        return _host.mask_all(input_ids, loss_mask, mask_token_id)
     noise = loss_mask != 0
     p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     return torch.where(noise, mask_token_id, input_ids), noise, p_mask
@@ -107,7 +107,7 @@ def mask_topk(
         from dllm_kernels.kernels.corruption import mask_topk as kernel
 
         return kernel(input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed)
-    topk_of_blocks = _corruption_host.topk_of_blocks if on_host(input_ids) else _topk_of_blocks
+    topk_of_blocks = _host.topk_of_blocks if on_host(input_ids) else _topk_of_blocks
 
     def body(rows: Rows) -> Change:
         m = _level(rows, level, eps)
@@ -164,7 +164,7 @@ def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tenso
         return kernel(B, method, low, high, seed)
     layout = _philox.Layout(1, 0)
     if on_host(seed):
-        return _corruption_host.sample_level(B, method, low, high, seed, layout)
+        return _host.sample_level(B, method, low, high, seed, layout)
     u = _rules.uniform(_philox.random_bits(seed, B, layout)[0])[:, 0]
     level: torch.Tensor = _rules.scaled(_rules.coupled(u, torch.arange(B, device=seed.device), method), low, high)
     return level
@@ -251,7 +251,7 @@ def _corrupt(
 ) -> Corrupted:
     """Draw, run the body on all rows, write the outputs; ``times`` is for ``host_slices``."""
     if on_host(input_ids):
-        return _corruption_host.corrupt(input_ids, loss_mask, seed, grid, layout, body, times)
+        return _host.corrupt(input_ids, loss_mask, seed, grid, layout, body, times)
     levels, draws, words = _philox.random_bits(seed, grid.B, layout)
     supervised = None if loss_mask is None else loss_mask != 0
     chosen, token, level = body(Rows(slice(None), input_ids, supervised, levels, draws, words))

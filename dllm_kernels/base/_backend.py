@@ -8,9 +8,6 @@ import os
 
 import torch
 
-from dllm_kernels.ops._rows import RowPrimitives, StatsPrimitives
-from dllm_kernels.ops._stats_rows import nll_of_stats
-
 BACKENDS = ("auto", "triton", "torch")
 
 
@@ -70,29 +67,3 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
             "set TRITON_INTERPRET=1 before the first import to run the kernels on CPU tensors"
         )
     return True
-
-
-@functools.cache
-def row_primitives(triton: bool) -> RowPrimitives:
-    """The row primitives of a backend; Triton is imported only when asked for."""
-    return _triton() if triton else _torch()
-
-
-def _triton() -> RowPrimitives:
-    from dllm_kernels.kernels import linear_nll, linear_nll_once, row_stats, token_nll
-
-    return RowPrimitives(
-        StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
-        token_nll.row_stats,
-        token_nll.row_grad,
-        linear_nll.row_nll_grad_,
-        linear_nll.scale_,
-        linear_nll_once.row_nll_factored_,
-    )
-
-
-def _torch() -> RowPrimitives:
-    from dllm_kernels.ops import _torch_row_stats, _torch_rows
-
-    stats = StatsPrimitives(_torch_row_stats.forward, _torch_row_stats.mix, _torch_row_stats.backward)
-    return RowPrimitives(stats, *nll_of_stats(stats), _torch_rows.nll_and_grad_, _torch_rows.scale_)

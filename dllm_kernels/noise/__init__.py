@@ -1,0 +1,1 @@
+"""Random bits, and what is drawn from them: levels, masks, tokens."""

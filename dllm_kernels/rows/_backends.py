@@ -1,0 +1,34 @@
+"""The row primitives of each backend."""
+
+from __future__ import annotations
+
+import functools
+
+from dllm_kernels.base._row_stats import nll_of_stats
+from dllm_kernels.base._rows import RowPrimitives, StatsPrimitives
+
+
+@functools.cache
+def row_primitives(triton: bool) -> RowPrimitives:
+    """The row primitives of a backend; Triton is imported only when asked for."""
+    return _triton() if triton else _torch()
+
+
+def _triton() -> RowPrimitives:
+    from dllm_kernels.kernels import linear_nll, linear_nll_once, row_stats, token_nll
+
+    return RowPrimitives(
+        StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
+        token_nll.row_stats,
+        token_nll.row_grad,
+        linear_nll.row_nll_grad_,
+        linear_nll.scale_,
+        linear_nll_once.row_nll_factored_,
+    )
+
+
+def _torch() -> RowPrimitives:
+    from dllm_kernels.rows_torch import _nll, _stats
+
+    stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward)
+    return RowPrimitives(stats, *nll_of_stats(stats), _nll.nll_and_grad_, _nll.scale_)
