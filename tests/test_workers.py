@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
 from dllm_kernels.ops import token_nll, weighted_linear_nll, weighted_nll
-from dllm_kernels.rows_torch import _blocks, _nll, _workers
+from dllm_kernels.rows import _backends
+from dllm_kernels.rows_torch import _blocks, _workers
 from dllm_kernels.rows_torch._workers import share_out
 from tests.parity import small_blocks, value_and_grads
 
@@ -209,7 +210,7 @@ def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
     small_blocks(monkeypatch, threads=2)
     logits = torch.full((1, 3, 5), -math.inf)
     targets = torch.zeros(3, dtype=torch.int64)
-    nll, row_max, log_sum, _, correct = _nll.row_stats(logits, targets, with_correct=True)
+    nll, row_max, log_sum, correct = _backends.row_primitives(triton=False).nll(logits, targets, with_correct=True)
     assert nll.isnan().all()
     assert row_max.isfinite().all()
     assert (log_sum == -math.inf).all()
