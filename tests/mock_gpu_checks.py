@@ -122,6 +122,38 @@ def a_row_is_split_alike_whatever_the_number_of_rows(gpu):
     assert len(found) == 1
 
 
+class Dispatched(TorchDispatchMode):
+    """The names of torch's operations that launch a kernel: those that make no view and no empty tensor."""
+
+    SILENT = ("view", "detach", "expand", "empty", "promote_types", "squeeze")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not any(name in function.__name__ for name in self.SILENT):
+            self.names.append(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def a_weighted_sum_launches_few_kernels(gpu):
+    """Each costs the host some 5 us, and a GPU as much where the rows are few."""
+    logits = torch.empty(4, 1024, 126464, dtype=torch.bfloat16, requires_grad=True)
+    targets, weights, one = torch.zeros(4, 1024, dtype=torch.int64), torch.rand(4, 1024), torch.ones(())
+    with Dispatched() as forward:
+        loss = ops.weighted_nll(logits, targets, weights).loss
+    assert launched(gpu) == {"token_nll_fwd_split", "token_nll_merge"}
+    assert forward.names == ["eq", "masked_fill", "mul", "sum"]
+    gpu.launches.clear()
+    with Dispatched() as backward:
+        torch.autograd.grad(loss, logits, one)
+    assert launched(gpu) == {"token_nll_bwd"}
+    assert backward.names == ["mul"]
+
+
 def rows_in_place(columns, dtype, **options):
     """All kernels over rows of logits that may write where they have read."""
     launches.token_nll((2, 16, columns), dtype, **options)

@@ -178,10 +178,11 @@ def test_few_issue_slots_of_row_statistics(target, reports):
 
 @counted_targets
 def test_few_issue_slots_of_a_mixture(target, reports):
-    """One logarithm for four terms, in the first of its loops; the second is for terms too small or too large for it."""
+    """One logarithm for four terms, in one of its loops; the other is for terms too small or too large for it."""
     found = [r for r in reports(f"counted, {target}") if r["function"] == "row_stats_mix"]
     assert {len(r["passes"]) for r in found} == {2}
-    assert [(r["kernel"], r["passes"][0]["slots"]) for r in found if r["passes"][0]["slots"] > 30] == []
+    least = {r["kernel"]: min(p["slots"] for p in r["passes"]) for r in found}
+    assert {kernel: slots for kernel, slots in least.items() if slots > 30} == {}
 
 
 @counted_targets
