@@ -30,7 +30,7 @@ def all_plain(*tensors: Any) -> tuple[Any, ...]:
 
 def autocasts(t: torch.Tensor) -> bool:
     """Whether autocast is on for the tensor's device; the meta device has none."""
-    return not t.is_meta and torch.is_autocast_enabled(t.device.type)
+    return t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
 
 
 def plain_count(count: Any) -> Any:
@@ -40,7 +40,7 @@ def plain_count(count: Any) -> Any:
 
 def has_values(t: torch.Tensor) -> bool:
     """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
-    return not (t.is_meta or isinstance(t, FakeTensor))
+    return not (t.device.type == "meta" or isinstance(t, FakeTensor))
 
 
 def values_are_there(t: torch.Tensor | None) -> bool:
