@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels.base._checks import check_positive_int
+from dllm_kernels.base._checks import check_int64, check_positive_int, checked_bool
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -46,8 +45,8 @@ class DLLMCollator:
             the training process; worker processes of a DataLoader leave it to ``DataLoader(pin_memory=True)``.
 
     Raises:
-        TypeError: a token or a size is not an int.
-        ValueError: a size < 1.
+        TypeError: a token or a size is not an int, or a yes or no no bool.
+        ValueError: a size < 1, or a token of more than 64 bits.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class DLLMCollator:
         *,
         pin_memory: bool = False,
     ) -> None:
-        _check_token("pad_token_id", pad_token_id)
+        check_int64("pad_token_id", pad_token_id)
         if eos_token_id is not None:
-            _check_token("eos_token_id", eos_token_id)
+            check_int64("eos_token_id", eos_token_id)
         sizes = {"block_size": block_size, "pad_seq_len_divisible": pad_seq_len_divisible, "max_seq_len": max_seq_len}
         for name, value in sizes.items():
             if value is not None:
@@ -75,9 +74,9 @@ class DLLMCollator:
         self.pad_seq_len_divisible = pad_seq_len_divisible
         self.max_seq_len = max_seq_len
         self.block_pad_token_id = pad_token_id if eos_token_id is None else eos_token_id
-        self.supervise_padding = supervise_padding
-        self.response_window = response_window
-        self.pin_memory = pin_memory
+        self.supervise_padding = checked_bool("supervise_padding", supervise_padding)
+        self.response_window = checked_bool("response_window", response_window)
+        self.pin_memory = checked_bool("pin_memory", pin_memory)
 
     def __call__(self, batch: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
         """Collate a batch.
@@ -172,11 +171,6 @@ class DLLMCollator:
             row[: len(content)] = content
             row[length:end] = block_pad_value
         return out
-
-
-def _check_token(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
 
 
 def _length(i: int, sample: Mapping[str, Any]) -> int:

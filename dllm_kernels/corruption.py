@@ -41,6 +41,7 @@ from dllm_kernels.base._checks import (
     check_tensor,
 )
 from dllm_kernels.base._plain import is_dtensor
+from dllm_kernels.base._target_range import first_fraction
 from dllm_kernels.noise import _philox
 from dllm_kernels.ops import corruption
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
@@ -401,7 +402,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit.
+        ValueError: a shape, dtype or device that does not fit; on CPU, fractions in ``noise_mask`` where it is supervised.
 
     Source: Gong et al. 2025 (DiffuCoder), arXiv:2506.20639, section 4.2, the coupled sampling of coupled-GRPO.
     """
@@ -410,6 +411,11 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     check_mask("noise_mask", noise_mask, _shape(noise_mask))
     check_mask("loss_mask", loss_mask, _shape(noise_mask), "that of noise_mask")
     check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
+    where = first_fraction(noise_mask, loss_mask)
+    if where is not None:
+        raise ValueError(
+            f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; is it p_mask?"
+        )
     return corruption.complement(noise_mask, loss_mask, backend)
 
 
@@ -515,7 +521,7 @@ def _shape(tensor: torch.Tensor) -> Sequence[int]:
 
 def _checked_mask_id(mask_token_id: int, input_ids: torch.Tensor) -> int:
     try:
-        index = operator.index(mask_token_id)
+        index = operator.index(None if isinstance(mask_token_id, bool) else mask_token_id)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"mask_token_id must be an int, got {type(mask_token_id).__name__}") from None
     _check_fits("mask_token_id", index, input_ids)

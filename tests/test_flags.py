@@ -1,9 +1,12 @@
 """Options that are yes or no take nothing that only looks so, and what is a constant takes no gradient."""
 
+import numpy as np
 import pytest
 import torch
 
+import dllm_kernels
 from dllm_kernels import corruption, ops
+from dllm_kernels.integrations import nemo_automodel
 from dllm_kernels.losses import scdd_schedule
 
 X, W, IDS = torch.randn(3, 7), torch.randn(7, 7), torch.tensor([0, 1, 2])
@@ -25,6 +28,97 @@ FLAGS = [
 def test_an_option_that_is_yes_or_no(op, given, flag, value):
     with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
         op(*given, **{flag: value})
+
+
+LABELS = torch.zeros(1, 3, dtype=torch.long)
+SETTINGS = [
+    *((loss, (), "fp32_upcast") for loss in (
+        dllm_kernels.MDLMCrossEntropyLoss,
+        dllm_kernels.BlockDiffusionCrossEntropyLoss,
+        dllm_kernels.HybridDiffusionLLMLoss,
+        dllm_kernels.MaskedCrossEntropy,
+    )),
+    (dllm_kernels.DFlashDecayLoss, (), "use_fused_linear_ce"),
+    (dllm_kernels.IDLMLoss, (), "auto_balance"),
+    *((dllm_kernels.DLLMCollator, (), flag) for flag in ("supervise_padding", "response_window", "pin_memory")),
+    (nemo_automodel.patch, (), "fuse_head"),
+    (ops.token_nll, (X, IDS), "check_targets"),
+    (ops.linear_token_nll, (X, W, IDS), "check_targets"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["no", 2, 1.0], ids=str)
+@pytest.mark.parametrize(("make", "given", "flag"), SETTINGS, ids=lambda x: getattr(x, "__name__", x))
+def test_a_setting_that_is_yes_or_no(make, given, flag, value):
+    with pytest.raises(TypeError, match=f"^{flag} must be a bool, got {type(value).__name__}$"):
+        make(*given, **{flag: value})
+
+
+def test_a_setting_of_0_or_1_as_configurations_have_it():
+    assert dllm_kernels.DFlashDecayLoss(use_fused_linear_ce=1).use_fused_linear_ce is True
+    assert dllm_kernels.DLLMCollator(response_window=np.bool_(False)).response_window is False
+    assert dllm_kernels.MDLMCrossEntropyLoss(fp32_upcast=0).fp32_upcast is False
+
+
+def test_return_per_depth_is_yes_or_no():
+    with pytest.raises(TypeError, match=r"^return_per_depth must be a bool, got str$"):
+        dllm_kernels.calculate_mtp_loss(
+            dllm_kernels.MaskedCrossEntropy(),
+            mtp_per_depth_logits=[X[None]],
+            labels=LABELS,
+            model=None,
+            return_per_depth="no",
+        )
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_a_setting_that_was_assigned_since(reduction):
+    loss, mtp = dllm_kernels.MDLMCrossEntropyLoss(), dllm_kernels.MaskedCrossEntropy(reduction=reduction)
+    loss.fp32_upcast = mtp.fp32_upcast = "no"
+    on = torch.ones(1, 3)
+    for call in (
+        lambda: loss(X[None], LABELS, on, on, on),
+        lambda: loss.forward_fused(X[None], W, LABELS, on, on, on),
+        lambda: mtp(X[None], LABELS),
+    ):
+        with pytest.raises(TypeError, match=r"^fp32_upcast must be a bool, got str$"):
+            call()
+
+
+@pytest.mark.parametrize(("count", "error"), [(8, TypeError), (8.0, TypeError), (torch.tensor(8), ValueError)])
+@pytest.mark.parametrize("loss", ["MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss"])
+def test_a_count_in_the_place_of_the_ar_mask(loss, count, error):
+    on = torch.ones(1, 3)
+    with pytest.raises(error, match=r"^loss_mask_ar must .*; a count goes by its keyword, num_diffusion_tokens=$"):
+        getattr(dllm_kernels, loss)()(X[None], LABELS, on, on, on, count)
+
+
+@pytest.mark.parametrize("name", ["pad_token_id", "eos_token_id"])
+def test_tokens_have_64_bits(name):
+    for value in (2**63, -(2**63) - 1):
+        with pytest.raises(ValueError, match=f"^{name} must be an int of 64 bits, got {value}$"):
+            dllm_kernels.DLLMCollator(**{name: value})
+    dllm_kernels.DLLMCollator(**{name: np.int64(-(2**63))})
+
+
+def test_a_mask_token_is_no_bool():
+    ids, mask = torch.arange(12).view(2, 6), torch.ones(2, 6)
+    for corrupt in (corruption.corrupt_uniform, corruption.corrupt_blockwise, corruption.corrupt_all_masked):
+        with pytest.raises(TypeError, match=r"^mask_token_id must be an int, got bool$"):
+            corrupt(ids, mask, True)
+
+
+def test_the_complement_of_probabilities_is_none():
+    ids, mask = torch.arange(12).view(2, 6), torch.tensor([[0.0] + [1.0] * 5, [0.5] * 6])
+    _, noise, p = corruption.corrupt_uniform(ids, mask, 99, seeds=torch.arange(2))
+    with pytest.raises(
+        ValueError, match=r"^noise_mask must hold no fractions, got 0\.\d+ at position \(0, 1\); is it p_mask\?$"
+    ):
+        corruption.complementary(p, mask)
+    expected = corruption.complementary(noise, mask)
+    assert torch.equal(corruption.complementary(noise.float(), mask), expected)
+    noise = torch.where(mask == 0, p, noise.float())  # where nothing is supervised anything may stand
+    assert torch.equal(corruption.complementary(noise, mask), expected)
 
 
 def test_a_schedule_is_differentiable():

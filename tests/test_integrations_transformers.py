@@ -6,6 +6,7 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -169,6 +170,68 @@ def test_ranks_draw_differently_from_generators_that_are_alike(monkeypatch):
 def test_a_rank_that_is_none_is_refused(rank):
     with pytest.raises(TypeError, match=f"rank must be an int, got {type(rank).__name__}"):
         MaskedDiffusionCollator(99, rank=rank)
+
+
+OUT_OF_RANGE = (2**63, -(2**63) - 1)
+
+
+def test_numbers_have_64_bits():
+    for number in OUT_OF_RANGE:
+        with pytest.raises(ValueError, match=f"^rank must be an int of 64 bits, got {number}$"):
+            MaskedDiffusionCollator(99, rank=number)
+        with pytest.raises(ValueError, match=f"^epoch must be an int of 64 bits, got {number}$"):
+            MaskedDiffusionCollator(99).set_epoch(number)
+        with pytest.raises(ValueError, match=f"^sample 1, field 'seed' must be an int of 64 bits, got {number}$"):
+            SEEDED([sample(4), sample(4, number)])
+    MaskedDiffusionCollator(99, rank=np.int64(3)).set_epoch(np.int64(2))
+    limits = [2**63 - 1, np.int64(-(2**63)), torch.tensor(2**63 - 1)]
+    assert rows([SEEDED([sample(64, limits[0])])]) == rows([SEEDED([sample(64, limits[2])])])
+    assert all_differ(rows([SEEDED([sample(64, seed) for seed in limits[:2]])]))
+
+
+@pytest.mark.parametrize("number", ["0", 1.5, None])
+def test_numbers_are_whole(number):
+    kind = type(number).__name__
+    with pytest.raises(TypeError, match=f"^epoch must be an int, got {kind}$"):
+        MaskedDiffusionCollator(99).set_epoch(number)
+    with pytest.raises(TypeError, match=f"^sample 0, field 'seed' must be an int, got {kind}$"):
+        SEEDED([sample(4, number), sample(4)])
+
+
+def test_a_corruption_that_does_not_mask_is_refused():
+    for random in (
+        dllm_kernels.corrupt_uniform_random,
+        functools.partial(dllm_kernels.corrupt_uniform_random, eps=0.1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^corrupt must take the token that masks as its third argument, got .*vocab_size$"
+        ):
+            MaskedDiffusionCollator(99, corrupt=random)
+    with pytest.raises(TypeError, match=r"^corrupt must be a function, got str$"):
+        MaskedDiffusionCollator(99, corrupt="uniform")
+    mix = functools.partial(
+        dllm_kernels.corrupt_mix, vocab_size=100, mask_prob=torch.tensor([0.5]), uniform_prob=torch.tensor([0.1])
+    )
+    with pytest.raises(
+        ValueError, match=r"^corrupt must return \(noisy_input_ids, noise_mask, p_mask\), got 2 values$"
+    ):
+        MaskedDiffusionCollator(99, corrupt=mix)([sample(4)])
+    MaskedDiffusionCollator(99, corrupt=lambda *batch, seeds: dllm_kernels.corrupt_uniform(*batch, seeds=seeds))(
+        [sample(4)]
+    )
+
+
+def test_labels_of_something_else_are_refused():
+    ids, loss_mask, _, noise, p = noised()
+    for wrong, message in (
+        ((ids.float(), loss_mask, noise, p), "input_ids must have dtype int64, .* got float32"),
+        ((ids, loss_mask[:, :1], noise, p), r"loss_mask must have shape \(3, 17\) \(that of input_ids\), got \(3, 1\)"),
+        ((ids, loss_mask, p, noise), "p_mask must have dtype float16, .* got bool"),
+        ((ids, loss_mask, noise, p.double()), "p_mask must have dtype float32, got float64"),
+        ((ids, loss_mask, noise, p[:, :1]), r"p_mask must have shape \(3, 17\) \(that of input_ids\), got \(3, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            pack_labels(*wrong)
 
 
 def test_epochs_are_apart_and_each_is_itself():

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dllm_kernels import BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, MDLMCrossEntropyLoss, SCDDLoss
-from dllm_kernels.losses import _base
+from dllm_kernels.base import _plain
 
 B, L, V, D = 2, 4, 7, 5
 X, H, W, Y = torch.randn(B, L, V), torch.randn(B, L, D), torch.randn(V, D), torch.zeros(B, L, dtype=torch.long)
@@ -91,11 +91,11 @@ def test_a_sequence_has_one_time(name, form):
 
 
 def test_values_that_are_not_there():
-    assert _base.values_are_there(ON)
-    assert not _base.values_are_there(None)
-    assert not _base.values_are_there(ON.to("meta"))
+    assert _plain.values_are_there(ON)
+    assert not _plain.values_are_there(None)
+    assert not _plain.values_are_there(ON.to("meta"))
     with FakeTensorMode() as mode:
-        assert not _base.values_are_there(mode.from_tensor(ON))
+        assert not _plain.values_are_there(mode.from_tensor(ON))
 
 
 @losses

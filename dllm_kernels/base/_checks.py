@@ -119,10 +119,19 @@ def is_int(value: object) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def check_bool(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` is a bool, or 0 or 1: a word such as "no" would be taken for True."""
+def checked_bool(name: str, value: object) -> bool:
+    """As a bool what is one, or 0 or 1: a word such as "no" would be taken for True."""
     if not isinstance(value, (bool, np.bool_)) and not (is_int(value) and value in (0, 1)):
         raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    return bool(value)
+
+
+def check_int64(name: str, value: Any) -> None:
+    """Raise unless ``value`` is an int that int64 holds."""
+    if not is_int(value):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name} must be an int of 64 bits, got {value}")
 
 
 def check_positive_int(name: str, value: Any) -> None:
@@ -223,8 +232,7 @@ def targets_checked(check_targets: bool | None) -> bool:
     A compiled function reads the variable when it is traced, and does not look again.
     """
     if check_targets is not None:
-        check_bool("check_targets", check_targets)
-        return check_targets
+        return checked_bool("check_targets", check_targets)
     word = os.environ.get("DLLM_KERNELS_CHECK", "").strip().lower()
     if word not in ON and word not in OFF:
         raise ValueError(f"DLLM_KERNELS_CHECK must be one of {', '.join((*ON, *OFF[1:]))} or empty, got {word!r}")

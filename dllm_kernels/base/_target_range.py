@@ -1,8 +1,10 @@
-"""Where a bad target stands; reads the targets back to the host."""
+"""Where a bad target or another bad value stands; looking reads it back to the host."""
 
 from __future__ import annotations
 
 import torch
+
+from dllm_kernels.base._plain import values_are_there
 
 
 def raise_bad_target(
@@ -24,3 +26,12 @@ def raise_bad_target(
 def first_true(found: torch.Tensor) -> tuple[int, ...] | None:
     """Where the first True stands, or None."""
     return tuple(found.nonzero()[0].tolist()) if bool(found.any()) else None
+
+
+def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
+    """Where a mask first holds a fraction among what is supervised, or None; of a mask that is read or not."""
+    if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
+        return None
+    if not (values_are_there(mask) and supervised.is_cpu and bool(mask.frac().any())):
+        return None
+    return first_true(supervised.bool() & (mask > 0) & (mask < 1))

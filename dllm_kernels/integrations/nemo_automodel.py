@@ -37,6 +37,7 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import losses, mtp
+from dllm_kernels.base._checks import checked_bool
 from dllm_kernels.base._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.mtp.head import head_module, unwrapped
@@ -146,10 +147,11 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
         ImportError: ``nemo_automodel`` is not installed, or one of its home modules does not import.
         RuntimeError: a signature of the host's differs from ours; the message lists every difference, and nothing was
             replaced. Or it is patched already with another ``exclude`` or ``fuse_head``.
+        TypeError: ``fuse_head`` is no bool.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     global _active
-    excluded = _checked_excluded(exclude)
+    excluded, fuse_head = _checked_excluded(exclude), checked_bool("fuse_head", fuse_head)
     if _active is not None:
         if _active.excluded != excluded or bool(_active.methods) != fuse_head:
             raise RuntimeError(

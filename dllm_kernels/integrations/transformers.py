@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
+import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -35,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dllm_kernels.base._checks import check_dtype, check_float, check_ids, check_int64, check_mask, check_shape
 from dllm_kernels.base._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
@@ -65,7 +68,17 @@ def pack_labels(
 
     Returns:
         int64 ``[B, L]``.
+
+    Raises:
+        TypeError: an argument is not a tensor.
+        ValueError: shapes or dtypes that do not fit.
     """
+    check_ids("input_ids", input_ids)
+    for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
+        check_mask(name, mask, input_ids.shape, "that of input_ids")
+    check_float("p_mask", p_mask)
+    check_dtype("p_mask", p_mask, [torch.float32])
+    check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
     bits = p_mask.contiguous().view(torch.int32).long()  # of a positive float, so 31 of them
     packed = input_ids.long() | torch.where(noise_mask.bool(), bits << TOKEN_BITS, 0)
     return torch.where(loss_mask != 0, packed, IGNORED)
@@ -109,7 +122,8 @@ class MaskedDiffusionCollator:
             is: seed it for each rank, and have no workers, which would hold copies of it.
 
     Raises:
-        TypeError: ``rank`` is no int.
+        TypeError: ``rank`` is no int, or ``corrupt`` no function.
+        ValueError: ``rank`` has more than 64 bits, or ``corrupt`` takes no token that masks.
     """
 
     def __init__(
@@ -123,8 +137,9 @@ class MaskedDiffusionCollator:
         level: Callable[..., torch.Tensor] | None = None,
         **options: Any,
     ) -> None:
-        if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int)):
-            raise TypeError(f"rank must be an int, got {type(rank).__name__}")
+        if rank is not None:
+            check_int64("rank", rank)
+        _check_that_it_masks(corrupt)
         self.mask_token_id = mask_token_id
         self.collate = DLLMCollator() if collate is None else collate
         self.corrupt = corrupt
@@ -140,7 +155,12 @@ class MaskedDiffusionCollator:
 
         The mixin does, for the batches that it trains on. In epoch 0, where one begins and evaluates, the seed of a sample
         is used as it is.
+
+        Raises:
+            TypeError: ``epoch`` is no int.
+            ValueError: it has more than 64 bits.
         """
+        check_int64("epoch", epoch)
         self._epoch.fill_(epoch)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -154,7 +174,8 @@ class MaskedDiffusionCollator:
             ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``.
 
         Raises:
-            ValueError: a sample lacks a field.
+            TypeError: a seed is no int.
+            ValueError: a sample lacks a field, a seed has more than 64 bits, or ``corrupt`` returned something else.
         """
         for field in ("loss_mask", *filter(None, [self.seed_field])):
             if any(field not in sample for sample in samples):
@@ -167,13 +188,17 @@ class MaskedDiffusionCollator:
         drawn = {"seeds": self._seeds(samples), **self.options}
         if self.level is not None:
             drawn["level"] = self.level(len(ids), seeds=drawn["seeds"], generator=drawn.get("generator"))
-        noisy, noise, p = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
+        corrupted = self.corrupt(ids, loss_mask, self.mask_token_id, **drawn)
+        if len(corrupted) != 3:
+            raise ValueError(f"corrupt must return (noisy_input_ids, noise_mask, p_mask), got {len(corrupted)} values")
+        noisy, noise, p = corrupted
         labels = pack_labels(ids, loss_mask, noise, p)
         return {"input_ids": noisy, "attention_mask": batch["attention_mask"], "labels": labels}
 
     def _seeds(self, samples: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
         if self.seed_field is not None:
-            seeds = torch.tensor([sample[self.seed_field] for sample in samples], device="cpu")
+            given = [_seed(i, self.seed_field, sample[self.seed_field]) for i, sample in enumerate(samples)]
+            seeds = torch.tensor(given, dtype=torch.int64, device="cpu")
             return seeds + self._epoch * FAR_APART
         if self.options.get("generator") is not None:
             return None
@@ -195,6 +220,32 @@ class MaskedDiffusionCollator:
         other = copy.copy(self)
         vars(other).update(changes, _epoch=_shared_zero())
         return other
+
+
+def _check_that_it_masks(corrupt: Corruption) -> None:
+    """Raise where the third argument of ``corrupt`` is a vocabulary size, which MASK's id would be taken for."""
+    if not callable(corrupt):
+        raise TypeError(f"corrupt must be a function, got {type(corrupt).__name__}")
+    try:
+        parameters = list(inspect.signature(corrupt).parameters.values())
+    except ValueError:  # of a builtin
+        return
+    if len(parameters) > 2 and parameters[2].name == "vocab_size":
+        name = getattr(corrupt, "__name__", type(corrupt).__name__)
+        raise ValueError(
+            f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
+        )
+
+
+def _seed(i: int, field: str, value: Any) -> int:
+    """The seed of sample i, a number of Python's, NumPy's or torch's."""
+    name = f"sample {i}, field {field!r}"
+    try:
+        seed = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+    check_int64(name, seed)
+    return seed
 
 
 def _shared_zero() -> torch.Tensor:

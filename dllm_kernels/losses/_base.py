@@ -11,7 +11,7 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, values_are_there
-from dllm_kernels.base._target_range import first_true
+from dllm_kernels.base._target_range import first_fraction, first_true
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
@@ -39,6 +39,7 @@ class Batch(NamedTuple):
         """Check what a loss may not look at: what was meant for another argument must not vanish in it."""
         check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
         if self.loss_mask_ar is not None:
+            _check_no_count(self.loss_mask_ar, self.target_ids.shape)
             check_masks(self.target_ids, loss_mask_ar=self.loss_mask_ar)
         for name, value in tensors.items():
             if value is not None:
@@ -88,13 +89,13 @@ class Batch(NamedTuple):
             )
 
 
-def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
-    """Where a mask first holds a fraction among what is supervised, or None; of a mask that is read or not."""
-    if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
-        return None
-    if not (values_are_there(mask) and supervised.is_cpu and bool(mask.frac().any())):
-        return None
-    return first_true(supervised.bool() & (mask > 0) & (mask < 1))
+def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:
+    """Raise where it is the count of a loss that has no AR part, given by position."""
+    hint = "; a count goes by its keyword, num_diffusion_tokens="
+    if isinstance(loss_mask_ar, (int, float)):
+        raise TypeError(f"loss_mask_ar must be a torch.Tensor, got {type(loss_mask_ar).__name__}{hint}")
+    if isinstance(loss_mask_ar, torch.Tensor) and loss_mask_ar.dim() == 0:
+        raise ValueError(f"loss_mask_ar must have shape {tuple(shape)} (that of target_ids), got (){hint}")
 
 
 class DiffusionLoss(TransformedLoss):
@@ -108,6 +109,9 @@ class DiffusionLoss(TransformedLoss):
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
             NLL of a target equal to it is NaN. None: all columns are.
         backend: "auto", "triton" or "torch".
+
+    Raises:
+        TypeError: ``fp32_upcast`` is no bool; also at a call, for one assigned since.
     """
 
     chunk_size: int | None = None
@@ -122,7 +126,7 @@ class DiffusionLoss(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         super().__init__(softcap, scale, skip_id)
-        self.fp32_upcast = fp32_upcast
+        self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.backend = backend
 
     def forward(
@@ -166,7 +170,7 @@ class DiffusionLoss(TransformedLoss):
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
-        rows = Rows.of_logits(logits, backend=self.backend, round_nll=not self.fp32_upcast, **self.transform)
+        rows = Rows.of_logits(logits, backend=self.backend, round_nll=self._rounds(), **self.transform)
         return self._loss(rows, batch, causal_logits, noisy_input_ids)
 
     def forward_fused(
@@ -216,9 +220,13 @@ class DiffusionLoss(TransformedLoss):
         rows = Rows.of_hidden(
             hidden, lm_head_weight, lm_head_bias,
             chunk_size=self.chunk_size if chunk_size is None else chunk_size,
-            backend=self.backend, round_nll=not self.fp32_upcast, **self.transform,
+            backend=self.backend, round_nll=self._rounds(), **self.transform,
         )  # fmt: skip
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
+
+    def _rounds(self) -> bool:
+        """Looked at again at each call: it is an attribute that may have been assigned since."""
+        return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
 
     def _loss(
         self, rows: Rows, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None

@@ -39,7 +39,7 @@ class DFlashDecayLoss(TransformedLoss):
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: ``chunk_size`` is not an int.
+        TypeError: ``chunk_size`` is not an int, ``use_fused_linear_ce`` no bool.
         ValueError: ``normalize`` is neither, or ``chunk_size`` < 1. Both also at a call, for attributes assigned since.
     """
 
@@ -58,7 +58,7 @@ class DFlashDecayLoss(TransformedLoss):
         super().__init__(softcap, scale, skip_id)
         _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
-        self.use_fused_linear_ce = bool(use_fused_linear_ce)
+        self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
         self.chunk_size = chunk_size
         self.normalize = normalize
         self.backend = backend

@@ -57,8 +57,7 @@ class IDLMLoss(TransformedLoss):
     ) -> None:
         super().__init__(softcap, scale, skip_id)
         self.clean_loss_weight = clean_loss_weight
-        _checks.check_bool("auto_balance", auto_balance)
-        self.auto_balance = bool(auto_balance)
+        self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
         self.backend = backend
         self._check_settings()
 
@@ -155,7 +154,7 @@ class IDLMLoss(TransformedLoss):
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
-        _checks.check_bool("auto_balance", self.auto_balance)
+        _checks.checked_bool("auto_balance", self.auto_balance)
         weight: Any = self.clean_loss_weight
         _checks.check_number("clean_loss_weight", weight)
         if not math.isfinite(weight):

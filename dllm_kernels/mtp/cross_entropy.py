@@ -39,7 +39,8 @@ class MaskedCrossEntropy(TransformedLoss):
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: an ``ignore_index`` or a ``skip_id`` that is not an int, a ``softcap`` or a ``scale`` that is no number.
+        TypeError: an ``ignore_index`` or a ``skip_id`` that is not an int, a ``softcap`` or a ``scale`` that is no number, an
+            ``fp32_upcast`` that is no bool.
         ValueError: an unknown ``reduction``, or a number out of range.
     """
 
@@ -55,7 +56,7 @@ class MaskedCrossEntropy(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         super().__init__(softcap, scale, skip_id)
-        self.fp32_upcast = fp32_upcast
+        self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.ignore_index = _checked_index(ignore_index)
         self.reduction = _checked_reduction(reduction)
         self.backend = backend
@@ -85,6 +86,7 @@ class MaskedCrossEntropy(TransformedLoss):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
+        exact = _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # which may have been assigned since
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         _check_rows(LOGITS, self, logits, labels)
         rows = _rows_of(logits, labels)
@@ -93,11 +95,11 @@ class MaskedCrossEntropy(TransformedLoss):
         if self.reduction == "none":
             options: dict[str, Any] = {"ignore_index": PADDING, "backend": self.backend, **self.transform}
             nll = token_nll(logits, targets, active=weights, **options).nll.flatten()
-            return nll if self.fp32_upcast else nll.to(logits.dtype).to(nll.dtype)
+            return nll if exact else nll.to(logits.dtype).to(nll.dtype)
         weights = normalized(weights, self.reduction, num_label_tokens)
         return weighted_nll(
             logits, targets, weights,
-            ignore_index=PADDING, round_nll=not self.fp32_upcast, backend=self.backend, **self.transform,
+            ignore_index=PADDING, round_nll=not exact, backend=self.backend, **self.transform,
         ).loss  # fmt: skip
 
 

@@ -153,10 +153,12 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
         The scaled loss, 0-d; or :class:`MTPLossOutput`.
 
     Raises:
+        TypeError: an argument that should be a tensor or a bool is not.
         ValueError: both or none of hidden states and logits; an ``ignore_index`` other than the loss's; shapes that do
             not fit; a base loss that takes hidden states given logits, or given a model without an LM head or with one
             that is more than its weight and bias (an adapter, hooks) and not handed over as ``lm_weight``.
     """
+    return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
     own_index = checked_ignore_index(ignore_index, loss_fn)
     _checks.check_ids("labels", labels)
     labels = widened(labels)
