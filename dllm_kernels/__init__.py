@@ -39,6 +39,7 @@ from dllm_kernels.mtp import (
 from dllm_kernels.ops import (
     RowStats,
     TokenLogProbs,
+    dpace_weights,
     gumbel_topk_mask,
     linear_row_stats,
     linear_token_nll,
@@ -90,6 +91,7 @@ __all__ = [
     "corrupt_mix",
     "corrupt_uniform",
     "corrupt_uniform_random",
+    "dpace_weights",
     "draft_accuracy",
     "encoder_ar_loss",
     "encoder_ar_loss_fused",

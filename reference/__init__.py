@@ -17,6 +17,7 @@ from reference.corruption import (
     sample_level,
 )
 from reference.dflash import decay_weights, dflash_loss, draft_accuracy_per_position
+from reference.dpace_weights import dpace_weights
 from reference.encoder_ar import encoder_ar_loss
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
@@ -55,6 +56,7 @@ __all__ = [
     "corrupt_uniform_random",
     "decay_weights",
     "dflash_loss",
+    "dpace_weights",
     "draft_accuracy_per_position",
     "encoder_ar_loss",
     "gumbel_topk",

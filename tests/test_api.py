@@ -28,7 +28,10 @@ HOMES = {
     "corrupt_uniform_random corrupt_all_masked",
     "collate": "DLLMCollator",
 }
-OPS = "token_nll weighted_nll linear_token_nll weighted_linear_nll row_stats linear_row_stats token_log_probs gumbel_topk_mask"
+OPS = (
+    "token_nll weighted_nll linear_token_nll weighted_linear_nll row_stats linear_row_stats token_log_probs gumbel_topk_mask "
+    "dpace_weights"
+)
 
 
 @pytest.mark.parametrize(("home", "name"), [(home, name) for home, names in HOMES.items() for name in names.split()])

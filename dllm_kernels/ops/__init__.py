@@ -1,5 +1,6 @@
 """The functional primitives under every loss and corruption, for people who write a new one."""
 
+from dllm_kernels.ops.dpace_weights import dpace_weights
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
@@ -12,6 +13,7 @@ __all__ = [
     "TokenLogProbs",
     "TokenNLL",
     "WeightedNLL",
+    "dpace_weights",
     "gumbel_topk_mask",
     "linear_row_stats",
     "linear_token_nll",

@@ -1,0 +1,102 @@
+"""D-PACE: how much each position of a drafted block matters, given how sure the draft is of its tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain, values_are_there
+from dllm_kernels.base._target_range import first_true
+
+# Each variant by its own name, and by those that trainers use.
+VARIANTS = {
+    "dpace": "dpace",
+    "prefix": "prefix",
+    "continuation": "continuation",
+    "dpace-cumulative-confidence-only": "prefix",
+    "dpace-continuation-value-only": "continuation",
+}
+ROUNDING = 0.01  # by which a probability made in bfloat16 may miss [0, 1]
+
+
+def dpace_weights(
+    confidence: torch.Tensor, mask: torch.Tensor, *, alpha: float = 0.5, variant: str = "dpace"
+) -> torch.Tensor:
+    r"""Position weights of drafted blocks from the draft's confidence, in place of a fixed decay.
+
+    .. math::
+        \tilde q_i = (1 - \alpha) \, q_i + \alpha, \qquad C_j = \prod_{i \le j} \tilde q_i, \qquad
+        S_j = \sum_{m \ge j} C_m \, \text{mask}_m
+
+    with :math:`\tilde q_i = 1` where the mask is 0. The prefix C is the smoothed probability that a block is accepted as far
+    as j. The suffix S is the expected number of accepted tokens from j on, and S / C that number given that all before
+    were. An early position weighs more because more depends on it, a position behind an unsure one less. The weights are
+    constants: no gradient goes through them.
+
+    Source: D-PACE, arXiv 2605.18810.
+
+    Args:
+        confidence: ``[..., k]`` floating, one block a row, in [0, 1]: the draft's probability of each target token,
+            ``exp(-nll)``, or its acceptance rate. Not looked at where the mask is 0.
+        mask: ``[..., k]``, 0 where there is nothing to predict; fractions are kept as weights.
+        alpha: the least smoothed confidence, in [0, 1]. 1 takes every token as accepted: S is then the number of tokens
+            from j on. With 0, a token of probability 0 leaves nothing to all that follow it.
+        variant: "dpace" is S, "prefix" C and "continuation" S / C, each times the mask. The trainers' names
+            "dpace-cumulative-confidence-only" and "dpace-continuation-value-only" mean the last two.
+
+    Returns:
+        ``[..., k]``, float32 (float64 for float64 confidence), detached.
+
+    Raises:
+        TypeError: an argument that should be a tensor is not, or ``alpha`` is no number.
+        ValueError: shapes, dtypes or devices that do not fit; an ``alpha`` outside [0, 1] or another ``variant``; on CPU,
+            a confidence outside [0, 1] by more than rounding where it is used.
+    """
+    _checks.check_float("confidence", confidence)
+    _checks.check_mask("mask", mask, confidence.shape, "that of confidence")
+    if confidence.dim() == 0:
+        raise ValueError("confidence must have shape [..., k], got ()")
+    _checks.check_same_device("confidence", confidence, mask=mask)
+    check_alpha("alpha", alpha)
+    check_variant("variant", variant, VARIANTS)
+    confidence, mask = all_plain(confidence, mask)
+    _check_confidence(confidence, mask)
+    q = confidence.detach().to(torch.promote_types(confidence.dtype, torch.float32))
+    return position_weights(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant])
+
+
+def position_weights(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str) -> torch.Tensor:
+    """:func:`dpace_weights` of arguments that have been checked, both in the dtype of the result."""
+    prefix = torch.where(mask != 0, (1 - alpha) * q + alpha, 1.0).cumprod(-1)
+    if variant == "prefix":
+        return prefix * mask
+    suffix = (prefix * mask).flip(-1).cumsum(-1).flip(-1)
+    if variant == "continuation":
+        suffix = suffix / prefix.clamp(min=torch.finfo(prefix.dtype).tiny)
+    return suffix * mask
+
+
+def check_alpha(name: str, alpha: Any) -> None:
+    """Raise unless ``alpha`` is a number in [0, 1]."""
+    _checks.check_number(name, alpha)
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"{name} must lie in [0, 1], got {alpha}")
+
+
+def check_variant(name: str, variant: Any, known: Any) -> None:
+    """Raise a ValueError unless ``variant`` is a string among those known."""
+    if not isinstance(variant, str) or variant not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {variant!r}")
+
+
+def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:
+    """Raise where it cannot be a probability; NaN goes through. On a GPU that would cost a sync, so not there."""
+    if not (values_are_there(confidence) and values_are_there(mask)):
+        return
+    where = first_true((mask != 0) & ((confidence < -ROUNDING) | (confidence > 1 + ROUNDING)))
+    if where is not None:
+        raise ValueError(
+            f"confidence must lie in [0, 1] where it is used, got {confidence[where].item()} at position {where}"
+        )

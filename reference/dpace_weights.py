@@ -1,0 +1,46 @@
+"""D-PACE: how much each position of a drafted block matters, given how sure the draft is of its tokens."""
+
+from __future__ import annotations
+
+import torch
+
+
+def dpace_weights(
+    confidence: torch.Tensor, mask: torch.Tensor, alpha: float = 0.5, variant: str = "dpace"
+) -> torch.Tensor:
+    """Position weights of blocks ``[..., k]``, one position at a time.
+
+    ``q~_i = (1 - alpha) q_i + alpha``, or 1 where ``mask_i`` is 0; ``C_j = prod_{i <= j} q~_i``;
+    ``S_j = sum_{m >= j} C_m mask_m``. ``"dpace"`` is S, ``"prefix"`` C, ``"continuation"`` S / C (0 where C is), each
+    times the mask.
+
+    Args:
+        confidence: probability ``[..., k]`` of the token at each position.
+        mask: ``[..., k]``, 0 where there is nothing to predict; fractions are kept as weights.
+        alpha: floor of the smoothed confidence.
+        variant: ``"dpace"``, ``"prefix"`` or ``"continuation"``.
+
+    Returns:
+        ``[..., k]`` in float32 (float64 for float64 confidence), detached.
+
+    Raises:
+        ValueError: ``variant`` is none of the three.
+
+    Source: D-PACE, arXiv 2605.18810.
+    """
+    if variant not in ("dpace", "prefix", "continuation"):
+        raise ValueError(f"variant must be 'dpace', 'prefix' or 'continuation', got {variant!r}")
+    dtype = torch.promote_types(confidence.dtype, torch.float32)
+    q, mask = confidence.detach().to(dtype), mask.detach().to(dtype)
+    k = q.shape[-1]
+    weights = torch.zeros_like(q)
+    prefix = [torch.ones_like(q[..., 0])] if k else []
+    for i in range(k):
+        smoothed = torch.where(mask[..., i] != 0, (1 - alpha) * q[..., i] + alpha, 1.0)
+        prefix.append(prefix[-1] * smoothed)
+    for j in range(k):
+        C = prefix[j + 1]
+        S = sum(prefix[m + 1] * mask[..., m] for m in range(j, k))
+        ratio = torch.where(C > 0, S / C, 0.0)
+        weights[..., j] = {"dpace": S, "prefix": C, "continuation": ratio}[variant] * mask[..., j]
+    return weights
