@@ -35,6 +35,7 @@ SUBJECTS = {
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
     "corruption": Subject("benchmarks.corruption", "uniform and blockwise corruption, Gumbel top-k"),
     "collate": Subject("benchmarks.collate", "the collator"),
+    "calls": Subject("benchmarks.calls", "small calls and others whose fixed cost shows, beside plain PyTorch"),
     "losses": Subject("benchmarks.losses", "every loss class against the plain one"),
     "inspect": Subject(
         "benchmarks.inspect_kernels",

@@ -143,3 +143,18 @@ def test_kernels(op, V, dtype, steps, monkeypatch):
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
     assert differing(op, *drawn(V, dtype), {"backend": "triton", **steps}) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("V", [1, 16, 51, 1000, 40_003])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_what_the_torch_path_takes_for_granted_of_torch(function, V, dtype, two_threads):
+    """On CPU its softmax may be written over its input, and a row's is that of the row alone."""
+    logits = 3 * torch.randn(ROWS, V, dtype=dtype, generator=torch.Generator().manual_seed(V), device="cpu")
+    expected, over = function(logits, 1), logits.clone()
+    assert torch.equal(function(over, 1, out=over), expected)
+    for i in range(ROWS):
+        assert torch.equal(function(logits[i : i + 1], 1), expected[i : i + 1])
+    if function is torch.log_softmax:
+        largest = expected.amax(1, keepdim=True)
+        assert torch.equal((logits - logits.amax(1, keepdim=True)) + largest, expected)

@@ -215,3 +215,17 @@ def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
     assert row_max.isfinite().all()
     assert (log_sum == -math.inf).all()
     assert not correct.any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_between_the_listed_ones_are_zeros(dtype, size):
+    """Whatever lies before, between and behind the blocks, in memory that held NaN."""
+    rows, values = torch.tensor([1, 2, 5, 6, 9]), torch.arange(1.0, 16.0).view(5, 3)
+    out = torch.full((2, 6, 3), math.nan, dtype=dtype)
+    target = _blocks.with_zeros_between(out, rows, size)
+    assert isinstance(target, _blocks.Spread)
+    (space,) = _blocks.spaces_for(1, size + target.spare, 3, out, wide=True, narrow=True)
+    for block, part in zip(target.blocks(size), values.split(size), strict=True):
+        target.store(block, target.room(block, space).copy_(part), space)
+    assert torch.equal(out.view(12, 3), torch.zeros(12, 3).index_copy_(0, rows, values).to(dtype))

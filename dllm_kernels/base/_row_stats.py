@@ -50,6 +50,7 @@ class Ask(NamedTuple):
         transform: of the logits.
         entropy, correct: whether these are asked for.
         gradients: whether W is.
+        whole: whether these are all columns of a row, so that what is found of them is M and S; else a part.
     """
 
     ids: torch.Tensor
@@ -60,6 +61,7 @@ class Ask(NamedTuple):
     entropy: bool = False
     correct: bool = False
     gradients: bool = False
+    whole: bool = True
 
 
 class Found(NamedTuple):

@@ -149,7 +149,7 @@ def _local_ask(shard: VocabShard, ask: Ask) -> Ask:
     """Of these columns: an id that lies elsewhere is none here."""
     y = ask.ids - shard.start
     ids = torch.where((y >= 0) & (y < shard.size), y, SKIP)
-    return ask._replace(ids=ids, transform=shard.local_transform(ask.transform))
+    return ask._replace(ids=ids, transform=shard.local_transform(ask.transform), whole=False)
 
 
 def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask) -> Found:

@@ -6,7 +6,7 @@ As in ``rows_torch/_nll.py``, threads share the blocks out, and what is one numb
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,20 @@ import torch
 from dllm_kernels.base._row_stats import FARTHEST, Ask, Coefficients, Found
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
-from dllm_kernels.rows_torch._blocks import Listed, Space, acc_dtype, column_of, spaces_for, split, sum_rows, team, top
+from dllm_kernels.rows_torch._blocks import (
+    Listed,
+    Space,
+    Spread,
+    a_row_at_a_time,
+    acc_dtype,
+    column_of,
+    spaces_for,
+    split,
+    sum_rows,
+    team,
+    top,
+    with_zeros_between,
+)
 from dllm_kernels.rows_torch._workers import share_out
 
 
@@ -34,10 +47,11 @@ class _Mix(NamedTuple):
     none: torch.Tensor
 
     @classmethod
-    def of(cls, ask: Ask, rows: torch.Tensor) -> _Mix:
+    def of(cls, ask: Ask, rows: torch.Tensor | None) -> _Mix:
+        """Of these rows; None: of all."""
         assert ask.a is not None
         assert ask.b is not None
-        a, b = ask.a[rows].unsqueeze(1), ask.b[rows].unsqueeze(1)
+        a, b = (t.unsqueeze(1) if rows is None else t[rows].unsqueeze(1) for t in (ask.a, ask.b))
         return cls(a, b, (a == 0) & (b > 0))
 
     def blocks(self, size: int) -> list[_Mix]:
@@ -88,16 +102,20 @@ class _Sums(NamedTuple):
     """What the blocks leave of each row; None where not asked for."""
 
     row_max: torch.Tensor
-    row_sum: torch.Tensor
     best: torch.Tensor | None
+    log_sum: torch.Tensor | None
+    row_sum: torch.Tensor | None
     moment: torch.Tensor | None
     mix: torch.Tensor | None
     mix_weight: torch.Tensor | None
 
     @classmethod
-    def empty(cls, n: int, like: torch.Tensor, *wanted: bool) -> _Sums:
-        dtypes = (acc_dtype(like.dtype),) * 2 + (torch.int64,) + (acc_dtype(like.dtype),) * 3
-        wanted = (True, True, *wanted)
+    def empty(
+        cls, n: int, like: torch.Tensor, *, best: bool = False, log_sum: bool = False, row_sum: bool = False,
+        moment: bool = False, mix: bool = False, mix_weight: bool = False,
+    ) -> _Sums:  # fmt: skip
+        acc = acc_dtype(like.dtype)
+        wanted, dtypes = (True, best, log_sum, row_sum, moment, mix, mix_weight), (acc, torch.int64, *(acc,) * 5)
         made = (torch.empty(n, dtype=d, device=like.device) if w else None for d, w in zip(dtypes, wanted, strict=True))
         return cls(*made)  # type: ignore[arg-type]
 
@@ -118,10 +136,11 @@ def _reduce(
         torch.amax(z, 1, keepdim=True, out=sums.row_max)
     else:
         torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))
-    d = torch.sub(z, sums.row_max, out=wide)
-    if sums.moment is None and mix is None:
-        sum_rows(d.exp_(), sums.row_sum)
+    if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
+        torch.amax(a_row_at_a_time(torch.log_softmax, z, wide), 1, keepdim=True, out=sums.log_sum).neg_()
         return
+    d = torch.sub(z, sums.row_max, out=wide)
+    assert sums.row_sum is not None
     e = torch.exp(d, out=top(room.more[0], block))
     sum_rows(e, sums.row_sum)
     _fill_skipped(d, transform, 0)
@@ -141,14 +160,17 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found:
         return whole
     acc = acc_dtype(logits.dtype)
     with_mix = ask.a is not None
-    flags = (ask.correct, ask.entropy, with_mix, with_mix and ask.gradients)
-    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, *flags)
+    exponentials = ask.entropy or with_mix  # needed one by one, not in their sum alone
+    listed, sums = Listed(logits, rows), _Sums.empty(
+        rows.numel(), logits, best=ask.correct, log_sum=not exponentials, row_sum=exponentials, moment=ask.entropy,
+        mix=with_mix, mix_weight=with_mix and ask.gradients,
+    )  # fmt: skip
     threads, size = team(rows.numel(), V, acc, logits.device)
     mix = _Mix.of(ask, rows) if with_mix else None
     parts = sums.blocks(size)
     mixes = [None] * len(parts) if mix is None else mix.blocks(size)
     blocks = zip(listed.blocks(size), parts, mixes, strict=True)
-    rooms = _rooms(threads, size, V, logits, int(ask.entropy or with_mix), narrow=not listed.together)
+    rooms = _rooms(threads, size, V, logits, int(exponentials), narrow=not listed.together)
     share_out([partial(_reduce, listed, ask.transform, *block) for block in blocks], rooms)
     ids = ask.ids[rows]
     column, inside = column_of(ids, V)
@@ -183,12 +205,11 @@ def _at(listed: Listed, columns: torch.Tensor) -> torch.Tensor:
 def _finish(sums: _Sums, ids: torch.Tensor, picked: torch.Tensor) -> Found:
     """From what the blocks left and the logits of the ids."""
     nothing = sums.row_max == -math.inf  # -inf + inf is NaN; such a row, or shard of a row, adds up to 0
-    row_sum = sums.row_sum.masked_fill(nothing, 0)
-    log_sum = row_sum.log()
+    log_sum = (sums.row_sum.log() if sums.log_sum is None else sums.log_sum).masked_fill_(nothing, -math.inf)  # type: ignore[union-attr]
     row_max = sums.row_max.clamp(min=torch.finfo(sums.row_max.dtype).min)
     log_probs = ((picked - row_max.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(nothing.unsqueeze(1), math.nan)
     correct = None if sums.best is None else (sums.best == ids[:, 0]) & ~log_probs[:, 0].isnan()
-    entropy = None if sums.moment is None else log_sum - sums.moment / row_sum
+    entropy = None if sums.moment is None else log_sum - sums.moment / sums.row_sum  # type: ignore[operator]
     return Found(log_probs.masked_fill_(ids == SKIP, 0), row_max, log_sum, entropy, sums.mix, sums.mix_weight, correct)
 
 
@@ -201,7 +222,7 @@ def mix(
     wanted = (True, ask.gradients)
     out = [torch.zeros(ask.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
     if rows.numel():
-        listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, False, False, *wanted)
+        listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, mix=True, mix_weight=ask.gradients)
         threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
         per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum.exp()))
         jobs = zip(listed.blocks(size), sums.blocks(size), _Mix.of(ask, rows).blocks(size), *per_row, strict=True)
@@ -227,43 +248,68 @@ def _mix_block(
 
 
 class _Grad(NamedTuple):
-    """What the gradient of a block needs, ``[n, 1]``: M, A and B over S as factors of e^d, and those of the mixture.
+    """What the gradient of a block needs: M, A - B log S and B, those of the mixture, and ids with their gradients.
 
-    p (A + B log p) = e^d (``plain`` + ``of_log`` d), g_F q = ``of_mix`` e^d / (e^d + ``beside``).
+    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` e^d / (e^d + ``beside``). Where p is torch's softmax, since
+    the whole row is there and nothing else needs e^d, ``softmax``; else both are over S, as factors of e^d. ``column`` and
+    ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
     """
 
     row_max: torch.Tensor
     plain: torch.Tensor
-    of_log: torch.Tensor | None
-    of_mix: torch.Tensor | None
-    beside: torch.Tensor | None
-    none: torch.Tensor | None
+    column: torch.Tensor
+    of_ids: torch.Tensor
+    of_log: torch.Tensor | None = None
+    of_mix: torch.Tensor | None = None
+    beside: torch.Tensor | None = None
+    none: torch.Tensor | None = None
+    softmax: bool = True
 
     @classmethod
-    def of(cls, c: Coefficients, ask: Ask, row_max: torch.Tensor, log_sum: torch.Tensor, rows: torch.Tensor) -> _Grad:
-        row_max, log_sum, plain = (t[rows].unsqueeze(1) for t in (row_max, log_sum, c.plain))
-        over_sum = torch.exp(-log_sum)
-        of_log = None if c.of_log is None else c.of_log[rows].unsqueeze(1)
+    def of(
+        cls, c: Coefficients, ask: Ask, row_max: torch.Tensor, log_sum: torch.Tensor, rows: torch.Tensor | None, V: int
+    ) -> _Grad:
+        """Of these rows; None: of all."""
+
+        def taken(t: torch.Tensor) -> torch.Tensor:
+            return t if rows is None else t.index_select(0, rows)
+
+        ids, of_ids = taken(ask.ids), taken(c.of_ids)
+        row_max, log_sum, plain = (taken(t).unsqueeze(1) for t in (row_max, log_sum, c.plain))
+        of_log = None if c.of_log is None else taken(c.of_log).unsqueeze(1)
         if of_log is not None:
             plain = plain - of_log * log_sum
-            of_log = of_log * over_sum
+        column, inside = column_of(ids, V)
+        grad = cls(row_max, plain, column, of_ids.masked_fill(~inside, 0), of_log)
+        if ask.whole and c.of_mix is None:
+            return grad
+        over_sum = torch.exp(-log_sum)
+        grad = grad._replace(
+            plain=plain * over_sum, of_log=None if of_log is None else of_log * over_sum, softmax=False
+        )
         if c.of_mix is None:
-            return cls(row_max, plain * over_sum, of_log, None, None, None)
+            return grad
         mix = _Mix.of(ask, rows)
-        return cls(row_max, plain * over_sum, of_log, c.of_mix[rows].unsqueeze(1), mix.beside(log_sum.exp()), mix.none)
+        return grad._replace(of_mix=taken(c.of_mix).unsqueeze(1), beside=mix.beside(log_sum.exp()), none=mix.none)
 
     def blocks(self, size: int) -> list[_Grad]:
         count = -(-self.row_max.shape[0] // size)
-        return [
-            _Grad(*part) for part in zip(*([None] * count if t is None else split(t, size) for t in self), strict=True)
-        ]
+        parts = (split(t, size) if isinstance(t, torch.Tensor) else [t] * count for t in self)
+        return [_Grad(*part) for part in zip(*parts, strict=True)]
 
-    def dense(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
-        """The gradient but for the ids, of transformed logits z; written to ``out``, which may be z."""
+    def made(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
+        """The gradient in the transformed logits z; written to ``out``, which may be z."""
+        return self._dense(z, out, *spare).scatter_add_(1, self.column, self.of_ids)
+
+    def _dense(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
+        """All but the ids."""
+        if self.softmax and self.of_log is None:
+            return a_row_at_a_time(torch.softmax, z, out).mul_(self.plain)
+        p = a_row_at_a_time(torch.softmax, z, spare[0]) if self.softmax else None
         d = torch.sub(z, self.row_max, out=out)
         if self.of_log is None and self.of_mix is None:
             return d.exp_().mul_(self.plain)
-        e = torch.exp(d, out=spare[0])
+        e = torch.exp(d, out=spare[0]) if p is None else p
         if self.of_log is None:
             grad = torch.mul(e, self.plain, out=out)
         else:
@@ -280,51 +326,27 @@ def backward(
     logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
 ) -> None:
     """See ``base/_row_stats.py``."""
-    B, L, V = logits.shape
-    acc = acc_dtype(logits.dtype)
-    mask = ask.marks != SKIP
-    idle, rows = (~mask).nonzero().squeeze(1), mask.nonzero().squeeze(1)
-    threads, size = team(B * L, V, acc, logits.device)
-    jobs: list[Callable[[_Room], None]] = []
-    if idle.numel():
-        unread = Listed(out, idle)
-        jobs += [partial(_zero, unread, block) for block in unread.blocks(size)]
+    V, acc = logits.shape[-1], acc_dtype(logits.dtype)
+    rows = (ask.marks != SKIP).nonzero().squeeze(1)
+    threads, size = team(ask.marks.numel(), V, acc, logits.device)
     if rows.numel() == 0:
-        share_out(jobs, [_Room(s, ()) for s in spaces_for(threads, size, V, logits, wide=False, narrow=False)])
+        out.zero_()
         return
-    source, target = Listed(logits, rows), Listed(out, rows)
-    grad = _Grad.of(c, ask, row_max, log_sum, rows)
-    column, _ = column_of(ask.ids[rows], V)
-    at_ids = _at_ids(_at(source, column).to(acc), column, ask.ids[rows], c.of_ids[rows], grad, ask.transform)
+    source, target = Listed(logits, rows), with_zeros_between(out, rows, size)
+    grad = _Grad.of(c, ask, row_max, log_sum, None if rows.numel() == ask.marks.numel() else rows, V)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
-    jobs += [partial(_grad_block, source, target, ask.transform, *block) for block in blocks]
-    more, caps = 2 if grad.of_mix is not None else int(grad.of_log is not None), ask.transform.softcap is not None
+    jobs = [partial(_grad_block, source, target, ask.transform, *block) for block in blocks]
+    more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
+    caps = ask.transform.softcap is not None
     in_place = source.together and target.together
-    share_out(jobs, _rooms(threads, size, V, logits, more, narrow=not in_place, slope=caps))
-    target.flat[target.index.unsqueeze(1), column] = at_ids.to(out.dtype)
-
-
-def _zero(listed: Listed, block: torch.Tensor, room: _Room) -> None:
-    listed.zero(block, room.space)
+    rooms = _rooms(threads, size + target.spare, V, logits, more, narrow=not in_place, slope=caps)
+    share_out(jobs, rooms)
 
 
 def _grad_block(
-    source: Listed, target: Listed, transform: Transform, block: torch.Tensor, to: torch.Tensor, grad: _Grad, room: _Room
+    source: Listed, target: Listed | Spread, transform: Transform, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
 ) -> None:  # fmt: skip
     space = room.space
     z, slope = with_slope(source.load(block, space), transform, top(space.wide, block), top(space.slope, block))
-    values = grad.dense(z, target.room(to, space), *(top(t, block) for t in room.more))
+    values = grad.made(z, target.room(to, space), *(top(t, block) for t in room.more))
     target.store(to, through_(values, slope, transform), space)
-
-
-def _at_ids(
-    z: torch.Tensor, column: torch.Tensor, ids: torch.Tensor, of_ids: torch.Tensor, grad: _Grad, transform: Transform
-) -> torch.Tensor:
-    """The gradient ``[n, K]`` at a column for each id: every id that has this column adds its own."""
-    z, slope = with_slope(z, transform.pointwise, z, torch.empty_like(z))
-    spare: list[Any] = [torch.empty_like(z) for _ in range(2)]
-    values = grad.dense(z, z, *spare)
-    for k in range(ids.shape[1]):
-        values += torch.where(ids[:, k : k + 1] == column, of_ids[:, k : k + 1], 0.0)
-    values = values * slope
-    return values if transform.skip_id is None else values.masked_fill(column == transform.skip_id, 0)
