@@ -65,8 +65,8 @@ JUDGES = (
     ("integrations/_deferred.py", "tests/test_deferred_logits.py"),
     ("integrations/nemo*", "tests/test_integrations_nemo.py"),
     ("integrations/transformers*", "tests/test_integrations_transformers.py"),
-    ("collate.py", "tests/test_collate.py"),
-    ("mtp*", "tests/test_mtp.py tests/test_errors.py"),
+    ("collate.py", "tests/test_flags.py tests/test_collate.py"),
+    ("mtp*", "tests/test_flags.py tests/test_mtp.py tests/test_errors.py"),
     ("*gumbel*", "tests/test_gumbel_topk.py tests/test_philox.py"),
     ("*philox*", "tests/test_philox.py tests/test_gumbel_topk.py"),
     ("noise/_topk.py", "tests/test_gumbel_topk.py"),
@@ -80,10 +80,11 @@ JUDGES = (
     ("noise/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     (
         "losses/*",
-        "tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py tests/test_losses.py",
+        "tests/test_flags.py tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py"
+        " tests/test_losses.py",
     ),
     ("base/_changing.py", "tests/test_compile.py tests/test_corruption_compile.py"),
-    ("base/_target_range.py", "tests/test_target_range.py tests/test_errors.py"),
+    ("base/_target_range.py", "tests/test_target_range.py tests/test_mask_values.py tests/test_errors.py"),
     ("base/_compiled_checks.py", "tests/test_compile.py -k 'check'"),
     ("base/_plain.py", "tests/test_without_values.py tests/test_mask_values.py tests/test_compile.py"),
     ("base/_head.py", "tests/test_head.py tests/test_losses.py"),
@@ -100,7 +101,10 @@ JUDGES = (
     ("rows/_eager.py", "tests/test_second_order.py tests/test_flags.py tests/test_linear_nll.py -k 'not triton'"),
     ("rows/_run.py", "tests/test_without_values.py tests/test_token_nll.py tests/test_compile.py -k 'not triton'"),
     ("rows/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
-    ("base/_checks.py", "tests/test_errors.py tests/test_losses.py -k 'not triton'"),
+    (
+        "base/_checks.py",
+        "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_losses.py -k 'not triton'",
+    ),
     ("rows/_chunks.py", "tests/test_linear_nll.py tests/test_compile.py -k 'not triton'"),
     ("rows/_compiled*.py", "tests/test_compile.py"),
     (
