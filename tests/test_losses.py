@@ -166,6 +166,60 @@ def test_the_logged_loss_is_detached_and_aliases_nothing(case, form):
     assert torch.equal(out.dllm_loss, before)
 
 
+def counted_as_one(case):
+    """Inputs with a target in every row, and each count of the call 1."""
+    inputs = draw(case)
+    targets = {case.targets: inputs[case.targets].clamp(min=0)}
+    return inputs | targets | {name: 1 for name, role in case.roles.items() if role == "count"}
+
+
+def denominator_of(case, out):
+    """What the sum was divided by where every count is 1."""
+    return out.weight_sum + 1e-6 if case.settings.get("normalize") == "mean" else 1.0
+
+
+@forms
+@cases([case for case in CLASSES if case.loss is not SCDDLoss])
+def test_the_loss_its_denominator_and_the_sum_of_the_weights_go_together(case, form):
+    """Where all tokens are as likely, every NLL is log V, and the sum of weights * NLL that of the weights times it."""
+    inputs = counted_as_one(case)
+    rows = torch.zeros(2, 6 * case.width, V if form == "logits" else D, device=DEVICE)
+    head = (torch.zeros(V, D, device=DEVICE), torch.zeros(V, device=DEVICE))
+    out = case.output(form, case.arguments(form, rows, inputs, head if form == "hidden" else ()))
+    assert out.weight_sum > 0
+    torch.testing.assert_close(out.total_loss * denominator_of(case, out), out.weight_sum * math.log(V))
+
+
+@forms
+@cases(CLASSES)
+def test_the_sum_of_the_weights_adds_up_and_knows_no_count(case, form):
+    inputs = draw(case)
+    rows, *head = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
+    rows.requires_grad_()
+
+    def weight_sum(changes, part=slice(None)):
+        of_part = {name: t[part] if isinstance(t, torch.Tensor) and t.dim() else t for name, t in changes.items()}
+        return case.output(form, case.arguments(form, rows[part], of_part, tuple(head))).weight_sum
+
+    whole = weight_sum(inputs)
+    assert whole.dim() == 0
+    assert whole.dtype == torch.float32
+    assert not whole.requires_grad
+    counts = {name for name, role in case.roles.items() if role == "count"}
+    if case.settings.get("auto_balance"):  # the clean part weighs what the losses of the call say
+        torch.testing.assert_close(weight_sum(inputs | dict.fromkeys(counts, 7)), whole)
+    else:
+        assert torch.equal(weight_sum(inputs | dict.fromkeys(counts, 7)), whole)
+        torch.testing.assert_close(weight_sum(inputs, slice(1)) + weight_sum(inputs, slice(1, 2)), whole)
+
+
+@pytest.mark.parametrize("max_ratio", [0.0, 0.3])
+def test_the_weights_of_scdd_are_its_steps(max_ratio):
+    i = draw(BY_NAME["scdd"])
+    out = SCDDLoss(MASK_ID, num_timesteps=50, max_ratio=max_ratio)(torch.randn(2, 6, V, device=DEVICE), **i)
+    assert out.weight_sum == 50 * i["loss_mask"].sum()
+
+
 COUNTS = {
     "int": 5,
     "float": 5.0,

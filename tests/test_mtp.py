@@ -147,6 +147,23 @@ def test_depths_come_unscaled_and_with_their_graphs(base):
         torch.testing.assert_close(ours, plain)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("base", BASES)
+def test_what_the_labels_of_all_depths_weigh(base, weighted):
+    """Known to whoever makes the quotient of the loss: no count and no scaling in it."""
+    torch.manual_seed(2)
+    hidden, labels, model = hiddens(), labels_with_padding(), Model()
+    weights = torch.rand(labels.shape, dtype=torch.float64) if weighted else torch.ones(labels.shape)
+    options = {"loss_weights": weights} if weighted else {}
+    out = calculate_mtp_loss(
+        base(), mtp_per_depth_h=hidden, labels=labels, model=model, num_label_tokens=9, return_per_depth=True, **options
+    )
+    expected = sum(weights[reference.mtp_labels(labels, k) != -100].sum() for k in range(D))
+    torch.testing.assert_close(out.weight_sum, expected.to(out.weight_sum.dtype))
+    assert not out.weight_sum.requires_grad
+    assert out.weight_sum.dim() == 0
+
+
 @pytest.mark.parametrize("return_per_depth", [False, True])
 def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
     calls = []

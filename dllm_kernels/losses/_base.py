@@ -71,11 +71,10 @@ class Batch(NamedTuple):
             )
 
     def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
-        """(noise_mask & loss_mask) / max(p_mask, 1e-8) over the count, 0 outside the masks whatever p_mask holds there."""
+        """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever p_mask holds there."""
         self.check_noise()
         inverse = self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN).reciprocal()
-        weights = torch.where(self.noise_mask.bool() & self.loss_mask.bool(), inverse, 0.0)
-        return divide(weights, self.num_diffusion_tokens)
+        return torch.where(self.noise_mask.bool() & self.loss_mask.bool(), inverse, 0.0)
 
     def _check_probabilities(self) -> None:
         """Raise where they are out of range; on a GPU that would cost a sync, so not there."""
@@ -233,8 +232,9 @@ class DiffusionLoss(TransformedLoss):
     ) -> DLLMLossOutput:
         rows.check(batch.target_ids)
         batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
-        return single_loss(rows.weighted(batch.target_ids, self._weights(batch, rows.acc)).loss)
+        weights, count = self._weights(batch, rows.acc)
+        return single_loss(rows.weighted(batch.target_ids, divide(weights, count)).loss, weights)
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
-        """What each row's NLL weighs, ``[B, L]``, the denominator included; 0 for rows that are not to be read."""
+    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
+        """What each row's NLL weighs, ``[B, L]``, 0 for rows that are not to be read; and what the sum is divided by."""
         raise NotImplementedError

@@ -22,17 +22,26 @@ class DLLMLossOutput(NamedTuple):
             on this rank (DFlash only, else None). Sum over ranks before dividing by ``draft_count_per_pos``.
         draft_count_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were valid on this
             rank (DFlash only, else None).
+        weight_sum: 0-d, detached: what all rows of this call weigh together, before any denominator; a row whose target
+            is -100 with them. Of a loss that is a weighted sum of NLLs over one denominator, ``total_loss`` times that
+            denominator is ``sum_i w_i nll_i`` and this ``sum_i w_i``: both add up over micro-batches and ranks, so that
+            a trainer makes the quotient of the whole step itself, or any other. Of a loss of two parts it is the sum over
+            both, the factor between them included. None in an output that was made without it.
     """
 
     total_loss: torch.Tensor
     dllm_loss: torch.Tensor
     draft_correct_per_pos: torch.Tensor | None = None
     draft_count_per_pos: torch.Tensor | None = None
+    weight_sum: torch.Tensor | None = None
 
 
-def single_loss(loss: torch.Tensor) -> DLLMLossOutput:
-    """The output of a loss with one part; the logged value is a copy of its own."""
-    return DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone())
+def single_loss(loss: torch.Tensor, weights: torch.Tensor) -> DLLMLossOutput:
+    """The output of a loss with one part, whose rows weigh ``weights`` before its denominator.
+
+    The logged value is a copy of its own.
+    """
+    return DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone(), weight_sum=weights.detach().sum())
 
 
 def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import check_masks, divide
+from dllm_kernels.losses._common import Count, check_masks
 
 
 class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
@@ -27,9 +27,9 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
         backend: "auto", "triton" or "torch".
     """
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
+    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
         batch.check_used_or_not(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
         check_masks(batch.target_ids, loss_mask=batch.loss_mask)
         batch.check_not_swapped()
         supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
-        return divide(supervised.to(dtype), supervised.sum() if count is None else count)
+        return supervised.to(dtype), supervised.sum() if count is None else count

@@ -148,7 +148,7 @@ class DFlashDecayLoss(TransformedLoss):
         )
         assert out.correct is not None
         hits, count = self._draft_acc_per_pos(out.correct, block_mask, block_size)
-        return single_loss(out.loss)._replace(draft_correct_per_pos=hits, draft_count_per_pos=count)
+        return single_loss(out.loss, weights)._replace(draft_correct_per_pos=hits, draft_count_per_pos=count)
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
@@ -189,7 +189,7 @@ class DFlashDecayLoss(TransformedLoss):
         mask = block_mask.to(token_nll.dtype)
         weights = self._decay_weights(token_nll.shape[1], block_size, token_nll.device, token_nll.dtype) * mask
         loss = torch.where(weights != 0, token_nll * weights, 0.0).sum()
-        out = single_loss(self._normalized(loss, weights, num_tokens))
+        out = single_loss(self._normalized(loss, weights, num_tokens), weights)
         return out._replace(draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 
     @staticmethod

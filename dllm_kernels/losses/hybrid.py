@@ -98,34 +98,42 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         other.check(ids)
         return self._two_branches(rows, other, batch)
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> Tensor:
-        return self.alpha * batch.mdlm_weights(dtype)
+    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Count]:
+        return self.alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
 
     def _one_call(self, rows: Rows, batch: Batch, beyond: int) -> DLLMLossOutput:
         """All rows at once, with ``beyond`` of them after the diffusion rows: the AR branch's, or of no use."""
-        targets, weights = batch.target_ids, self._weights(batch, rows.acc)
+        targets, (plain_weights, count) = batch.target_ids, self._weights(batch, rows.acc)
+        weights, weight_sum = divide(plain_weights, count), plain_weights.sum()
         if beyond and batch.loss_mask_ar is not None:
             shifted, ar = _shifted(batch, rows.acc)
-            targets, weights = torch.cat([targets, shifted], 1), torch.cat([weights, ar], 1)
+            targets, weights = (
+                torch.cat([targets, shifted], 1),
+                torch.cat([weights, divide(ar, batch.num_ar_tokens)], 1),
+            )
+            weight_sum = weight_sum + ar.sum()
         elif beyond:
             targets, weights = F.pad(targets.long(), (0, beyond), value=-100), F.pad(weights, (0, beyond))
         out = rows.weighted(targets, weights)
         if not beyond:
-            return single_loss(out.loss)
+            return single_loss(out.loss, plain_weights)
         L = batch.target_ids.shape[1]
-        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights[:, :L]))
+        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights[:, :L]), weight_sum=weight_sum)
 
     def _two_branches(self, rows: Rows, other: Rows, batch: Batch) -> DLLMLossOutput:
         """Two calls on logits; one pass over an LM head, for both branches."""
-        targets, weights = batch.target_ids, self._weights(batch, rows.acc)
+        targets, (weights, count) = batch.target_ids, self._weights(batch, rows.acc)
         shifted, ar = _shifted(batch, rows.acc)
+        weight_sum = weights.sum() + ar.sum()
+        weights, ar = divide(weights, count), divide(ar, batch.num_ar_tokens)
         if not rows.fused:
             diffusion = rows.weighted(targets, weights).loss
-            return DLLMLossOutput(diffusion + other.weighted(shifted, ar).loss, diffusion.detach().clone())
+            total = diffusion + other.weighted(shifted, ar).loss
+            return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
         # Along a new dimension: of DTensors split along the sequence, cat along it would gather the whole.
         both = rows.of(torch.stack([rows.x, other.x]), rows.names.rows)
         out = both.weighted(torch.stack([targets.long(), shifted]), torch.stack([weights, ar]))
-        return DLLMLossOutput(out.loss, part_of(out.nll[0], weights))
+        return DLLMLossOutput(out.loss, part_of(out.nll[0], weights), weight_sum=weight_sum)
 
 
 def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
@@ -134,7 +142,7 @@ def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
 
 
 def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Next-token targets, and the AR mask of the token that each position predicts over the count; fractions are kept."""
+    """Next-token targets, and the AR mask of the token that each position predicts, a constant; fractions are kept."""
     assert batch.loss_mask_ar is not None
-    ar = F.pad(batch.loss_mask_ar[:, 1:].to(dtype), (0, 1))[:, : batch.target_ids.shape[1]]
-    return shift_left(batch.target_ids), divide(ar, batch.num_ar_tokens)
+    ar = F.pad(batch.loss_mask_ar[:, 1:].detach().to(dtype), (0, 1))[:, : batch.target_ids.shape[1]]
+    return shift_left(batch.target_ids), ar

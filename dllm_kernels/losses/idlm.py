@@ -142,15 +142,18 @@ class IDLMLoss(TransformedLoss):
         _check_seq_len(seq_len, target_ids)
         check_masks(target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
         check_counts(num_diffusion_tokens=num_diffusion_tokens)
-        weights, targets = _scored(answer_mask, valid_mask, num_diffusion_tokens, rows.acc), shift_left(target_ids)
+        scored, targets = _scored(answer_mask, valid_mask), shift_left(target_ids)
+        count = scored.sum()
+        weights = divide(scored.to(rows.acc), count if num_diffusion_tokens is None else num_diffusion_tokens)
         both, L = torch.cat([targets, targets], 1), target_ids.shape[1]
         if self.auto_balance:
             nll = rows.per_row(both, torch.cat([weights, weights], 1)).nll
             noisy, clean = (nll[:, :L] * weights).sum(), (nll[:, L:] * weights).sum()
             alpha = (noisy / clean.clamp(min=CLEAN_MIN)).detach()
-            return DLLMLossOutput(noisy + alpha * clean, noisy.detach().clone())
+            return DLLMLossOutput(noisy + alpha * clean, noisy.detach().clone(), weight_sum=(1 + alpha) * count)
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
-        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights))
+        weight_sum = (1 + self.clean_loss_weight) * count.to(rows.acc)
+        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights), weight_sum=weight_sum)
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
@@ -174,10 +177,7 @@ def _check_seq_len(seq_len: Any, target_ids: torch.Tensor) -> None:
         raise ValueError(f"seq_len must be the length of target_ids, {target_ids.shape[1]}, got {seq_len}")
 
 
-def _scored(
-    answer_mask: torch.Tensor, valid_mask: torch.Tensor, num_diffusion_tokens: Count, dtype: torch.dtype
-) -> torch.Tensor:
-    """What each row of one copy weighs ``[B, L]``: 1 over the count where the next token is a valid one of the answer."""
+def _scored(answer_mask: torch.Tensor, valid_mask: torch.Tensor) -> torch.Tensor:
+    """Which rows of one copy count ``[B, L]``: those whose next token is a valid one of the answer."""
     scored = answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool()
-    scored = F.pad(scored, (0, 1), value=False)[:, : answer_mask.shape[1]]
-    return divide(scored.to(dtype), scored.sum() if num_diffusion_tokens is None else num_diffusion_tokens)
+    return F.pad(scored, (0, 1), value=False)[:, : answer_mask.shape[1]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels.losses._base import Batch, DiffusionLoss
+from dllm_kernels.losses._common import Count
 
 
 class MDLMCrossEntropyLoss(DiffusionLoss):
@@ -31,5 +32,5 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         backend: "auto", "triton" or "torch".
     """
 
-    def _weights(self, batch: Batch, dtype: torch.dtype) -> torch.Tensor:
-        return batch.mdlm_weights(dtype)
+    def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
+        return batch.mdlm_weights(dtype), batch.num_diffusion_tokens

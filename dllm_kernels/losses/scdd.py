@@ -106,7 +106,8 @@ class SCDDLoss(DiffusionLoss):
 
     It is one call of ``row_stats``, log p at x and z and the sum over the vocabulary, and arithmetic on numbers a position;
     no ``[B, L, V]`` tensor is made but the gradient. ``max_ratio=0`` is :class:`MDLMCrossEntropyLoss` with
-    ``skip_id=mask_token_id`` and the weight 1/t, and costs what it costs.
+    ``skip_id=mask_token_id`` and the weight 1/t, and costs what it costs. The ``weight_sum`` of its output is T for each
+    supervised position, whatever the noise.
 
     Source: Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9.
 
@@ -172,12 +173,13 @@ class SCDDLoss(DiffusionLoss):
         z = z.clamp(min=-1)  # -100 would be none
         # Where a sequence is not supervised its time may be anything.
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
+        steps = self.num_timesteps * supervised.to(rows.acc)  # what the cost of a position weighs, with either noise
         if self.max_ratio == 0:
             weights = divide(self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count)
-            return single_loss(rows.weighted(self._predictable(x), weights, **self._asked()).loss)
+            return single_loss(rows.weighted(self._predictable(x), weights, **self._asked()).loss, steps)
         step = _Step.between(self, t, rows.vocabulary - 1).to(rows.acc)
         costs = self._costs(rows, step, x, z, active)
-        return single_loss((costs * divide(self.num_timesteps * active.to(rows.acc), count)).sum())
+        return single_loss((costs * divide(self.num_timesteps * active.to(rows.acc), count)).sum(), steps)
 
     def _asked(self) -> dict[str, Any]:
         """Of the ops: no column of MASK, and no look at ids that have been looked at under the caller's names."""

@@ -35,10 +35,13 @@ class MTPLossOutput:
     Attributes:
         loss: 0-d, ``scaling_factor / D`` times the sum of the parts.
         per_depth_losses: D 0-d tensors, unscaled, each with its autograd graph.
+        weight_sum: 0-d, detached: what all labels of all depths weigh together, before any denominator and the scaling:
+            1, or their ``loss_weights``, where they are not ignored.
     """
 
     loss: torch.Tensor
     per_depth_losses: list[torch.Tensor]
+    weight_sum: torch.Tensor | None = None
 
 
 def mtp_labels(
@@ -189,7 +192,10 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
             for output, target, origin in zip(outputs, targets, origins, strict=True)
         ]
         total = torch.stack(losses).sum(0) * factor
-    return MTPLossOutput(total, losses) if return_per_depth else total
+    if not return_per_depth:
+        return total
+    counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
+    return MTPLossOutput(total, losses, torch.stack(counted).sum())
 
 
 def _depth_outputs(
