@@ -70,7 +70,7 @@ def covering(items, strength):
 def pytest_collection_modifyitems(items):
     large = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering"):
+        if item.get_closest_marker("covering") and not item.get_closest_marker("exhaustive"):
             large[item.path, item.originalname].append(item)
     for cases in large.values():
         everyday = set(covering(cases, *cases[0].get_closest_marker("covering").args))

@@ -34,6 +34,16 @@ from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE, every_time
 
 V, D = 19, 8
+# One case for each loss with its counts; those of its other cases go through the same code.
+COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not case.variant}
+
+
+def counts_change(case):
+    """The test of counts that change holds all of it: the same loss, whose denominator nobody counts in what he is given."""
+    return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
+
+
+OTHERS = [case for case in FEWER if not counts_change(case)]
 # Dynamo's own copies of a function's guards pile up over the cases otherwise.
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -81,7 +91,7 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("case", FEWER, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", every_time(OTHERS, FEWER, name=lambda case: case.name))
 def test_every_loss_is_one_graph_forward_and_backward(case, form):
     inputs, leaves = draw(case)
     assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
@@ -90,7 +100,7 @@ def test_every_loss_is_one_graph_forward_and_backward(case, form):
 @pytest.mark.parametrize(
     ("name", "form"),
     every_time(
-        [("hybrid", "logits"), ("dflash", "hidden")],
+        [("hybrid", "logits")],
         [("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "logits"), ("token_nll", "hidden")],
     ),
 )
@@ -145,9 +155,8 @@ def test_shapes_that_change(shapes):
 
 STEPS = 20
 COUNTS = {"int": int, "float": lambda n: n + 0.5, "tensor": lambda n: torch.tensor(n, device=DEVICE)}
-counts = pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
-# One case for each loss with its counts; those of its other cases go through the same code.
-COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not case.variant}
+counts = pytest.mark.parametrize("count", COUNTS)
+fewer_counts = pytest.mark.parametrize("count", every_time(["int", "tensor"], COUNTS))
 
 
 def assert_few_graphs(step, draws, most):
@@ -191,35 +200,28 @@ def assert_few_graphs_of(case, form, lengths, count=None):
 @pytest.mark.parametrize("case", COUNTED.values(), ids=lambda case: case.name)
 def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
     """One graph of what the first step brings, and one for any number and length."""
-    assert_few_graphs_of(case, form, 7, count)
-
-
-def counted_elsewhere(case):
-    """The test above holds all of it: the same loss, whose denominator nobody counts in what he is given."""
-    return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
+    assert_few_graphs_of(case, form, 7, COUNTS[count])
 
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize(
     "name",
-    every_time(
-        ["block diffusion", "token_nll, softcap scale skip_id"], [c.name for c in FEWER if not counted_elsewhere(c)]
-    ),
+    every_time(["block diffusion", "token_nll, softcap scale skip_id"], [case.name for case in OTHERS]),
 )
 def test_lengths_that_change_from_step_to_step(name, form):
     assert_few_graphs_of(BY_NAME[name], form, 7)
 
 
 @pytest.mark.covering(1)
-@counts
+@fewer_counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_counts_that_change_while_the_length_stays(form, count):
-    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 1, count)
+    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 1, COUNTS[count])
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("number", [np.int64, np.float32], ids=lambda n: n.__name__)
+@pytest.mark.parametrize("number", every_time([np.int64], [np.int64, np.float32], name=lambda n: n.__name__))
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_counts_of_numpy(form, number):
     """Dynamo makes arrays of them, so that one graph serves them all."""
@@ -261,9 +263,13 @@ def numbers_that_change(values):
     return ((leaves, [torch.tensor([0, 3, 1, 5, 18], device=DEVICE), value]) for value in values)
 
 
+# Above the one pair of compiled ops each public function does the same.
+SOME_CHANGING = ["weighted_nll, scale", "linear_row_stats, softcap", "token_log_probs"]
+
+
 @pytest.mark.covering(1)
 @factors
-@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("name", every_time(SOME_CHANGING, CHANGING))
 def test_a_factor_that_changes_from_step_to_step(name, values):
     """One graph of the first value, and one for any other."""
     op, factor = CHANGING[name]
@@ -390,7 +396,7 @@ class Head(nn.Module):
 
 
 @pytest.mark.covering(1)
-@counts
+@fewer_counts
 @pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
     model, loss_fn = Head(), base()
@@ -409,7 +415,7 @@ def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
             shape = (2, 6 + k % 7)
             yield (
                 [torch.randn(*shape, D, device=DEVICE) for _ in range(2)],
-                [torch.randint(0, V, shape, device=DEVICE), count(5 + 3 * k % 17)],
+                [torch.randint(0, V, shape, device=DEVICE), COUNTS[count](5 + 3 * k % 17)],
             )
 
     assert_few_graphs(step, draws(), 2)
@@ -487,7 +493,9 @@ def test_labels_of_mtp_are_checked_in_one_graph(base, monkeypatch):
     assert message == message_of(step, h, bad)
 
 
-@pytest.mark.parametrize("layout", ["flat labels", "flat logits", "merged in part"])
+@pytest.mark.parametrize(
+    "layout", every_time(["flat logits", "merged in part"], ["flat labels", "flat logits", "merged in part"])
+)
 def test_layouts_of_labels_in_a_graph(layout):
     def step(x, labels, mask):
         if layout == "flat logits":
@@ -552,6 +560,7 @@ def opcheck(op, tensors, plan, tests=TESTS):
     torch.library.opcheck(_compiled._rows_backward, (op.name, list(op.kept(job, written, plan)), up, *plan.pack()))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_correct", [False, True])
 def test_opcheck_token_nll(dtype, with_correct, backend):
@@ -612,6 +621,7 @@ def statistics_of(N, K, mix):
     return ids, marks, None, a, b
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])
 def test_opcheck_row_stats(entropy, mix, correct, backend):
     logits, _, _ = rows(torch.float32)
