@@ -31,6 +31,7 @@ from reference.mtp import (
     mtp_loss,
     seq_idx_from_cu_seqlens,
 )
+from reference.row_objective import linear_row_objective, row_objective
 from reference.row_stats import RowStats, linear_row_stats, row_stats
 from reference.scdd import SCDDSchedule, scdd_loss, scdd_schedule
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
@@ -63,6 +64,7 @@ __all__ = [
     "hybrid_loss",
     "idlm_loss",
     "linear_logits",
+    "linear_row_objective",
     "linear_row_stats",
     "linear_token_nll",
     "masked_cross_entropy",
@@ -70,6 +72,7 @@ __all__ = [
     "mtp_labels",
     "mtp_loss",
     "possible_targets",
+    "row_objective",
     "row_stats",
     "sample_level",
     "scdd_loss",

@@ -250,6 +250,25 @@ def _statistics_oracle(logits, ids, a, b, weights):
     return _one_number(reference.row_stats(logits, ids, (a, b), weights != 0))
 
 
+def _focal(stats, weights):
+    """A focal loss with an entropy bonus, of the size of 1 over a batch; of a row without a target the latter alone."""
+    value = 0.1 * stats.entropy - (1 - stats.log_probs.exp()).square() * stats.log_probs
+    return 0.1 * value * weights.abs()  # in the dtype of the statistics
+
+
+def _row_objective(logits, targets, weights, **options):
+    return ops.row_objective(logits, targets, _focal, weights, entropy=True, active=weights, **options).loss
+
+
+def _linear_row_objective(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
+    options |= {"bias": lm_head_bias, "entropy": True, "active": weights}
+    return ops.linear_row_objective(hidden, lm_head_weight, targets, _focal, weights, **options).loss
+
+
+def _objective_oracle(logits, targets, weights):
+    return reference.row_objective(logits, targets, _focal, weights.to(logits), active=weights != 0)
+
+
 def _token_nll(logits, targets, weights, **options):
     return ops.token_nll(logits, targets, active=weights, **options).nll
 
@@ -304,6 +323,10 @@ _ROW_STATS = Case(
 _WEIGHTED_NLL = Case(
     "weighted_nll", (_weighted_nll, _weighted_linear_nll), _rows, reference.weighted_nll, roles=_ROW_ROLES,
     linear_in="weights", transformed_by={"softcap": 3.0},
+)  # fmt: skip
+_ROW_OBJECTIVE = Case(
+    "row_objective", (_row_objective, _linear_row_objective), _rows, _objective_oracle, roles=_ROW_ROLES,
+    statistics=True,
 )  # fmt: skip
 _MDLM = Case(
     "mdlm", ours.MDLMCrossEntropyLoss, _diffusion, reference.mdlm_loss, rounds=True, home=DLLM_LOSS, documented=FORWARD
@@ -374,6 +397,7 @@ PLAIN = (
     _TOKEN_NLL,
     _ROW_STATS,
     _WEIGHTED_NLL,
+    _ROW_OBJECTIVE,
     _MDLM,
     replace(
         _MDLM, name="mdlm, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),

@@ -29,7 +29,8 @@ HOMES = {
     "collate": "DLLMCollator",
 }
 OPS = (
-    "token_nll weighted_nll linear_token_nll weighted_linear_nll row_stats linear_row_stats token_log_probs gumbel_topk_mask "
+    "token_nll weighted_nll linear_token_nll weighted_linear_nll row_stats linear_row_stats "
+    "row_objective linear_row_objective token_log_probs gumbel_topk_mask "
     "dpace_weights"
 )
 

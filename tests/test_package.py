@@ -47,5 +47,6 @@ def test_metadata(wheel):
 
 def test_every_record_is_found_by_its_name():
     """As a compiled op looks for it."""
-    records = {op.name: op for op in vars(_records).values() if isinstance(op, _records.RowOp)}
+    found = {op.name: op for op in vars(_records).values() if isinstance(op, _records.RowOp)}
+    records = {name: op for name, op in found.items() if op is not _records.ROW_OBJECTIVE}  # which is never compiled
     assert records == _records.ROW_OPS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from dllm_kernels.distributed.vocab_parallel import local_logits
 from dllm_kernels.rows import _run
 from dllm_kernels.rows._plan import Job, Plan
 from dllm_kernels.rows._records import RowOp
-from dllm_kernels.rows._results import WeightedNLL
+from dllm_kernels.rows._results import RowObjective, WeightedNLL
 from dllm_kernels.rows._route import handles_dtensors
 
 
@@ -23,11 +24,13 @@ def run(op: RowOp, job: Job, plan: Plan) -> Any:
     All that is differentiable stays so.
     """
     here, plan, rows = (local_logits if job.weight is None else local_hidden)(job, plan)
+    if plan.objective is not None:
+        plan = replace(plan, objective=plan.objective.map(rows.local))
     out = _run.run(op, here, plan)
     if not rows.groups:
         return out
-    if isinstance(out, WeightedNLL):
-        return WeightedNLL(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))  # type: ignore[arg-type]
+    if isinstance(out, (WeightedNLL, RowObjective)):
+        return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))  # type: ignore[arg-type]
     return type(out)(*_whole(rows, out))
 
 

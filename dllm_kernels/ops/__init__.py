@@ -3,20 +3,24 @@
 from dllm_kernels.ops.dpace_weights import dpace_weights
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops.row_objective import linear_row_objective, row_objective
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
 from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
-from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._results import RowObjective, RowStats, TokenNLL, WeightedNLL
 
 __all__ = [
+    "RowObjective",
     "RowStats",
     "TokenLogProbs",
     "TokenNLL",
     "WeightedNLL",
     "dpace_weights",
     "gumbel_topk_mask",
+    "linear_row_objective",
     "linear_row_stats",
     "linear_token_nll",
+    "row_objective",
     "row_stats",
     "token_log_probs",
     "token_nll",

@@ -78,7 +78,7 @@ def row_stats(
     ids, active, mix = _plain_rows(ids, active, mix)
     V = _checks.check_rows(LOGITS, logits, ids)
     transform = _checks.checked_transform(V, softcap, scale, skip_id)
-    a, b = _check_per_row(LOGITS, logits, ids, mix, active, V, check_targets, transform)
+    a, b = check_per_row(LOGITS, logits, ids, mix, active, V, check_targets, transform)
     plan = Plan(
         logits.dtype, use_triton(backend, logits), with_correct=with_correct, with_entropy=entropy,
         needs=Needs.of(logits, None, None), transform=transform,
@@ -142,7 +142,7 @@ def linear_row_stats(
     ids, active, mix = _plain_rows(ids, active, mix)
     V = _checks.check_rows(LINEAR, hidden, ids, weight, bias)
     transform = _checks.checked_transform(V, softcap, scale, skip_id)
-    a, b = _check_per_row(LINEAR, hidden, ids, mix, active, V, check_targets, transform)
+    a, b = check_per_row(LINEAR, hidden, ids, mix, active, V, check_targets, transform)
     rows = hidden.shape[:-1].numel()
     sizes = _checks.checked_sizes(rows, num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     plan = Plan(
@@ -156,7 +156,7 @@ def _plain_rows(ids: Any, active: Any, mix: Any) -> tuple[Any, Any, Any]:
     return (*all_plain(ids, active), all_plain(*mix) if isinstance(mix, (tuple, list)) else mix)
 
 
-def _check_per_row(
+def check_per_row(
     names: _checks.Names, rows: torch.Tensor, ids: torch.Tensor, mix: Mix | None, active: torch.Tensor | None, V: int,
     check_targets: bool | None, transform: Transform,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
@@ -176,9 +176,7 @@ def _check_per_row(
         _checks.check_shape(name, t, shape, f"that of {names.rows} without its last dimension")
         _checks.check_same_device(names.rows, rows, **{name: t})
         _checks.check_constant(name, t)
-        if values_are_there(t) and bool(
-            (t < 0).any()
-        ):  # on a GPU looking would cost a sync: F and its gradient are NaN there
+        if values_are_there(t) and bool((t < 0).any()):  # not on a GPU, where looking would cost a sync
             raise ValueError(f"{name} must not be negative, got {t.min().item()}")
     return mix[0], mix[1]
 

@@ -152,10 +152,11 @@ class Chunks:
             else:
                 s = rows.take(scale, chunk)
                 if self.factored is None:
-                    stats, factor = self.primitives.nll_and_grad_(logits, y, s, **through), None
+                    stats, factors = self.primitives.nll_and_grad_(logits, y, s, **through), None
                 else:
                     stats, factor = self.factored(logits, y, s, **flags)
-                self.add_gradients(chunk, h, y, logits, s, factor)
+                    factors = Factors(factor, factor)
+                self.add_gradients(chunk, h, y, logits, s, factors)
             for out, part in zip((nll, row_max, log_sum, correct), stats, strict=True):
                 if out is not None and part is not None:
                     rows.put(out, chunk, part)
@@ -171,12 +172,12 @@ class Chunks:
         y: torch.Tensor,
         grad_logits: torch.Tensor,
         scale: torch.Tensor,
-        factor: torch.Tensor | None = None,
+        factors: Factors | None = None,
     ) -> None:
-        """The products with the gradient that now stands where the logits were, but for a factor a row where given."""
-        of_hidden, of_head = (None if f is None else self.rows.take(f, chunk).unsqueeze(1) for f in self.factors)
-        if factor is not None:
-            of_hidden = of_head = factor.unsqueeze(1)
+        """The products with the gradient that now stands where the logits were, but for factors a row, the chunk's or all's."""
+        take = self.rows.take
+        factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
+        of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
         if self.grad_hidden is not None:
             rows = torch.mm(grad_logits, self.weight)
             self.rows.put(self.grad_hidden, chunk, rows if of_hidden is None else rows * of_hidden)
@@ -187,6 +188,14 @@ class Chunks:
             self._add_grad_weight(h.masked_fill(idle, 0), grad_logits)
         if self.grad_bias is not None:
             _add_column_sums(self.grad_bias, grad_logits, of_head)
+
+    def raised(self, headroom: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the headroom that a chunk of these sizes needs, its rows' factors), the head's gradients so far divided anew."""
+        largest = torch.maximum(headroom, size.amax())
+        for grad in (self.grad_weight, self.grad_bias):
+            if grad is not None:
+                grad *= headroom / largest
+        return largest, size / largest
 
     def _add_grad_weight(self, h: torch.Tensor, grad_logits: torch.Tensor) -> None:
         """grad_weight += grad_logits^T h, in float32 whatever the dtype; a single chunk is rounded by its product.

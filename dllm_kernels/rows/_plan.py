@@ -103,6 +103,7 @@ class Plan:
         one_pass: read a chunk of logits once, where the backend and the dtype allow; unproven, see ``_backend.one_pass``.
         transform: of the logits, before they become probabilities.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
+        objective: an ``Objective`` (``_objective.py``) of the row statistics, where one is asked for; not in compiled ops.
     """
 
     dtype: torch.dtype
@@ -121,6 +122,7 @@ class Plan:
     one_pass: bool = False
     transform: Transform = NO_TRANSFORM
     rows: RowPrimitives | None = None
+    objective: Any = None
 
     @property
     def acc(self) -> torch.dtype:

@@ -16,7 +16,7 @@ from dllm_kernels.base._row_stats import Found, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows import _chunks, _stats
 from dllm_kernels.rows._plan import Job, Plan
-from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._results import RowObjective, RowStats, TokenNLL, WeightedNLL
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor | None, ...]
@@ -175,6 +175,9 @@ class _Once:
     """Raises where gradients that were made in the forward pass are asked for twice, or would be lost."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
+        weighted = plan.objective is None
+        self.name = "weighted_linear_nll" if weighted else "linear_row_objective"
+        self.instead = "linear_token_nll" if weighted else "linear_row_stats"
         self.consumed = False
         trained = zip(job[1:3], plan.needs[1:], strict=True)
         self.head = [weakref.ref(t) for t, trains in trained if trains and t is not None]
@@ -182,8 +185,8 @@ class _Once:
     def __call__(self) -> None:
         if self.consumed:
             raise RuntimeError(
-                "weighted_linear_nll made its gradients in the forward pass and gave them away in the first backward; "
-                "call the loss again for a second one, or use linear_token_nll"
+                f"{self.name} made its gradients in the forward pass and gave them away in the first backward; "
+                f"call the loss again for a second one, or use {self.instead}"
             )
         self.consumed = True
         _check_still_gathered(self.head)
@@ -303,4 +306,28 @@ ROW_STATS = RowOp(
     instead=("torch.log_softmax and what follows from it", f"torch.log_softmax of {LOGITS}"),
 )
 
+
+def _objective_result(plan: Plan, ids: torch.Size, rows: torch.Size, *shown: Tensor | None) -> RowObjective:
+    loss, value, log_probs, lse, entropy, correct = shown
+    assert loss is not None
+    assert log_probs is not None
+    others = (None if t is None else t.view(rows) for t in (lse, entropy, correct))
+    return RowObjective(loss, value.view(rows), log_probs.view(ids), *others)  # type: ignore[union-attr, arg-type]
+
+
+ROW_OBJECTIVE = RowOp(
+    "linear_row_objective",
+    row_ids,
+    _stats.objective_forward,
+    lambda job, written, _: written[6:],
+    _weighted_backward,
+    lambda job, plan: (),  # a compiled graph has the statistics and what the caller makes of them
+    _objective_result,
+    shown=6,
+    differentiable=1,
+    instead=("", f"torch.log_softmax of {LOGITS}"),
+    before_backward=_Once,
+)
+
+# Those that can stand in a compiled graph, by name.
 ROW_OPS = {op.name: op for op in (TOKEN_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS)}

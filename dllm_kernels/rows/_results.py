@@ -45,6 +45,26 @@ class RowStats(NamedTuple):
     correct: torch.Tensor | None = None
 
 
+class RowObjective(NamedTuple):
+    """An objective, and what it was made of; all but ``loss`` detached, of the shape of the rows but for ``log_probs``.
+
+    Attributes:
+        loss: sum of ``value``, 0-d, float32 (float64 for float64 logits), differentiable.
+        value: what ``fn`` returned for each row; 0 for inactive rows, like the rest.
+        log_probs: log p of each id, of the shape of the ids.
+        lse: logsumexp.
+        entropy: ``-sum_v p_v log p_v``, or None when not asked for.
+        correct: whether the first id is the argmax, bool, or None when not asked for.
+    """
+
+    loss: torch.Tensor
+    value: torch.Tensor
+    log_probs: torch.Tensor
+    lse: torch.Tensor
+    entropy: torch.Tensor | None = None
+    correct: torch.Tensor | None = None
+
+
 class WeightedNLL(NamedTuple):
     """A weighted sum and what it was made of.
 

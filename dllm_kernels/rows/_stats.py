@@ -12,7 +12,7 @@ import torch
 
 from dllm_kernels.base._row_stats import Ask, Coefficients, Found, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
-from dllm_kernels.rows._chunks import Chunks, Gradients, no_autocast, unit_scale
+from dllm_kernels.rows._chunks import Chunks, Factors, Gradients, no_autocast, unit_scale
 from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Plan
 
 
@@ -69,6 +69,48 @@ def linear_backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradien
             chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
             chunks.add_gradients(chunk, h, marks, logits, take(size, chunk))
         return chunks.gradients_times(headroom)
+
+
+def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
+    """(loss, value, log_probs, lse, entropy, correct), the gradients that the plan needs, a headroom and sizes or None.
+
+    The statistics of a chunk, the objective of them, and the gradient over its logits, which are made once. Where the plan is
+    ``narrow``, the gradients are those of ``_chunks.weighted_forward``: the sizes stand in the place of the weights.
+    """
+    with no_autocast(job):
+        ask, chunks = _ask(job, plan), Chunks(job, plan, plan.needs)
+        rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
+        device, needed = chunks.logits.device, any(plan.needs)
+        value, sizes = (rows.empty(dtype=plan.acc, device=device) for _ in range(2))
+        headroom = torch.full((), torch.finfo(torch.float32).tiny, device=device) if plan.narrow and needed else None
+        for chunk, h, marks, logits in chunks:
+            here = _part(chunks, chunk, ask, marks)
+            found = Found(*chunks.primitives.stats.forward(logits[None], here))
+            objective = plan.objective.map(lambda t, chunk=chunk: rows.take(t, chunk))
+            part, up = objective.of(found, marks, needed)
+            rows.put(value, chunk, part)
+            for whole, t in zip(out, found, strict=True):
+                if whole is not None and t is not None:
+                    rows.put(whole, chunk, t)
+            if needed:
+                c = Coefficients.of(up, here, found)
+                size = c.size(up).masked_fill(marks == SKIP, 0)
+                rows.put(sizes, chunk, size)
+                factors = None
+                if headroom is not None:
+                    c = c.over(torch.where(size == 0, 1.0, size))
+                    headroom, factor = chunks.raised(headroom, size)
+                    factors = Factors(None, factor)
+                here = _with_gradient(here, size)
+                chunks.primitives.stats.backward(logits[None], here, c, found.row_max, found.log_sum, logits[None])
+                chunks.add_gradients(chunk, h, here.marks, logits, size, factors)
+        if rows.overflow is not None:
+            value.masked_fill_(rows.overflow, math.nan)
+        value, sizes = rows.whole(value), rows.whole(sizes)
+        log_probs, row_max, log_sum, entropy, _, _, correct = (None if t is None else rows.whole(t) for t in out)
+        loss, lse = value.sum(), row_max + log_sum  # type: ignore[operator]
+        grads = chunks.gradients(wide=headroom is not None) if needed else (None,) * 3
+        return loss, value, log_probs, lse, entropy, correct, *grads, headroom, None if headroom is None else sizes
 
 
 def _ask(job: Job, plan: Plan) -> Ask:

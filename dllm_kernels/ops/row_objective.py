@@ -1,0 +1,205 @@
+r"""An objective in which each row needs only its own statistics: policy ratios, penalties, confidence losses, bonuses.
+
+    loss = sum_n fn(log p_n, lse_n, H_n, ...; aux_n).
+
+From hidden states the gradient of the statistics is asked of ``fn`` as soon as a chunk of logits exists, so that the logits
+are made once: two products with a frozen head, three with a trainable one, where statistics that are combined afterwards cost
+three and four.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dllm_kernels.base import _checks
+from dllm_kernels.base._backend import use_triton
+from dllm_kernels.base._plain import all_plain, has_values
+from dllm_kernels.ops.row_stats import LINEAR, LOGITS, check_per_row, linear_row_stats, row_stats
+from dllm_kernels.rows._objective import Objective
+from dllm_kernels.rows._plan import Job, Needs, Plan, compute_dtype
+from dllm_kernels.rows._records import ROW_OBJECTIVE
+from dllm_kernels.rows._results import RowObjective, RowStats
+from dllm_kernels.rows._route import route
+
+Fn = Callable[..., torch.Tensor]
+
+
+def row_objective(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    fn: Fn,
+    *aux: torch.Tensor,
+    entropy: bool = False,
+    active: torch.Tensor | None = None,
+    with_correct: bool = False,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    check_targets: bool | None = None,
+    backend: str = "auto",
+) -> RowObjective:
+    r"""Sum over the active rows of an objective of each row's statistics.
+
+    .. math:: \text{loss} = \sum_n \text{fn}(\text{stats}_n, \text{aux}_n)
+
+    Example, the confidence loss of tokens that are predicted right already::
+
+        def entropy_of_correct(stats, weights):
+            return torch.where(stats.correct, stats.entropy, 0.0) * weights
+
+        out = row_objective(logits, targets, entropy_of_correct, weights, entropy=True, with_correct=True)
+
+    Args:
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        ids: ``[...]`` or ``[..., K]``, as in :func:`row_stats`.
+        fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the others
+            ``[R]``) and the same rows of each tensor of ``aux``; returns ``[R]``, made by torch operations. It may be called
+            several times, on some rows each, and with rows that are not active, of which it is dropped what it returns.
+        aux: tensors ``[..., *]`` with an entry a row, constants.
+        entropy: ``fn`` needs the entropy.
+        active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
+        with_correct: ``fn`` needs to know whether the first id is the argmax.
+        softcap: as in :func:`token_nll`.
+        scale: as in :func:`token_nll`; a temperature T is 1 / T.
+        skip_id: as in :func:`token_nll`.
+        check_targets: as in :func:`row_stats`.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`RowObjective`: ``loss`` differentiable in the logits, the rest detached.
+
+    Raises:
+        TypeError: ``fn`` cannot be called or returns no floating tensor; an argument of the wrong type.
+        ValueError: ``fn`` returns another shape, or uses a tensor that requires a gradient; shapes, dtypes or devices that do
+            not fit, an aux tensor that requires a gradient, a number out of range, or an unknown backend.
+        IndexError: ``check_targets`` found a bad id.
+
+    Source: the definition; policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
+    """
+    ids, active, aux = _checked(fn, logits, aux, LOGITS.rows, ids, active)
+    stats = row_stats(
+        logits, ids, entropy=entropy, active=active, with_correct=with_correct, softcap=softcap, scale=scale, skip_id=skip_id,
+        check_targets=check_targets, backend=backend,
+    )  # fmt: skip
+    return _combined(fn, aux, stats, active)
+
+
+def linear_row_objective(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    fn: Fn,
+    *aux: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    entropy: bool = False,
+    active: torch.Tensor | None = None,
+    with_correct: bool = False,
+    chunk_size: int | None = None,
+    num_active: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    check_targets: bool | None = None,
+    backend: str = "auto",
+) -> RowObjective:
+    r""":func:`row_objective` from hidden states and the LM head; the logits exist one chunk at a time, and are made once.
+
+    The gradient is made in the forward pass, where backward only scales it, in place, which is why backward can run only once.
+    Under ``torch.compile`` it is :func:`linear_row_stats` followed by ``fn`` in the graph, with one product more.
+
+    Example, the clipped policy ratio with a k3 penalty of GRPO::
+
+        def clipped(stats, old, ref, advantages):
+            ratio = (stats.log_probs - old).exp()
+            gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+            away = ref - stats.log_probs
+            return 0.04 * (away.exp() - away - 1) - gain
+
+        out = linear_row_objective(hidden, lm_head.weight, tokens, clipped, old, ref, advantages, active=completion_mask)
+        (out.loss / completion_mask.sum()).backward()
+
+    Args:
+        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
+        weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
+        ids: as in :func:`row_objective`, and so what is not described here.
+        fn: as in :func:`row_objective`; called once a chunk, on the rows of it.
+        aux: as in :func:`row_objective`.
+        bias: ``[V]`` or None.
+        entropy: as in :func:`row_objective`.
+        active: ``[...]``, rows to project; None: all.
+        with_correct: as in :func:`row_objective`, of the logits as rounded to the compute dtype.
+        chunk_size: rows of logits that exist at a time; None chooses.
+        num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a bound
+            gives a NaN loss.
+        softcap: as in :func:`token_nll`.
+        scale: as in :func:`token_nll`.
+        skip_id: as in :func:`token_nll`.
+        check_targets: as in :func:`row_stats`.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`RowObjective`: ``loss`` differentiable in hidden, weight and bias, the rest detached.
+
+    Raises:
+        TypeError: as in :func:`row_objective`.
+        ValueError: as in :func:`row_objective`, and ``chunk_size`` < 1.
+        IndexError: ``check_targets`` found a bad id.
+        RuntimeError: a second backward pass through the same loss.
+    """
+    ids, active, aux = _checked(fn, hidden, aux, LINEAR.rows, ids, active)
+    if torch.compiler.is_compiling() or not has_values(hidden):
+        stats = linear_row_stats(
+            hidden, weight, ids, bias=bias, entropy=entropy, active=active, with_correct=with_correct, chunk_size=chunk_size,
+            num_active=num_active, softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
+        )  # fmt: skip
+        return _combined(fn, aux, stats, active)
+    _checks.check_flags(entropy=entropy, with_correct=with_correct)
+    V = _checks.check_rows(LINEAR, hidden, ids, weight, bias)
+    transform = _checks.checked_transform(V, softcap, scale, skip_id)
+    check_per_row(LINEAR, hidden, ids, None, active, V, check_targets, transform)
+    sizes = _checks.checked_sizes(hidden.shape[:-1].numel(), num_active, chunk_size=chunk_size)
+    plan = Plan(
+        compute_dtype(hidden, weight), use_triton(backend, hidden), with_correct=with_correct, with_entropy=entropy,
+        needs=Needs.of(hidden, weight, bias), transform=transform,
+        objective=Objective(fn, aux, several=ids.dim() == hidden.dim()), **sizes,
+    )  # fmt: skip
+    return route(ROW_OBJECTIVE, Job(hidden, weight, bias, ids, active), plan)  # type: ignore[no-any-return]
+
+
+def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """(ids, active, aux), plain; checks what no other op has."""
+    if not callable(fn):
+        raise TypeError(f"fn must be a function of the row statistics, got {type(fn).__name__}")
+    ids, active = all_plain(*per_row)
+    aux = all_plain(*aux)
+    _checks.check_tensor(name, x)
+    rows = tuple(x.shape[:-1])
+    for i, t in enumerate(aux):
+        _checks.check_tensor(f"aux[{i}]", t)
+        if tuple(t.shape[: len(rows)]) != rows:
+            raise ValueError(
+                f"aux[{i}] must have shape {(*rows, '*')} ({name} without its last dimension), got {tuple(t.shape)}"
+            )
+        _checks.check_same_device(name, x, **{f"aux[{i}]": t})
+        _checks.check_constant(f"aux[{i}]", t)
+    return ids, active, aux
+
+
+def _combined(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None) -> RowObjective:
+    """The objective of statistics that are there, differentiable through them."""
+    rows = stats.lse.dim()
+    flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
+    value = fn(RowStats(*flat[:5]), *flat[5:])  # type: ignore[arg-type]
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        raise TypeError(f"fn must return a floating tensor, got {type(value).__name__}")
+    if value.shape != flat[1].shape:  # type: ignore[union-attr]
+        raise ValueError(
+            f"fn must return one number for each of its {stats.lse.numel()} rows, got shape {tuple(value.shape)}"
+        )
+    value = value.to(stats.lse.dtype).view(stats.lse.shape)
+    value = value if active is None else torch.where(active != 0, value, 0.0)
+    log_probs, lse, entropy, _, correct = (None if t is None else t.detach() for t in stats)
+    return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct)  # type: ignore[arg-type]

@@ -1,0 +1,86 @@
+"""An objective of row statistics that the caller wrote: its value and its gradient in the statistics, some rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from dllm_kernels.base._row_stats import Found, Upstream
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.rows._results import RowStats
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``fn(stats, *aux) -> [R]`` of R rows.
+
+    Attributes:
+        fn: the caller's.
+        aux: tensors with an entry, or more, for each row.
+        several: whether the caller's ids have a dimension more than the rows.
+    """
+
+    fn: Callable[..., torch.Tensor]
+    aux: tuple[torch.Tensor, ...]
+    several: bool
+
+    def map(self, f: Map) -> Objective:
+        """The same of other rows: ``f`` takes them from each tensor."""
+        return replace(self, aux=tuple(f(t) for t in self.aux))
+
+    def of(self, found: Found, marks: torch.Tensor, needed: bool) -> tuple[torch.Tensor, Upstream]:
+        """(value of each row, 0 where it is off; the gradients of the sum of them, None where there is none)."""
+        leaves = [found.log_probs, found.row_max + found.log_sum, found.entropy]
+        leaves = [None if t is None else t.detach().requires_grad_(needed) for t in leaves]
+        with torch.enable_grad() if needed else torch.no_grad():
+            value = self._called(leaves, found.correct)
+            total = torch.where(marks != SKIP, value, 0.0)
+            grads = self._gradients(total.sum(), [t for t in leaves if t is not None]) if needed else []
+        those = iter(grads)
+        up = [None if t is None or not needed else next(those) for t in leaves]
+        return total.detach(), Upstream(up[0], up[1], up[2], None)
+
+    def _called(self, leaves: list[Any], correct: torch.Tensor | None) -> torch.Tensor:
+        log_probs, lse, entropy = leaves
+        stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, correct)
+        value = self.fn(stats, *self.aux)
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise TypeError(f"fn must return a floating tensor, got {got}")
+        if value.shape != lse.shape:
+            raise ValueError(
+                f"fn must return one number for each of its {len(lse)} rows, got shape {tuple(value.shape)}"
+            )
+        return value.to(lse.dtype)
+
+    @staticmethod
+    def _gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+        if total.grad_fn is None or not total.requires_grad:
+            return (None,) * len(leaves)
+        mine = {id(t) for t in leaves}
+        if any(id(t) not in mine for t in _leaves_of(total)):
+            raise ValueError(
+                "fn must not use a tensor that requires a gradient, which it would not get; detach it, or compute the "
+                "objective from linear_row_stats"
+            )
+        return torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def _leaves_of(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors that a result would send gradients to."""
+    seen: set[Any] = set()
+    waiting = [t.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        waiting += [following for following, _ in node.next_functions]

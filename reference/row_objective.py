@@ -1,0 +1,71 @@
+"""A sum over rows of an objective of each row's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from reference.linear_nll import linear_logits
+from reference.row_stats import RowStats, row_stats
+
+Fn = Callable[..., torch.Tensor]
+
+
+def row_objective(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    fn: Fn,
+    *aux: torch.Tensor,
+    active: torch.Tensor | None = None,
+    **transform: float | int | None,
+) -> torch.Tensor:
+    """``sum_n fn(stats_n, *aux_n)`` over the active rows n, with the statistics of :func:`row_stats`.
+
+    Args:
+        logits: ``[..., V]``, floating.
+        ids: ``[...]`` or ``[..., K]``, integer.
+        fn: takes a :class:`RowStats` of R rows and the rows of each aux tensor, returns ``[R]``.
+        aux: ``[..., *]``.
+        active: optional mask ``[...]``; nonzero is True.
+        transform: ``softcap``, ``scale``, ``skip_id``.
+
+    Returns:
+        0-d, in float32 (float64 for float64 logits).
+
+    Source: the definition.
+    """
+    rows = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if active is None else active.bool()
+    stats = row_stats(logits, ids, None, active, **transform)  # type: ignore[arg-type]
+    chosen = RowStats(*(None if t is None else t[rows] for t in stats))  # type: ignore[arg-type]
+    return fn(chosen, *(t[rows] for t in aux)).sum()
+
+
+def linear_row_objective(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    fn: Fn,
+    *aux: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    **transform: float | int | None,
+) -> torch.Tensor:
+    """:func:`row_objective` of the logits that the LM head makes of hidden states.
+
+    Args:
+        hidden: ``[..., D]``, floating.
+        weight: the LM head ``[V, D]``.
+        ids: ``[...]`` or ``[..., K]``, integer.
+        fn: as in :func:`row_objective`.
+        aux: ``[..., *]``.
+        bias: optional ``[V]``.
+        active: optional mask ``[...]``; nonzero is True.
+        transform: ``softcap``, ``scale``, ``skip_id``.
+
+    Returns:
+        0-d, differentiable with respect to ``hidden``, ``weight`` and ``bias``.
+
+    Source: :func:`row_objective` of the projected states.
+    """
+    return row_objective(linear_logits(hidden, weight, bias, active), ids, fn, *aux, active=active, **transform)
