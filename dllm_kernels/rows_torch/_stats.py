@@ -14,8 +14,10 @@ import torch
 
 from dllm_kernels.base._row_stats import FARTHEST, Ask, Coefficients, Found
 from dllm_kernels.base._rows import SKIP
-from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 from dllm_kernels.rows_torch._blocks import (
+    FEW,
+    GRAIN,
     Listed,
     Space,
     Spread,
@@ -153,6 +155,9 @@ def _reduce(
 
 def forward(logits: torch.Tensor, ask: Ask) -> Found:
     """See ``base/_row_stats.py``."""
+    found_at_once = _forward_at_once(logits, ask) if _is_few(logits, ask) else None
+    if found_at_once is not None:
+        return found_at_once
     B, L, V = logits.shape
     rows = (ask.marks != SKIP).nonzero().squeeze(1)
     whole = _nothing(ask, acc_dtype(logits.dtype))
@@ -326,6 +331,9 @@ def backward(
     logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
 ) -> None:
     """See ``base/_row_stats.py``."""
+    if ask.whole and out.is_contiguous() and _is_few(logits, ask):
+        _backward_at_once(logits, ask, c, row_max, log_sum, out)
+        return
     V, acc = logits.shape[-1], acc_dtype(logits.dtype)
     rows = (ask.marks != SKIP).nonzero().squeeze(1)
     threads, size = team(ask.marks.numel(), V, acc, logits.device)
@@ -350,3 +358,74 @@ def _grad_block(
     z, slope = with_slope(source.load(block, space), transform, top(space.wide, block), top(space.slope, block))
     values = grad.made(z, target.room(to, space), *(top(t, block) for t in room.more))
     target.store(to, through_(values, slope, transform), space)
+
+
+# Few numbers: what a call costs is then the number of operations, so these are all rows at once, in the caller's thread, with
+# no buffers and nothing done for what is not there. The arithmetic is that of the blocks: which way a row goes follows the size
+# of its batch, and its numbers must not.
+
+
+def _is_few(logits: torch.Tensor, ask: Ask) -> bool:
+    """Whether a call is small and asks for nothing unusual; more than one core waits for the others from ``GRAIN`` on."""
+    most = FEW if torch.get_num_threads() == 1 else GRAIN
+    return (
+        logits.numel() <= most and logits.is_cpu and logits.is_contiguous() and ask.a is None and not ask.correct
+        and ask.transform == NO_TRANSFORM
+    )  # fmt: skip
+
+
+def _listed_few(logits: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The active rows in the dtype of sums, which may be memory of the logits, and which they are: None for all."""
+    flat = logits.detach().view(-1, logits.shape[-1])
+    rows = (ask.marks != SKIP).nonzero().squeeze(1)
+    if rows.numel() == flat.shape[0]:
+        return flat.to(acc_dtype(flat.dtype)), None
+    return flat.index_select(0, rows).to(acc_dtype(flat.dtype)), rows
+
+
+def _forward_at_once(logits: torch.Tensor, ask: Ask) -> Found | None:
+    """None where something is out of the ordinary: an id that no column has, a log-probability that is not finite."""
+    z, rows = _listed_few(logits, ask)
+    ids = ask.ids if rows is None else ask.ids.index_select(0, rows)
+    if ids.numel() == 0:
+        return None
+    least, most = torch.aminmax(ids)
+    if least.item() < 0 or most.item() >= z.shape[1]:
+        return None
+    row_max = z.amax(1, keepdim=True)
+    entropy = None
+    if ask.entropy:
+        d = z - row_max
+        e = d.exp()
+        row_sum = sum_rows(e)
+        log_sum = row_sum.log()
+        entropy = log_sum - sum_rows(d.clamp_(min=FARTHEST).mul_(e)) / row_sum
+    else:
+        log_sum = torch.log_softmax(z, 1).amax(1, keepdim=True).neg_()
+    log_probs = (z.gather(1, ids) - row_max).sub_(log_sum)
+    if not math.isfinite(log_probs.sum().item()):
+        return None
+    found = [log_probs, *(None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy))]
+    if rows is not None:
+        N = ask.marks.shape[0]
+        found = [None if t is None else t.new_zeros(N, *t.shape[1:]).index_copy_(0, rows, t) for t in found]
+    return Found(*found)  # type: ignore[arg-type]
+
+
+def _backward_at_once(
+    logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
+) -> None:
+    z, rows = _listed_few(logits, ask)
+    n, V = z.shape
+    if n == 0:
+        out.zero_()
+        return
+    grad = _Grad.of(c, ask, row_max, log_sum, rows, V)
+    made = torch.empty(n + (rows is not None), V, dtype=z.dtype, device=z.device)
+    grad.made(z, made[:n], *(() if grad.of_log is None else (torch.empty_like(z),)))
+    if rows is None:
+        out.view(n, V).copy_(made)
+        return
+    made[n].zero_()
+    place = torch.full((ask.marks.shape[0],), n, device=z.device).index_copy_(0, rows, torch.arange(n, device=z.device))
+    torch.index_select(made.to(out.dtype), 0, place, out=out.view(-1, V))

@@ -1,0 +1,173 @@
+"""The fixed cost of a call, counted in operations of torch rather than timed; and that a small call's numbers are all others'."""
+
+import math
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dllm_kernels.losses import MDLMCrossEntropyLoss
+from dllm_kernels.ops import row_stats, token_log_probs, token_nll, weighted_nll
+from dllm_kernels.rows_torch import _stats
+
+N, V = 9, 37
+
+
+class Counted(TorchDispatchMode):
+    """How many operations run in it."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(call):
+    call()  # what is done once
+    with Counted() as seen:
+        call()
+    return seen.count
+
+
+def rows(dtype):
+    """Logits with every kind of row, ids and active rows, which leave NaN out."""
+    torch.manual_seed(0)
+    logits, ids = (3 * torch.randn(N, V, device="cpu")).to(dtype), torch.randint(V, (N,), device="cpu")
+    active = torch.tensor([1, 1, 0, 1, 1, 0, 1, 1, 0], device="cpu")
+    logits[2] = math.nan
+    logits[3, 5:9] = logits[3].max()
+    ids[3] = 6
+    logits[4, ::2] = -math.inf
+    ids[4] = 1
+    return logits, ids, active
+
+
+def nothing_special(logits, ids, active):
+    return logits, ids, active
+
+
+def all_active(logits, ids, active):
+    return logits.nan_to_num(0, neginf=-1.0), ids, torch.ones_like(active)
+
+
+def impossible_target(logits, ids, active):
+    return logits, ids.index_fill(0, torch.tensor([1], device="cpu"), V), active
+
+
+def no_target(logits, ids, active):
+    return logits, ids.index_fill(0, torch.tensor([1], device="cpu"), -100), active
+
+
+def nan_row(logits, ids, active):
+    return logits.index_fill(0, torch.tensor([1], device="cpu"), math.nan), ids, active
+
+
+def row_of_minus_infinity(logits, ids, active):
+    return logits.index_fill(0, torch.tensor([6], device="cpu"), -math.inf), ids, active
+
+
+def improbable_target(logits, ids, active):
+    return logits, ids.index_fill(0, torch.tensor([4], device="cpu"), 0), active
+
+
+def nothing_active(logits, ids, active):
+    return logits, ids, torch.zeros_like(active)
+
+
+def columns_apart(logits, ids, active):
+    return logits.t().contiguous().t(), ids, active
+
+
+SPECIAL = (
+    nothing_special, all_active, impossible_target, no_target, nan_row, row_of_minus_infinity, improbable_target,
+    nothing_active, columns_apart,
+)  # fmt: skip
+
+
+def of_nll(x, ids, active):
+    out = token_nll(x, ids, active=active, with_lse=True, backend="torch")
+    return out.nll, out.lse
+
+
+def of_weighted(x, ids, active):
+    out = weighted_nll(x, ids, active * 0.3, backend="torch")
+    return out.loss, out.nll
+
+
+def of_stats(x, ids, active):
+    return row_stats(x, torch.stack([ids, ids], -1), entropy=True, active=active, backend="torch")[:3]
+
+
+def of_log_probs(x, ids, active):
+    return token_log_probs(x, ids, active=active, backend="torch")[:1]
+
+
+def of_every_token(x, ids, _):
+    return token_log_probs(x.nan_to_num(0), ids, with_entropy=True, backend="torch")
+
+
+OPS = (of_nll, of_weighted, of_stats, of_log_probs, of_every_token)
+
+
+def outputs(op, x, *others):
+    """All outputs, and the gradient of a sum in which they weigh differently."""
+    x = x.detach().requires_grad_()
+    found = op(x, *others)
+    total = sum((k + 1) * t.sum() for k, t in enumerate(found) if t.requires_grad)
+    return [*(t.detach() for t in found), *torch.autograd.grad(total, x)]
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_a_small_call_makes_the_numbers_of_a_large_one(op, dtype, special, monkeypatch):
+    inputs = special(*rows(dtype))
+    at_once = outputs(op, *inputs)
+    monkeypatch.setattr(_stats, "_is_few", lambda *_: False)
+    for got, expected in zip(at_once, outputs(op, *inputs), strict=True):
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+def test_a_small_call_takes_the_short_way(monkeypatch):
+    """Else the test above would compare a way with itself."""
+    taken = []
+    for name in ("_forward_at_once", "_backward_at_once"):
+        way = getattr(_stats, name)
+        monkeypatch.setattr(_stats, name, lambda *args, way=way, name=name: (taken.append(name), way(*args))[1])
+    for op in OPS:
+        outputs(op, *rows(torch.float32))
+    assert taken == ["_forward_at_once", "_backward_at_once"] * len(OPS)
+
+
+def test_a_small_call_keeps_logits_that_were_changed_from_backward():
+    logits = torch.randn(3, V, requires_grad=True, device="cpu")
+    x = logits * 1.0
+    nll = token_nll(x, torch.zeros(3, dtype=torch.int64, device="cpu"), backend="torch").nll
+    x.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nll.sum().backward()
+
+
+def test_operations_of_small_calls():
+    """No more than these; plain PyTorch makes 2, some 20, and some 40 of a masked loss."""
+    logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+    assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 31
+
+    def both():
+        out = token_log_probs(x, ids, with_entropy=True, backend="torch")
+        (out.log_probs + out.entropy).sum().backward()
+
+    x = logits.clone().requires_grad_()
+    assert operations(both) <= 110
+    logits, ids = torch.randn(2, 64, 1000, device="cpu", requires_grad=True), torch.zeros(2, 64, dtype=torch.int64)
+    noise, p_mask = torch.arange(128).view(2, 64) % 2 == 0, torch.full((2, 64), 0.5)
+    loss = MDLMCrossEntropyLoss(backend="torch")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        count = operations(lambda: loss(logits, ids, noise, p_mask, torch.ones_like(noise)).total_loss.backward())
+    finally:
+        torch.set_num_threads(before)
+    assert count <= 116
