@@ -402,7 +402,7 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_makes_one_call(auto_balance, monkeypatch):
     seen = []
-    for name in ("weighted_nll", "token_nll"):
+    for name in ("checked_weighted_nll", "token_nll"):
         inner = getattr(rows_module, name)
         monkeypatch.setattr(rows_module, name, lambda x, *a, inner=inner, **k: seen.append(x) or inner(x, *a, **k))
     x = torch.randn(2, 12, V, device=DEVICE)

@@ -15,7 +15,7 @@ def is_dtensor(t: Any) -> bool:
     Only tensors are asked: a count that changes from step to step is a symbol while a graph is traced, which has no
     attributes to look for.
     """
-    return isinstance(t, torch.Tensor) and hasattr(t, "device_mesh")
+    return type(t) is not torch.Tensor and isinstance(t, torch.Tensor) and hasattr(t, "device_mesh")
 
 
 def plain(t: Any) -> Any:
@@ -40,7 +40,7 @@ def plain_count(count: Any) -> Any:
 
 def has_values(t: torch.Tensor) -> bool:
     """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
-    return not (t.device.type == "meta" or isinstance(t, FakeTensor))
+    return not (t.is_meta or isinstance(t, FakeTensor))
 
 
 def values_are_there(t: torch.Tensor | None) -> bool:

@@ -74,13 +74,17 @@ class Batch(NamedTuple):
         """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever p_mask holds there."""
         self.check_noise()
         inverse = self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN).reciprocal()
-        return torch.where(self.noise_mask.bool() & self.loss_mask.bool(), inverse, 0.0)
+        return inverse.masked_fill_(~(self.noise_mask.bool() & self.loss_mask.bool()), 0.0)
 
     def _check_probabilities(self) -> None:
         """Raise where they are out of range; on a GPU that would cost a sync, so not there."""
         p_mask, noise_mask = self.p_mask, self.noise_mask
         if not values_are_there(p_mask):
             return
+        if p_mask.numel():
+            least, most = torch.aminmax(p_mask.detach())
+            if least.item() >= 0 and most.item() <= 1:  # all of them, used or not
+                return
         where = first_true(self.loss_mask.bool() & noise_mask.bool() & ~((p_mask >= 0) & (p_mask <= 1)))
         if where is not None:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dllm_kernels.base import _checks
-from dllm_kernels.base._plain import plain
+from dllm_kernels.base._plain import all_plain, plain
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.ops import (
     linear_row_stats,
@@ -16,8 +16,8 @@ from dllm_kernels.ops import (
     row_stats,
     token_nll,
     weighted_linear_nll,
-    weighted_nll,
 )
+from dllm_kernels.ops.token_nll import checked_weighted_nll
 from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
 
 
@@ -99,8 +99,12 @@ class Rows:
 
     def weighted(self, targets: torch.Tensor, weights: torch.Tensor, **flags: Any) -> WeightedNLL:
         """The sum of weights * NLL: what a loss is whose weights are known."""
-        if self.weight is None:
-            return weighted_nll(self.x, targets, weights, **self.options, **flags)
+        if self.weight is None:  # which :meth:`check` has checked, and the loss what is known of its rows
+            options = {**self.options, **flags, "check_targets": None}
+            transform = _checks.checked_transform(self.vocabulary, *(options.pop(s, None) for s in Transform._fields))
+            del options["check_targets"]
+            targets, weights = all_plain(targets, weights.detach().to(self.acc))
+            return checked_weighted_nll(self.x, targets, weights, transform, **options)
         return weighted_linear_nll(self.x, self.weight, targets, weights, bias=self.bias, **self.options, **flags)
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **flags: Any) -> TokenNLL:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
+from dllm_kernels.base._regular import is_regular
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
+from dllm_kernels.rows._plan import Job, Needs, Plan
+from dllm_kernels.rows._records import ROW_STATS
+from dllm_kernels.rows._run import run
 
 
 class TokenLogProbs(NamedTuple):
@@ -71,6 +76,14 @@ def token_log_probs(
             without it, or an unknown backend.
         IndexError: ``check_targets`` found a bad id.
     """
+    unusual = (weight, bias, active, softcap, skip_id, chunk_size, memory_budget, num_active, check_targets)
+    if (
+        all(option is None for option in unusual) and type(temperature) in (int, float) and temperature == 1
+        and type(with_entropy) is bool and is_regular(logits_or_hidden, ids, backend)
+    ):  # fmt: skip
+        plan = _plan(logits_or_hidden.dtype, with_entropy, Needs.of(logits_or_hidden))
+        found = run(ROW_STATS, Job(logits_or_hidden, None, None, ids), plan)
+        return TokenLogProbs(found.log_probs, found.entropy)
     _checks.check_flags(with_entropy=with_entropy)
     ids, active = all_plain(ids, active)
     sizes: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
@@ -92,6 +105,12 @@ def token_log_probs(
                 raise ValueError(f"{name} must be None without weight, got {value if name != 'bias' else 'a bias'}")
         out = row_stats(logits_or_hidden, ids, **options)
     return TokenLogProbs(out.log_probs, out.entropy)
+
+
+@functools.cache
+def _plan(dtype: torch.dtype, with_entropy: bool, needs: Needs) -> Plan:
+    """The plan of a regular call."""
+    return Plan(dtype, False, with_entropy=with_entropy, needs=needs)
 
 
 def _checked_temperature(temperature: Any) -> float:

@@ -13,6 +13,7 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.base._backend import use_triton
 from dllm_kernels.base._plain import all_plain
+from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._plan import Job, Needs, Plan
 from dllm_kernels.rows._records import TOKEN_NLL
 from dllm_kernels.rows._results import TokenNLL, WeightedNLL
@@ -148,6 +149,27 @@ def weighted_nll(
         check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
     _checks.check_active(_checks.LOGITS, logits, active)
+    return checked_weighted_nll(
+        logits, targets, weights, transform, active=active, ignore_index=ignore_index, with_lse=with_lse,
+        with_correct=with_correct, round_nll=round_nll, inplace_backward=inplace_backward, backend=backend,
+    )  # fmt: skip
+
+
+def checked_weighted_nll(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    transform: Transform,
+    *,
+    active: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    with_lse: bool = False,
+    with_correct: bool = False,
+    round_nll: bool = False,
+    inplace_backward: bool = False,
+    backend: str = "auto",
+) -> WeightedNLL:
+    """:func:`weighted_nll` of arguments that are checked, plain but for the logits; weights in the dtype of sums."""
     job = Job(logits, None, None, targets, weights if active is None else active)
     plan = Plan(
         logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll=round_nll,

@@ -194,4 +194,5 @@ def spaces_for(
 
 def column_of(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A column to look at for every target, and whether the target is really there."""
-    return y.clamp(0, max(V - 1, 0)), (y >= 0) & (y < V)
+    column = y.clamp(0, max(V - 1, 0))
+    return column, column == y if V else torch.zeros_like(y, dtype=torch.bool)

@@ -260,10 +260,10 @@ class _Grad(NamedTuple):
     ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
     """
 
-    row_max: torch.Tensor
     plain: torch.Tensor
     column: torch.Tensor
     of_ids: torch.Tensor
+    row_max: torch.Tensor | None = None
     of_log: torch.Tensor | None = None
     of_mix: torch.Tensor | None = None
     beside: torch.Tensor | None = None
@@ -280,12 +280,16 @@ class _Grad(NamedTuple):
             return t if rows is None else t.index_select(0, rows)
 
         ids, of_ids = taken(ask.ids), taken(c.of_ids)
-        row_max, log_sum, plain = (taken(t).unsqueeze(1) for t in (row_max, log_sum, c.plain))
+        plain = taken(c.plain).unsqueeze(1)
+        column, inside = column_of(ids, V)
+        of_ids = of_ids.masked_fill(~inside, 0)
+        if ask.whole and c.of_log is None and c.of_mix is None:  # all that most losses need
+            return cls(plain, column, of_ids)
+        row_max, log_sum = (taken(t).unsqueeze(1) for t in (row_max, log_sum))
         of_log = None if c.of_log is None else taken(c.of_log).unsqueeze(1)
         if of_log is not None:
             plain = plain - of_log * log_sum
-        column, inside = column_of(ids, V)
-        grad = cls(row_max, plain, column, of_ids.masked_fill(~inside, 0), of_log)
+        grad = cls(plain, column, of_ids, row_max, of_log)
         if ask.whole and c.of_mix is None:
             return grad
         over_sum = torch.exp(-log_sum)
@@ -298,7 +302,7 @@ class _Grad(NamedTuple):
         return grad._replace(of_mix=taken(c.of_mix).unsqueeze(1), beside=mix.beside(log_sum.exp()), none=mix.none)
 
     def blocks(self, size: int) -> list[_Grad]:
-        count = -(-self.row_max.shape[0] // size)
+        count = -(-self.plain.shape[0] // size)
         parts = (split(t, size) if isinstance(t, torch.Tensor) else [t] * count for t in self)
         return [_Grad(*part) for part in zip(*parts, strict=True)]
 
@@ -310,6 +314,7 @@ class _Grad(NamedTuple):
         """All but the ids."""
         if self.softmax and self.of_log is None:
             return a_row_at_a_time(torch.softmax, z, out).mul_(self.plain)
+        assert self.row_max is not None
         p = a_row_at_a_time(torch.softmax, z, spare[0]) if self.softmax else None
         d = torch.sub(z, self.row_max, out=out)
         if self.of_log is None and self.of_mix is None:
