@@ -23,15 +23,17 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.record import table, write_json
+from benchmarks.result import Result as Result  # which the subjects take from here
+from benchmarks.result import Timing as Timing
 from benchmarks.shapes import Shape
 
-QUANTILES = (0.2, 0.5, 0.8)
 # Over the last-level cache of an H200 (50 MB) and of common CPUs.
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
 DTYPES = {
@@ -61,67 +63,6 @@ class Candidate:
 
 
 CandidateLike = Candidate | Callable[[int], object]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Samples of one candidate, in seconds, in the order they were taken, and on a GPU the host's time of a call."""
-
-    samples: tuple[float, ...]
-    host: float | None = None
-
-    def quantile(self, q: float) -> float:
-        """The q-quantile, linearly interpolated between order statistics."""
-        ordered = sorted(self.samples)
-        place = q * (len(ordered) - 1)
-        low = int(place)
-        high = min(low + 1, len(ordered) - 1)
-        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-    @property
-    def median(self) -> float:
-        """The 50 % quantile, in seconds."""
-        return self.quantile(0.5)
-
-
-@dataclass
-class Result:
-    """One line of a table: one candidate on one case in one phase.
-
-    Attributes:
-        subject: the benchmark it belongs to.
-        case: what was run: sizes, dtype, active share, ...
-        phase: "forward", "backward", "both", or another word of the subject.
-        name: the candidate.
-        cache: "hot" or "cold".
-        timing: the samples; None where only memory or error was asked for.
-        peak_bytes: peak of allocated bytes above those held before the call.
-        error: distance from float64, see ``relative_error``.
-        floor_s: the least time possible at this run's ceilings.
-        floor_bytes: the least extra memory possible.
-        extra: whatever else the subject wants to record.
-    """
-
-    subject: str
-    case: dict[str, Any]
-    phase: str
-    name: str
-    cache: str = "cold"
-    timing: Timing | None = None
-    peak_bytes: int | None = None
-    error: float | None = None
-    floor_s: float | None = None
-    floor_bytes: int | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """The record as plain JSON values, with the quantiles beside the samples."""
-        record = asdict(self)
-        timing = self.timing
-        record["timing"] = None if timing is None else {f"q{int(100 * q)}_s": timing.quantile(q) for q in QUANTILES}
-        record["samples_s"] = None if timing is None else list(timing.samples)
-        record["host_s"] = None if timing is None else timing.host
-        return record
 
 
 def arguments(subject: str, description: str | None = None) -> argparse.ArgumentParser:
@@ -432,8 +373,6 @@ _shown: list[Result] = []
 
 def _show(results: list[Result], options: argparse.Namespace) -> None:
     """Print a case's table and write all of this process so far: whoever is interrupted has measured that much."""
-    from benchmarks.record import table, write_json
-
     _shown.extend(results)
     print(f"\n{table(results)}", flush=True)
     if options.out is not None:

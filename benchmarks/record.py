@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.measure import QUANTILES, Result
+from benchmarks.result import QUANTILES, Result
 
 PACKAGES = (
     "triton",

@@ -1,0 +1,69 @@
+"""What is measured of one candidate."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+QUANTILES = (0.2, 0.5, 0.8)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one candidate, in seconds, in the order they were taken, and on a GPU the host's time of a call."""
+
+    samples: tuple[float, ...]
+    host: float | None = None
+
+    def quantile(self, q: float) -> float:
+        """The q-quantile, linearly interpolated between order statistics."""
+        ordered = sorted(self.samples)
+        place = q * (len(ordered) - 1)
+        low = int(place)
+        high = min(low + 1, len(ordered) - 1)
+        return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+    @property
+    def median(self) -> float:
+        """The 50 % quantile, in seconds."""
+        return self.quantile(0.5)
+
+
+@dataclass
+class Result:
+    """One line of a table: one candidate on one case in one phase.
+
+    Attributes:
+        subject: the benchmark it belongs to.
+        case: what was run: sizes, dtype, active share, ...
+        phase: "forward", "backward", "both", or another word of the subject.
+        name: the candidate.
+        cache: "hot" or "cold".
+        timing: the samples; None where only memory or error was asked for.
+        peak_bytes: peak of allocated bytes above those held before the call.
+        error: distance from float64, see ``relative_error``.
+        floor_s: the least time possible at this run's ceilings.
+        floor_bytes: the least extra memory possible.
+        extra: whatever else the subject wants to record.
+    """
+
+    subject: str
+    case: dict[str, Any]
+    phase: str
+    name: str
+    cache: str = "cold"
+    timing: Timing | None = None
+    peak_bytes: int | None = None
+    error: float | None = None
+    floor_s: float | None = None
+    floor_bytes: int | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record as plain JSON values, with the quantiles beside the samples."""
+        record = asdict(self)
+        timing = self.timing
+        record["timing"] = None if timing is None else {f"q{int(100 * q)}_s": timing.quantile(q) for q in QUANTILES}
+        record["samples_s"] = None if timing is None else list(timing.samples)
+        record["host_s"] = None if timing is None else timing.host
+        return record
