@@ -408,7 +408,7 @@ def report(
         f"first tenth, {result['largest_difference']:.1e} over all steps\n(rounding, and how a training amplifies it: "
         "two runs of the plain loss that round differently part in the same way)"
     )
-    print(f"held-out loss of who copies what is visible and else knows only token frequencies: {guess:.4f}")
+    print(f"unigram baseline (held-out): copies visible tokens, else token frequencies alone: {guess:.4f}")
     print(f"\n{describe(sample)}\n\npicture: {picture}   curves: {curves}   text: {text}")
     return result
 

@@ -97,7 +97,7 @@ class Task(ABC):
 
     @abstractmethod
     def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
-        """The loss of someone who copies what is visible and knows only the tokens' frequencies."""
+        """Unigram baseline: visible tokens are copied, the others predicted by the tokens' frequencies."""
 
     @abstractmethod
     def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:

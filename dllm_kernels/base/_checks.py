@@ -1,4 +1,4 @@
-"""Checks at the public door: each names the argument, what was expected and what came."""
+"""Checks of the public functions: each names the argument, what was expected and what came."""
 
 from __future__ import annotations
 

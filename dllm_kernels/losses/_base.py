@@ -36,7 +36,7 @@ class Batch(NamedTuple):
         return cls(*all_plain(*fields))
 
     def check_used_or_not(self, **tensors: torch.Tensor | None) -> None:
-        """Check what a loss may not look at: what was meant for another argument must not vanish in it."""
+        """Validate unused arguments, so that a misplaced one raises."""
         check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
         if self.loss_mask_ar is not None:
             _check_no_count(self.loss_mask_ar, self.target_ids.shape)

@@ -1,4 +1,4 @@
-r"""The corruption routines below their doors: the choice of backend, and the torch path.
+r"""The corruption routines below the public functions: the choice of backend, and the torch path.
 
 A batch ``[B, L]`` is a grid of B rows, ``blocks`` blocks of ``size`` positions, the last of a row possibly short;
 without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike: from

@@ -1,4 +1,4 @@
-"""The door of the top-k selection; ``_topk`` does it and says how."""
+"""The public function of the top-k selection; ``noise/_topk.py`` does it and says how."""
 
 from __future__ import annotations
 

@@ -53,11 +53,12 @@ def weighted_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
 
 
 def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
-    """(what to make the gradient of the logits for, ``[N]``; the factors after the products; the headroom, 0-d).
+    """(scale to make the gradient of the logits for, ``[N]``; the factors after the products; the headroom, 0-d).
 
-    The scale itself and no factors, but where the plan is ``narrow``: in float16, w / N times a probability would underflow,
-    and a low weight beside a high one whatever both are divided by. There it is 1 for every row that has a scale, the rows
-    of hidden get their own after the product, those of the head theirs over the largest of them, which is the headroom.
+    float16 only: per-row loss scaling. The gradient of the logits is made at scale 1, since w / N times a probability would
+    underflow. After the product each row of hidden's gradient gets its own scale. For the head's gradient each row gets its
+    scale over the largest one, and the sum is multiplied by that largest one, the headroom, in float32. In every other dtype
+    the scale is used as it is.
     """
     if not plan.narrow:
         return scale, NO_FACTORS, None

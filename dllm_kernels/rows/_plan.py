@@ -1,6 +1,6 @@
-"""What is to be computed (a job: a few tensors) and how (one frozen plan), as every layer below the public doors takes it.
+"""What is to be computed (a job: a few tensors) and how (one frozen plan), as every layer below the public functions takes it.
 
-A door checks its arguments, makes both once, and hands them to ``rows/_route.py``. A new option is a new field of the plan,
+A public function checks its arguments, makes both once, and hands them to ``rows/_route.py``. A new option is a new field of the plan,
 read where it is needed; nothing between has to know of it.
 """
 
@@ -69,7 +69,7 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, *inputs: torch.Tensor | None) -> Needs:
-        """Asked at the door: inside a Function's forward they would seem to, even under ``torch.no_grad``."""
+        """Asked in the public function: inside a Function's forward they would seem to, even under ``torch.no_grad``."""
         grad = torch.is_grad_enabled()
         return cls(*(t is not None and t.requires_grad and grad for t in inputs))
 
