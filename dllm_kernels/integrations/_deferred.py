@@ -1,8 +1,8 @@
 """Logits that an LM head has not made yet: a loss that knows them takes the hidden states, anybody else gets the logits.
 
-Model and framework code between head and loss may cast or cap the logits, and passes them on in an output. So the head returns a stand-in, which remembers the hidden states. A cast to
-another floating dtype and a soft cap ``c tanh(z / c)`` it remembers too; whatever else is done with it makes the logits
-first, by the head itself.
+Model and framework code between head and loss may cast or cap the logits, and passes them on in an output. So the head
+returns a stand-in, which remembers the hidden states. A cast to another floating dtype and a soft cap ``c tanh(z / c)`` it
+remembers too; whatever else is done with it makes the logits first, by the head itself.
 """
 
 from __future__ import annotations

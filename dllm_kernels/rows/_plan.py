@@ -1,7 +1,7 @@
 """What is to be computed (a job: a few tensors) and how (one frozen plan), as every layer below the public functions takes it.
 
-A public function checks its arguments, makes both once, and hands them to ``rows/_route.py``. A new option is a new field of the plan,
-read where it is needed; nothing between has to know of it.
+A public function checks its arguments, makes both once, and hands them to ``rows/_route.py``. A new option is a new field of
+the plan, read where it is needed; nothing between has to know of it.
 """
 
 from __future__ import annotations
