@@ -1,6 +1,7 @@
 """Run the kernels on the GPU where there is one, else on CPU tensors under Triton's interpreter."""
 
 import fcntl
+import gc
 import importlib.util
 import itertools
 import json
@@ -81,6 +82,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "gpu" in item.keywords and DEVICE == "cpu":
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish():
+    """What is there now stays: whoever looks for garbage, as Dynamo and some tests do, need not go through it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # what stays to the end of the process, nanobind reports as leaked
 
 
 @pytest.fixture(scope="session")

@@ -111,6 +111,9 @@ def groups(folder, asked):
     lost = [(how, lose_a_peer, 2, how) for how in asked.get("lost", ())]  # most of which is waiting
     yield [*lost, ("2", run_checks, 2, asked["2"])] if "2" in asked else lost
     yield [("4", run_checks, 4, asked["4"])] if "4" in asked else []
+    if "trainer" in asked:
+        with contextlib.suppress(ImportError):
+            import tests.trainer_ranks  # noqa: F401
     yield [("trainer", train, 2, asked["trainer"])] if "trainer" in asked else []
 
 

@@ -26,7 +26,7 @@ def sums_of(options):
 
 
 def run(mode, out, cache, *more):
-    argv = ["--mode", mode, "--tiny", "--steps", "30", "--device", "cpu", "--out", str(out), "--cache", str(cache)]
+    argv = ["--mode", mode, "--tiny", "--steps", "10", "--device", "cpu", "--out", str(out), "--cache", str(cache)]
     status = train.main([*argv, *more])
     return status, json.loads((out / f"{mode}.json").read_text())
 
@@ -37,7 +37,8 @@ def run(mode, out, cache, *more):
 def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, capsys):
     if corruption == "reference" and mode in ("dflash", "mtp"):
         pytest.skip("nothing is corrupted in this mode")
-    status, result = run(mode, tmp_path, cache, "--corruption", corruption)
+    steps = 30 if mode == "mdlm" else 10
+    status, result = run(mode, tmp_path, cache, "--corruption", corruption, "--steps", str(steps))
     assert status == 0
     plain, ours = result["table"]
     assert (plain["loss"], ours["loss"]) == ("reference", "ours")
@@ -48,8 +49,8 @@ def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, cap
         assert row["tokens_per_s"] > 0
         assert row["peak_bytes"] > 0
     assert ours["peak_bytes"] <= plain["peak_bytes"]
-    assert len(result["curves"]["ours"]["train"]) == 30
-    assert result["curves"]["eval_steps"] == [0, 15, 30]
+    assert len(result["curves"]["ours"]["train"]) == steps
+    assert result["curves"]["eval_steps"] == [0, steps // 2, steps]
     assert (tmp_path / f"{mode}.png").read_bytes().startswith(PNG)
     assert (tmp_path / f"{mode}.txt").read_text(encoding="utf-8").strip()
     printed = capsys.readouterr().out
@@ -256,7 +257,7 @@ def test_a_text_shorter_than_the_windows_is_refused(tmp_path, cache, capsys):
     assert "argument --corpus-bytes: must give texts longer than --length 32 tokens, got " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", every_time(["block", "hybrid", "idlm"], TASKS))
+@pytest.mark.parametrize("mode", every_time(["idlm"], TASKS))
 def test_the_smallest_that_is_accepted_runs(mode, tmp_path, cache):
     last = mode in ("idlm", "dflash", "mtp")
     least = {"steps": 1, "batch": 1, "length": 3, "width": 2, "layers": 1, "heads": 1, "vocab": 258, "evals": 1}

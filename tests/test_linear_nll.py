@@ -631,6 +631,7 @@ def test_backward_after_autocast_has_ended(backend):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", ["weighted", "rows"])
 @pytest.mark.parametrize("trains_head", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dllm_kernels import BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.base import _plain
+from tests.conftest import every_time
 
 B, L, V, D = 2, 4, 7, 5
 X, H, W, Y = torch.randn(B, L, V), torch.randn(B, L, D), torch.randn(V, D), torch.zeros(B, L, dtype=torch.long)
@@ -98,7 +99,7 @@ def test_values_that_are_not_there():
         assert not _plain.values_are_there(mode.from_tensor(ON))
 
 
-@losses
+@pytest.mark.parametrize("name", every_time(["mdlm", "scdd"], LOSSES))
 def test_nobody_looks_at_values_in_a_graph(name):
     torch._dynamo.reset()  # which takes the losses for one function
     compiled = torch.compile(lambda *masks: call(name, "logits", *masks), backend="eager", fullgraph=True)

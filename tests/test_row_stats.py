@@ -207,6 +207,7 @@ def test_a_or_b_is_zero(path):
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_terms_of_a_mixture_of_every_size(dtype, path):
     """One logarithm may serve several terms, but only where their product is neither too small nor too large."""

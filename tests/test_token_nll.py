@@ -559,6 +559,7 @@ def test_no_reference_cycle_keeps_the_logits_alive(with_grad, backend):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("inplace", [False, True])
 def test_peak_memory_is_one_gradient(dtype, inplace, monkeypatch):
