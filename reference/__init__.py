@@ -16,7 +16,7 @@ from reference.corruption import (
     corrupt_uniform_random,
     sample_level,
 )
-from reference.dflash import decay_weights, dflash_loss, draft_accuracy_per_position
+from reference.dflash import acceptance_length, decay_weights, dflash_loss, draft_accuracy_per_position
 from reference.dpace_weights import dpace_weights
 from reference.encoder_ar import encoder_ar_loss
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
@@ -44,6 +44,7 @@ __all__ = [
     "MTPLoss",
     "RowStats",
     "SCDDSchedule",
+    "acceptance_length",
     "argmax_match",
     "batched_gumbel_topk",
     "block_diffusion_loss",

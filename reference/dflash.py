@@ -1,10 +1,11 @@
-"""The decay-weighted cross-entropy of a block draft model, and its accuracy at each offset."""
+"""The weighted cross-entropy of a block draft model, its accuracy at each offset and how much of a block is accepted."""
 
 from __future__ import annotations
 
 import torch
 
-from reference.token_nll import Count, compute_dtype, divided_by_count, weighted_nll
+from reference.dpace_weights import dpace_weights
+from reference.token_nll import Count, compute_dtype, divided_by_count, token_nll, weighted_nll
 
 
 def decay_weights(
@@ -71,6 +72,32 @@ def draft_accuracy_per_position(
     return hits.reshape(shape).sum(dim=(0, 1)), valid.reshape(shape).sum(dim=(0, 1))
 
 
+def acceptance_length(correct: torch.Tensor, block_mask: torch.Tensor, rows: int, bonus: bool = False) -> torch.Tensor:
+    """Mean over the blocks with any valid row of ``sum_j mask_j prod_{i <= j} (correct_i or not mask_i)``.
+
+    Args:
+        correct: argmax matches ``[B, T]``, ``T = n_blocks * rows``.
+        block_mask: valid positions ``[B, T]``.
+        rows: predicted positions of a block.
+        bonus: one token more for each block, the target's own.
+
+    Returns:
+        A float32 scalar, 0 where no block has a valid row.
+
+    Source: greedy speculative decoding, Leviathan et al. 2023, arXiv:2211.17192, section 2.
+    """
+    lengths = []
+    for block, mask in zip(correct.reshape(-1, rows).tolist(), block_mask.reshape(-1, rows).tolist(), strict=True):
+        if not any(mask):
+            continue
+        length, accepted = float(bonus), True
+        for right, valid in zip(block, mask, strict=True):
+            accepted = accepted and (bool(right) or not valid)
+            length += valid * accepted
+        lengths.append(length)
+    return torch.tensor(sum(lengths) / max(len(lengths), 1), device=correct.device)
+
+
 def dflash_loss(
     logits: torch.Tensor,
     target_ids: torch.Tensor,
@@ -79,36 +106,67 @@ def dflash_loss(
     block_size: int | None = None,
     gamma: float | None = 7.0,
     normalize: str = "tokens",
+    *,
+    position_weights: str = "decay",
+    dpace_alpha: float = 0.5,
+    anchor_row: bool = False,
+    num_blocks: Count | None = None,
+    num_sequences: Count | None = None,
 ) -> torch.Tensor:
-    """Decay-weighted cross-entropy of the predicted positions.
+    """Weighted cross-entropy of the predicted positions.
 
-    ``loss = sum_i w_i * nll_i / denominator``, ``w_i = exp(-(k_i - 1) / gamma) * block_mask_i``; the
-    denominator is ``max(num_tokens, 1)`` (or 1 without a count) for ``"tokens"``, ``sum_i w_i + 1e-6`` for
-    ``"mean"``.
+    ``loss = sum_i w_i * nll_i / denominator``, ``w_i = exp(-(k_i - 1) / gamma) * block_mask_i`` or D-PACE's, of the
+    confidence ``exp(-nll_i)``. The denominator is ``max(num_tokens, 1)`` (or 1 without a count) for ``"tokens"``,
+    ``sum_i w_i + 1e-6`` for ``"mean"``, and the number of blocks or sequences with any valid row for ``"blocks"`` and
+    ``"sequences"``. ``"sequence_blocks"`` is ``(1 / B') sum_b sum_i w_i * nll_i / A_b`` with A_b the valid blocks of
+    sequence b and B' the sequences that have any.
 
     Args:
-        logits: ``[B, T, V]``, ``T = n_blocks * (block_size - 1)``.
+        logits: ``[B, T, V]``, ``T = n_blocks * rows`` of ``block_size - 1`` rows, or ``block_size`` with ``anchor_row``.
         target_ids: ``[B, T]``, integer; -100 has no loss.
         block_mask: valid positions ``[B, T]``, kept as weights when fractional.
         num_tokens: optional global count, a number or a 0-d tensor.
         block_size: positions of a block, its anchor included; None for one block.
         gamma: how slowly the weights fall, in positions; None for no decay.
-        normalize: ``"tokens"`` or ``"mean"``.
+        normalize: ``"tokens"``, ``"mean"``, ``"blocks"``, ``"sequences"`` or ``"sequence_blocks"``.
+        position_weights: ``"decay"``, or a variant of ``dpace_weights``.
+        dpace_alpha: its alpha.
+        anchor_row: whether the anchor's row predicts too.
+        num_blocks: global count of valid blocks, or with ``"sequence_blocks"`` of each sequence ``[B]``.
+        num_sequences: global count of sequences with any valid row.
 
     Returns:
         A scalar in float32 (float64 for float64 logits), in nats.
 
     Raises:
-        ValueError: ``normalize`` is neither of the two, or the weights decay over a broken block.
+        ValueError: ``normalize`` is none of these, or the weights restart in a broken block.
 
-    Source: the DFlash paper, Eq. 4.
+    Source: the DFlash paper, Eq. 4; D-PACE, arXiv:2605.18810.
     """
-    if normalize not in ("tokens", "mean"):
-        raise ValueError(f"normalize must be 'tokens' or 'mean', got {normalize!r}")
+    if normalize not in ("tokens", "mean", "blocks", "sequences", "sequence_blocks"):
+        raise ValueError(f"normalize must be 'tokens', 'mean' or a count of blocks or sequences, got {normalize!r}")
     dtype = compute_dtype(logits)
-    decay = decay_weights(target_ids.shape[1], block_size, gamma, dtype, logits.device)
-    weights = decay * block_mask.to(dtype)
-    loss = weighted_nll(logits, target_ids, weights)
+    B, T = target_ids.shape
+    rows = max(T, 1) if block_size is None else max(block_size - (0 if anchor_row else 1), 1)
+    mask = block_mask.to(dtype)
+    if position_weights == "decay":
+        period = None if block_size is None else rows + 1
+        weights = decay_weights(T, period, gamma, dtype, logits.device) * mask
+    else:
+        q = torch.exp(-token_nll(logits, target_ids, active=block_mask).detach())
+        blocks = (B, T // rows, rows)
+        weights = dpace_weights(q.reshape(blocks), mask.reshape(blocks), dpace_alpha, position_weights).reshape(B, T)
+    if normalize == "tokens":
+        loss = weighted_nll(logits, target_ids, weights)
+        return loss if num_tokens is None else divided_by_count(loss, num_tokens)
     if normalize == "mean":
-        return loss / (weights.sum() + 1e-6)
-    return loss if num_tokens is None else divided_by_count(loss, num_tokens)
+        return weighted_nll(logits, target_ids, weights) / (weights.sum() + 1e-6)
+    valid = (block_mask != 0).reshape(B, T // rows, rows).any(-1)
+    if normalize == "blocks":
+        count = valid.sum() if num_blocks is None else num_blocks
+        return divided_by_count(weighted_nll(logits, target_ids, weights), count)
+    if normalize == "sequence_blocks":
+        of_each = valid.sum(1) if num_blocks is None else torch.as_tensor(num_blocks)
+        weights = weights / of_each.clamp(min=1).to(dtype)[:, None]
+    count = valid.any(1).sum() if num_sequences is None else num_sequences
+    return divided_by_count(weighted_nll(logits, target_ids, weights), count)

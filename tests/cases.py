@@ -299,14 +299,23 @@ def _blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     return rows, {"block_size": BLOCK}
 
 
+def _anchor_blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    """Blocks of as many rows, that of the anchor with them."""
+    return rows, {"block_size": BLOCK - 1}
+
+
 def _seq_len(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     return rows, {"seq_len": inputs["target_ids"].shape[1]}
 
 
 def _dflash_oracle(
-    logits, target_ids, block_mask, num_tokens=None, block_size=None, loss_gamma=7.0, normalize="tokens"
-):
-    return reference.dflash_loss(logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize)
+    logits, target_ids, block_mask, num_tokens=None, block_size=None, loss_gamma=7.0, normalize="tokens",
+    position_weights="decay", dpace_alpha=0.5, anchor_row=False, num_blocks=None, num_sequences=None,
+):  # fmt: skip
+    return reference.dflash_loss(
+        logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize, position_weights=position_weights,
+        dpace_alpha=dpace_alpha, anchor_row=anchor_row, num_blocks=num_blocks, num_sequences=num_sequences,
+    )  # fmt: skip
 
 
 SKIP_ID = 1
@@ -345,7 +354,11 @@ _HYBRID = Case(
 )  # fmt: skip
 _DFLASH = Case(
     "dflash", ours.DFlashDecayLoss, _counted(_dflash, num_tokens=3), _dflash_oracle,
-    roles={"target_ids": "targets", "block_mask": "weight", "num_tokens": "count"}, extra=_blocks,
+    roles={
+        "target_ids": "targets", "block_mask": "weight", "num_tokens": "count", "num_blocks": "count",
+        "num_sequences": "count",
+    },
+    extra=_blocks,
     linear_in="block_mask", constants=("loss_gamma",), chunks_at_construction=True,
     transformed_by={"softcap": 5.0, "scale": 0.8, "skip_id": SKIP_ID}, home=DLLM_LOSS,
     documented={
@@ -419,6 +432,31 @@ PLAIN = (
     ),
     replace(_DFLASH, name="dflash, one block", extra=_nothing_else, shifted=True, transformed_by=None),
     replace(_DFLASH, name="dflash, no decay", settings={"loss_gamma": None}, transformed_by=None),
+    replace(
+        _DFLASH, name="dflash, dpace", settings={"position_weights": "dpace"}, linear_in=None,
+        transformed_by={"softcap": 4.0},
+    ),
+    replace(
+        _DFLASH, name="dflash, continuation, blocks here", draw=_dflash, linear_in=None, counted_locally=True, variant=True,
+        settings={"position_weights": "continuation", "dpace_alpha": 0.2, "normalize": "blocks"}, transformed_by=None,
+    ),
+    replace(
+        _DFLASH, name="dflash, prefix, sequences", draw=_counted(_dflash, num_sequences=2), linear_in=None, variant=True,
+        settings={"position_weights": "prefix", "normalize": "sequences"}, transformed_by=None,
+    ),
+    replace(
+        _DFLASH, name="dflash, blocks", draw=_counted(_dflash, num_blocks=2), settings={"normalize": "blocks"},
+        variant=True, transformed_by=None,
+    ),
+    replace(  # of which a part of a sequence alone has fewer blocks
+        _DFLASH, name="dflash, sequence blocks", draw=_counted(_dflash, num_sequences=2), linear_in=None, shifted=True,
+        roles={name: role for name, role in _DFLASH.roles.items() if name != "num_blocks"}, variant=True,
+        settings={"normalize": "sequence_blocks"}, transformed_by=None,
+    ),
+    replace(
+        _DFLASH, name="dflash, anchor row", settings={"anchor_row": True}, extra=_anchor_blocks, variant=True,
+        transformed_by=None,
+    ),
     _IDLM,
     replace(
         _IDLM, name="idlm, counted", draw=_counted(_idlm, num_diffusion_tokens=2), counted_locally=False, variant=True,

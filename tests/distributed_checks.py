@@ -93,7 +93,7 @@ TABLE = {
         ["fsdp_over_tensor_parallel[MTP]", "fsdp_over_tensor_parallel[pipeline]"],
     ),
     "Data parallelism and accumulation, any split of the batch": (
-        ["data_parallel", "counts_over_ranks", "draft_accuracy_over_ranks"],
+        ["data_parallel", "counts_over_ranks", "draft_accuracy_over_ranks", "acceptance_length_over_ranks"],
         ["data_parallel"],
         ["data_parallel[MTP]", "data_parallel[pipeline]"],
     ),

@@ -39,6 +39,8 @@ COUNTED = {
     ),
     "num_ar_tokens": lambda i: i["loss_mask_ar"][:, 1:],
     "num_tokens": lambda i: i["block_mask"] if "block_mask" in i else i["valid_mask"][:, :-1] & i["valid_mask"][:, 1:],
+    "num_blocks": lambda i: (i["block_mask"] != 0).unflatten(1, (-1, BLOCK - 1)).any(-1),
+    "num_sequences": lambda i: (i["block_mask"] != 0).any(1),
     "num_label_tokens": lambda i: i["labels"] != -100,
 }
 
@@ -383,3 +385,18 @@ def draft_accuracy_over_ranks():
     assert 0 < expected["draft_acc"] < 1
     for name, value in expected.items():
         close(got[name], value)
+
+
+@check(2)
+@check(4)
+def acceptance_length_over_ranks():
+    """That of one process with the whole batch, though the ranks have as many blocks as they have; one has none."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    correct, mask = torch.rand(world, 4 * L) < 0.7, (torch.rand(world, 4 * L) < 0.6).float()
+    mask[-1] = 0
+    for bonus in (False, True):
+        expected = ours.acceptance_length(correct, mask, BLOCK, bonus=bonus)
+        mine = slice(rank, rank + 1)
+        got = ours.acceptance_length(correct[mine], mask[mine], BLOCK, bonus=bonus, group=dist.group.WORLD)
+        assert 0 < expected < BLOCK
+        close(got, expected)

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
     DFlashDecayLoss,
     FusedLinearCrossEntropy,
     HybridDiffusionLLMLoss,
     IDLMLoss,
     MaskedCrossEntropy,
     SCDDLoss,
+    acceptance_length,
     calculate_mtp_loss,
     compute_per_token_nll,
     scdd_schedule,
@@ -665,10 +667,64 @@ def test_blocks_of_dflash(form):
     raises(ValueError, "T must be a multiple of block_size - 1", call, block_size=3)
 
 
+@forms
+@pytest.mark.parametrize(
+    "settings",
+    [{"position_weights": "dpace"}, {"loss_gamma": None, "normalize": "blocks"}, {"loss_gamma": 2.0}],
+    ids=str,
+)
+def test_whatever_goes_by_blocks_needs_whole_ones(form, settings):
+    call = Call(replace(BY_NAME["dflash"], settings=settings), form)
+    raises(ValueError, "T must be a multiple of block_size - 1 for ", call, block_size=3)
+    call = Call(replace(BY_NAME["dflash"], settings=settings | {"anchor_row": True}), form)
+    raises(ValueError, "T must be a multiple of block_size for ", call, block_size=4)
+
+
+@forms
+def test_the_blocks_of_each_sequence(form):
+    call = Call(BY_NAME["dflash, sequence blocks"], form)
+    shape = "num_blocks must have shape (2,) (one entry per sequence), got "
+    raises(ValueError, shape + "()", call, num_blocks=torch.tensor(3))
+    raises(ValueError, shape + "(3,)", call, num_blocks=torch.ones(3))
+    raises(TypeError, "num_blocks must be a torch.Tensor, got int", call, num_blocks=3)
+    raises(ValueError, "num_blocks must be on cpu like target_ids, got meta", call, num_blocks=torch.ones(2).to(META))
+    wants = torch.ones(2, requires_grad=True)
+    raises(ValueError, "num_blocks must not require a gradient", call, num_blocks=wants)
+
+
+def test_acceptance_length_arguments():
+    correct, on = torch.ones(2, 6).bool(), torch.ones(2, 6)
+    raises(TypeError, "correct must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
+    raises(ValueError, "correct must have shape [B, T], got (6,)", acceptance_length, correct[0], on[0], 4)
+    raises(
+        ValueError, "mask must have shape (2, 6) (that of correct), got (2,)", acceptance_length, correct, on[:, 0], 4
+    )
+    raises(ValueError, "mask must be on cpu like correct, got meta", acceptance_length, correct, on.to(META), 4)
+    raises(ValueError, "block_size must be at least 1, got 0", acceptance_length, correct, on, 0)
+    raises(TypeError, "block_size must be an int, got NoneType", acceptance_length, correct, on, None)
+    raises(ValueError, "T must be a multiple of block_size - 1 for ", acceptance_length, correct, on, 6)
+    raises(ValueError, "T must be a multiple of block_size for ", acceptance_length, correct, on, 4, anchor_row=True)
+    raises(TypeError, "bonus must be a bool, got str", acceptance_length, correct, on, 4, bonus="yes")
+    raises(TypeError, "anchor_row must be a bool, got str", acceptance_length, correct, on, 4, anchor_row="yes")
+    other = BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON)
+    raises(
+        ValueError, "output must have draft_correct, as that of DFlashDecayLoss has", acceptance_length, other, ON, 4
+    )
+
+
 def test_dflash_settings():
-    raises(ValueError, "normalize must be one of tokens, mean, got 'sum'", DFlashDecayLoss, normalize="sum")
+    raises(
+        ValueError,
+        "normalize must be one of tokens, mean, blocks, sequences, sequence_blocks, got 'sum'",
+        DFlashDecayLoss,
+        normalize="sum",
+    )
     raises(ValueError, "loss_gamma must be positive or None, got 0", DFlashDecayLoss, 0)
     raises(ValueError, "loss_gamma must be positive or None, got nan", DFlashDecayLoss, float("nan"))
+    raises(ValueError, "position_weights must be one of decay, dpace, ", DFlashDecayLoss, position_weights="linear")
+    raises(ValueError, "dpace_alpha must lie in [0, 1], got 2", DFlashDecayLoss, dpace_alpha=2)
+    raises(TypeError, "dpace_alpha must be a number, got NoneType", DFlashDecayLoss, dpace_alpha=None)
+    raises(TypeError, "anchor_row must be a bool, got str", DFlashDecayLoss, anchor_row="no")
     raises(ValueError, "chunk_size must be at least 1, got 0", DFlashDecayLoss, chunk_size=0)
 
 
@@ -687,8 +743,10 @@ def test_chunk_sizes_of_the_constructor(error, message, size):
 
 def test_dflash_settings_assigned_after_construction():
     for name, value, message in (
-        ("normalize", "sum", "normalize must be one of tokens, mean, got 'sum'"),
+        ("normalize", "sum", "normalize must be one of tokens, mean, blocks, sequences, sequence_blocks, got 'sum'"),
         ("loss_gamma", -1.0, "loss_gamma must be positive or None, got -1.0"),
+        ("position_weights", None, "position_weights must be one of decay, dpace, "),
+        ("dpace_alpha", -1, "dpace_alpha must lie in [0, 1], got -1"),
         ("loss_gamma", torch.nn.Parameter(torch.tensor(2.0)), "loss_gamma must not require a gradient"),
     ):
         loss = DFlashDecayLoss()

@@ -1,5 +1,6 @@
 """Every loss in both forms against the oracle, and what the contract says of each."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from dllm_kernels import (
@@ -17,6 +19,7 @@ from dllm_kernels import (
     IDLMLoss,
     MDLMCrossEntropyLoss,
     SCDDLoss,
+    acceptance_length,
     compute_per_token_nll,
     draft_accuracy,
     encoder_ar_loss,
@@ -170,7 +173,8 @@ def counted_as_one(case):
     """Inputs with a target in every row, and each count of the call 1."""
     inputs = draw(case)
     targets = {case.targets: inputs[case.targets].clamp(min=0)}
-    return inputs | targets | {name: 1 for name, role in case.roles.items() if role == "count"}
+    of_each = {"num_blocks": torch.ones(2, device=DEVICE)} if case.name == "dflash, sequence blocks" else {}
+    return inputs | targets | of_each | {name: 1 for name, role in case.roles.items() if role == "count"}
 
 
 def denominator_of(case, out):
@@ -594,6 +598,39 @@ def test_draft_accuracy_counts(form, backend):
     torch.testing.assert_close(metrics["draft_acc_k2"], hits[1] / count[1])
 
 
+@forms
+@pytest.mark.parametrize("anchor_row", [False, True])
+@pytest.mark.parametrize("bonus", [False, True])
+def test_acceptance_length(form, anchor_row, bonus, backend):
+    torch.manual_seed(0)
+    h, w = torch.randn(3, 12, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    x, size = F.linear(h, w), BLOCK - anchor_row
+    y = torch.where(torch.rand(3, 12, device=DEVICE) < 0.7, x.argmax(-1), torch.randint(0, V, (3, 12), device=DEVICE))
+    y[0, 0] = -100
+    mask = (torch.rand(3, 12, device=DEVICE) < 0.7).float()
+    mask[1, :3] = 0
+    loss = DFlashDecayLoss(anchor_row=anchor_row, chunk_size=4, backend=backend)
+    out = loss(x, y, mask, None, size) if form == "logits" else loss.forward_fused(h, w, y, mask, None, size)
+    assert torch.equal(out.draft_correct, reference.argmax_match(x, y, active=mask))
+    assert out.draft_count_per_pos.shape == (3,)
+    expected = reference.acceptance_length(out.draft_correct, mask, BLOCK - 1, bonus)
+    assert bonus < expected < BLOCK - 1 + bonus
+    options = {"anchor_row": anchor_row, "bonus": bonus}
+    torch.testing.assert_close(acceptance_length(out, mask, size, **options), expected)
+    for kind in (torch.bool, torch.int64, torch.float32):
+        correct, valid = out.draft_correct.to(kind), mask.to(kind)
+        torch.testing.assert_close(acceptance_length(correct, valid, size, **options), expected)
+
+
+def test_acceptance_length_by_hand():
+    """All right; wrong at the second; the second masked, which ends nothing; wrong at once; nothing to predict."""
+    correct = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]], device=DEVICE)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]], device=DEVICE)
+    assert acceptance_length(correct, mask, BLOCK) == (3 + 1 + 2 + 0) / 4
+    assert acceptance_length(correct, mask, BLOCK, bonus=True) == (4 + 2 + 3 + 1) / 4
+    assert acceptance_length(correct, 0 * mask, BLOCK, bonus=True) == 0
+
+
 def test_draft_accuracy_where_nothing_was_counted():
     out = DFlashDecayLoss()(
         torch.randn(1, 3, V), torch.zeros(1, 3, dtype=torch.long), torch.tensor([[1, 1, 0]]), block_size=BLOCK
@@ -655,6 +692,45 @@ def test_dflash_tokens_and_mean():
     torch.testing.assert_close(mean, terms.sum() / ((decay * d["block_mask"]).sum() + 1e-6))
 
 
+FAMILY = [case for case in LOSSES if case.loss is DFlashDecayLoss]
+
+
+@cases(FAMILY)
+def test_a_frozen_head_costs_two_products_whatever_the_weights(case):
+    inputs, (h, w, _) = draw(case), leaves_of_hidden_form(case, torch.float32)
+    inputs["block_mask"] = torch.ones_like(inputs["block_mask"])
+    inputs["target_ids"] = inputs["target_ids"].clamp(min=0)
+    in_place = lambda c, a, b, **_: 2 * a[0] * a[1] * b[1]  # noqa: E731
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
+        case.hidden_form(h.requires_grad_(), w, None, inputs, chunk_size=5, backend="torch").backward()
+    assert counter.get_total_flops() == 2 * 2 * (2 * 6) * D * V
+
+
+@forms
+def test_parts_of_a_step_add_up(form):
+    """Pieces of sequences, given the counts of the whole: by blocks, by sequences, and by the blocks of each."""
+    d = draw(BY_NAME["dflash"], 2, 12) | {"num_tokens": None}
+    d["block_mask"][1, 3:] = 0
+    x, w = torch.randn(2, 12, V if form == "logits" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    valid = (d["block_mask"] != 0).reshape(2, -1, BLOCK - 1).any(-1)
+    counts = {
+        "blocks": {"num_blocks": valid.sum()},
+        "sequences": {"num_sequences": 2},
+        "sequence_blocks": {"num_blocks": valid.sum(1), "num_sequences": 2},
+    }
+    for variant, normalize in itertools.product(("decay", "dpace", "prefix", "continuation"), counts):
+        loss = DFlashDecayLoss(normalize=normalize, position_weights=variant)
+
+        def value(part, loss=loss, **given):
+            i = {name: t[:, part] if isinstance(t, torch.Tensor) else t for name, t in d.items()}
+            rows = (x[:, part],) if form == "logits" else (x[:, part], w)
+            return (loss if form == "logits" else loss.forward_fused)(*rows, **i, block_size=BLOCK, **given)
+
+        whole = value(slice(None)).total_loss
+        parts = [value(part, **counts[normalize]) for part in (slice(3), slice(3, 9), slice(9, 12))]
+        torch.testing.assert_close(sum(part.total_loss for part in parts), whole)
+
+
 def test_dflash_methods_of_the_original():
     d, x = draw(BY_NAME["dflash"]), torch.randn(2, 6, V, device=DEVICE, requires_grad=True)
     h, w = torch.randn(6, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
@@ -663,8 +739,8 @@ def test_dflash_methods_of_the_original():
     counts = loss._draft_acc_per_pos(x.argmax(-1) == d["target_ids"], d["block_mask"], BLOCK)
     reduced = loss._reduce(nll, d["block_mask"], d["num_tokens"], BLOCK, *counts)
     whole = loss(x, **d, block_size=BLOCK)
-    for a, b in zip(reduced, whole, strict=True):
-        torch.testing.assert_close(a, b)
+    for name in set(whole._fields) - {"draft_correct"}:  # of which a sum of NLLs knows nothing
+        torch.testing.assert_close(getattr(reduced, name), getattr(whole, name))
     (a,), (b,) = torch.autograd.grad(reduced.total_loss, x), torch.autograd.grad(whole.total_loss, x)
     torch.testing.assert_close(a, b)
     nll, correct = DFlashDecayLoss._chunk_nll(h, w, None, d["target_ids"][0])

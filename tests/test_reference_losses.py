@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from reference import (
+    acceptance_length,
     argmax_match,
     block_diffusion_loss,
     decay_weights,
@@ -281,8 +282,67 @@ def test_dflash_rows_of_weight_zero_are_inert_and_a_zero_sum_is_zero():
 
 
 def test_dflash_refuses_another_normalisation():
-    with pytest.raises(ValueError, match="normalize must be 'tokens' or 'mean', got 'sum'"):
+    with pytest.raises(
+        ValueError, match="normalize must be 'tokens', 'mean' or a count of blocks or sequences, got 'sum'"
+    ):
         dflash(normalize="sum")
+
+
+# Two sequences of two blocks of two rows, NLL ln 2 * (1, 2, 2, 1) and ln 2 * (1, 1, 1, 1); in the second one block is valid.
+# Sums of w nll, halved at the second row of a block, in ln 2: 1 + 1, then 2 + 0 (masked); 1 + .5, then none.
+PAIR = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1]])
+PAIR_VALID = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("normalize", "counts", "expected"),
+    [
+        ("tokens", {}, 5.5),
+        ("blocks", {}, 5.5 / 3),
+        ("blocks", {"num_blocks": 5}, 1.1),
+        ("sequences", {}, 5.5 / 2),
+        ("sequences", {"num_sequences": 4}, 5.5 / 4),
+        ("sequence_blocks", {}, (4 / 2 + 1.5 / 1) / 2),
+        ("sequence_blocks", {"num_sequences": 5}, 3.5 / 5),
+        ("sequence_blocks", {"num_blocks": torch.tensor([4, 3])}, (4 / 4 + 1.5 / 3) / 2),
+    ],
+)
+def test_dflash_over_blocks_and_sequences(normalize, counts, expected):
+    options = {"block_size": 3, "gamma": GAMMA, "normalize": normalize, **counts}
+    loss = dflash_loss(odds_121(4).repeat(2, 1, 1), PAIR, PAIR_VALID, **options)
+    assert loss.item() == pytest.approx(expected * LN2)
+    nothing = dflash_loss(odds_121(4).repeat(2, 1, 1), PAIR, torch.zeros(2, 4), **options)
+    assert nothing.item() == 0
+
+
+def test_dflash_with_a_row_of_the_anchor():
+    options = {"block_size": 2, "gamma": GAMMA, "anchor_row": True}
+    assert dflash_loss(odds_121(4), DRAFT, VALID, **options).item() == pytest.approx(3 * LN2)  # as blocks of 3 without
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"),
+    # confidence 1/2 and 1/4, alpha 1/2: smoothed 3/4 and 5/8, C = 3/4, 15/32; S = 39/32, 15/32
+    [("prefix", 3 / 4 + 2 * 15 / 32), ("dpace", 39 / 32 + 2 * 15 / 32), ("continuation", 39 / 24 + 2)],
+)
+def test_dflash_by_dpace(variant, expected):
+    logits = odds_121(2).requires_grad_()
+    loss = dflash_loss(logits, row(1, 0), row(1, 1), block_size=3, position_weights=variant)
+    assert loss.item() == pytest.approx(expected * LN2)
+    (grad,) = torch.autograd.grad(loss, logits)
+    first = {"prefix": 3 / 4, "dpace": 39 / 32, "continuation": 39 / 24}[variant]
+    assert grad[0, 0].tolist() == pytest.approx([first / 4, -first / 2, first / 4])  # the weight is a constant
+
+
+# Blocks of three: all right; wrong at the second; the second masked and passed over; wrong at once; nothing valid.
+ACCEPTED = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]]).bool()
+DRAFTED = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]])
+
+
+def test_acceptance_length():
+    assert acceptance_length(ACCEPTED, DRAFTED, 3).item() == (3 + 1 + 2 + 0) / 4
+    assert acceptance_length(ACCEPTED, DRAFTED, 3, bonus=True).item() == (4 + 2 + 3 + 1) / 4
+    assert acceptance_length(ACCEPTED, torch.zeros(1, 15), 3, bonus=True).item() == 0
 
 
 def test_draft_accuracy_sums_each_offset_over_batch_and_blocks():

@@ -2,7 +2,8 @@
 
 from dllm_kernels.losses._common import DLLMLossOutput
 from dllm_kernels.losses.block_diffusion import BlockDiffusionCrossEntropyLoss
-from dllm_kernels.losses.dflash import DFlashDecayLoss, draft_accuracy
+from dllm_kernels.losses.dflash import DFlashDecayLoss
+from dllm_kernels.losses.draft_metrics import acceptance_length, draft_accuracy
 from dllm_kernels.losses.encoder_ar import compute_per_token_nll, encoder_ar_loss, encoder_ar_loss_fused
 from dllm_kernels.losses.hybrid import HybridDiffusionLLMLoss
 from dllm_kernels.losses.idlm import IDLMLoss
@@ -20,6 +21,7 @@ __all__ = [
     "MDLMCrossEntropyLoss",
     "SCDDLoss",
     "SCDDSchedule",
+    "acceptance_length",
     "compute_per_token_nll",
     "draft_accuracy",
     "encoder_ar_loss",

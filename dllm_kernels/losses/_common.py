@@ -27,6 +27,8 @@ class DLLMLossOutput(NamedTuple):
             denominator is ``sum_i w_i nll_i`` and this ``sum_i w_i``: both add up over micro-batches and ranks, so that
             a trainer makes the quotient of the whole step itself, or any other. Of a loss of two parts it is the sum over
             both, the factor between them included. None in an output that was made without it.
+        draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict: what
+            :func:`acceptance_length` takes (DFlash only, else None).
     """
 
     total_loss: torch.Tensor
@@ -34,6 +36,7 @@ class DLLMLossOutput(NamedTuple):
     draft_correct_per_pos: torch.Tensor | None = None
     draft_count_per_pos: torch.Tensor | None = None
     weight_sum: torch.Tensor | None = None
+    draft_correct: torch.Tensor | None = None
 
 
 def single_loss(loss: torch.Tensor, weights: torch.Tensor) -> DLLMLossOutput:
@@ -56,6 +59,11 @@ def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
     if isinstance(count, torch.Tensor):
         return weights / count.detach().reshape(()).clamp(min=1).to(weights.dtype)  # 0-d by 0-d would promote
     return weights if count <= 1 else weights / count  # not max(): before torch 2.13 it made each float a graph
+
+
+def sum_of_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Sum of weights * NLL; a row of weight 0 adds 0 whatever it holds."""
+    return torch.where(weights != 0, nll * weights, 0.0).sum()
 
 
 def part_of(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

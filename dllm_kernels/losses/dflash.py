@@ -1,46 +1,59 @@
-"""DFlash: decay-weighted cross-entropy of a block-diffusion draft model, with its accuracy at each block offset."""
+"""DFlash and its family: cross-entropy of a block-diffusion draft model, each position weighed by its place or by D-PACE."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
-from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
+from dllm_kernels.losses._blocks import NORMALIZE, Counts, in_blocks, normalized, rows_of_block
+from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import linear_token_nll
+from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, check_choice, weights_of_blocks
 
-NORMALIZE = ("tokens", "mean")
+POSITION_WEIGHTS = ("decay", *VARIANTS)
 
 
 class DFlashDecayLoss(TransformedLoss):
-    r"""Cross-entropy of the drafted tokens, each weighted by how early in its block it stands.
+    r"""Cross-entropy of the drafted tokens, each weighted by how much of its block depends on it.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
 
     k = 1, 2, ... counts the predicted positions of a block, the anchor before them being given. An early mistake costs
     every later token of the block, hence the decay. Rows with ``block_mask`` 0 are not read.
 
-    Source: the DFlash paper, eq. 4; defaults of gamma in appendix A.1: 7, 5, 4 for blocks of 16, 10, 8.
+    With other ``position_weights`` than the decay, :func:`dpace_weights` makes ``w m`` from the draft's own probability of
+    each target token, :math:`q = e^{-\text{nll}}`, which is taken as a constant. It is known only after the forward pass: from
+    hidden states with a trainable head the logits are then made twice, with a frozen one once, as ever.
+
+    Source: the DFlash paper, eq. 4; defaults of gamma in appendix A.1: 7, 5, 4 for blocks of 16, 10, 8. D-PACE,
+    arXiv 2605.18810, for the other weights.
 
     Args:
-        loss_gamma: gamma; None weighs all positions alike.
+        loss_gamma: gamma; None weighs all positions alike. The decay alone has one.
         use_fused_linear_ce: for the training loop to read: whether it should call :meth:`forward_fused` with hidden
             states or :meth:`forward` with logits. Each method does what its name says whatever this is.
         chunk_size: rows of logits that exist at a time in :meth:`forward_fused`. The default keeps the documented
             memory; larger chunks are faster on a GPU, None chooses.
-        normalize: "tokens" divides by ``num_tokens``, "mean" by the sum of the weights (plus 1e-6).
+        normalize: what N is. "tokens": ``num_tokens``. "mean": the sum of the weights (plus 1e-6). "blocks": the blocks
+            with any valid row, one whose ``block_mask`` is not 0. "sequences": the sequences with any. "sequence_blocks":
+            each sequence's sum is divided by its own valid blocks, and their sum by the sequences with any.
+        position_weights: "decay"; or "dpace", "prefix" or "continuation": S, C or S / C of :func:`dpace_weights`, under any of
+            its names.
+        dpace_alpha: the least smoothed confidence of :func:`dpace_weights`, in [0, 1].
+        anchor_row: the anchor's own row predicts too, the token behind it: a block has ``block_size`` rows and not one less,
+            and its k-th row still predicts its k-th token.
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
         skip_id: as in :class:`MDLMCrossEntropyLoss`.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: ``chunk_size`` is not an int, ``use_fused_linear_ce`` no bool.
-        ValueError: ``normalize`` is neither, or ``chunk_size`` < 1. Both also at a call, for attributes assigned since.
+        TypeError: ``chunk_size`` is not an int, ``dpace_alpha`` no number, ``use_fused_linear_ce`` or ``anchor_row`` no bool.
+        ValueError: ``normalize`` or ``position_weights`` is none of these, ``dpace_alpha`` outside [0, 1], or ``chunk_size``
+            < 1. All also at a call, for attributes assigned since.
     """
 
     def __init__(
@@ -50,6 +63,9 @@ class DFlashDecayLoss(TransformedLoss):
         chunk_size: int | None = 1024,
         normalize: str = "tokens",
         *,
+        position_weights: str = "decay",
+        dpace_alpha: float = 0.5,
+        anchor_row: bool = False,
         softcap: float | None = None,
         scale: float | None = None,
         skip_id: int | None = None,
@@ -61,6 +77,9 @@ class DFlashDecayLoss(TransformedLoss):
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
         self.chunk_size = chunk_size
         self.normalize = normalize
+        self.position_weights = position_weights
+        self.dpace_alpha = dpace_alpha
+        self.anchor_row = anchor_row
         self.backend = backend
         self._check_settings()
 
@@ -71,28 +90,39 @@ class DFlashDecayLoss(TransformedLoss):
         block_mask: torch.Tensor,
         num_tokens: int | torch.Tensor | None = None,
         block_size: int | None = None,
+        *,
+        num_blocks: int | torch.Tensor | None = None,
+        num_sequences: int | torch.Tensor | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss and the draft accuracy from logits.
 
+        Given the counts of the whole step, the losses of its micro-batches and ranks add up to that of the whole.
+
         Args:
-            logits: ``[B, T, V]`` of the predicted positions, T = blocks * (block_size - 1).
+            logits: ``[B, T, V]`` of the predicted positions, T = blocks * (block_size - 1), or blocks * block_size with
+                ``anchor_row``.
             target_ids: ``[B, T]`` integers; -100 counts as NLL 0 and never as correct.
             block_mask: ``[B, T]``, 0 where there is nothing to predict; fractions are kept as weights, constant ones.
-            num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself. Not used with
-                ``normalize="mean"``.
-            block_size: positions of a block, the anchor included: the decay restarts with each block, and accuracy is
-                counted at each offset. None: one block, no accuracy.
+            num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself. Used with
+                ``normalize="tokens"`` alone.
+            block_size: positions of a block, the anchor included: the weights restart with each block, and accuracy is
+                counted at each offset. None: one block a sequence, no accuracy.
+            num_blocks: divides the sum likewise with ``normalize="blocks"``; None: the valid blocks here. With
+                "sequence_blocks" ``[B]``, the valid blocks of each sequence, for calls that have a part of each. Not used
+                with others.
+            num_sequences: divides the sum likewise with "sequences" and "sequence_blocks"; None: the sequences with any
+                valid row here. Not used with others.
 
         Returns:
             :class:`DLLMLossOutput` with ``total_loss == dllm_loss`` and the counts, or None for them where
-            ``block_size`` is None or 1 or does not divide T.
+            ``block_size`` is None or leaves no whole blocks. ``weight_sum`` is the sum of ``w m``.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
+            ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
         """
         rows = Rows.of_logits(logits, backend=self.backend, **self.transform)
-        return self._loss(rows, target_ids, block_mask, num_tokens, block_size)
+        return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def forward_fused(
         self,
@@ -103,11 +133,14 @@ class DFlashDecayLoss(TransformedLoss):
         num_tokens: int | torch.Tensor | None = None,
         block_size: int | None = None,
         lm_head_bias: torch.Tensor | None = None,
+        *,
+        num_blocks: int | torch.Tensor | None = None,
+        num_sequences: int | torch.Tensor | None = None,
     ) -> DLLMLossOutput:
         """Compute the same from hidden states and the LM head; the logits exist one chunk at a time.
 
-        The gradient is made in the forward pass, on the active rows only: two matrix products with a frozen head, three
-        with a trainable one, nothing recomputed.
+        The gradient is made in the forward pass, on the active rows only: two matrix products with a frozen head, whatever
+        the weights. With a trainable one it is three with the decay, and four, the logits made again, with other weights.
 
         Args:
             hidden: ``[B, T, D]`` of the predicted positions.
@@ -117,44 +150,56 @@ class DFlashDecayLoss(TransformedLoss):
             num_tokens: as in :meth:`forward`.
             block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
+            num_blocks: as in :meth:`forward`.
+            num_sequences: as in :meth:`forward`.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. Accuracy is judged on logits rounded to the compute dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or T is not a multiple of ``block_size - 1``.
+            ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
         """
         rows = Rows.of_hidden(
             hidden, lm_head_weight, lm_head_bias, chunk_size=self.chunk_size, backend=self.backend, **self.transform
         )
-        return self._loss(rows, target_ids, block_mask, num_tokens, block_size)
+        return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def _loss(
-        self, rows: Rows, target_ids: torch.Tensor, block_mask: torch.Tensor, num_tokens: Count, block_size: int | None
+        self, rows: Rows, target_ids: torch.Tensor, block_mask: torch.Tensor, block_size: int | None, counts: Counts
     ) -> DLLMLossOutput:
         rows.check(target_ids)
         self._check_settings()
         target_ids, block_mask = all_plain(target_ids, block_mask)
         check_masks(target_ids, block_mask=block_mask)
         _checks.check_constant("block_mask", block_mask)
-        check_counts(num_tokens=num_tokens)
+        counts = Counts(*all_plain(*counts))
+        counts.check(self.normalize, target_ids)
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
-        decay = self._decay_weights(target_ids.shape[1], block_size, target_ids.device, rows.acc)
-        weights = decay * block_mask.detach().to(rows.acc)
-        out = rows.weighted(
-            target_ids, self._normalized(weights, weights, num_tokens), active=block_mask, with_correct=True
+        mask = block_mask.detach().to(rows.acc)
+        if self.position_weights == "decay":
+            weights = self._row_weights(mask, block_size)
+            divided = self._normalized(weights, mask, block_size, counts)
+            out = rows.weighted(target_ids, divided, active=block_mask, with_correct=True)
+            loss, correct = out.loss, out.correct
+        else:
+            each = rows.per_row(target_ids, block_mask, with_correct=True)
+            weights = self._row_weights(mask, block_size, each.nll)
+            loss, correct = sum_of_rows(each.nll, self._normalized(weights, mask, block_size, counts)), each.correct
+        assert correct is not None
+        hits, count = self._draft_acc_per_pos(correct, block_mask, self._with_anchor(block_size))
+        return single_loss(loss, weights)._replace(
+            draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct
         )
-        assert out.correct is not None
-        hits, count = self._draft_acc_per_pos(out.correct, block_mask, block_size)
-        return single_loss(out.loss, weights)._replace(draft_correct_per_pos=hits, draft_count_per_pos=count)
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
         _checks.check_constant("loss_gamma", self.loss_gamma)
-        if self.normalize not in NORMALIZE:
-            raise ValueError(f"normalize must be one of {', '.join(NORMALIZE)}, got {self.normalize!r}")
+        check_choice("normalize", self.normalize, NORMALIZE)
+        check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
+        check_alpha("dpace_alpha", self.dpace_alpha)
+        _checks.checked_bool("anchor_row", self.anchor_row)
         if self.loss_gamma is not None and not self.loss_gamma > 0:
             raise ValueError(f"loss_gamma must be positive or None, got {self.loss_gamma}")
         if self.chunk_size is not None:
@@ -166,11 +211,30 @@ class DFlashDecayLoss(TransformedLoss):
         """Decay of T predicted positions ``[T]``, restarting each block; all ones without a gamma."""
         if self.loss_gamma is None:
             return torch.ones(T, device=device, dtype=dtype)
-        k_minus_1 = torch.arange(T, device=device)
-        if block_size is not None:
-            _check_blocks(T, block_size)
-            k_minus_1 = k_minus_1 % max(block_size - 1, 1)
+        k_minus_1 = torch.arange(T, device=device) % rows_of_block(T, block_size, self.anchor_row)
         return torch.exp(-k_minus_1.to(dtype) / self.loss_gamma)
+
+    def _row_weights(self, mask: torch.Tensor, block_size: int | None, nll: torch.Tensor | None = None) -> torch.Tensor:
+        """What each row weighs before the denominator ``[B, T]``, detached; the decay needs no ``nll``."""
+        T = mask.shape[1]
+        if self.position_weights == "decay":
+            return self._decay_weights(T, block_size, mask.device, mask.dtype) * mask
+        assert nll is not None
+        rows = rows_of_block(T, block_size, self.anchor_row)
+        q, valid = in_blocks(torch.exp(-nll.detach()), rows), in_blocks(mask, rows)
+        return weights_of_blocks(q, valid, self.dpace_alpha, VARIANTS[self.position_weights]).reshape(mask.shape)
+
+    def _normalized(
+        self, weights: torch.Tensor, mask: torch.Tensor, block_size: int | None, counts: Counts
+    ) -> torch.Tensor:
+        """Row weights over the denominator; only where it counts blocks there must be a whole number of them."""
+        by_blocks = self.normalize in ("blocks", "sequence_blocks")
+        rows = rows_of_block(mask.shape[1], block_size if by_blocks else None, self.anchor_row)
+        return normalized(weights, mask, rows, self.normalize, counts)
+
+    def _with_anchor(self, block_size: int | None) -> int | None:
+        """The size of a block of as many rows, all of them behind an anchor."""
+        return block_size + 1 if self.anchor_row and block_size is not None else block_size
 
     def _reduce(
         self,
@@ -180,6 +244,9 @@ class DFlashDecayLoss(TransformedLoss):
         block_size: int | None,
         draft_correct_per_pos: torch.Tensor | None = None,
         draft_count_per_pos: torch.Tensor | None = None,
+        *,
+        num_blocks: int | torch.Tensor | None = None,
+        num_sequences: int | torch.Tensor | None = None,
     ) -> DLLMLossOutput:
         """Weigh, mask, sum and normalise a per-token NLL ``[B, T]`` that was computed elsewhere.
 
@@ -187,9 +254,8 @@ class DFlashDecayLoss(TransformedLoss):
         one op instead, so overriding these two does not change them.
         """
         mask = block_mask.to(token_nll.dtype)
-        weights = self._decay_weights(token_nll.shape[1], block_size, token_nll.device, token_nll.dtype) * mask
-        loss = torch.where(weights != 0, token_nll * weights, 0.0).sum()
-        out = single_loss(self._normalized(loss, weights, num_tokens), weights)
+        weights, counts = self._row_weights(mask, block_size, token_nll), Counts(num_tokens, num_blocks, num_sequences)
+        out = single_loss(sum_of_rows(token_nll, self._normalized(weights, mask, block_size, counts)), weights)
         return out._replace(draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 
     @staticmethod
@@ -220,46 +286,3 @@ class DFlashDecayLoss(TransformedLoss):
         rows = linear_token_nll(hidden_chunk, lm_head_weight, target_chunk, bias=lm_head_bias, with_correct=True)
         assert rows.correct is not None
         return rows.nll, rows.correct
-
-    def _normalized(
-        self, x: torch.Tensor, weights: torch.Tensor, num_tokens: int | torch.Tensor | None
-    ) -> torch.Tensor:
-        if self.normalize == "mean":
-            return x / (weights.sum() + 1e-6)
-        return divide(x, num_tokens)
-
-
-def _check_blocks(T: int, block_size: int) -> None:
-    if T % max(block_size - 1, 1) != 0 or (block_size == 1 and T > 0):
-        raise ValueError(
-            f"T must be a multiple of block_size - 1 for the decay to restart with each block, got T={T} and "
-            f"block_size={block_size}"
-        )
-
-
-def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
-    r"""Draft accuracy overall and at each block offset, from the raw sums of one loss call.
-
-    .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k
-
-    Args:
-        output: what :class:`DFlashDecayLoss` returned for a ``block_size``.
-        group: process group to sum the counts over before dividing; None: this rank alone.
-
-    Returns:
-        ``draft_acc`` and ``draft_acc_k{k}`` for k = 1 .. block_size - 1, 0-d float32 tensors; 0 where nothing was
-        counted. Empty when the output has no counts.
-    """
-    hits, count = output.draft_correct_per_pos, output.draft_count_per_pos
-    if hits is None or count is None:
-        return {}
-    if group is not None:
-        from dllm_kernels.distributed.reduce import summed_over
-
-        hits, count = summed_over(torch.stack([hits, count]), group).unbind()
-    overall = hits.sum() / count.sum().clamp(min=torch.finfo(torch.float32).tiny)
-    per_offset = torch.where(count > 0, hits / count.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
-    return {
-        "draft_acc": overall,
-        **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)},
-    }

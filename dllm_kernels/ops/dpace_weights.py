@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -60,14 +61,14 @@ def dpace_weights(
         raise ValueError("confidence must have shape [..., k], got ()")
     _checks.check_same_device("confidence", confidence, mask=mask)
     check_alpha("alpha", alpha)
-    check_variant("variant", variant, VARIANTS)
+    check_choice("variant", variant, VARIANTS)
     confidence, mask = all_plain(confidence, mask)
     _check_confidence(confidence, mask)
     q = confidence.detach().to(torch.promote_types(confidence.dtype, torch.float32))
-    return position_weights(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant])
+    return weights_of_blocks(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant])
 
 
-def position_weights(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str) -> torch.Tensor:
+def weights_of_blocks(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str) -> torch.Tensor:
     """:func:`dpace_weights` of arguments that have been checked, both in the dtype of the result."""
     prefix = torch.where(mask != 0, (1 - alpha) * q + alpha, 1.0).cumprod(-1)
     if variant == "prefix":
@@ -85,10 +86,10 @@ def check_alpha(name: str, alpha: Any) -> None:
         raise ValueError(f"{name} must lie in [0, 1], got {alpha}")
 
 
-def check_variant(name: str, variant: Any, known: Any) -> None:
-    """Raise a ValueError unless ``variant`` is a string among those known."""
-    if not isinstance(variant, str) or variant not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {variant!r}")
+def check_choice(name: str, value: Any, known: Collection[str]) -> None:
+    """Raise a ValueError unless ``value`` is one of the known words."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:

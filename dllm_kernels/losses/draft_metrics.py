@@ -1,0 +1,99 @@
+"""How well a block drafter drafts: accuracy at each offset, and how many tokens of a block are accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dllm_kernels.base import _checks
+from dllm_kernels.base._plain import all_plain
+from dllm_kernels.losses._blocks import in_blocks, rows_of_block
+from dllm_kernels.losses._common import DLLMLossOutput
+
+
+def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
+    r"""Draft accuracy overall and at each block offset, from the raw sums of one loss call.
+
+    .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k
+
+    Args:
+        output: what :class:`DFlashDecayLoss` returned for a ``block_size``.
+        group: process group to sum the counts over before dividing; None: this rank alone.
+
+    Returns:
+        ``draft_acc`` and ``draft_acc_k{k}`` for k = 1 .. block_size - 1, 0-d float32 tensors; 0 where nothing was
+        counted. Empty when the output has no counts.
+    """
+    hits, count = output.draft_correct_per_pos, output.draft_count_per_pos
+    if hits is None or count is None:
+        return {}
+    if group is not None:
+        from dllm_kernels.distributed.reduce import summed_over
+
+        hits, count = summed_over(torch.stack([hits, count]), group).unbind()
+    overall = hits.sum() / count.sum().clamp(min=torch.finfo(torch.float32).tiny)
+    per_offset = torch.where(count > 0, hits / count.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
+    return {
+        "draft_acc": overall,
+        **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)},
+    }
+
+
+def acceptance_length(
+    output: DLLMLossOutput | torch.Tensor,
+    mask: torch.Tensor,
+    block_size: int,
+    *,
+    anchor_row: bool = False,
+    bonus: bool = False,
+    group: Any = None,
+) -> torch.Tensor:
+    r"""How many drafted tokens of a block are accepted in the mean, by greedy verification.
+
+    .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ or } m_i = 0]
+
+    over the N blocks with any valid row: a block is accepted as far as its first wrong token. A row that is not valid is
+    passed over and does not end the accepted prefix.
+
+    Args:
+        output: what :class:`DFlashDecayLoss` returned, or ``[B, T]``, nonzero where the drafted token is the target's own.
+        mask: ``[B, T]``, the ``block_mask`` of that call: 0 where there is nothing to predict, fractions are kept.
+        block_size: as in that call: positions of a block, the anchor included. A block has ``block_size - 1`` rows.
+        anchor_row: as in that loss: a block has ``block_size`` rows.
+        bonus: add the token that the target itself gives after the accepted ones, 1 a block.
+        group: process group to sum over before dividing; None: this rank alone.
+
+    Returns:
+        0-d float32, detached; 0 where no block has a valid row.
+
+    Raises:
+        TypeError: an argument that should be a tensor, an int or a bool is not.
+        ValueError: shapes, dtypes or devices that do not fit, T is no whole number of blocks, or the output of another loss.
+    """
+    correct = _correct_of(output)
+    _checks.check_positive_int("block_size", block_size)
+    anchor_row, bonus = _checks.checked_bool("anchor_row", anchor_row), _checks.checked_bool("bonus", bonus)
+    _checks.check_mask("mask", mask, correct.shape, "that of correct")
+    _checks.check_ndim("correct", correct, 2, "[B, T]")
+    _checks.check_same_device("correct", correct, mask=mask)
+    correct, mask = all_plain(correct, mask)
+    rows = rows_of_block(correct.shape[1], block_size, anchor_row)
+    valid = in_blocks(mask.detach().to(torch.float32), rows)
+    passed = (in_blocks(correct, rows) != 0) | (valid == 0)
+    sums = torch.stack([(passed.cumprod(-1) * valid).sum(), (valid != 0).any(-1).sum().to(torch.float32)])
+    if group is not None:
+        from dllm_kernels.distributed.reduce import summed_over
+
+        sums = summed_over(sums, group)
+    accepted, blocks = sums.unbind()
+    return (accepted + blocks if bonus else accepted) / blocks.clamp(min=1)
+
+
+def _correct_of(output: Any) -> torch.Tensor:
+    """Which drafted tokens are right, of a loss's output or as they were given."""
+    correct = output.draft_correct if isinstance(output, DLLMLossOutput) else output
+    if correct is None:
+        raise ValueError("output must have draft_correct, as that of DFlashDecayLoss has, got None")
+    _checks.check_mask("correct", correct, getattr(correct, "shape", ()))
+    return correct
