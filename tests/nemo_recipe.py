@@ -223,7 +223,7 @@ def compare(module, mode, **options):
 def counted():
     """How often a loss was computed from logits and from hidden states, and how often a head made deferred logits after all."""
     calls, undo = collections.Counter(), []
-    for owner, name in ((_rows, "weighted_nll"), (_rows, "weighted_linear_nll"), (_rows, "row_stats"),
+    for owner, name in ((_rows, "checked_weighted_nll"), (_rows, "weighted_linear_nll"), (_rows, "row_stats"),
                         (_rows, "linear_row_stats"), (DeferredLogits, "made")):  # fmt: skip
         inner = getattr(owner, name)
         undo.append((owner, name, inner))
