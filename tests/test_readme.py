@@ -44,7 +44,7 @@ def two_commands(code):
     assert re.search(r"^demo: .*\n\t.* -m benchmarks train", makefile, re.MULTILINE)
 
 
-def losses_and_primitives(losses, primitives, statistics):
+def losses_and_primitives(losses, primitives, statistics, objective):
     """Values and gradients are those of the plain formulas, in float64."""
     torch.manual_seed(0)
     names = {}
@@ -81,6 +81,16 @@ def losses_and_primitives(losses, primitives, statistics):
         torch.testing.assert_close(names[key].entropy, entropy[key].float())
     assert torch.equal(names["old"], names["out"].log_probs)
     (picked["out"] + 0.01 * entropy["out"]).sum().backward()
+    for name, leaf in (("hidden", h), ("head", w)):
+        torch.testing.assert_close(names[name].grad, leaf.grad.float())
+
+    for leaf in (h, w):
+        leaf.grad = names["hidden"].grad = names["head"].grad = None
+    advantages = torch.randn(ids.shape)
+    run(objective.replace("torch.randn(B, L)", "advantages"), names | {"advantages": advantages})
+    old, log_p = names["old"].double(), F.log_softmax(h @ w.T / 0.7, -1).gather(-1, ids[..., None])[..., 0]
+    ratio = (log_p - old).exp()
+    (-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum().backward()
     for name, leaf in (("hidden", h), ("head", w)):
         torch.testing.assert_close(names[name].grad, leaf.grad.float())
 
