@@ -139,7 +139,11 @@ def _reduce(
     else:
         torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))
     if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
-        torch.amax(a_row_at_a_time(torch.log_softmax, z, wide), 1, keepdim=True, out=sums.log_sum).neg_()
+        log_p = a_row_at_a_time(torch.log_softmax, z, wide)
+        torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
+        if sums.moment is not None:
+            p = torch.exp(log_p, out=top(room.more[0], block))
+            sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
         return
     d = torch.sub(z, sums.row_max, out=wide)
     assert sums.row_sum is not None
@@ -165,9 +169,8 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found:
         return whole
     acc = acc_dtype(logits.dtype)
     with_mix = ask.a is not None
-    exponentials = ask.entropy or with_mix  # needed one by one, not in their sum alone
     listed, sums = Listed(logits, rows), _Sums.empty(
-        rows.numel(), logits, best=ask.correct, log_sum=not exponentials, row_sum=exponentials, moment=ask.entropy,
+        rows.numel(), logits, best=ask.correct, log_sum=not with_mix, row_sum=with_mix, moment=ask.entropy,
         mix=with_mix, mix_weight=with_mix and ask.gradients,
     )  # fmt: skip
     threads, size = team(rows.numel(), V, acc, logits.device)
@@ -175,7 +178,7 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found:
     parts = sums.blocks(size)
     mixes = [None] * len(parts) if mix is None else mix.blocks(size)
     blocks = zip(listed.blocks(size), parts, mixes, strict=True)
-    rooms = _rooms(threads, size, V, logits, int(exponentials), narrow=not listed.together)
+    rooms = _rooms(threads, size, V, logits, int(ask.entropy or with_mix), narrow=not listed.together)
     share_out([partial(_reduce, listed, ask.transform, *block) for block in blocks], rooms)
     ids = ask.ids[rows]
     column, inside = column_of(ids, V)
@@ -214,8 +217,14 @@ def _finish(sums: _Sums, ids: torch.Tensor, picked: torch.Tensor) -> Found:
     row_max = sums.row_max.clamp(min=torch.finfo(sums.row_max.dtype).min)
     log_probs = ((picked - row_max.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(nothing.unsqueeze(1), math.nan)
     correct = None if sums.best is None else (sums.best == ids[:, 0]) & ~log_probs[:, 0].isnan()
-    entropy = None if sums.moment is None else log_sum - sums.moment / sums.row_sum  # type: ignore[operator]
+    entropy = None if sums.moment is None else _entropy(sums, log_sum)
     return Found(log_probs.masked_fill_(ids == SKIP, 0), row_max, log_sum, entropy, sums.mix, sums.mix_weight, correct)
+
+
+def _entropy(sums: _Sums, log_sum: torch.Tensor) -> torch.Tensor:
+    """From the sum of p log p, or of e^d d."""
+    assert sums.moment is not None
+    return 0 - sums.moment if sums.row_sum is None else log_sum - sums.moment / sums.row_sum
 
 
 def mix(
@@ -397,16 +406,9 @@ def _forward_at_once(logits: torch.Tensor, ask: Ask) -> Found | None:
     least, most = torch.aminmax(ids)
     if least.item() < 0 or most.item() >= z.shape[1]:
         return None
-    row_max = z.amax(1, keepdim=True)
-    entropy = None
-    if ask.entropy:
-        d = z - row_max
-        e = d.exp()
-        row_sum = sum_rows(e)
-        log_sum = row_sum.log()
-        entropy = log_sum - sum_rows(d.clamp_(min=FARTHEST).mul_(e)) / row_sum
-    else:
-        log_sum = torch.log_softmax(z, 1).amax(1, keepdim=True).neg_()
+    row_max, log_p = z.amax(1, keepdim=True), torch.log_softmax(z, 1)
+    log_sum = log_p.amax(1, keepdim=True).neg_()
+    entropy = 0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST))) if ask.entropy else None
     log_probs = (z.gather(1, ids) - row_max).sub_(log_sum)
     if not math.isfinite(log_probs.sum().item()):
         return None
