@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import dllm_kernels as ours
 from tests.distributed_checks import CHECKS
 from tests.distributed_workers import distributed_readme
+from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes
 from tests.readme import README, fences, run
 
 ROOT = README.parent
@@ -88,11 +89,17 @@ def losses_and_primitives(losses, primitives, statistics, objective):
         leaf.grad = names["hidden"].grad = names["head"].grad = None
     advantages = torch.randn(ids.shape)
     run(objective.replace("torch.randn(B, L)", "advantages"), names | {"advantages": advantages})
-    log_p = F.log_softmax(h @ w.T / 0.7, -1).gather(-1, ids[..., None])[..., 0]
-    ratio = (log_p - log_p.detach()).exp()
-    (-torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)).sum().backward()
-    for name, leaf in (("hidden", h), ("head", w)):
-        torch.testing.assert_close(names[name].grad, leaf.grad.float())
+
+    def plain(h, w):
+        log_p = F.log_softmax(h @ w.T / 0.7, -1).gather(-1, ids[..., None])[..., 0]
+        ratio = (log_p - log_p.detach()).exp()
+        return -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages).sum()
+
+    exact = torch.autograd.grad(plain(h, w), (h, w))
+    rounded = [names[name].detach().requires_grad_() for name in ("hidden", "head")]
+    same_dtype = torch.autograd.grad(plain(*rounded), rounded)
+    for name, e, p in zip(("hidden", "head"), exact, same_dtype, strict=True):
+        assert_as_good_as_plain([names[name].grad], [e], largest_error([p], [e]), name, reduction_sizes([h, w]))
 
 
 def framework(code):
