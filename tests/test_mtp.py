@@ -664,7 +664,7 @@ def test_labels_of_a_narrow_type(base, dtype, packing):
     rest = (model.lm_head.weight,) if base is FusedLinearCrossEntropy else ()
     first = hidden[0] if rest else model.lm_head(hidden[0])
     for index in (-100, 300):
-        narrow, wide = (calculate_loss_of(base(index), first, y, rest) for y in (labels.to(dtype), labels))
+        narrow, wide = (calculate_loss_of(base(ignore_index=index), first, y, rest) for y in (labels.to(dtype), labels))
         assert torch.equal(narrow, wide)
 
 
