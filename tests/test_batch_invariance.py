@@ -31,7 +31,8 @@ def of_token_log_probs(logits, row, **options):
 
 
 def of_row_stats(logits, row, **options):
-    ids = torch.stack([row["id"], row["id"] // 2], -1)
+    other = row["id"] // 2
+    ids = torch.stack([row["id"], other.masked_fill(other == STEPS["skip_id"], 0)], -1)  # that of a skipped one is NaN
     mixture = (row["a"], row["upstream"])
     out = ops.row_stats(logits, ids, entropy=True, mix=mixture, with_correct=True, active=row["active"], **options)
     total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in out[:4])
