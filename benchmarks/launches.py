@@ -46,8 +46,11 @@ def real() -> Iterator[Call]:
         for shape in (REAL_LOGITS, FEW_ROWS, SHORT_ROWS):
             yield partial(token_nll, shape, dtype, with_correct=True)
             yield partial(weighted_nll, shape, dtype)
+            yield partial(token_nll, shape, dtype)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, with_correct=True)
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True)
+    for shape in (REAL_LOGITS, SHORT_ROWS):
+        yield partial(weighted_nll, shape, torch.bfloat16, with_correct=True)
     for dtype in (torch.bfloat16, torch.float32):
         for flag in (False, True):
             yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, one_pass=True, with_correct=flag)
@@ -98,7 +101,7 @@ def odd() -> Iterator[Call]:
         yield partial(token_nll, (4, 1025, 126464), torch.bfloat16, view=view)
     for rows in (torch.bool, torch.int64, torch.float16):
         yield partial(token_nll, REAL_LOGITS, torch.bfloat16, rows=rows)
-    yield partial(weighted_nll, REAL_LOGITS, torch.bfloat16, with_correct=True)
+    yield partial(weighted_nll, (8, 512, 50257), torch.float16, with_correct=True)
     yield partial(token_nll, (8, 512, 50257), torch.bfloat16, with_correct=True, **(ALL_STEPS | {"skip_id": 1}))
     for shape in ((1, 131072, 32768), (2, 65536, 50257)):  # 2**32 logits and more
         yield partial(token_nll, shape, torch.bfloat16)

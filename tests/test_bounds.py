@@ -67,6 +67,13 @@ def token_nll(guarded, dtype, **options):
     out.nll.backward(guarded.like(torch.randn(N, dtype=out.nll.dtype)))
 
 
+def weighted_nll(guarded, dtype, **options):
+    x, y = logits_and_targets(guarded, dtype)
+    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0], dtype=torch.promote_types(dtype, torch.float32)))
+    out = ops.weighted_nll(x, y, weights, with_correct=True, backend="triton", **options)
+    out.loss.backward(guarded.like(torch.tensor(0.3, dtype=out.loss.dtype)))
+
+
 def weighted_linear_nll(guarded, dtype, bias_grad=True, **options):
     _, y = logits_and_targets(guarded, dtype)
     h, w, b = (guarded.like(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (V, D), (V,)))
@@ -110,6 +117,8 @@ RUNS = {
     **{f"token_nll, {d}": (lambda g, d=d: token_nll(g, d)) for d in (torch.float16, torch.float32, torch.float64)},
     "token_nll, split rows": lambda g: token_nll(g, torch.float32),
     "token_nll, transformed, split rows": lambda g: token_nll(g, torch.float32, **TRANSFORM),
+    **{f"weighted_nll, {d}": (lambda g, d=d: weighted_nll(g, d)) for d in (torch.float16, torch.float64)},
+    "weighted_nll, split rows": lambda g: weighted_nll(g, torch.float32),
     **{f"weighted_linear_nll, {d}": (lambda g, d=d: weighted_linear_nll(g, d)) for d in (torch.float16, torch.float32)},
     "weighted_linear_nll, one pass": lambda g: weighted_linear_nll(g, torch.float32, bias_grad=False),
     "weighted_linear_nll, transformed": lambda g: weighted_linear_nll(g, torch.float64, **TRANSFORM),

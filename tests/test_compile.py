@@ -29,7 +29,7 @@ from dllm_kernels.ops import (
 )
 from dllm_kernels.rows import _compiled
 from dllm_kernels.rows._plan import Job, Needs, Plan
-from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL
+from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE, every_time
 
@@ -571,6 +571,16 @@ def test_opcheck_token_nll(dtype, with_correct, backend):
         plan = Plan(dtype, backend == "triton", with_correct=with_correct, transform=transform, needs=needs)
         tests = TESTS if dtype == torch.float32 else TESTS[:3]
         opcheck(TOKEN_NLL, (x, None, None, targets.unsqueeze(1), targets), plan, tests)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"round_nll": True}, {"read_beyond": True, "with_correct": True}], ids=str)
+def test_opcheck_weighted_nll(dtype, options, backend):
+    logits, targets, weights = rows(dtype)
+    for x in (logits, logits.clone().requires_grad_()):
+        plan = Plan(dtype, backend == "triton", needs=Needs(x.requires_grad), **options)
+        tests = TESTS if dtype == torch.float32 else TESTS[:3]
+        opcheck(WEIGHTED_NLL, (x, None, None, targets.unsqueeze(1), targets, weights), plan, tests)
 
 
 def linear_inputs(dtype, needs):

@@ -127,6 +127,7 @@ def test_the_instructions_of_a_draw_are_counted(reports):
 
 # The static roofline of bf16 rows: what the kernels must hold, so that no later change loses it unseen.
 MOST_SLOTS = {"forward": 9, "gradient": 12}
+WEIGHTS = ("weight=*fp32", "factor=*fp32")
 LEAST_LOADS, LEAST_BYTES_IN_FLIGHT = 4, 24 * 1024
 counted_targets = pytest.mark.parametrize("target", [pytest.param(t, marks=exhaustive) for t in ("sm_80", "sm_90")])
 
@@ -154,6 +155,15 @@ def test_every_row_kernel_is_counted(target, reports):
         "token_nll_fwd": forward,
         "token_nll_fwd_split": forward,
     }
+
+
+@counted_targets
+def test_weights_cost_an_element_nothing(target, reports):
+    """They are a row's: a pass issues what it does without, but for how the compiler happens to lay a loop out."""
+    slots = {kernel: p["slots"] for kernel, _, p in row_passes(reports, target)}
+    weighed = {kernel: kernel.replace(f", {word}", "") for kernel in slots for word in WEIGHTS if word in kernel}
+    assert {kernel.partition("[")[0] for kernel in weighed} == {"token_nll_fwd", "token_nll_fwd_split", "token_nll_bwd"}
+    assert [kernel for kernel, plain in weighed.items() if slots[kernel] > 1.02 * slots[plain]] == []
 
 
 @counted_targets

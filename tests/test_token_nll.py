@@ -380,6 +380,47 @@ def test_rows_read_beyond_the_weights_stay_out_of_the_sum(path):
     assert logits.grad[[0, 2]].eq(0).all()
 
 
+def test_a_weighted_sum_is_the_product_and_the_sum_to_the_bit(path):
+    """So is its gradient that of the rows for weights times the upstream gradient."""
+    logits, targets = inputs((4, 3))
+    weights = torch.rand(4, 3, device=DEVICE) - 0.3
+    weights[1] = 0
+    options = {"with_lse": True, "with_correct": True, "backend": path}
+    x, y = (logits.clone().requires_grad_() for _ in range(2))
+    rows, found = token_nll(x, targets, active=weights, **options), weighted_nll(y, targets, weights, **options)
+    assert torch.equal(found.loss, (rows.nll * weights).flatten().sum())
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], rows, strict=True))
+    assert not found.nll.requires_grad
+    rows.nll.backward(0.3 * weights)
+    found.loss.backward(torch.tensor(0.3, device=DEVICE))
+    assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("upstream", [NAN, math.inf, 0.0])
+def test_an_upstream_gradient_of_any_kind_stays_out_of_rows_of_weight_0(upstream, path):
+    logits, targets = inputs((3,))
+    logits[1] = NAN
+    weights = torch.tensor([1.0, 0.0, -2.0], device=DEVICE)
+    x = logits.requires_grad_()
+    weighted_nll(x, targets, weights, backend=path).loss.backward(torch.tensor(upstream, device=DEVICE))
+    assert x.grad[1].eq(0).all()
+    assert x.grad[[0, 2]].eq(0).all() if upstream == 0 else not x.grad[[0, 2]].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_rounded_nll_rounds_no_gradient(dtype, path):
+    """As from hidden states: a float16 weight over a large count would underflow."""
+    logits, targets = (t.to(dtype) if t.is_floating_point() else t for t in inputs((4,)))
+    weights = torch.full((4,), 2.0**-9 / 3, device=DEVICE)
+    x, y = (logits.clone().requires_grad_() for _ in range(2))
+    rounded, plain = (weighted_nll(t, targets, weights, round_nll=r, backend=path) for t, r in ((x, True), (y, False)))
+    rounded.loss.backward()
+    plain.loss.backward()
+    assert torch.equal(rounded.nll, plain.nll.to(dtype).float())
+    assert torch.equal(rounded.loss, (rounded.nll * weights).sum())
+    assert torch.equal(x.grad, y.grad)
+
+
 def test_the_weights_get_no_gradient(backend):
     logits, targets = inputs()
     weights = torch.rand(9, device=DEVICE, requires_grad=True)

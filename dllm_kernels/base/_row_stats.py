@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -129,8 +129,10 @@ def _times(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     return torch.where(grad != 0, grad * value, 0.0)
 
 
-def nll_of_stats(stats: StatsPrimitives, V: int | None = None) -> tuple[Callable[..., NLL], Callable[..., None]]:
-    """``nll`` and ``nll_grad`` of a backend from its row statistics: the same numbers, to the bit.
+def nll_of_stats(
+    stats: StatsPrimitives, V: int | None = None
+) -> tuple[Callable[..., NLL], Callable[..., tuple[Any, ...]], Callable[..., None]]:
+    """``nll``, ``weighted_nll`` and ``nll_grad`` of a backend from its row statistics: the same numbers, to the bit.
 
     ``V``: columns of a whole row, where a backend works on a part of each.
     """
@@ -141,14 +143,23 @@ def nll_of_stats(stats: StatsPrimitives, V: int | None = None) -> tuple[Callable
         found = stats.forward(logits, Ask(targets.unsqueeze(1), targets, transform=transform, correct=with_correct))
         return 0 - found.log_probs.squeeze(1), found.row_max, found.log_sum, found.correct
 
+    def weighted_nll(
+        logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, with_correct: bool,
+        transform: Transform = NO_TRANSFORM,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        found = nll(logits, targets.masked_fill(weights == 0, SKIP), with_correct=with_correct, transform=transform)
+        return found[0] * weights, *found
+
     def nll_grad(
         logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor,
-        out: torch.Tensor, *, transform: Transform = NO_TRANSFORM,
+        out: torch.Tensor, *, factor: torch.Tensor | None = None, transform: Transform = NO_TRANSFORM,
     ) -> None:  # fmt: skip
+        if factor is not None:
+            scale = torch.where(scale != 0, scale * factor, 0.0)  # a factor that is NaN is none of the other rows
         inside = (targets >= 0) & (targets < (logits.shape[-1] if V is None else V))
         marks = targets.masked_fill(scale == 0, SKIP)
         plain = torch.where(inside, scale, math.nan)
         c = Coefficients(-plain.unsqueeze(1), plain, None, None)
         stats.backward(logits, Ask(targets.unsqueeze(1), marks, transform=transform), c, row_max, log_sum, out)
 
-    return nll, nll_grad
+    return nll, weighted_nll, nll_grad

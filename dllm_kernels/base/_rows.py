@@ -9,15 +9,20 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
 
 ``stats``
     The row statistics, their forward and backward pass (``base/_row_stats.py``). A backend without kernels of its own for
-    the NLL, which is minus the log-probability of one id, gets its first two primitives from these: :func:`nll_of_stats`.
+    the NLL, which is minus the log-probability of one id, gets the next three from these: :func:`nll_of_stats`.
 
 ``nll(logits, targets, *, with_correct)``
     Reads each active row once. Returns (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or None.
     ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows.
 
-``nll_grad(logits, targets, scale, row_max, log_sum, out)``
+``weighted_nll(logits, targets, weights, *, with_correct)``
+    The same with a weight a row, in acc: a row of weight 0 is inactive too. Returns (weights * nll, nll, row_max, log_sum,
+    correct).
+
+``nll_grad(logits, targets, scale, row_max, log_sum, out, *, factor=None)``
     Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out`` (same shape as the logits, its own strides,
-    may be the logits themselves), zeros for inactive rows.
+    may be the logits themselves), zeros for inactive rows and those of scale 0. With a factor, 0-d on the device of the
+    logits, the scale of every other row is multiplied by it.
 
 ``nll_and_grad_(logits [C, V], targets, scale, *, with_correct)``
     Both at once, the gradient over the logits.
@@ -55,6 +60,7 @@ class RowPrimitives(NamedTuple):
 
     stats: StatsPrimitives
     nll: Callable[..., NLL]
+    weighted_nll: Callable[..., tuple[Any, ...]]
     nll_grad: Callable[..., None]
     nll_and_grad_: Callable[..., NLL]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]

@@ -64,7 +64,7 @@ class VocabShard(NamedTuple):
         local = plan.primitives()
         forward, mix, backward = (functools.partial(f, self, local.stats) for f in (_forward, _mix, _backward))
         stats = StatsPrimitives(forward, mix, backward)  # type: ignore[arg-type]
-        nll, nll_grad = nll_of_stats(stats, self.total)
+        nll, weighted_nll, nll_grad = nll_of_stats(stats, self.total)
 
         def nll_and_grad_(
             logits: torch.Tensor,
@@ -78,7 +78,7 @@ class VocabShard(NamedTuple):
             nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
             return out
 
-        return RowPrimitives(stats, nll, nll_grad, nll_and_grad_, local.scale_)
+        return RowPrimitives(stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_)
 
     def local_transform(self, transform: Transform) -> Transform:
         """The same transform of these columns, which may not have the skipped one."""

@@ -6,7 +6,10 @@ Forward reads each active row once (``_math.column_stats``) and keeps (M, log S)
 
 A long row is split over several programs, whose partial (M, S, beaten) a second kernel merges:
 M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row: the gradient,
-or zeros. Inactive rows (target = SKIP) are never read.
+or zeros. Inactive rows (target = SKIP, or a weight of 0) are never read.
+
+Of a weighted sum the kernels take the weights themselves, since each operation on [N] numbers beside them costs a launch:
+forward writes w nll too, backward multiplies w by the sum's upstream gradient where it lies.
 """
 
 import torch
@@ -31,6 +34,26 @@ from dllm_kernels.kernels._math import (
 )
 from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
 
+# One number a row, or one in all, as the caller has them: where they begin makes no other kernel.
+PER_ROW = ["target_ptr", "weight_ptr", "scale_ptr", "factor_ptr"]
+
+NLL = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+@triton.jit
+def _counts(n, y, weight_ptr):
+    """Whether row n is to be read: it has a target, and a weight other than 0 where rows have one."""
+    on = y != SKIP
+    if weight_ptr is not None:
+        on = on & (tl.load(weight_ptr + n) != 0)
+    return on
+
+
+@triton.jit
+def _store_weighted(n, nll, weight_ptr, weighted_ptr):
+    if weight_ptr is not None:
+        tl.store(weighted_ptr + n, nll * tl.load(weight_ptr + n))
+
 
 @triton.jit
 def _finish_row(
@@ -44,6 +67,7 @@ def _finish_row(
     tl.store(log_sum_ptr + n, log_sum)
     if WITH_CORRECT:
         tl.store(correct_ptr + n, (nll == nll) & (beaten == 0))
+    return nll
 
 
 @triton.jit
@@ -55,31 +79,38 @@ def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT: tl.co
         tl.store(correct_ptr + n, False)
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip"])
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip"]
+)
 def _token_nll_fwd(
-    logits_ptr, target_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
+    logits_ptr, target_ptr, weight_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
     L, stride_b, stride_l, V, gain, rate, skip,
     WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     transform = (gain, rate, skip)
     y = tl.load(target_ptr + n)
-    if y != SKIP:
+    if _counts(n, y, weight_ptr):
         row = row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, beaten = column_stats(
             logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ALIGNED, "evict_first"
         )  # fmt: skip
-        _finish_row(
+        nll = _finish_row(
             n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
+        _store_weighted(n, nll, weight_ptr, weighted_ptr)
     else:
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
+        _store_weighted(n, 0.0, weight_ptr, weighted_ptr)
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW,
+    do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"],
+)
 def _token_nll_fwd_split(
-    logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
+    logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
     WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +118,7 @@ def _token_nll_fwd_split(
     k = tl.program_id(0) % SPLITS
     transform = (gain, rate, skip)
     y = tl.load(target_ptr + n)
-    if y != SKIP:
+    if _counts(n, y, weight_ptr):
         row = row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
@@ -101,16 +132,19 @@ def _token_nll_fwd_split(
         tl.store(part_beaten_ptr + part, beaten)
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "SPLITS"])
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW,
+    do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "SPLITS"],
+)
 def _token_nll_merge(
-    logits_ptr, target_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
-    nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
+    logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
+    nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, SPLITS,
     WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     y = tl.load(target_ptr + n)
-    if y != SKIP:
+    if _counts(n, y, weight_ptr):
         row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(row_ptr, y, V, (gain, rate, skip), ACC)
         k = tl.arange(0, BLOCK_K)
@@ -121,16 +155,20 @@ def _token_nll_merge(
         row_max = tl.max(maxima, 0)
         row_sum = tl.sum(tl.where(k < SPLITS, sums * tl.exp2((maxima - row_max) * LOG2E), 0.0), 0)
         any_beaten = tl.max(beaten.to(tl.int32), 0)
-        _finish_row(
+        nll = _finish_row(
             n, row_max, row_sum, target_logit, any_beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
         )  # fmt: skip
+        _store_weighted(n, nll, weight_ptr, weighted_ptr)
     else:
         _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
+        _store_weighted(n, 0.0, weight_ptr, weighted_ptr)
 
 
-@triton.jit(do_not_specialize=["L", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["L", "V", "gain", "rate", "skip", "TILES", "SPLITS"]
+)
 def _token_nll_bwd(
-    logits_ptr, target_ptr, scale_ptr, max_ptr, log_sum_ptr, out_ptr,
+    logits_ptr, target_ptr, scale_ptr, factor_ptr, max_ptr, log_sum_ptr, out_ptr,
     L, stride_b, stride_l, out_stride_b, out_stride_l, V, gain, rate, skip, TILES, SPLITS,
     SAME_STRIDES: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -138,6 +176,10 @@ def _token_nll_bwd(
     n = tl.program_id(0) // SPLITS
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
+    on = (y != SKIP) & (scale != 0)
+    if factor_ptr is not None:
+        scale = scale * tl.load(factor_ptr)
+        on = on & (scale != 0)  # beside the other: a factor that is NaN is none of the rows of weight 0
     transform = (gain, rate, skip)
     row = row_offset(n, L, stride_b, stride_l)
     at, first, wide = wide_columns(row, 0, V, WIDE)
@@ -151,7 +193,7 @@ def _token_nll_bwd(
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
     v, there = ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
-    if (y != SKIP) & (scale != 0):
+    if on:
         if WHOLE_ROW:  # a target that no column has: the row's NLL is NaN, and so is its gradient
             scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
         row_max = tl.load(max_ptr + n)
@@ -210,11 +252,35 @@ def _flat(t: torch.Tensor) -> bool:
     return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
-@on_its_device
 def row_stats(
     logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> NLL:
     """Launch the forward pass; see ``base._rows`` for the contract."""
+    return _forward(logits, targets, None, None, with_correct, transform)
+
+
+def weighted_row_stats(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    with_correct: bool,
+    transform: Transform = NO_TRANSFORM,
+) -> tuple[torch.Tensor | None, ...]:
+    """The same with a weight a row, whose product with the NLL comes first; see ``base._rows`` for the contract."""
+    weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
+    return weighted, *_forward(logits, targets, weights, weighted, with_correct, transform)
+
+
+@on_its_device
+def _forward(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    weights: torch.Tensor | None,
+    weighted: torch.Tensor | None,
+    with_correct: bool,
+    transform: Transform,
+) -> NLL:
     B, L, V = logits.shape
     N = B * L
     acc = torch.promote_types(logits.dtype, torch.float32)
@@ -224,12 +290,13 @@ def row_stats(
         return nll, row_max, log_sum, correct
     tile = _tiles.token_nll_fwd(V, logits.element_size())
     sizes = (*_rows_of(logits, _flat(logits)), V, *arguments(transform))
-    outputs = (nll, row_max, log_sum, correct)
+    found = (nll, row_max, log_sum, correct)
+    inputs, outputs = (logits, targets, weights), (*found, weighted)
     flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     options = {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
     if tile.splits == 1:
-        _token_nll_fwd[(N,)](logits, targets, *outputs, *sizes, **flags, ALIGNED=aligned(logits), **options)
-        return outputs
+        _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, ALIGNED=aligned(logits), **options)
+        return found
     tiles, splits = _share(V, tile)
     parts = (
         torch.empty(N, splits, dtype=acc, device=logits.device),
@@ -237,13 +304,13 @@ def row_stats(
         torch.empty(N, splits, dtype=torch.bool, device=logits.device),
     )
     _token_nll_fwd_split[(N * splits,)](
-        logits, targets, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits), **options
+        *inputs, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits), **options
     )
     _token_nll_merge[(N,)](
-        logits, targets, *parts, *outputs, *sizes, splits, **flags,
+        *inputs, *parts, *outputs, *sizes, splits, **flags,
         BLOCK_K=triton.next_power_of_2(splits), num_warps=1, **FUSED
     )  # fmt: skip
-    return outputs
+    return found
 
 
 @on_its_device
@@ -255,6 +322,7 @@ def row_grad(
     log_sum: torch.Tensor,
     out: torch.Tensor,
     *,
+    factor: torch.Tensor | None = None,
     whole_row: bool = True,
     transform: Transform = NO_TRANSFORM,
 ) -> None:
@@ -269,7 +337,7 @@ def row_grad(
     # Half the columns a thread for the tanh of a float64, for which Triton 3.6 on sm_80 has 8 bytes too few registers.
     many = logits.dtype == torch.float64 and transform[0] is not None
     _token_nll_bwd[(B * L * splits,)](
-        logits, targets, scale, row_max, log_sum, out, *rows, *out_rows[1:], V, *arguments(transform), tiles, splits,
+        logits, targets, scale, factor, row_max, log_sum, out, *rows, *out_rows[1:], V, *arguments(transform), tiles, splits,
         SAME_STRIDES=rows == out_rows, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(tile.num_warps * (2 if many else 1), tile.block_v), **FUSED,
     )  # fmt: skip

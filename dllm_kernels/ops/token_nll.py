@@ -2,8 +2,8 @@ r"""Per-token negative log-likelihood from logits, and its weighted sum.
 
     nll_i = log(sum_v exp(z_iv)) - z_{i, y_i},        loss = sum_i w_i nll_i.
 
-``weighted_nll`` is ``token_nll`` followed by a product and a sum over ``[N]`` numbers, so there is one
-``autograd.Function`` for both, and its backward takes an arbitrary upstream gradient per row.
+The backward pass of ``token_nll`` takes an arbitrary upstream gradient per row. ``weighted_nll`` is the same followed by a
+product and a sum, in fewer launches: the weights of the rows go down with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dllm_kernels.base._backend import use_triton
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._plan import Job, Needs, Plan
-from dllm_kernels.rows._records import TOKEN_NLL
+from dllm_kernels.rows._records import TOKEN_NLL, WEIGHTED_NLL
 from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 from dllm_kernels.rows._route import route
 
@@ -170,9 +170,9 @@ def checked_weighted_nll(
     backend: str = "auto",
 ) -> WeightedNLL:
     """:func:`weighted_nll` of arguments that are checked, plain but for the logits; weights in the dtype of sums."""
-    job = Job(logits, None, None, targets, weights if active is None else active)
+    job = Job(logits, None, None, targets, active, weights)
     plan = Plan(
         logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll=round_nll,
         read_beyond=active is not None, inplace_backward=inplace_backward, needs=Needs.of(logits), transform=transform,
     )  # fmt: skip
-    return WeightedNLL.of(plan, route(TOKEN_NLL, job, plan), weights)
+    return route(WEIGHTED_NLL, job, plan)  # type: ignore[no-any-return]

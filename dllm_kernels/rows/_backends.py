@@ -20,6 +20,7 @@ def _triton() -> RowPrimitives:
     return RowPrimitives(
         StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
         token_nll.row_stats,
+        token_nll.weighted_row_stats,
         token_nll.row_grad,
         linear_nll.row_nll_grad_,
         linear_nll.scale_,

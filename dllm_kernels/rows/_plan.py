@@ -33,7 +33,7 @@ class Job(NamedTuple):
         bias: ``[V]`` or None.
         ids: int64 ``[...]`` or ``[..., K]``, the targets or the ids to look up; below ``[N, K]``, -1 for what no column has.
         active: ``[...]``, zero where a row does not count, or None; below int64 ``[N]``, ``SKIP`` in such a row.
-        weights: ``[...]`` of a weighted sum whose gradients are made in the forward pass, else None.
+        weights: ``[...]`` of a weighted sum, else None.
         a: ``[...]`` of the mixture ``log(a + b p)``, or None.
         b: likewise.
     """

@@ -16,7 +16,7 @@ from dllm_kernels.base._row_stats import Found, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows import _chunks, _stats
 from dllm_kernels.rows._plan import Job, Plan
-from dllm_kernels.rows._results import RowObjective, RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._results import RowObjective, RowStats, TokenNLL, WeightedNLL, rounded, weighted_sum
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor | None, ...]
@@ -107,11 +107,17 @@ def _kept_rows(job: Job, written: Tensors, _: Plan) -> Tensors:
 
 
 def _nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
-    logits, _, _, targets, row_max, log_sum = kept
+    return _grad_of_logits(kept, up[0], None, plan)
+
+
+def _grad_of_logits(kept: Tensors, scale: Tensor | None, factor: Tensor | None, plan: Plan) -> Gradients:
+    logits, _, _, targets, *stats = kept
     assert logits is not None
     inplace = plan.inplace_backward
     grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    plan.primitives().nll_grad(as_blv(logits), targets, up[0], row_max, log_sum, as_blv(grad), transform=plan.transform)
+    plan.primitives().nll_grad(
+        as_blv(logits), targets, scale, *stats, as_blv(grad), factor=factor, transform=plan.transform
+    )
     if inplace:
         torch.autograd.graph.increment_version(logits)
     return grad, None, None
@@ -211,6 +217,44 @@ def _weighted_result(plan: Plan, ids: torch.Size, rows: torch.Size, *shown: Tens
     assert loss is not None
     return WeightedNLL(loss, *_nll_result(plan, ids, rows, nll, *others))
 
+
+def _weighted_nll_forward(job: Job, plan: Plan) -> Tensors:
+    """Each operation on ``[N]`` numbers is a launch on a GPU: where the kernels weigh the rows, torch only adds up."""
+    assert job.weights is not None
+    logits, primitives = as_blv(job.x), plan.primitives()
+    options: dict[str, Any] = {"with_correct": plan.with_correct, "transform": plan.transform}
+    found: tuple[Any, ...]
+    if plan.read_beyond:
+        found = primitives.nll(logits, job.marks, **options)
+    else:
+        weighted, *found = primitives.weighted_nll(logits, job.marks, job.weights, **options)  # type: ignore[assignment]
+        if not plan.round_nll:
+            return weighted.sum(), *found
+    nll = rounded(found[0], plan)
+    return weighted_sum(nll, job.weights, plan), nll, *found[1:]
+
+
+def _weighted_nll_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
+    return (*_kept_rows(job, written[1:], plan), job.weights)
+
+
+def _weighted_nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    *rows, weights = kept
+    return _grad_of_logits(tuple(rows), weights, up[0], plan)
+
+
+WEIGHTED_NLL = RowOp(
+    "weighted_nll",
+    row_targets,
+    _weighted_nll_forward,
+    _weighted_nll_kept,
+    _weighted_nll_backward,
+    lambda job, plan: (((), plan.acc), *_row_specs(job, plan)),
+    _weighted_result,
+    shown=5,
+    differentiable=1,
+    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+)
 
 WEIGHTED_LINEAR_NLL = RowOp(
     "weighted_linear_nll",
@@ -330,4 +374,4 @@ ROW_OBJECTIVE = RowOp(
 )
 
 # Those that can stand in a compiled graph, by name.
-ROW_OPS = {op.name: op for op in (TOKEN_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS)}
+ROW_OPS = {op.name: op for op in (TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS)}

@@ -80,12 +80,6 @@ class WeightedNLL(NamedTuple):
     lse: torch.Tensor | None = None
     correct: torch.Tensor | None = None
 
-    @classmethod
-    def of(cls, plan: Plan, rows: TokenNLL, weights: torch.Tensor) -> WeightedNLL:
-        """From rows that are differentiable."""
-        nll = rounded(rows.nll, plan)
-        return cls(weighted_sum(nll, weights, plan), nll.detach(), rows.lse, rows.correct)
-
 
 def rounded(nll: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The NLL as a cross-entropy computed in the dtype of the logits would return it, where the plan says so."""
