@@ -41,8 +41,10 @@ def test_mask_is_one_of_the_tokens(mask_token_id, vocab_size):
 
 
 def test_a_dtensor_is_told_what_to_do():
-    split = IDS.clone()
-    split.device_mesh = None  # by which DTensors are known
+    class Split(torch.Tensor):
+        device_mesh = None  # by which DTensors are known
+
+    split = IDS.clone().as_subclass(Split)
     raises(TypeError, "input_ids must be a plain torch.Tensor, got DTensor", corrupt_uniform, split, ON, 6)
 
 

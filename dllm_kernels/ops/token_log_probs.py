@@ -78,7 +78,8 @@ def token_log_probs(
     """
     unusual = (weight, bias, active, softcap, skip_id, chunk_size, memory_budget, num_active, check_targets)
     if (
-        all(option is None for option in unusual) and type(temperature) in (int, float) and temperature == 1
+        not torch.compiler.is_compiling()  # else a graph would hold for one temperature alone
+        and all(option is None for option in unusual) and type(temperature) in (int, float) and temperature == 1
         and type(with_entropy) is bool and is_regular(logits_or_hidden, ids, backend)
     ):  # fmt: skip
         plan = _plan(logits_or_hidden.dtype, with_entropy, Needs.of(logits_or_hidden))
