@@ -398,9 +398,9 @@ def test_a_weighted_sum_is_the_product_and_the_sum_to_the_bit(path):
 
 @pytest.mark.parametrize("upstream", [NAN, math.inf, 0.0])
 def test_an_upstream_gradient_of_any_kind_stays_out_of_rows_of_weight_0(upstream, path):
-    logits, targets = inputs((3,))
+    logits, _ = inputs((3,))
     logits[1] = NAN
-    weights = torch.tensor([1.0, 0.0, -2.0], device=DEVICE)
+    targets, weights = torch.tensor([1, 2, 3], device=DEVICE), torch.tensor([1.0, 0.0, -2.0], device=DEVICE)
     x = logits.requires_grad_()
     weighted_nll(x, targets, weights, backend=path).loss.backward(torch.tensor(upstream, device=DEVICE))
     assert x.grad[1].eq(0).all()
