@@ -122,14 +122,14 @@ class Case:
         """Of one call, by name; ``head``: the weight and bias of the LM head, where ``form`` is "hidden"."""
         rows, extra = self.extra(form, rows, inputs)
         heads = dict(zip(self.head, head, strict=False))
-        return {self.rows[form == "hidden"]: rows, **heads, **inputs, **extra}
+        return {self.rows[int(form == "hidden")]: rows, **heads, **inputs, **extra}
 
     def output(self, form: str, arguments: Mapping[str, Any], **options: Any) -> Any:
         """What the loss returns; ``chunk_size`` is an option too."""
         chunk = {"chunk_size": options.pop("chunk_size")} if "chunk_size" in options else {}
         options = {**self.transform, **options}
         if isinstance(self.loss, tuple):
-            return self.loss[form == "hidden"](**arguments, **chunk, **options)
+            return self.loss[int(form == "hidden")](**arguments, **chunk, **options)
         if self.chunks_at_construction:
             return self._of(self.loss(**self.settings, **options, **chunk), form)(**arguments)
         return self._of(self.loss(**self.settings, **options), form)(**arguments, **chunk)

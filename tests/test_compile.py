@@ -273,6 +273,8 @@ SOME_CHANGING = ["weighted_nll, scale", "linear_row_stats, softcap", "token_log_
 def test_a_factor_that_changes_from_step_to_step(name, values):
     """One graph of the first value, and one for any other."""
     op, factor = CHANGING[name]
+    if factor == "temperature" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("torch 2.11 makes a graph of each value of x * (1 / temperature) by itself")
 
     def step(h, w, ids, value):
         out = op(h, w, ids, value) if factor == "temperature" else op(h, w, ids, **{factor: value})
