@@ -18,7 +18,7 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._backend import use_triton
 from dllm_kernels.base._plain import all_plain, has_values
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS, check_per_row, linear_row_stats, row_stats
-from dllm_kernels.rows._objective import Objective
+from dllm_kernels.rows._objective import Objective, checked_value
 from dllm_kernels.rows._plan import Job, Needs, Plan, compute_dtype
 from dllm_kernels.rows._records import ROW_OBJECTIVE
 from dllm_kernels.rows._results import RowObjective, RowStats
@@ -192,14 +192,7 @@ def _combined(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: to
     """The objective of statistics that are there, differentiable through them."""
     rows = stats.lse.dim()
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
-    value = fn(RowStats(*flat[:5]), *flat[5:])  # type: ignore[arg-type]
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        raise TypeError(f"fn must return a floating tensor, got {type(value).__name__}")
-    if value.shape != flat[1].shape:  # type: ignore[union-attr]
-        raise ValueError(
-            f"fn must return one number for each of its {stats.lse.numel()} rows, got shape {tuple(value.shape)}"
-        )
-    value = value.to(stats.lse.dtype).view(stats.lse.shape)
+    value = checked_value(fn(RowStats(*flat[:5]), *flat[5:]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)
     log_probs, lse, entropy, _, correct = (None if t is None else t.detach() for t in stats)
     return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct)  # type: ignore[arg-type]

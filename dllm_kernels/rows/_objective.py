@@ -48,15 +48,7 @@ class Objective:
     def _called(self, leaves: list[Any], correct: torch.Tensor | None) -> torch.Tensor:
         log_probs, lse, entropy = leaves
         stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, correct)
-        value = self.fn(stats, *self.aux)
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise TypeError(f"fn must return a floating tensor, got {got}")
-        if value.shape != lse.shape:
-            raise ValueError(
-                f"fn must return one number for each of its {len(lse)} rows, got shape {tuple(value.shape)}"
-            )
-        return value.to(lse.dtype)
+        return checked_value(self.fn(stats, *self.aux), lse)
 
     @staticmethod
     def _gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
@@ -69,6 +61,18 @@ class Objective:
                 "objective from linear_row_stats"
             )
         return torch.autograd.grad(total, leaves, allow_unused=True)
+
+
+def checked_value(value: Any, lse: torch.Tensor) -> torch.Tensor:
+    """What ``fn`` returned for rows of this logsumexp ``[R]``, in its dtype."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise TypeError(f"fn must return a floating tensor, got {got}")
+    if value.shape != lse.shape:
+        raise ValueError(
+            f"fn must return one number for each of its {lse.numel()} rows, got shape {tuple(value.shape)}"
+        )
+    return value.to(lse.dtype)
 
 
 def _leaves_of(t: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.base._rows import NLL, SKIP
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, with_slope
 from dllm_kernels.rows_torch._blocks import (
     COMMON_BLOCK_BYTES,
     Space,
@@ -29,11 +29,6 @@ from dllm_kernels.rows_torch._blocks import (
     top,
 )
 from dllm_kernels.rows_torch._workers import share_out
-
-
-def _of_column(z: torch.Tensor, transform: Transform) -> torch.Tensor:
-    """The transformed logits of one column of each row, the target's, which is never the skipped one."""
-    return transformed(z, transform.pointwise, z)
 
 
 def _with_slope_of_column(z: torch.Tensor, transform: Transform) -> tuple[torch.Tensor, torch.Tensor | float]:
