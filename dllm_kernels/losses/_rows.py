@@ -100,9 +100,9 @@ class Rows:
     def weighted(self, targets: torch.Tensor, weights: torch.Tensor, **flags: Any) -> WeightedNLL:
         """The sum of weights * NLL: what a loss is whose weights are known."""
         if self.weight is None:  # which :meth:`check` has checked, and the loss what is known of its rows
-            options = {**self.options, **flags, "check_targets": None}
+            options = {**self.options, **flags}
+            options.pop("check_targets", None)
             transform = _checks.checked_transform(self.vocabulary, *(options.pop(s, None) for s in Transform._fields))
-            del options["check_targets"]
             targets, weights = all_plain(targets, weights.detach().to(self.acc))
             return checked_weighted_nll(self.x, targets, weights, transform, **options)
         return weighted_linear_nll(self.x, self.weight, targets, weights, bias=self.bias, **self.options, **flags)

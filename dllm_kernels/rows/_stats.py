@@ -7,6 +7,7 @@ written over them. Nothing else of a row's length is kept.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -38,9 +39,7 @@ def linear_forward(job: Job, plan: Plan) -> Found:
         rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
         for chunk, _, marks, logits in chunks:
             part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, ask, marks))
-            for whole, found in zip(out, part, strict=True):
-                if whole is not None and found is not None:
-                    rows.put(whole, chunk, found)
+            _put(chunks, chunk, out, part)
         if rows.overflow is not None:
             for whole in out:
                 if whole is not None and whole.is_floating_point():
@@ -81,23 +80,23 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
         ask, chunks = _ask(job, plan), Chunks(job, plan, plan.needs)
         rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
         device, needed = chunks.logits.device, any(plan.needs)
-        value, sizes = (rows.empty(dtype=plan.acc, device=device) for _ in range(2))
-        headroom = torch.full((), torch.finfo(torch.float32).tiny, device=device) if plan.narrow and needed else None
+        value, sizes, headroom = rows.empty(dtype=plan.acc, device=device), None, None
+        if plan.narrow and needed:
+            sizes = rows.empty(dtype=plan.acc, device=device)
+            headroom = torch.full((), torch.finfo(torch.float32).tiny, dtype=plan.acc, device=device)
         for chunk, h, marks, logits in chunks:
             here = _part(chunks, chunk, ask, marks)
             found = Found(*chunks.primitives.stats.forward(logits[None], here))
             objective = plan.objective.map(lambda t, chunk=chunk: rows.take(t, chunk))
             part, up = objective.of(found, marks, needed)
             rows.put(value, chunk, part)
-            for whole, t in zip(out, found, strict=True):
-                if whole is not None and t is not None:
-                    rows.put(whole, chunk, t)
+            _put(chunks, chunk, out, found)
             if needed:
                 c = Coefficients.of(up, here, found)
                 size = c.size(up).masked_fill(marks == SKIP, 0)
-                rows.put(sizes, chunk, size)
                 factors = None
-                if headroom is not None:
+                if sizes is not None and headroom is not None:
+                    rows.put(sizes, chunk, size)
                     c = c.over(torch.where(size == 0, 1.0, size))
                     headroom, factor = chunks.raised(headroom, size)
                     factors = Factors(None, factor)
@@ -106,11 +105,21 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
                 chunks.add_gradients(chunk, h, here.marks, logits, size, factors)
         if rows.overflow is not None:
             value.masked_fill_(rows.overflow, math.nan)
-        value, sizes = rows.whole(value), rows.whole(sizes)
+        value = rows.whole(value)
         log_probs, row_max, log_sum, entropy, _, _, correct = (None if t is None else rows.whole(t) for t in out)
         loss, lse = value.sum(), row_max + log_sum  # type: ignore[operator]
         grads = chunks.gradients(wide=headroom is not None) if needed else (None,) * 3
-        return loss, value, log_probs, lse, entropy, correct, *grads, headroom, None if headroom is None else sizes
+        return (
+            loss,
+            value,
+            log_probs,
+            lse,
+            entropy,
+            correct,
+            *grads,
+            headroom,
+            None if sizes is None else rows.whole(sizes),
+        )
 
 
 def _ask(job: Job, plan: Plan) -> Ask:
@@ -126,6 +135,13 @@ def _with_gradient(ask: Ask, size: torch.Tensor) -> Ask:
 def _part(chunks: Chunks, chunk: slice, ask: Ask, marks: torch.Tensor) -> Ask:
     a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (ask.a, ask.b))
     return ask._replace(ids=chunks.rows.take(ask.ids, chunk), marks=marks, a=a, b=b)
+
+
+def _put(chunks: Chunks, chunk: slice, out: Sequence[torch.Tensor | None], part: Sequence[torch.Tensor | None]) -> None:
+    """Write what was found in a chunk's rows."""
+    for whole, found in zip(out, part, strict=True):
+        if whole is not None and found is not None:
+            chunks.rows.put(whole, chunk, found)
 
 
 def _empty(chunks: Chunks, ask: Ask, acc: torch.dtype) -> list[torch.Tensor | None]:
