@@ -59,7 +59,7 @@ bench-smoke: $(STAMP)
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:cacheprovider -q
 
 mutants: $(STAMP)
-	$(BIN)/python -m tests.mutants $(ARGS)
+	$(BIN)/python -m tools.mutants $(ARGS)
 
 ci: test test-variation lint types bench-smoke
 

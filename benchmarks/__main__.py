@@ -26,7 +26,7 @@ class Subject:
 
 SUBJECTS = {
     "train": Subject(
-        "benchmarks.train",
+        "examples.demo.train",
         "train a small diffusion LM on real text, reference loss beside ours",
         tuple(("--mode", mode, "--tiny", "--steps", "2", "--threads", "1") for mode in MODES),
     ),
@@ -38,11 +38,11 @@ SUBJECTS = {
     "calls": Subject("benchmarks.calls", "small calls and others whose fixed cost shows, beside plain PyTorch"),
     "losses": Subject("benchmarks.losses", "every loss class against the plain one"),
     "inspect": Subject(
-        "benchmarks.inspect_kernels",
+        "tools.inspect_kernels",
         "registers, spills, occupancy and the static roofline of every kernel",
         (("--target", "sm_90", "--kernel", "bf16"),),
     ),
-    "predicted": Subject("benchmarks.predicted", "the row kernels beside what the static roofline says of them"),
+    "predicted": Subject("tools.predicted", "the row kernels beside what the static roofline says of them"),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
     "on_gpu": Subject(
         "benchmarks.on_gpu",

@@ -19,13 +19,13 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import launches
-from benchmarks.gpus import GRID
-from benchmarks.mock_gpu import MockGPU
 from dllm_kernels import corruption, ops
 from tests.cases import CASES
 from tests.offsets import narrow_offsets
 from tests.test_corruption import ROUTINES, batch
+from tools import launches
+from tools.gpus import GRID
+from tools.mock_gpu import MockGPU
 
 CHECKS = {}
 

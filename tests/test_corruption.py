@@ -460,7 +460,7 @@ def test_compiles_without_a_graph_break(name):
 
 
 NO_FMA = """
-from benchmarks.launches import specimens
+from tools.launches import specimens
 found = {name: s for name, s in specimens("sm_90").items() if s.kernel in ("corrupt_topk", "gumbel_topk")}
 assert {s.kernel for s in found.values()} == {"corrupt_topk", "gumbel_topk"}
 for name, specimen in found.items():

@@ -6,9 +6,9 @@ import math
 import pytest
 import torch
 
-from benchmarks import train, train_data, train_plot, train_sampler
-from benchmarks.train_model import LanguageModel, Size
-from benchmarks.train_tasks import TASKS
+from examples.demo import data, plot, sampler, train
+from examples.demo.model import LanguageModel, Size
+from examples.demo.tasks import TASKS
 from tests.conftest import every_time
 from tests.parity import assert_as_good_as_plain
 
@@ -92,12 +92,12 @@ def test_copies_see_what_they_may():
 def test_one_step_gives_the_same_gradients_to_rounding(mode, cache):
     """On one model; along a training the difference grows as rounding does in any training."""
     options = train.options_from(["--mode", mode, "--tiny", "--device", "cpu", "--corruption", "reference"])
-    corpus = train_data.load(options.vocab, options.corpus_bytes, cache)
+    corpus = data.load(options.vocab, options.corpus_bytes, cache)
     task = TASKS[mode](options, corpus)
     if mode == "dflash":
         options.steps = 3
         task.prepare(train.train_target(task, corpus, options))
-    batch = task.batch(train_data.random_windows(corpus.train, options.batch, options.length, 5), 5)
+    batch = task.batch(data.random_windows(corpus.train, options.batch, options.length, 5), 5)
     found = {}
     for name in train.NAMES:
         model = train.new_run(task, name, 0).model.double()
@@ -119,9 +119,9 @@ def test_curves_differ_by_rounding_at_the_first_step(tmp_path, cache):
 
 def test_cutting_the_graph_at_the_loss_changes_no_gradient(cache):
     options = train.options_from(["--tiny", "--device", "cpu", "--corruption", "reference"])
-    corpus = train_data.load(options.vocab, options.corpus_bytes, cache)
+    corpus = data.load(options.vocab, options.corpus_bytes, cache)
     task = TASKS["mdlm"](options, corpus)
-    batch = task.batch(train_data.random_windows(corpus.train, 2, options.length, 0), 0)
+    batch = task.batch(data.random_windows(corpus.train, 2, options.length, 0), 0)
     cut, whole = (train.new_run(task, "reference", 0).model for _ in range(2))
     train.forward_backward(task, "reference", cut, batch)
     task.reference(task.outputs(whole, batch), batch).total.backward()
@@ -130,11 +130,11 @@ def test_cutting_the_graph_at_the_loss_changes_no_gradient(cache):
 
 
 def test_corpus_holds_whole_files_out_and_comes_from_the_cache(cache):
-    first = train_data.load(512, 200_000, cache)
-    again = train_data.load(512, 200_000, cache)
+    first = data.load(512, 200_000, cache)
+    again = data.load(512, 200_000, cache)
     assert torch.equal(first.train, again.train)
     assert first.vocab_size == 512
-    train_files, held_files = train_data.split(train_data.source_files(), 200_000)
+    train_files, held_files = data.split(data.source_files(), 200_000)
     assert train_files
     assert held_files
     assert not set(train_files) & set(held_files)
@@ -158,7 +158,7 @@ def test_denoising_keeps_the_most_confident_and_finishes_each_block_first():
         sure = 1.0 + (i % 3).float()
         return (torch.nn.functional.one_hot(i % 4, V) * sure[:, None])[None]
 
-    trace = train_sampler.denoise(logits_of, torch.tensor([0, 1, 2]), 6, mask, block_size=3, steps=3)
+    trace = sampler.denoise(logits_of, torch.tensor([0, 1, 2]), 6, mask, block_size=3, steps=3)
     assert trace[0] == [0, 1, 2, 4, 4, 4, 4, 4, 4]
     assert trace[1] == [0, 1, 2, 4, 4, 1, 4, 4, 4]
     assert trace[2] == [0, 1, 2, 4, 0, 1, 4, 4, 4]
@@ -172,7 +172,7 @@ def test_denoising_in_fewer_steps_fills_several_a_step_and_never_writes_the_mask
         logits[..., 2] = 9.0  # the mask is what the model likes best
         return logits
 
-    trace = train_sampler.denoise(logits_of, torch.tensor([0]), 4, 2, block_size=4, steps=2)
+    trace = sampler.denoise(logits_of, torch.tensor([0]), 4, 2, block_size=4, steps=2)
     assert [ids.count(2) for ids in trace] == [4, 2, 0]
 
 
@@ -184,13 +184,13 @@ def test_speculation_writes_what_the_target_alone_would_write():
         last = int(ids[0, -1])
         return torch.tensor([(last + 1) % 7, (last + 2) % 7, (last + 5) % 7])
 
-    ids, gained = train_sampler.speculate(target_of, draft_of, torch.tensor([0, 1]), 6)
+    ids, gained = sampler.speculate(target_of, draft_of, torch.tensor([0, 1]), 6)
     assert ids == [0, 1, 2, 3, 4, 5, 6, 0]
     assert gained == [3, 3]
 
 
 def test_smoothing_is_a_running_mean():
-    assert train_plot.smoothed([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert plot.smoothed([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
 
 
 def test_learning_rate_warms_up_and_decays():

@@ -121,6 +121,17 @@ def test_contributing_names_the_layers_in_their_order():
     assert places == sorted(places)
 
 
+ROOMS = ("reference", "dllm_kernels", "benchmarks", "tools", "examples", "tests")
+
+
+@pytest.mark.parametrize("room", ROOMS[:-2])
+def test_the_package_knows_no_room_around_it_and_benchmarks_no_tool(room):
+    above = ROOMS[ROOMS.index(room) + 1 :]
+    sources = sorted((ROOT / room).rglob("*.py"))
+    assert sources
+    assert not [(str(path), m) for path in sources for m, _ in imports(path) if within(m, *above)]
+
+
 def test_rows_and_noise_share_the_ground_floor_alone():
     for path in files("noise"):
         assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.rows", "dllm_kernels.rows_torch")], path

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from benchmarks import machine_code
-from benchmarks.gpus import GPUS, TARGETS
-from benchmarks.inspect_kernels import Report, _clocks_a_turn, _pass, _phases, _print_tables, _programs, _roof, main
+from tools import machine_code
+from tools.gpus import GPUS, TARGETS
+from tools.inspect_kernels import Report, _clocks_a_turn, _pass, _phases, _print_tables, _programs, _roof, main
 
 
 def listing(*lines):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutants
+from tools import mutants
 
 PACKAGE = mutants.ROOT / mutants.PACKAGE
 FILES = [str(path.relative_to(PACKAGE)) for path in sorted(PACKAGE.rglob("*.py"))]
@@ -116,7 +116,7 @@ def test_a_run_tells_killed_from_survived_and_goes_on_where_it_stopped(tmp_path)
 
     def run(*more):
         options = f"--root {tmp_path} --out {tmp_path}/out.jsonl --tests tests/test_shapes.py --count 2".split()
-        command = [sys.executable, "-m", "tests.mutants", *options, *more]
+        command = [sys.executable, "-m", "tools.mutants", *options, *more]
         done = subprocess.run(command, cwd=mutants.ROOT, env=os.environ, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
         return done.stdout, [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import on_gpu, predicted, shapes, verdicts
+from benchmarks import on_gpu, shapes, verdicts
 from benchmarks.on_gpu import Step
+from tools import predicted
 
 ORDER = ["predicted", "token_nll", "linear_nll", "row_stats", "corruption", "gpu_tests", "parity"]
 NAMES = [step.name for step in on_gpu.steps(Path("work"))]

@@ -23,9 +23,10 @@ import torch.nn.functional as F
 from torch import nn
 from tqdm import tqdm
 
-from benchmarks import measure, record, train_data, train_plot
-from benchmarks.train_model import LanguageModel
-from benchmarks.train_tasks import TASKS, Batch, Loss, Sample, Task
+from benchmarks import measure, record
+from examples.demo import data, plot
+from examples.demo.model import LanguageModel
+from examples.demo.tasks import TASKS, Batch, Loss, Sample, Task
 
 NAMES = ("reference", "ours")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -151,7 +152,7 @@ def _check(options: argparse.Namespace) -> None:
             _refuse(name.replace("_", "-"), f"must be at most {named}, got {getattr(options, name)}")
 
 
-def _check_corpus(corpus: train_data.Corpus, options: argparse.Namespace) -> None:
+def _check_corpus(corpus: data.Corpus, options: argparse.Namespace) -> None:
     tokens = min(len(corpus.train), len(corpus.heldout))
     if tokens <= options.length:
         _refuse("corpus-bytes", f"must give texts longer than --length {options.length} tokens, got {tokens}")
@@ -259,14 +260,14 @@ def peak_of_a_step(task: Task, run: Run, batch: Batch) -> int:
     return peak
 
 
-def train_target(task: Task, corpus: train_data.Corpus, options: argparse.Namespace) -> nn.Module:
+def train_target(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> nn.Module:
     """A small causal language model, by plain cross-entropy: what a draft model drafts for."""
     torch.manual_seed(options.seed + 1)
     model = LanguageModel(task.size).to(task.device)
     optimizer = new_optimizer(model)
     bar = tqdm(range(options.steps), desc="target", disable=not sys.stderr.isatty())
     for step in bar:
-        ids = train_data.random_windows(corpus.train, options.batch, options.length, -1 - step).to(task.device)
+        ids = data.random_windows(corpus.train, options.batch, options.length, -1 - step).to(task.device)
         with _autocast(options):
             loss = F.cross_entropy(model(ids[:, :-1], causal=True).flatten(0, 1), ids[:, 1:].flatten())
         loss.backward()  # type: ignore[no-untyped-call]
@@ -275,9 +276,9 @@ def train_target(task: Task, corpus: train_data.Corpus, options: argparse.Namesp
     return model
 
 
-def heldout_batches(task: Task, corpus: train_data.Corpus, options: argparse.Namespace) -> list[Batch]:
+def heldout_batches(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> list[Batch]:
     """Windows spread over the held-out files, corrupted the same way at every evaluation."""
-    windows = train_data.even_windows(corpus.heldout, options.heldout, options.length).to(task.device)
+    windows = data.even_windows(corpus.heldout, options.heldout, options.length).to(task.device)
     return [task.batch(ids, 1_000_000 + number) for number, ids in enumerate(torch.split(windows, options.batch))]
 
 
@@ -288,7 +289,7 @@ def new_run(task: Task, name: str, seed: int) -> Run:
     return Run(name, model, new_optimizer(model))
 
 
-def train(task: Task, corpus: train_data.Corpus, options: argparse.Namespace) -> tuple[list[Run], list[int], float]:
+def train(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> tuple[list[Run], list[int], float]:
     """Both runs, step by step in turn; returns them, the steps evaluated at, the guess's held-out loss."""
     runs = [new_run(task, name, options.seed) for name in NAMES]
     held = heldout_batches(task, corpus, options)
@@ -304,7 +305,7 @@ def train(task: Task, corpus: train_data.Corpus, options: argparse.Namespace) ->
                 evaluate(task, run, held)
         if step == options.steps:
             break
-        ids = train_data.random_windows(corpus.train, options.batch, options.length, options.seed + step)
+        ids = data.random_windows(corpus.train, options.batch, options.length, options.seed + step)
         batch = task.batch(ids.to(task.device), options.seed + step)
         for run in runs if step % 2 else reversed(runs):  # neither is always the one that finds the caches cold
             train_step(task, run, batch, rate(step, options.steps, options.lr))
@@ -399,7 +400,7 @@ def report(
     title = f"{options.mode}: {task.title}, {record.device_name(options.device)}"
     options.out.mkdir(parents=True, exist_ok=True)
     picture, curves, text = (options.out / f"{options.mode}.{kind}" for kind in ("png", "json", "txt"))
-    train_plot.draw(picture, title, result["curves"], guess)
+    plot.draw(picture, title, result["curves"], guess)
     curves.write_text(json.dumps(result, indent=1) + "\n")
     text.write_text(describe(sample) + "\n", encoding="utf-8")
     print(f"\n{title}\n\n{table(rows)}\n")
@@ -419,7 +420,7 @@ def main(argv: list[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     start = time.perf_counter()
-    corpus = train_data.load(options.vocab, options.corpus_bytes, options.cache)
+    corpus = data.load(options.vocab, options.corpus_bytes, options.cache)
     _check_corpus(corpus, options)
     print(
         f"text: {len(corpus.train):,} training tokens, {len(corpus.heldout):,} held out, "
@@ -429,7 +430,7 @@ def main(argv: list[str]) -> int:
     if options.mode == "dflash":
         task.prepare(train_target(task, corpus, options))
     runs, eval_steps, guess = train(task, corpus, options)
-    text = train_data.even_windows(corpus.heldout, 5, options.length)[2].to(task.device)
+    text = data.even_windows(corpus.heldout, 5, options.length)[2].to(task.device)
     with torch.no_grad(), _autocast(options):
         sample = task.sample(runs[1].model.eval(), text)
     report(task, runs, eval_steps, guess, sample, options)

@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 
-from benchmarks.mock_gpu import MockGPU, Specimen
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
 from dllm_kernels.corruption import (
@@ -27,6 +26,7 @@ from dllm_kernels.corruption import (
     corrupt_uniform_random,
     sample_level,
 )
+from tools.mock_gpu import MockGPU, Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 REAL_LOGITS = (LLADA_SHORT.batch, LLADA_SHORT.length, LLADA_SHORT.vocab)

@@ -1,4 +1,4 @@
-"""Break the package in one place at a time and see whether its tests notice: ``python -m tests.mutants --help``.
+"""Break the package in one place at a time and see whether its tests notice: ``python -m tools.mutants --help``.
 
 Each mutant is judged in a copy of the tree, by the tests of its module (``JUDGES``), as many of them as ``make test`` runs,
 in a fork of this process, which has torch imported already. A mutant that no test fails for has survived: either a test is
@@ -23,7 +23,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,6 +134,8 @@ SWAPPED = {
 }  # fmt: skip
 OPERATOR = re.compile(r"is\s+not|not\s+in|\b(?:is|in|and|or)\b|<<|>>|<=|>=|==|!=|//|\*\*|[-+*/%@&|^<>]")
 
+Place = ast.stmt | ast.expr | ast.keyword
+
 
 class Mutant(NamedTuple):
     """One replacement: ``new`` for the bytes from ``start`` to ``end`` of a file; ``kind`` says what was done."""
@@ -156,16 +158,18 @@ class _Places(ast.NodeVisitor):
             self.lines.append(self.lines[-1] + len(line))
         self.within_function = False
 
-    def start(self, node: Any) -> int:
+    def start(self, node: Place) -> int:
         return self.lines[node.lineno - 1] + node.col_offset
 
-    def end(self, node: Any) -> int:
+    def end(self, node: Place) -> int:
+        assert node.end_lineno is not None  # what was parsed has an end
+        assert node.end_col_offset is not None
         return self.lines[node.end_lineno - 1] + node.end_col_offset
 
-    def text(self, node: Any) -> str:
+    def text(self, node: ast.stmt | ast.expr) -> str:
         return self.source[self.start(node) : self.end(node)].decode()
 
-    def add(self, kind: str, node: Any, new: str, start: int | None = None, end: int | None = None) -> None:
+    def add(self, kind: str, node: Place, new: str, start: int | None = None, end: int | None = None) -> None:
         start, end = self.start(node) if start is None else start, self.end(node) if end is None else end
         self.found.append(Mutant(self.file, self.source[:start].count(b"\n") + 1, start, end, new, kind))
 
@@ -342,21 +346,21 @@ class Workplace:
         self.path = self.folder / PACKAGE / job.file
         self.original = self.path.read_bytes()
         self.path.write_bytes(job.source)
-        self.process = multiprocessing.get_context("fork").Process(target=self._run_tests)
+        self.process = multiprocessing.get_context("fork").Process(target=self._run_tests, args=(job.tests,))
         self.process.start()
 
-    def _run_tests(self) -> None:
+    def _run_tests(self, tests: Sequence[str]) -> None:
         os.setsid()
         output = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.chdir(self.folder)
         sys.path[:] = [str(self.folder), *(p for p in sys.path if p not in ("", str(ROOT)))]
-        sys.modules.pop("tests")
+        sys.modules.pop("tools")
         os.environ["PYTHONPATH"] = str(self.folder)  # of the processes that tests start
         os.environ["STOP_AT_FIRST_FAILURE"] = "1"  # of the distributed tests
         options = ["-x", "-q", "--tb=short", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
-        code = pytest.main(["-m", "not exhaustive", *self.job.tests, *options])
+        code = pytest.main(["-m", "not exhaustive", *tests, *options])
         sys.stdout.flush()
         os._exit(code)
 
@@ -366,7 +370,7 @@ class Workplace:
         if self.process.is_alive() and self.seconds < longest:
             return None
         late = self.process.is_alive()
-        if late:
+        if late and self.process.pid:
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.join()
         self.path.write_bytes(self.original)
@@ -403,7 +407,7 @@ def described(m: Mutant, source: bytes) -> dict[str, Any]:
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     """What the command line says."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__)
     add = parser.add_argument
     add("--only", default="*", help="pattern of the paths within the package, as ops/token_nll.py or 'losses/*'")
     add("--count", type=int, default=220, help="how many mutants (default: %(default)s)")
@@ -422,8 +426,8 @@ def main(argv: list[str] | None = None) -> int:
     paths = (str(path.relative_to(package)) for path in sorted(package.rglob("*.py")))
     sources = {p: (package / p).read_bytes() for p in paths if fnmatch.fnmatch(p, options.only) and p not in SPEED_ONLY}
     picked = chosen({file: mutants_of(file, source) for file, source in sources.items()}, options.count, options.seed)
-    known = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
-    known = {entry["key"]: entry for entry in known}
+    lines = options.out.read_text().splitlines() if options.out.exists() else []
+    known = {entry["key"]: entry for entry in map(json.loads, lines)}
     jobs, entries = [], {}
     for m in picked:
         entry = described(m, sources[m.file])
@@ -436,7 +440,7 @@ def main(argv: list[str] | None = None) -> int:
             importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         places = [Workplace(options.root, Path(folder, str(k))) for k in range(options.jobs)]
-        longest = {}
+        longest: dict[tuple[str, ...], float] = {}
         unbroken = {job.tests: Job(job.file, sources[job.file], job.tests) for job in jobs}
         for job, verdict, place in done(list(unbroken.values()), places, longest, "unbroken"):
             if verdict != "survived":

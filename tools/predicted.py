@@ -21,16 +21,16 @@ from pathlib import Path
 import torch
 
 from benchmarks import tune
-from benchmarks.gpus import GPUS
 from benchmarks.measure import Result, arguments, ceilings, compare, parse
 from benchmarks.record import markdown, report
 from benchmarks.shapes import GEMMA_BATCH, LLADA_SHORT, POLICY, TOY_ROWS
+from tools.gpus import GPUS
 
 KERNELS = {"token_nll_fwd": "token_nll_fwd_split"}  # of a rule; the others are called like theirs
 
 
 def gpu_of(device: str) -> str:
-    """The GPU of ``benchmarks.gpus`` that this is; H200 for one that is not among them."""
+    """The GPU of ``tools.gpus`` that this is; H200 for one that is not among them."""
     name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
     return next((known for known in GPUS if known in name), "H200")
 

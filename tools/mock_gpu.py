@@ -32,7 +32,7 @@ import triton
 from torch.overrides import TorchFunctionMode
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.gpus import TARGETS
+from tools.gpus import TARGETS
 
 _GPU = torch.device("cuda", 0)
 _real_device = torch._C.TensorBase.device.__get__
@@ -142,7 +142,7 @@ class MockGPU:
     """A context in which ``"cuda"`` is this GPU.
 
     Args:
-        name: one of ``benchmarks.gpus.TARGETS``.
+        name: one of ``tools.gpus.TARGETS``.
 
     Attributes:
         launches: every launch so far.

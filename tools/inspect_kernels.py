@@ -48,13 +48,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import machine_code
-from benchmarks.gpus import GPU, GPUS, REGISTER_UNIT, TARGETS, Limits
 from benchmarks.record import markdown, size
+from tools import machine_code
+from tools.gpus import GPU, GPUS, REGISTER_UNIT, TARGETS, Limits
 
 if TYPE_CHECKING:
-    from benchmarks.machine_code import Instruction
-    from benchmarks.mock_gpu import Specimen
+    from tools.machine_code import Instruction
+    from tools.mock_gpu import Specimen
 
 CALLS = ("real", "odd")
 COUNTED = tuple(dict.fromkeys(gpu.target for gpu in GPUS.values()))
@@ -316,13 +316,13 @@ def inspect(
     Args:
         targets: names out of ``TARGETS``.
         names: only kernels whose name contains one of these; None: all.
-        calls: which calls of ``benchmarks.launches`` launch them: "real" or "odd".
+        calls: which calls of ``tools.launches`` launch them: "real" or "odd".
         roofline: whether to count instructions.
 
     Returns:
         One report a kernel and target.
     """
-    from benchmarks import launches  # which loads the kernels
+    from tools import launches  # which loads the kernels
 
     wanted = []
     for target in targets:

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import reference
-from benchmarks import train_sampler
-from benchmarks.train_data import Corpus
-from benchmarks.train_model import Draft, LanguageModel, MultiTokenModel, Size
+from examples.demo import sampler
+from examples.demo.data import Corpus
+from examples.demo.model import Draft, LanguageModel, MultiTokenModel, Size
 
 Outputs = Sequence[torch.Tensor]
 
@@ -153,7 +153,7 @@ class Diffusion(Task):
 
     def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
         prompt, truth = self._split(text)
-        trace = train_sampler.denoise(
+        trace = sampler.denoise(
             lambda ids: self._logits(model, ids),
             prompt,
             len(truth),
@@ -381,9 +381,7 @@ class Introspective(Diffusion):
             rows = torch.cat([logits[both.shape[1] + ids.shape[1] - 1, None], logits[ids.shape[1] : both.shape[1] - 1]])
             return rows.argmax(dim=-1)
 
-        ids, gained = train_sampler.speculate(
-            lambda ids: model(ids, causal=True), draft, prompt, max(len(truth) - room, 1)
-        )
+        ids, gained = sampler.speculate(lambda ids: model(ids, causal=True), draft, prompt, max(len(truth) - room, 1))
         made = self.corpus.decode(ids[len(prompt) :])
         note = f"{sum(gained) / len(gained):.2f} tokens for each check by the model itself (1.00 token by token)"
         return Sample(self.corpus.decode(prompt.tolist()), [], made, self.corpus.decode(truth.tolist()), note)
@@ -450,7 +448,7 @@ class DFlash(Task):
             found: torch.Tensor = self.target.lm_head(hidden)[0].argmax(dim=-1)
             return found
 
-        ids, gained = train_sampler.speculate(
+        ids, gained = sampler.speculate(
             lambda ids: self.target(ids, causal=True), draft, prompt, max(len(truth) - room, 1)
         )
         made = self.corpus.decode(ids[len(prompt) :])
@@ -510,7 +508,7 @@ class MultiToken(Task):
     def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
         prompt, truth = self._split(text)
         generator = torch.Generator(self.device).manual_seed(self.options.seed)
-        ids = train_sampler.next_token(
+        ids = sampler.next_token(
             lambda ids: model(ids, causal=True),
             prompt,
             len(truth),
