@@ -17,6 +17,7 @@ from reference.corruption import (
     sample_level,
 )
 from reference.dflash import acceptance_length, decay_weights, dflash_loss, draft_accuracy_per_position
+from reference.divergence import Divergence, divergence, linear_divergence, row_divergence
 from reference.dpace_weights import dpace_weights
 from reference.encoder_ar import encoder_ar_loss
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
@@ -39,6 +40,7 @@ from reference.transform import possible_targets, transformed
 
 __all__ = [
     "Corrupted",
+    "Divergence",
     "HybridLoss",
     "IDLMLoss",
     "MTPLoss",
@@ -58,12 +60,14 @@ __all__ = [
     "corrupt_uniform_random",
     "decay_weights",
     "dflash_loss",
+    "divergence",
     "dpace_weights",
     "draft_accuracy_per_position",
     "encoder_ar_loss",
     "gumbel_topk",
     "hybrid_loss",
     "idlm_loss",
+    "linear_divergence",
     "linear_logits",
     "linear_row_objective",
     "linear_row_stats",
@@ -73,6 +77,7 @@ __all__ = [
     "mtp_labels",
     "mtp_loss",
     "possible_targets",
+    "row_divergence",
     "row_objective",
     "row_stats",
     "sample_level",

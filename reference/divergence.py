@@ -1,0 +1,225 @@
+"""Divergences of student rows to teacher rows, weighted, and the acceptance rate of speculative decoding."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from reference.linear_nll import linear_logits
+from reference.token_nll import IGNORE_INDEX
+from reference.transform import transformed
+
+Tensor = torch.Tensor
+
+
+class Divergence(NamedTuple):
+    """``loss`` 0-d, or ``[...]`` with ``reduction="none"``; the rest ``[...]``. ``loss`` and ``value`` are differentiable."""
+
+    loss: Tensor
+    value: Tensor
+    alpha: Tensor
+    agree: Tensor
+
+
+def _times(e: Tensor, x: Tensor) -> Tensor:
+    """``e x``, 0 where the probability e is."""
+    return torch.where(e == 0, 0.0, e * torch.where(e == 0, 0.0, x))
+
+
+def _overlap(p: Tensor, q: Tensor) -> Tensor:
+    """``sum_v min(p_v, q_v)``, its gradient 1 where ``p <= q`` within rounding, 2^-18, and 0 elsewhere."""
+    below = torch.where(p <= q * (1 + 2.0**-18), p, 0.0).sum(-1)
+    return torch.minimum(p, q).sum(-1).detach() + (below - below.detach())
+
+
+def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """``sum_v q_v (log q_v - log p_v)``."""
+    return _times(log_q.exp(), log_q - log_p).sum(-1)
+
+
+def _jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """``beta KL(q||m) + (1 - beta) KL(p||m)``, ``m = beta q + (1 - beta) p``."""
+    if beta in (0, 1):
+        return _kl(log_p, log_q) if beta == 0 else _kl(log_q, log_p)
+    m = beta * log_q.exp() + (1 - beta) * log_p.exp()
+    log_m = torch.where(m == 0, 1.0, m).log()
+    return beta * _kl(log_m, log_q) + (1 - beta) * _kl(log_m, log_p)
+
+
+def _at(log_p: Tensor, index: Tensor) -> Tensor:
+    """``-log p[index]``; 0 at -100, NaN at what no column has."""
+    there = (index >= 0) & (index < log_p.shape[-1])
+    picked = log_p.gather(-1, torch.where(there, index, 0)[..., None])[..., 0]
+    return torch.where(index == IGNORE_INDEX, 0.0, -picked * torch.where(there, 1.0, math.nan))
+
+
+def row_divergence(
+    kind: str, log_p: Tensor, log_q: Tensor, targets: Tensor | None = None, alpha_of_lam: Tensor | None = None,
+    *, beta: float = 0.5, floor: float = 1e-5, eta: float = 3.0, kl_scale: float = 1.0, base: str = "kl",
+) -> Tensor:  # fmt: skip
+    """One kind of divergence of rows of log-probabilities, differentiable in the student's.
+
+    Args:
+        kind: ``kl``, ``rkl``, ``jsd``, ``tv``, ``l1``, ``nla``, ``lk``, ``soft_ce``, ``teacher_ce`` or ``ce``.
+        log_p: the student's ``[..., V]``.
+        log_q: the teacher's ``[..., V]``, constants.
+        targets: ``[...]``, for ``ce``.
+        alpha_of_lam: what lam of ``lk`` is made from; None: the row's own acceptance rate.
+        beta: of ``jsd``.
+        floor: of ``nla``.
+        eta: of ``lk``.
+        kl_scale: of ``lk``.
+        base: of ``lk``, ``kl`` or ``soft_ce``.
+
+    Returns:
+        ``[...]``.
+
+    Source: Agarwal et al. 2024, "On-Policy Distillation of Language Models", arXiv:2306.13649, for the generalised JSD;
+    arXiv:2602.23881 for ``tv``, ``nla`` and ``lk``.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    a = _overlap(p, q)
+    if kind == "kl":
+        return _kl(log_p, log_q)
+    if kind == "rkl":
+        return _kl(log_q, log_p)
+    if kind == "jsd":
+        return _jsd(log_p, log_q, beta)
+    if kind in ("tv", "l1"):
+        return (1 - a) * (1 if kind == "tv" else 2)
+    if kind == "nla":
+        return torch.where(a < floor, -math.log(floor), -torch.where(a < floor, 1.0, a).log())
+    if kind == "soft_ce":
+        return -_times(q, log_p).sum(-1)
+    if kind == "teacher_ce":
+        return _at(log_p, log_q.argmax(-1))
+    if kind == "ce":
+        assert targets is not None
+        return _at(log_p, targets)
+    assert kind == "lk"
+    lam = kl_scale * torch.exp(-eta * (a if alpha_of_lam is None else alpha_of_lam).detach())
+    of_base = _kl(log_p, log_q) if base == "kl" else -_times(q, log_p).sum(-1)
+    return lam * of_base + (1 - lam) * (1 - a)
+
+
+def divergence(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    weights: Tensor | None = None,
+    *,
+    kind: str | Mapping[str, float] = "kl",
+    targets: Tensor | None = None,
+    teacher_rows: Tensor | None = None,
+    draft_to_target: Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    alpha: str = "row",
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    teacher_transform: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Divergence:
+    """``sum_n weights[n] value[n]``, ``value[n] = T^2 sum_k coefficient_k D_k(p_n, q_n)``.
+
+    p and q are the softmax of the transformed logits over the temperature T; q is a constant. A row of weight 0 gives 0 and
+    False, and gradient 0, whatever it holds on either side.
+
+    Args:
+        logits: the student's ``[..., V]``.
+        teacher_logits: the teacher's, of the same shape; with ``teacher_rows`` ``[..., V]`` of any number of rows.
+        weights: ``[...]``, constants; None: ones.
+        kind: a kind of :func:`row_divergence`, or coefficients of several.
+        targets: ``[...]``, for ``ce``; -100: none.
+        teacher_rows: ``[...]``, which of the teacher's rows belongs to each; one that there is not gives NaN.
+        draft_to_target: ``[V]``, the teacher's columns that are compared, over which it is normalised.
+        temperature: T.
+        reduction: ``sum`` or ``none``.
+        alpha: of ``lk``: lam from the ``row``'s acceptance rate, or from the weighted ``mean``.
+        softcap: of the student's logits.
+        scale: likewise.
+        skip_id: likewise.
+        teacher_transform: the teacher's own ``softcap``, ``scale``, ``skip_id``; None: the same.
+        options: of the kinds.
+
+    Returns:
+        :class:`Divergence`, in float32 (float64 for float64 logits), in nats.
+
+    Source: :func:`row_divergence`; Hinton et al. 2015, arXiv:1503.02531, section 2, for T^2. The acceptance rate
+    ``sum_v min(p_v, q_v)`` is that of Leviathan et al. 2023, arXiv:2211.17192, section 3.2.
+    """
+    rows, V = logits.shape[:-1], logits.shape[-1]
+    weights = logits.new_ones(rows) if weights is None else weights.detach()
+    on = weights != 0
+    weights = weights.to(torch.promote_types(logits.dtype, torch.float32))
+    t = teacher_logits.detach()
+    if draft_to_target is not None:
+        t = t[..., draft_to_target]
+    if teacher_rows is not None:
+        flat = t.reshape(-1, V)
+        there = (teacher_rows >= 0) & (teacher_rows < flat.shape[0])
+        t = torch.where(there[..., None], flat[torch.where(there, teacher_rows, 0)], math.nan)
+    own = {"softcap": softcap, "scale": scale, "skip_id": skip_id}
+    its = own if teacher_transform is None else teacher_transform
+    z = transformed(torch.where(on[..., None], logits, 0.0), **own) / temperature  # type: ignore[arg-type]
+    t = transformed(torch.where(on[..., None], t, 0.0), **its) / temperature
+    log_p, log_q = torch.log_softmax(z, -1), torch.log_softmax(t, -1)
+    y = None if targets is None else targets.long()
+    if y is not None and skip_id is not None:
+        y = torch.where(y == skip_id, -1, y)
+    a = torch.where(on, torch.minimum(log_p.exp(), log_q.exp()).sum(-1).detach(), 0.0)
+    mean = torch.where(on, weights * a, 0.0).sum() / weights.sum()
+    parts = {kind: 1.0} if isinstance(kind, str) else kind
+    value = torch.zeros_like(a)
+    for name, coefficient in parts.items():
+        own_options = {k: v for k, v in options.items() if v is not None}
+        value = value + coefficient * row_divergence(
+            name, log_p, log_q, y, mean if alpha == "mean" else None, **own_options
+        )
+    value = torch.where(on, value * temperature**2, 0.0)
+    loss = torch.where(on, weights * value, 0.0)
+    agree = on & ~a.isnan() & (_first_argmax(z) == _first_argmax(t))
+    return Divergence(loss.sum() if reduction == "sum" else loss, value, a, agree)
+
+
+def _first_argmax(z: Tensor) -> Tensor:
+    V = z.shape[-1]
+    best = z == z.amax(-1, keepdim=True)
+    return torch.where(best, torch.arange(V, device=z.device), V).amin(-1)
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    weights: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    teacher_weight: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    **options: Any,
+) -> Divergence:
+    """:func:`divergence` of the logits that LM heads make of hidden states.
+
+    Args:
+        hidden: the student's ``[..., D]``.
+        weight: its LM head ``[V, D]``.
+        teacher_hidden: the teacher's ``[..., D']``.
+        weights: ``[...]``; None: ones.
+        bias: of the student's head, ``[V]``.
+        teacher_weight: the teacher's LM head; None: the student's, with its bias.
+        teacher_bias: of the teacher's own head.
+        options: as in :func:`divergence`.
+
+    Returns:
+        :class:`Divergence`, differentiable in ``hidden``, ``weight`` and ``bias``.
+
+    Source: :func:`divergence` of the projected states.
+    """
+    on = None if weights is None else weights != 0
+    head = (weight, bias) if teacher_weight is None else (teacher_weight, teacher_bias)
+    teacher = linear_logits(teacher_hidden, *head).detach()
+    return divergence(linear_logits(hidden, weight, bias, on), teacher, weights, **options)
