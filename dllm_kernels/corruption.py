@@ -282,7 +282,7 @@ def corrupt_uniform_random(
     Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, section 3.1, the uniform transition.
     """
     _check_batch(input_ids, loss_mask, optional=False)
-    vocab_size = _checked_vocab_size(vocab_size, input_ids, at_least=1)
+    vocab_size = _checked_vocab_size(vocab_size, input_ids)
     eps, block_size = _checked_eps(eps), _checked_block_size(block_size)
     level = _checked_level(level, input_ids, block_size)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
@@ -371,7 +371,9 @@ def corrupt_mix(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
-    vocab_size = _checked_vocab_size(vocab_size, input_ids, at_least=3)
+    vocab_size = _checked_vocab_size(vocab_size, input_ids)
+    if vocab_size < 3:
+        raise ValueError(f"vocab_size must be at least 3, got {vocab_size}")
     if not 0 <= mask_id < vocab_size:
         raise ValueError(
             f"mask_token_id must lie in [0, vocab_size) = [0, {vocab_size}), MASK being one of the vocab_size tokens, "
@@ -556,10 +558,8 @@ def _checked_block_size(block_size: int | None) -> int | None:
     return int(block_size)
 
 
-def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor, *, at_least: int) -> int:
+def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
     check_positive_int("vocab_size", vocab_size)
-    if vocab_size < at_least:
-        raise ValueError(f"vocab_size must be at least {at_least}, got {vocab_size}")
     if vocab_size > 2**31:
         raise ValueError(f"vocab_size must be at most 2**31, got {vocab_size}")
     _check_fits("vocab_size - 1", vocab_size - 1, input_ids)

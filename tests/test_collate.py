@@ -221,6 +221,8 @@ def test_takes_tensors_and_arrays_and_ignores_other_keys():
 def test_documented_helpers():
     collator = DLLMCollator(0, 5, 4, 6, 20)
     assert (collator.block_pad_token_id, DLLMCollator(3).block_pad_token_id) == (5, 3)
+    assert (collator.pad_token_id, collator.eos_token_id, collator.block_size) == (0, 5, 4)
+    assert (collator.pad_seq_len_divisible, collator.max_seq_len) == (6, 20)
     assert DLLMCollator._first_supervised_index([0, 0, 2, 1], 9) == 2
     assert DLLMCollator._first_supervised_index([0, 0], 9) == 9
     ends = collator._block_fill_ends(torch.tensor([5, 30]), torch.tensor([2, 3]))
