@@ -13,6 +13,7 @@ def block_diffusion_loss(
     loss_mask: torch.Tensor,
     num_diffusion_tokens: Count | None = None,
     fp32_upcast: bool = True,
+    reduction: str = "total",
 ) -> torch.Tensor:
     """Mean cross-entropy over all supervised positions, corrupted or not.
 
@@ -25,13 +26,17 @@ def block_diffusion_loss(
         loss_mask: supervised positions ``[B, L]``; nonzero is True.
         num_diffusion_tokens: optional global count of supervised tokens, a number or a 0-d tensor.
         fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits``.
+        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
 
     Returns:
-        A scalar in float32 (float64 for float64 logits), in nats.
+        A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
 
     Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, the denoising cross-entropy of Eq. 5, under the
     uniform kernel and without a weight over time.
     """
     supervised = loss_mask.bool()
-    loss = weighted_nll(logits, target_ids, supervised.to(compute_dtype(logits)), fp32_upcast=fp32_upcast)
+    weights = supervised.to(compute_dtype(logits))
+    loss = weighted_nll(logits, target_ids, weights, fp32_upcast=fp32_upcast, reduction=reduction)
+    if reduction == "none":
+        return loss
     return divided_by_count(loss, supervised.sum() if num_diffusion_tokens is None else num_diffusion_tokens)

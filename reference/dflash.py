@@ -112,6 +112,7 @@ def dflash_loss(
     anchor_row: bool = False,
     num_blocks: Count | None = None,
     num_sequences: Count | None = None,
+    reduction: str = "total",
 ) -> torch.Tensor:
     """Weighted cross-entropy of the predicted positions.
 
@@ -134,9 +135,10 @@ def dflash_loss(
         anchor_row: whether the anchor's row predicts too.
         num_blocks: global count of valid blocks, or with ``"sequence_blocks"`` of each sequence ``[B]``.
         num_sequences: global count of sequences with any valid row.
+        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
 
     Returns:
-        A scalar in float32 (float64 for float64 logits), in nats.
+        A scalar, or ``[B, T]``, in float32 (float64 for float64 logits), in nats.
 
     Raises:
         ValueError: ``normalize`` is none of these, or the weights restart in a broken block.
@@ -156,6 +158,8 @@ def dflash_loss(
         q = torch.exp(-token_nll(logits, target_ids, active=block_mask).detach())
         blocks = (B, T // rows, rows)
         weights = dpace_weights(q.reshape(blocks), mask.reshape(blocks), dpace_alpha, position_weights).reshape(B, T)
+    if reduction == "none":
+        return weighted_nll(logits, target_ids, weights, reduction="none")
     if normalize == "tokens":
         loss = weighted_nll(logits, target_ids, weights)
         return loss if num_tokens is None else divided_by_count(loss, num_tokens)

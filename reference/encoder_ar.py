@@ -12,6 +12,7 @@ def encoder_ar_loss(
     input_ids: torch.Tensor,
     valid_mask: torch.Tensor | None = None,
     num_tokens: Count | None = None,
+    reduction: str = "total",
 ) -> torch.Tensor:
     """Mean next-token cross-entropy where a position and the next one are both valid.
 
@@ -23,13 +24,17 @@ def encoder_ar_loss(
         input_ids: clean tokens ``[B, S]``, integer; a target of -100 has no loss.
         valid_mask: ``[B, S]``, nonzero is True; None for all.
         num_tokens: optional global count, a number or a 0-d tensor.
+        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator; the last one 0.
 
     Returns:
-        A scalar in float32 (float64 for float64 logits), in nats.
+        A scalar, or ``[B, S]``, in float32 (float64 for float64 logits), in nats.
 
     Source: the usual next-token cross-entropy, -(1/n) sum_i log p(x_{i+1} | x_{<=i}).
     """
     valid = torch.ones_like(input_ids, dtype=torch.bool) if valid_mask is None else valid_mask.bool()
     pairs = valid[:, :-1] & valid[:, 1:]
-    loss = weighted_nll(encoder_logits[:, :-1], input_ids[:, 1:], pairs.to(compute_dtype(encoder_logits)))
+    weights = pairs.to(compute_dtype(encoder_logits))
+    loss = weighted_nll(encoder_logits[:, :-1], input_ids[:, 1:], weights, reduction=reduction)
+    if reduction == "none":
+        return torch.nn.functional.pad(loss, (0, 1))
     return divided_by_count(loss, pairs.sum() if num_tokens is None else num_tokens)

@@ -23,9 +23,13 @@ def next_token_loss(
     loss_mask_ar: torch.Tensor,
     num_ar_tokens: Count | None = None,
     fp32_upcast: bool = True,
+    reduction: str = "total",
 ) -> torch.Tensor:
     """``sum_i m_{i+1} * nll(causal_logits_i, target_{i+1}) / max(num_ar_tokens, 1)``, m the AR loss mask."""
-    loss = weighted_nll(causal_logits[:, :-1], target_ids[:, 1:], loss_mask_ar[:, 1:], fp32_upcast=fp32_upcast)
+    rows, targets = causal_logits[:, :-1], target_ids[:, 1:]
+    loss = weighted_nll(rows, targets, loss_mask_ar[:, 1:], fp32_upcast=fp32_upcast, reduction=reduction)
+    if reduction == "none":
+        return torch.nn.functional.pad(loss, (0, 1))
     return loss if num_ar_tokens is None else divided_by_count(loss, num_ar_tokens)
 
 
@@ -41,6 +45,7 @@ def hybrid_loss(
     causal_logits: torch.Tensor | None = None,
     alpha: float = 1.0,
     fp32_upcast: bool = True,
+    reduction: str = "total",
 ) -> HybridLoss:
     """``alpha`` times the masked-diffusion loss, plus the next-token loss of the causal logits.
 
@@ -62,9 +67,11 @@ def hybrid_loss(
         causal_logits: ``[B, L, V]``, the layout that keeps the two apart.
         alpha: weight of the diffusion part.
         fp32_upcast: ``False`` rounds each NLL to the dtype of its logits.
+        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
 
     Returns:
-        ``HybridLoss(total_loss, dllm_loss)``, scalars in nats; the second is detached.
+        ``HybridLoss(total_loss, dllm_loss)``, scalars in nats; the second is detached. Of each row they are
+        ``[B, 2 L]``, those of the diffusion part then those of the other, or ``[B, L]``, and ``[B, L]``.
 
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5 for the diffusion part; the usual next-token
     cross-entropy, Eq. 2 there, for the other.
@@ -72,8 +79,10 @@ def hybrid_loss(
     L = target_ids.shape[1]
     if causal_logits is None and logits.shape[1] > L:
         logits, causal_logits = logits[:, :L], logits[:, L:]
-    total = alpha * mdlm_loss(logits, target_ids, noise_mask, p_mask, loss_mask, num_diffusion_tokens, fp32_upcast)
+    masks = noise_mask, p_mask, loss_mask
+    total = alpha * mdlm_loss(logits, target_ids, *masks, num_diffusion_tokens, fp32_upcast, reduction)
     diffusion = total.detach().clone()
     if causal_logits is not None and loss_mask_ar is not None:
-        total = total + next_token_loss(causal_logits, target_ids, loss_mask_ar, num_ar_tokens, fp32_upcast)
+        other = next_token_loss(causal_logits, target_ids, loss_mask_ar, num_ar_tokens, fp32_upcast, reduction)
+        total = torch.cat([total, other], 1) if reduction == "none" else total + other
     return HybridLoss(total, diffusion)

@@ -24,6 +24,7 @@ def idlm_loss(
     num_diffusion_tokens: Count | None = None,
     clean_loss_weight: float = 0.2,
     auto_balance: bool = False,
+    reduction: str = "total",
 ) -> IDLMLoss:
     """Next-token cross-entropy of the answer on the masked copy, plus ``alpha`` times that on the clean copy.
 
@@ -38,9 +39,11 @@ def idlm_loss(
         num_diffusion_tokens: optional global count, a number or a 0-d tensor.
         clean_loss_weight: ``alpha``.
         auto_balance: ``alpha`` is ``CE(masked) / max(CE(clean), 1e-6)`` instead, a constant of the differentiation.
+        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
 
     Returns:
-        ``IDLMLoss(total_loss, dllm_loss)``, scalars in nats; the second is CE(masked), detached.
+        ``IDLMLoss(total_loss, dllm_loss)``, scalars in nats; the second is CE(masked), detached. Of each row the first
+        is ``[B, 2 L]``.
 
     Source: Introspective Diffusion Language Models, arXiv:2604.11035, Eq. 2 for the balance.
     """
@@ -56,4 +59,10 @@ def idlm_loss(
 
     masked, clean = cross_entropy(logits[:, :L]), cross_entropy(logits[:, L:])
     alpha = (masked / clean.clamp(min=1e-6)).detach() if auto_balance else clean_loss_weight
+    if reduction == "none":
+        halves = (logits[:, :L], 1.0), (logits[:, L:], alpha)
+        rows = [
+            factor * weighted_nll(half[:, :-1], target_ids[:, 1:], weights, reduction="none") for half, factor in halves
+        ]
+        return IDLMLoss(torch.cat([torch.nn.functional.pad(row, (0, 1)) for row in rows], 1), masked.detach().clone())
     return IDLMLoss(masked + alpha * clean, masked.detach().clone())

@@ -23,6 +23,7 @@ def mdlm_loss(
     loss_mask: torch.Tensor,
     num_diffusion_tokens: Count | None = None,
     fp32_upcast: bool = True,
+    reduction: str = "total",
 ) -> torch.Tensor:
     """Masked-diffusion loss: cross-entropy at the corrupted supervised positions, weighted by 1/p.
 
@@ -37,13 +38,14 @@ def mdlm_loss(
         loss_mask: supervised positions ``[B, L]``; nonzero is True.
         num_diffusion_tokens: optional global count of supervised tokens, a number or a 0-d tensor.
         fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits``.
+        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
 
     Returns:
-        A scalar in float32 (float64 for float64 logits), in nats.
+        A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
 
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, Eq. 5, whose 1/t is 1/p here; Sahoo et al. 2024 (MDLM),
     arXiv:2406.07524.
     """
     weights = diffusion_weights(noise_mask, p_mask, loss_mask, compute_dtype(logits))
-    loss = weighted_nll(logits, target_ids, weights, fp32_upcast=fp32_upcast)
-    return loss if num_diffusion_tokens is None else divided_by_count(loss, num_diffusion_tokens)
+    loss = weighted_nll(logits, target_ids, weights, fp32_upcast=fp32_upcast, reduction=reduction)
+    return loss if reduction == "none" or num_diffusion_tokens is None else divided_by_count(loss, num_diffusion_tokens)

@@ -62,6 +62,7 @@ def scdd_loss(
     max_ratio: float = 0.1,
     gamma_shape: float = 1.0,
     t_peak: float = 0.5,
+    reduction: str = "total",
 ) -> torch.Tensor:
     """The negative bound on the likelihood in T steps, summed over the supervised tokens and divided by their number.
 
@@ -87,9 +88,10 @@ def scdd_loss(
         max_ratio: as in :func:`scdd_schedule`, and so the rest.
         gamma_shape: as in :func:`scdd_schedule`.
         t_peak: as in :func:`scdd_schedule`.
+        reduction: ``"none"`` gives what each row adds to the sum instead, before any denominator.
 
     Returns:
-        A scalar in float32 (float64 for float64 logits), in nats.
+        A scalar, or ``[B, L]``, in float32 (float64 for float64 logits), in nats.
 
     Source: Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9.
     """
@@ -122,5 +124,7 @@ def scdd_loss(
     q = (base_t + rho_t * e).clamp(min=TINY)  # divides each number by itself: 0 / q has the gradient 0
     corrected = base_s * u / q * (S - K * D) + rho_s * u / q * (term_x - D)
     corrected = -corrected - base_s * r / q * (term_z - D) - rho_s * r * e / q * (term_x - D)
-    loss = (torch.where(active, torch.where(is_mask, absorbed, corrected), 0.0) * num_timesteps).sum()
-    return divided_by_count(loss, supervised.sum() if num_diffusion_tokens is None else num_diffusion_tokens)
+    costs = torch.where(active, torch.where(is_mask, absorbed, corrected), 0.0) * num_timesteps
+    if reduction == "none":
+        return costs
+    return divided_by_count(costs.sum(), supervised.sum() if num_diffusion_tokens is None else num_diffusion_tokens)

@@ -114,6 +114,7 @@ def weighted_nll(
     weights: torch.Tensor,
     ignore_index: int = IGNORE_INDEX,
     fp32_upcast: bool = True,
+    reduction: str = "total",
 ) -> torch.Tensor:
     """Weighted sum of the negative log-likelihoods, ``sum_n weights[n] * nll[n]``.
 
@@ -125,16 +126,18 @@ def weighted_nll(
         weights: ``[...]``, any dtype; constants of the differentiation.
         ignore_index: the target that means "no loss here".
         fp32_upcast: ``False`` rounds each NLL to the dtype of ``logits`` before it is weighted.
+        reduction: ``"none"`` gives ``weights[n] * nll[n]`` of each row instead of their sum.
 
     Returns:
-        A scalar in float32 (float64 for float64 logits), in nats.
+        A scalar, or ``[...]``, in float32 (float64 for float64 logits), in nats.
 
     Source: the common form of every loss here, before its denominator.
     """
     nll = token_nll(logits, targets, ignore_index, active=weights != 0)
     if not fp32_upcast:
         nll = nll.to(logits.dtype).to(nll.dtype)
-    return (nll * weights.detach().to(nll.dtype)).sum()
+    weighted = nll * weights.detach().to(nll.dtype)
+    return weighted if reduction == "none" else weighted.sum()
 
 
 def compute_per_token_nll(logits: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:

@@ -53,14 +53,14 @@ class Case:
         loss: the class, or the function from logits and the one from hidden states.
         draw: (B, L, V) -> the tensors of a call by name, drawn from torch's default generator.
         equation: the oracle; of inputs, settings and options it gets those that it has a parameter for.
-        settings: the constructor's arguments.
+        settings: the constructor's arguments, or the function's.
         roles: what each argument of a call is, in the words of ``COMMON``; a loss of another signature brings its own.
         rows: what the two forms call the logits and the hidden states.
         head: what the second calls the head's weight and bias.
         extra: (form, rows, inputs) -> the rows, and what a call takes that is no tensor, or is cut from the rows.
         width: positions of the logits for each token.
         separate: whether a model gives those as tensors of their own, not as one.
-        per_row: whether the value is one number a row.
+        per_row: whether the value is one number a row, of ``width`` rows for each token.
         linear_in: the input the value is linear in, if any.
         rounds: whether it takes ``fp32_upcast``.
         shifted: whether a part of a sequence alone has another loss: rows that predict the next token, or weigh by place.
@@ -129,7 +129,7 @@ class Case:
         chunk = {"chunk_size": options.pop("chunk_size")} if "chunk_size" in options else {}
         options = {**self.transform, **options}
         if isinstance(self.loss, tuple):
-            return self.loss[int(form == "hidden")](**arguments, **chunk, **options)
+            return self.loss[int(form == "hidden")](**arguments, **self.settings, **chunk, **options)
         if self.chunks_at_construction:
             return self._of(self.loss(**self.settings, **options, **chunk), form)(**arguments)
         return self._of(self.loss(**self.settings, **options), form)(**arguments, **chunk)
@@ -157,7 +157,10 @@ class Case:
 
 
 def _value(output: Any) -> torch.Tensor:
-    return output if isinstance(output, torch.Tensor) else output.total_loss
+    if isinstance(output, torch.Tensor):
+        return output
+    rows = getattr(output, "row_losses", None)
+    return output.total_loss if rows is None else rows
 
 
 def _targets(B: int, L: int, V: int) -> torch.Tensor:
@@ -311,10 +314,12 @@ def _seq_len(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]
 def _dflash_oracle(
     logits, target_ids, block_mask, num_tokens=None, block_size=None, loss_gamma=7.0, normalize="tokens",
     position_weights="decay", dpace_alpha=0.5, anchor_row=False, num_blocks=None, num_sequences=None,
+    reduction="total",
 ):  # fmt: skip
     return reference.dflash_loss(
         logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize, position_weights=position_weights,
         dpace_alpha=dpace_alpha, anchor_row=anchor_row, num_blocks=num_blocks, num_sequences=num_sequences,
+        reduction=reduction,
     )  # fmt: skip
 
 
@@ -493,7 +498,22 @@ def _twin(case: Case) -> Case:
     )  # fmt: skip
 
 
-CASES = (*PLAIN, *(_twin(case) for case in PLAIN if case.transformed_by))
+def _rows_of(case: Case) -> Case:
+    """The same asked for the loss of each row."""
+    return replace(
+        case, name=f"{case.name}, rows", settings={**case.settings, "reduction": "none"}, per_row=True,
+        variant=case.name != "mdlm, counted",  # one way in is enough where a case takes seconds
+    )  # fmt: skip
+
+
+# One for each way through a loss: with a count, which the rows know nothing of, where there is one.
+ROWS = tuple(
+    _rows_of(case) for case in PLAIN if case.name in (
+        "mdlm, counted", "block diffusion", "hybrid", "hybrid, one tensor", "dflash", "dflash, dpace", "dflash, sequence blocks",
+        "idlm", "idlm, balanced", "scdd, counted", "scdd, no uniform noise", "encoder AR",
+    )
+)  # fmt: skip
+CASES = (*PLAIN, *(_twin(case) for case in PLAIN if case.transformed_by), *ROWS)
 SUMS = tuple(case for case in CASES if not case.per_row)
 LOSSES = tuple(case for case in PLAIN if case.functions[0].__module__.startswith("dllm_kernels."))
 # One case for each op and loss, and where a case takes seconds, in several processes and under a compiler, those that
@@ -512,4 +532,4 @@ def upstream_for(case: Case, B: int, L: int) -> torch.Tensor:
     """A random upstream gradient: one number a row, some of them zero, or one for the loss."""
     if not case.per_row:
         return torch.randn(())
-    return torch.randn(B, L) * (torch.rand(B, L) < 0.8)
+    return torch.randn(B, L * case.width) * (torch.rand(B, L * case.width) < 0.8)

@@ -176,7 +176,8 @@ def close(got, expected, label=""):
 
 
 def upstream(case, rows=B):
-    return torch.randn(rows, L) * (torch.rand(rows, L) < 0.8) if case.per_row else torch.randn(())
+    shape = rows, L * case.width
+    return torch.randn(shape) * (torch.rand(shape) < 0.8) if case.per_row else torch.randn(())
 
 
 def drawn(case, seed=0):

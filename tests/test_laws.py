@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.cases import BY_NAME, CASES, SUMS
+from tests.cases import BY_NAME, CASES, ROWS, SUMS
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
 
@@ -23,7 +23,9 @@ garbage = st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0])
 
 
 def cases(selection=CASES):
-    return pytest.mark.parametrize("case", selection, ids=lambda case: case.name)
+    """What a loss adds up has no laws of its own: its rows, but for one loss, in ``make test-exhaustive``."""
+    params = [pytest.param(c, marks=pytest.mark.exhaustive if c in ROWS and c.variant else ()) for c in selection]
+    return pytest.mark.parametrize("case", params, ids=lambda case: case.name)
 
 
 def draw(case, seed, size, dtype=torch.float32):
@@ -43,7 +45,7 @@ def value_of(case, form, inputs):
 
 
 def ones_like_value(case, size):
-    return torch.ones(size if case.per_row else (), device=DEVICE)
+    return torch.ones((size[0], size[1] * case.width) if case.per_row else (), device=DEVICE)
 
 
 def rows_that_count(case, inputs, logits):

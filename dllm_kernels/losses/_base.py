@@ -12,7 +12,16 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.base._target_range import first_fraction, first_true
-from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, single_loss
+from dllm_kernels.losses._common import (
+    Count,
+    DLLMLossOutput,
+    check_counts,
+    check_masks,
+    divide,
+    single_loss,
+    sum_of_rows,
+    weighted_rows,
+)
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 
@@ -111,10 +120,12 @@ class DiffusionLoss(TransformedLoss):
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
             NLL of a target equal to it is NaN. None: all columns are.
+        reduction: "total", or "none" for what each row adds, as :class:`MDLMCrossEntropyLoss` describes it.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: ``fp32_upcast`` is no bool; also at a call, for one assigned since.
+        TypeError: ``fp32_upcast`` is no bool.
+        ValueError: ``reduction`` is no such word. Both also at a call, for attributes assigned since.
     """
 
     chunk_size: int | None = None
@@ -126,9 +137,10 @@ class DiffusionLoss(TransformedLoss):
         softcap: float | None = None,
         scale: float | None = None,
         skip_id: int | None = None,
+        reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap, scale, skip_id)
+        super().__init__(softcap, scale, skip_id, reduction)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.backend = backend
 
@@ -237,7 +249,16 @@ class DiffusionLoss(TransformedLoss):
         rows.check(batch.target_ids)
         batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
         weights, count = self._weights(batch, rows.acc)
-        return single_loss(rows.weighted(batch.target_ids, divide(weights, count)).loss, weights)
+        return self._of_one_part(rows, batch.target_ids, weights, divide(weights, count))
+
+    def _of_one_part(
+        self, rows: Rows, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
+    ) -> DLLMLossOutput:
+        """From what each row weighs, and from that over the denominator."""
+        if not self._gives_rows():
+            return single_loss(rows.weighted(targets, divided).loss, weights)
+        nll = rows.per_row(targets, weights).nll
+        return single_loss(sum_of_rows(nll, divided), weights, weighted_rows(nll, weights))
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
         """What each row's NLL weighs, ``[B, L]``, 0 for rows that are not to be read; and what the sum is divided by."""

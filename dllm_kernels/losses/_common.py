@@ -10,6 +10,7 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import plain_count
 
 Count = int | torch.Tensor | None
+REDUCTIONS = ("total", "none")
 
 
 class DLLMLossOutput(NamedTuple):
@@ -29,6 +30,19 @@ class DLLMLossOutput(NamedTuple):
             both, the factor between them included. None in an output that was made without it.
         draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict: what
             :func:`acceptance_length` takes (DFlash only, else None).
+        row_losses: with ``reduction="none"``, else None: ``[B, L]``, what each row adds to the sum before any denominator,
+            ``w_i nll_i``, differentiable with any gradient a row; 0 for rows that are not read. Of a loss of two parts
+            ``[B, 2 L]``: I-DLM's masked copy and then its clean copy, the hybrid loss's diffusion rows and then its AR rows
+            (``[B, L]`` without an AR part). Row i of a next-token part predicts token i + 1, and the last one is 0.
+        row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. They add up to
+            ``weight_sum``, those of targets of -100 with them.
+
+    A trainer that divides by sums of its own forms them from either. From the sums of this call, with the gradient made as
+    early as ever: give no count (or a count of 1), and divide the sum of ``total_loss`` over micro-batches and ranks by that of
+    ``weight_sum``. From the rows, where each sequence has a denominator of its own, or rows are weighed again: construct the
+    loss with ``reduction="none"`` and reduce ``row_losses``, for the mean over each sequence and then over the batch by
+    ``(row_losses.sum(1) / tokens_of_each.clamp(min=1)).mean()``. The plain NLL of a row is ``row_losses / row_weights`` where
+    that weight is not 0.
     """
 
     total_loss: torch.Tensor
@@ -37,14 +51,18 @@ class DLLMLossOutput(NamedTuple):
     draft_count_per_pos: torch.Tensor | None = None
     weight_sum: torch.Tensor | None = None
     draft_correct: torch.Tensor | None = None
+    row_losses: torch.Tensor | None = None
+    row_weights: torch.Tensor | None = None
 
 
-def single_loss(loss: torch.Tensor, weights: torch.Tensor) -> DLLMLossOutput:
-    """The output of a loss with one part, whose rows weigh ``weights`` before its denominator.
+def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Tensor | None = None) -> DLLMLossOutput:
+    """The output of a loss with one part, whose rows weigh ``weights`` before its denominator; its rows where asked for.
 
     The logged value is a copy of its own.
     """
-    return DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone(), weight_sum=weights.detach().sum())
+    weights = weights.detach()
+    out = DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone(), weight_sum=weights.sum())
+    return out if row_losses is None else out._replace(row_losses=row_losses, row_weights=weights)
 
 
 def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
@@ -61,9 +79,14 @@ def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
     return weights if count <= 1 else weights / count  # not max(): before torch 2.13 it made each float a graph
 
 
+def weighted_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weights * NLL of each row, 0 for a row of weight 0 whatever it holds."""
+    return torch.where(weights != 0, nll * weights, 0.0)
+
+
 def sum_of_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Sum of weights * NLL; a row of weight 0 adds 0 whatever it holds."""
-    return torch.where(weights != 0, nll * weights, 0.0).sum()
+    """The sum of :func:`weighted_rows`."""
+    return weighted_rows(nll, weights).sum()
 
 
 def part_of(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
 )
 from dllm_kernels.ops.token_nll import checked_weighted_nll
+from dllm_kernels.rows._plan import compute_dtype
 from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
 
 
@@ -109,9 +111,14 @@ class Rows:
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **flags: Any) -> TokenNLL:
         """The NLL of the active rows, differentiable: for weights that are not known before the forward pass."""
+        options = {**self.options, **flags}
+        rounds = options.pop("round_nll", False)
         if self.weight is None:
-            return token_nll(self.x, targets, active=active, **self.options, **flags)
-        return linear_token_nll(self.x, self.weight, targets, active=active, bias=self.bias, **self.options, **flags)
+            rows, dtype = token_nll(self.x, targets, active=active, **options), self.x.dtype
+        else:
+            rows = linear_token_nll(self.x, self.weight, targets, active=active, bias=self.bias, **options)
+            dtype = compute_dtype(self.x, self.weight)
+        return rows._replace(nll=_rounded(rows.nll, dtype)) if rounds else rows
 
     def stats(self, ids: torch.Tensor, active: torch.Tensor, **asked: Any) -> RowStats:
         """Statistics of the active rows, differentiable: for what is no sum of NLLs."""
@@ -119,3 +126,9 @@ class Rows:
         if self.weight is None:
             return row_stats(self.x, ids, active=active, **options, **asked)
         return linear_row_stats(self.x, self.weight, ids, active=active, bias=self.bias, **options, **asked)
+
+
+def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The NLL as rounded to ``dtype``, with the gradient of what it was, which a cast there and back would round too."""
+    change = (nll.to(dtype).to(nll.dtype) - nll).detach()
+    return nll + change.nan_to_num(0.0, math.inf)  # of an infinite NLL it is NaN

@@ -1,4 +1,4 @@
-"""What every loss that is a module takes besides its own: a transform of the logits."""
+"""What every loss that is a module takes besides its own: a transform of the logits, and what it returns of its rows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 from torch import nn
 
 from dllm_kernels.base import _checks
+from dllm_kernels.losses._common import REDUCTIONS
+from dllm_kernels.ops.dpace_weights import check_choice
 
 
 class TransformedLoss(nn.Module):
@@ -16,20 +18,36 @@ class TransformedLoss(nn.Module):
         softcap: c > 0 makes each logit ``c tanh(z / c)``, or None.
         scale: s > 0 multiplies each logit, after the cap, or None.
         skip_id: the column that is never predicted, or None.
+        reduction: "total" or "none", as :class:`dllm_kernels.MDLMCrossEntropyLoss` describes it.
 
     Raises:
         TypeError: one of them is no number, or ``skip_id`` no int.
-        ValueError: one of them is out of range.
+        ValueError: one of them is out of range, or ``reduction`` is no such word; of that also at a call.
     """
 
-    def __init__(self, softcap: float | None = None, scale: float | None = None, skip_id: int | None = None) -> None:
+    def __init__(
+        self,
+        softcap: float | None = None,
+        scale: float | None = None,
+        skip_id: int | None = None,
+        reduction: str = "total",
+    ) -> None:
         super().__init__()
         _checks.check_transform(softcap, scale, skip_id)
         self.softcap = softcap
         self.scale = scale
         self.skip_id = skip_id
+        self.reduction = reduction
+        self._gives_rows()
 
     @property
     def transform(self) -> dict[str, Any]:
         """The three as the ops take them."""
         return {"softcap": self.softcap, "scale": self.scale, "skip_id": self.skip_id}
+
+    def _gives_rows(self) -> bool:
+        """Whether the output has the loss of each row. Looked at at each call: an attribute may have been assigned since."""
+        if self.reduction == "total":
+            return False
+        check_choice("reduction", self.reduction, REDUCTIONS)
+        return True

@@ -24,6 +24,7 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
         skip_id: as in :class:`MDLMCrossEntropyLoss`.
+        reduction: as in :class:`MDLMCrossEntropyLoss`; the rows of "none" are the NLL of the supervised positions.
         backend: "auto", "triton" or "torch".
     """
 

@@ -7,7 +7,7 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._blocks import NORMALIZE, Counts, in_blocks, normalized, rows_of_block
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
+from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows, weighted_rows
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops import linear_token_nll
@@ -48,6 +48,8 @@ class DFlashDecayLoss(TransformedLoss):
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
         skip_id: as in :class:`MDLMCrossEntropyLoss`.
+        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are ``w m nll``, their weights ``w m``: with
+            ``draft_correct`` what a trainer of draft models divides by sums of its own.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -69,9 +71,10 @@ class DFlashDecayLoss(TransformedLoss):
         softcap: float | None = None,
         scale: float | None = None,
         skip_id: int | None = None,
+        reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap, scale, skip_id)
+        super().__init__(softcap, scale, skip_id, reduction)
         _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
@@ -178,20 +181,21 @@ class DFlashDecayLoss(TransformedLoss):
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
         mask = block_mask.detach().to(rows.acc)
-        if self.position_weights == "decay":
+        gives_rows = self._gives_rows()
+        if self.position_weights == "decay" and not gives_rows:
             weights = self._row_weights(mask, block_size)
             divided = self._normalized(weights, mask, block_size, counts)
             out = rows.weighted(target_ids, divided, active=block_mask, with_correct=True)
-            loss, correct = out.loss, out.correct
+            loss, correct = single_loss(out.loss, weights), out.correct
         else:
             each = rows.per_row(target_ids, block_mask, with_correct=True)
-            weights = self._row_weights(mask, block_size, each.nll)
-            loss, correct = sum_of_rows(each.nll, self._normalized(weights, mask, block_size, counts)), each.correct
+            weights, correct = self._row_weights(mask, block_size, each.nll), each.correct
+            total = sum_of_rows(each.nll, self._normalized(weights, mask, block_size, counts))
+            row_losses = weighted_rows(each.nll, weights) if gives_rows else None
+            loss = single_loss(total, weights, row_losses)
         assert correct is not None
         hits, count = self._draft_acc_per_pos(correct, block_mask, self._with_anchor(block_size))
-        return single_loss(loss, weights)._replace(
-            draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct
-        )
+        return loss._replace(draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct)
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""

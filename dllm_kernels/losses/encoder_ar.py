@@ -8,9 +8,10 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
-from dllm_kernels.losses._common import Count, check_counts, divide, shift_left
+from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.ops import token_nll
+from dllm_kernels.ops.dpace_weights import check_choice
 
 
 def compute_per_token_nll(
@@ -54,6 +55,7 @@ def encoder_ar_loss(
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
+    reduction: str = "total",
     backend: str = "auto",
 ) -> torch.Tensor:
     r"""Next-token cross-entropy where both the current and the next position are valid.
@@ -70,20 +72,23 @@ def encoder_ar_loss(
         softcap: as in :func:`compute_per_token_nll`.
         scale: as in :func:`compute_per_token_nll`.
         skip_id: as in :func:`compute_per_token_nll`.
+        reduction: "total", the loss; or "none", the NLL of each row, 0 where it is not scored, for a trainer with a denominator
+            of its own. Row i predicts token i + 1. Not divided by ``num_tokens``, which is looked at all the same.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        0-d loss, float32 (float64 for float64 logits).
+        0-d loss, float32 (float64 for float64 logits); with ``reduction="none"`` ``[B, S]``, differentiable with any gradient
+        a row.
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is no such word.
     """
     rows = Rows.of_logits(
         encoder_logits, names=_checks.Names("encoder_logits", "input_ids"),
         backend=backend, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
-    return _next_token(rows, input_ids, valid_mask, num_tokens)
+    return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 
 
 def encoder_ar_loss_fused(
@@ -98,6 +103,7 @@ def encoder_ar_loss_fused(
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
+    reduction: str = "total",
     backend: str = "auto",
 ) -> torch.Tensor:
     """:func:`encoder_ar_loss` from hidden states and the LM head; the logits exist one chunk at a time.
@@ -113,27 +119,29 @@ def encoder_ar_loss_fused(
         softcap: as in :func:`compute_per_token_nll`.
         scale: as in :func:`compute_per_token_nll`.
         skip_id: as in :func:`compute_per_token_nll`.
+        reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are made twice.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        0-d loss, float32 (float64 for float64 hidden states).
+        0-d loss, float32 (float64 for float64 hidden states), or ``[B, S]`` as in :func:`encoder_ar_loss`.
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is no such word.
     """
     names = _checks.Names("hidden", "input_ids", "lm_head_weight", "lm_head_bias")
     rows = Rows.of_hidden(
         hidden, lm_head_weight, lm_head_bias, names=names,
         chunk_size=chunk_size, backend=backend, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
-    return _next_token(rows, input_ids, valid_mask, num_tokens)
+    return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 
 
 def _next_token(
-    rows: Rows, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count
+    rows: Rows, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count, reduction: str
 ) -> torch.Tensor:
     rows.check(input_ids, shift=1)
+    check_choice("reduction", reduction, REDUCTIONS)
     input_ids, valid_mask = all_plain(input_ids, valid_mask)
     check_counts(num_tokens=num_tokens)
     if valid_mask is None:
@@ -143,5 +151,7 @@ def _next_token(
         _checks.check_same_device("input_ids", input_ids, valid_mask=valid_mask)
         valid = valid_mask.bool()
     scored = torch.nn.functional.pad(valid[:, :-1] & valid[:, 1:], (0, 1), value=False)[:, : valid.shape[1]]
+    if reduction == "none":
+        return rows.per_row(shift_left(input_ids), scored).nll
     weights = divide(scored.to(rows.acc), scored.sum() if num_tokens is None else num_tokens)
     return rows.weighted(shift_left(input_ids), weights).loss

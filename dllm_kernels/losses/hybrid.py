@@ -8,7 +8,16 @@ from torch import Tensor
 
 from dllm_kernels.base._checks import check_constant
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, part_of, shift_left, single_loss
+from dllm_kernels.losses._common import (
+    Count,
+    DLLMLossOutput,
+    divide,
+    part_of,
+    shift_left,
+    single_loss,
+    sum_of_rows,
+    weighted_rows,
+)
 from dllm_kernels.losses._rows import Rows
 
 
@@ -31,6 +40,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
         skip_id: as in :class:`MDLMCrossEntropyLoss`.
+        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are ``[B, 2 L]``, those of the diffusion part, with
+            ``alpha`` in their weights, and then those of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".
     """
 
@@ -42,9 +53,12 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         softcap: float | None = None,
         scale: float | None = None,
         skip_id: int | None = None,
+        reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, backend=backend)
+        super().__init__(
+            fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend
+        )
         self.alpha = alpha
 
     def forward_fused(  # type: ignore[override]
@@ -103,37 +117,54 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     def _one_call(self, rows: Rows, batch: Batch, beyond: int) -> DLLMLossOutput:
         """All rows at once, with ``beyond`` of them after the diffusion rows: the AR branch's, or of no use."""
-        targets, (plain_weights, count) = batch.target_ids, self._weights(batch, rows.acc)
-        weights, weight_sum = divide(plain_weights, count), plain_weights.sum()
-        if beyond and batch.loss_mask_ar is not None:
-            shifted, ar = _shifted(batch, rows.acc)
-            targets, weights = (
-                torch.cat([targets, shifted], 1),
-                torch.cat([weights, divide(ar, batch.num_ar_tokens)], 1),
-            )
-            weight_sum = weight_sum + ar.sum()
-        elif beyond:
-            targets, weights = F.pad(targets.long(), (0, beyond), value=-100), F.pad(weights, (0, beyond))
-        out = rows.weighted(targets, weights)
+        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.acc)
+        divided = divide(weights, count)
         if not beyond:
-            return single_loss(out.loss, plain_weights)
-        L = batch.target_ids.shape[1]
-        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights[:, :L]), weight_sum=weight_sum)
+            return self._of_one_part(rows, targets, weights, divided)
+        L = targets.shape[1]
+        if batch.loss_mask_ar is None:  # rows of no use
+            shifted, ar = targets.new_full((len(targets), beyond), -100), weights.new_zeros(len(targets), beyond)
+        else:
+            shifted, ar = _shifted(batch, rows.acc)
+        targets, every = torch.cat([targets, shifted], 1), torch.cat([weights, ar], 1)
+        divided = torch.cat([divided, divide(ar, batch.num_ar_tokens)], 1)
+        if not self._gives_rows():
+            out = rows.weighted(targets, divided)
+            return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], divided[:, :L]), weight_sum=every.sum())
+        nll = rows.per_row(targets, every).nll
+        if batch.loss_mask_ar is None:
+            return single_loss(sum_of_rows(nll[:, :L], divided[:, :L]), weights, weighted_rows(nll[:, :L], weights))
+        return _of_rows(nll, every, divided, L)
 
     def _two_branches(self, rows: Rows, other: Rows, batch: Batch) -> DLLMLossOutput:
         """Two calls on logits; one pass over an LM head, for both branches."""
         targets, (weights, count) = batch.target_ids, self._weights(batch, rows.acc)
         shifted, ar = _shifted(batch, rows.acc)
         weight_sum = weights.sum() + ar.sum()
-        weights, ar = divide(weights, count), divide(ar, batch.num_ar_tokens)
-        if not rows.fused:
-            diffusion = rows.weighted(targets, weights).loss
-            total = diffusion + other.weighted(shifted, ar).loss
+        divided, divided_ar = divide(weights, count), divide(ar, batch.num_ar_tokens)
+        gives_rows = self._gives_rows()
+        if not rows.fused and not gives_rows:
+            diffusion = rows.weighted(targets, divided).loss
+            total = diffusion + other.weighted(shifted, divided_ar).loss
             return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
+        if not rows.fused:
+            nll = torch.cat([rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll], 1)
+            return _of_rows(nll, torch.cat([weights, ar], 1), torch.cat([divided, divided_ar], 1), targets.shape[1])
         # Along a new dimension: of DTensors split along the sequence, cat along it would gather the whole.
         both = rows.of(torch.stack([rows.x, other.x]), rows.names.rows)
-        out = both.weighted(torch.stack([targets.long(), shifted]), torch.stack([weights, ar]))
-        return DLLMLossOutput(out.loss, part_of(out.nll[0], weights), weight_sum=weight_sum)
+        targets = torch.stack([targets.long(), shifted])
+        if gives_rows:
+            nll = torch.cat(both.per_row(targets, torch.stack([weights, ar])).nll.unbind(), 1)
+            return _of_rows(nll, torch.cat([weights, ar], 1), torch.cat([divided, divided_ar], 1), ar.shape[1])
+        out = both.weighted(targets, torch.stack([divided, divided_ar]))
+        return DLLMLossOutput(out.loss, part_of(out.nll[0], divided), weight_sum=weight_sum)
+
+
+def _of_rows(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DLLMLossOutput:
+    """The output with the rows of both parts, the first L of them the diffusion part's."""
+    diffusion = sum_of_rows(nll[:, :L], divided[:, :L])
+    out = single_loss(diffusion + sum_of_rows(nll[:, L:], divided[:, L:]), weights, weighted_rows(nll, weights))
+    return out._replace(dllm_loss=diffusion.detach().clone())
 
 
 def _is_longer(x: Tensor, target_ids: Tensor) -> bool:

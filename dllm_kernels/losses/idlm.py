@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
@@ -38,6 +39,8 @@ class IDLMLoss(TransformedLoss):
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
         skip_id: as in :class:`MDLMCrossEntropyLoss`.
+        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are ``[B, 2 L]``, those of the masked copy and then
+            those of the clean one, with alpha in their weights.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -53,9 +56,10 @@ class IDLMLoss(TransformedLoss):
         softcap: float | None = None,
         scale: float | None = None,
         skip_id: int | None = None,
+        reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap, scale, skip_id)
+        super().__init__(softcap, scale, skip_id, reduction)
         self.clean_loss_weight = clean_loss_weight
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
         self.backend = backend
@@ -146,14 +150,24 @@ class IDLMLoss(TransformedLoss):
         count = scored.sum()
         weights = divide(scored.to(rows.acc), count if num_diffusion_tokens is None else num_diffusion_tokens)
         both, L = torch.cat([targets, targets], 1), target_ids.shape[1]
-        if self.auto_balance:
-            nll = rows.per_row(both, torch.cat([weights, weights], 1)).nll
-            noisy, clean = (nll[:, :L] * weights).sum(), (nll[:, L:] * weights).sum()
-            alpha = (noisy / clean.clamp(min=CLEAN_MIN)).detach()
-            return DLLMLossOutput(noisy + alpha * clean, noisy.detach().clone(), weight_sum=(1 + alpha) * count)
+        if self.auto_balance or self._gives_rows():
+            return self._of_rows(rows, both, scored.to(rows.acc), weights)
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
         weight_sum = (1 + self.clean_loss_weight) * count.to(rows.acc)
         return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights), weight_sum=weight_sum)
+
+    def _of_rows(self, rows: Rows, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
+        """From the NLL of the rows of both halves ``[B, 2 L]``, each half weighing ``weights``, ``scored`` over the count."""
+        L = weights.shape[1]
+        factor = 1.0 if self.auto_balance else self.clean_loss_weight  # rows that weigh nothing are not read
+        nll = rows.per_row(both, torch.cat([weights, factor * weights], 1)).nll
+        noisy, clean = (nll[:, :L] * weights).sum(), (nll[:, L:] * weights).sum()
+        alpha = (noisy / clean.clamp(min=CLEAN_MIN)).detach() if self.auto_balance else self.clean_loss_weight
+        out = DLLMLossOutput(noisy + alpha * clean, noisy.detach().clone(), weight_sum=(1 + alpha) * scored.sum())
+        if not self._gives_rows():
+            return out
+        row_weights = torch.cat([scored, alpha * scored], 1)
+        return out._replace(row_losses=nll * row_weights, row_weights=row_weights)
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""

@@ -29,6 +29,9 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
             NLL of a target equal to it is NaN. None: all columns are.
+        reduction: "total" gives the loss and nothing of its rows. "none" gives ``row_losses`` and ``row_weights`` beside it
+            (:class:`DLLMLossOutput`), for a trainer with denominators of its own: :math:`\text{nll}_i / p_i`, not yet divided by
+            N, with any gradient a row. From hidden states with a trainable head the logits are then made twice.
         backend: "auto", "triton" or "torch".
     """
 

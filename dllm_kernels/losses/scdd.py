@@ -12,7 +12,15 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import plain, values_are_there
 from dllm_kernels.base._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, divide, single_loss
+from dllm_kernels.losses._common import (
+    Count,
+    DLLMLossOutput,
+    check_masks,
+    divide,
+    single_loss,
+    sum_of_rows,
+    weighted_rows,
+)
 from dllm_kernels.losses._rows import Rows
 
 TINY = torch.finfo(torch.float32).tiny
@@ -121,6 +129,8 @@ class SCDDLoss(DiffusionLoss):
             From logits there are no chunks.
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
+        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are T times what a position costs in one step, their
+            weights T.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -139,9 +149,10 @@ class SCDDLoss(DiffusionLoss):
         *,
         softcap: float | None = None,
         scale: float | None = None,
+        reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap=softcap, scale=scale, backend=backend)
+        super().__init__(softcap=softcap, scale=scale, reduction=reduction, backend=backend)
         self.mask_token_id = mask_token_id
         self.num_timesteps = num_timesteps
         self.max_ratio = max_ratio
@@ -175,11 +186,22 @@ class SCDDLoss(DiffusionLoss):
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
         steps = self.num_timesteps * supervised.to(rows.acc)  # what the cost of a position weighs, with either noise
         if self.max_ratio == 0:
-            weights = divide(self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count)
-            return single_loss(rows.weighted(self._predictable(x), weights, **self._asked()).loss, steps)
+            return self._masked_alone(
+                rows, x, self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count, steps
+            )
         step = _Step.between(self, t, rows.vocabulary - 1).to(rows.acc)
-        costs = self._costs(rows, step, x, z, active)
-        return single_loss((costs * divide(self.num_timesteps * active.to(rows.acc), count)).sum(), steps)
+        costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.acc)
+        return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._gives_rows() else None)
+
+    def _masked_alone(
+        self, rows: Rows, x: torch.Tensor, weights: torch.Tensor, count: Count, steps: torch.Tensor
+    ) -> DLLMLossOutput:
+        """Without uniform noise it is a weighted sum of NLLs."""
+        targets, divided = self._predictable(x), divide(weights, count)
+        if not self._gives_rows():
+            return single_loss(rows.weighted(targets, divided, **self._asked()).loss, steps)
+        nll = rows.per_row(targets, weights, **self._asked()).nll
+        return single_loss(sum_of_rows(nll, divided), steps, weighted_rows(nll, weights))
 
     def _asked(self) -> dict[str, Any]:
         """Of the ops: no column of MASK, and no look at ids that have been looked at under the caller's names."""
