@@ -63,15 +63,19 @@ def test_labels_keep_every_bit(dtype):
     assert torch.equal(targets, torch.where(loss_mask, ids, -100))
     assert torch.equal(unpacked_noise, noise)
     assert torch.equal(supervised, loss_mask)
-    assert torch.equal(unpacked_p, torch.where(noise, p, 0.0))
+    assert torch.equal(unpacked_p, torch.where(loss_mask, p, 0.0))
 
 
 def test_the_smallest_and_largest_probabilities_survive():
-    p = torch.tensor([[2.0**-149, 2.0**-126, 1e-3, 1.0]])
-    ones = torch.ones(1, 4)
-    _, noise, unpacked, _ = unpack_labels(pack_labels(torch.zeros(1, 4, dtype=torch.int64), ones, ones, p))
-    assert noise.all()
-    assert torch.equal(unpacked, p)
+    p = torch.tensor([[0.0, 2.0**-149, 2.0**-126, 1e-3, 1.0]])
+    ones = torch.ones(1, 5)
+    for noised_at in (ones, 1 - ones):
+        labels = pack_labels(torch.full((1, 5), 2**31 - 1), ones, noised_at, p)
+        targets, noise, unpacked, _ = unpack_labels(labels)
+        assert torch.equal(noise, noised_at.bool())
+        assert torch.equal(unpacked, p)
+        assert targets.eq(2**31 - 1).all()
+        assert labels.ge(0).all()
 
 
 def sample(length, seed=0):
@@ -330,6 +334,142 @@ def test_who_knows_nothing_has_a_loss_of_log_v():
     mean, spread = torch.stack(losses).mean(), torch.stack(losses).std() / n**0.5
     assert abs(mean - torch.tensor(V).log()) < 4 * spread
     assert spread < 0.1
+
+
+# Other losses ---------------------------------------------------------------------------------------------------------
+
+
+def cosine_level(B, **seeds):
+    return 1 - torch.cos(torch.pi / 2 * dllm_kernels.sample_level(B, low=1e-3, **seeds))
+
+
+def cosine_weights(target_ids, noise_mask, p_mask, loss_mask):
+    angle = torch.acos(1 - p_mask)
+    return noise_mask * torch.pi / 2 * angle.sin() / p_mask.clamp(min=1e-8)
+
+
+def flat(target_ids, noise_mask, p_mask, loss_mask):
+    return loss_mask  # bool, and of every token
+
+
+def mdlm_of_a_function(target_ids, noise_mask, p_mask, loss_mask):
+    return (1 / p_mask.double()).masked_fill(~noise_mask & loss_mask, 0.0)  # infinite where it is not supervised
+
+
+FUNCTIONS = {
+    "weights of MDLM": (mdlm_of_a_function, dllm_kernels.MDLMCrossEntropyLoss()),
+    "weights of 1": (flat, dllm_kernels.BlockDiffusionCrossEntropyLoss()),
+}
+
+
+@pytest.mark.parametrize("count", [None, 11, torch.tensor(11)])
+@pytest.mark.parametrize(("function", "loss"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function_of_row_weights_is_the_loss_with_these_weights(function, loss, count):
+    ids, loss_mask, _, noise, p = noised()
+    labels, model = pack_labels(ids % 13, loss_mask, noise, p), CappedModel().double()
+    hidden = torch.randn(*ids.shape, 4, dtype=torch.float64)
+    logits = model(hidden).detach()
+    expected = loss(logits, *unpack_labels(labels), num_diffusion_tokens=loss_mask.sum() if count is None else 11)
+    for given in (function, loss):
+        torch.testing.assert_close(mdlm_loss_func((logits,), labels, count, loss=given), expected.total_loss)
+        trainer = BareTrainer(loss=given)
+        inputs = {"hidden": hidden, "labels": labels}
+        torch.testing.assert_close(trainer.compute_loss(model, inputs, num_items_in_batch=count), expected.total_loss)
+
+
+def test_the_weights_of_a_schedule_that_is_not_linear():
+    """Who knows nothing has a loss of log V under it too: its weights and its levels go together."""
+    V, n = 16, 400
+    torch.manual_seed(4)
+    collator = MaskedDiffusionCollator(V, level=cosine_level)
+    text = {"input_ids": [3] * 32, "loss_mask": [0] * 8 + [1] * 24, "attention_mask": [1] * 32}
+    batches = [collator([text])["labels"] for _ in range(n)]
+    losses = torch.stack([mdlm_loss_func((torch.zeros(1, 32, V),), b, loss=cosine_weights) for b in batches])
+    spread = losses.std() / n**0.5
+    assert abs(losses.mean() - torch.tensor(V).log()) < 4 * spread
+    assert spread < 0.1
+
+
+def scdd_noise(input_ids, loss_mask, mask_token_id, *, seeds):
+    """Masked and wrong tokens at a time for each sequence, as a collator's ``corrupt``."""
+    t = dllm_kernels.sample_level(len(input_ids), seeds=seeds, low=0.1, high=0.9)[:, None]
+    at = dllm_kernels.scdd_schedule(t, max_ratio=0.4, gamma_shape=1.0, t_peak=0.5)
+    probabilities = {"mask_prob": at.absorbed_mass, "uniform_prob": at.uniform_mass}
+    noisy, noise = dllm_kernels.corrupt_mix(
+        input_ids, loss_mask, mask_token_id, mask_token_id + 1, seeds=seeds, **probabilities
+    )
+    return noisy, noise, t.expand(input_ids.shape).contiguous()
+
+
+def test_scdd_sees_what_the_model_saw():
+    """Its time, which it reads in the first column, is known where the first token is not supervised."""
+    collator = MaskedDiffusionCollator(12, corrupt=scdd_noise, seed_field="seed")
+    samples = [{**sample(11, seed), "loss_mask": [0] * 2 + [1] * (9 - seed) + [0] * seed} for seed in range(3)]
+    batch = collator(samples)
+    noise, supervised = batch["input_ids"], unpack_labels(batch["labels"])[3]
+    assert ((noise != 12) & (noise != torch.tensor(samples[0]["input_ids"])) & supervised).any()
+    loss = dllm_kernels.SCDDLoss(12, num_timesteps=5, max_ratio=0.4)
+    targets, masked, p, _ = unpack_labels(batch["labels"])
+    times = p.amax(1, keepdim=True).expand_as(p)
+    model = CappedModel()
+    embedding = nn.Embedding(13, 4)
+    expected = loss(model(embedding(noise)), targets, masked, times, supervised, noisy_input_ids=noise).total_loss
+    model.forward = lambda input_ids: model.lm_head(embedding(input_ids))
+    inputs = {"input_ids": noise, "labels": batch["labels"]}
+    for wants_logits in (False, True):
+        trainer = BareTrainer(loss=loss)
+        trainer._wants_logits = wants_logits
+        torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), expected)
+    with pytest.raises(ValueError, match="noisy_input_ids must be given, the tokens that the model saw, got None"):
+        mdlm_loss_func((model(noise),), batch["labels"], loss=loss)
+
+
+NO_LOSSES = {
+    "a class": (
+        dllm_kernels.MDLMCrossEntropyLoss,
+        TypeError,
+        "a loss or a function .*, got the class MDLMCrossEntropyLoss",
+    ),
+    "a word": ("mdlm", TypeError, "be a loss or a function that makes row weights, got str"),
+    "other arguments": (dllm_kernels.IDLMLoss(), ValueError, "take target_ids, .* got IDLMLoss, which takes others"),
+}
+
+
+@pytest.mark.parametrize(("loss", "error", "message"), NO_LOSSES.values(), ids=NO_LOSSES)
+def test_what_is_no_loss_is_refused(loss, error, message):
+    with pytest.raises(error, match=f"^loss must {message}$"):
+        BareTrainer(loss=loss)
+    with pytest.raises(error, match=f"^loss must {message}$"):
+        mdlm_loss_func((torch.zeros(1, 4, 13),), torch.zeros(1, 4, dtype=torch.int64), loss=loss)
+
+
+def test_what_is_no_weights_is_refused():
+    labels, x = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, 13)
+    for returned, error, message in (
+        (1.0, TypeError, "must be a torch.Tensor, got float"),
+        (torch.ones(2), ValueError, r"must have shape \(2, 4\) \(that of the labels\), got \(2,\)"),
+        (torch.ones(2, 4, requires_grad=True), ValueError, "must not require a gradient"),
+    ):
+        with pytest.raises(error, match=f"^the weights that loss returns {message}"):
+            mdlm_loss_func((x,), labels, loss=lambda *_, returned=returned: returned)
+
+
+@needs_trainer
+def test_training_by_random_tokens_equals_that_from_logits(ranks, tmp_path):
+    """Block diffusion, whose corruption takes the size of the vocabulary."""
+    from transformers import Trainer
+
+    def random_tokens(input_ids, loss_mask, mask_token_id, **seeds):
+        return dllm_kernels.corrupt_uniform_random(input_ids, loss_mask, mask_token_id, **seeds)
+
+    collator = MaskedDiffusionCollator(ranks.MASK, ranks.PAD_TO_16, corrupt=random_tokens, rank=0)
+    loss = dllm_kernels.BlockDiffusionCrossEntropyLoss()
+    plain = functools.partial(mdlm_loss_func, loss=loss)
+    results = []
+    for options in ({"loss": loss}, {"kind": Trainer, "compute_loss_func": plain}):
+        torch.manual_seed(3)
+        results.append(ranks.trained(ranks.model(), tmp_path, 4, 2, data_collator=collator, **options))
+    assert_same_training(*results)
 
 
 # The loss inside the head ---------------------------------------------------------------------------------------------

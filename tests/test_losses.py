@@ -52,7 +52,7 @@ def parity_of_every_path(function):
     """Of the losses that differ from another in an option, through the interpreter, in ``make test-exhaustive``."""
     selection = [
         pytest.param(
-            case, *path, marks=pytest.mark.exhaustive if path[0] == "triton" and case not in FEWER or later(case, path[1]) else (),
+            case, *path, marks=pytest.mark.exhaustive if (path[0] == "triton" and case not in FEWER) or later(case, path[1]) else (),
             id="-".join(map(str, (case.name, *path))),
         )
         for case in CASES for path in PATHS

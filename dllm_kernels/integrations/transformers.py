@@ -20,6 +20,21 @@ of all accumulated micro-batches and ranks by itself.
 The loss is computed inside the forward of the model's LM head, which returns it in place of logits. So FSDP and ZeRO gather
 the head's weight and reduce its gradient as in any forward, and DDP sees a loss that depends on all it should.
 
+The loss is :class:`dllm_kernels.MDLMCrossEntropyLoss` unless ``loss=`` says otherwise: another loss of this package, or a
+function that makes the weights of the rows. So a schedule that is not linear in the time has a weight other than 1 / p; with
+alpha(t) = cos(pi t / 2) the probability of a mask is p = 1 - alpha(t), and the weight -alpha'(t) / p::
+
+    def cosine_level(B, **seeds):
+        return 1 - torch.cos(torch.pi / 2 * sample_level(B, low=1e-3, **seeds))
+
+    def cosine_weights(target_ids, noise_mask, p_mask, loss_mask):
+        angle = torch.acos(1 - p_mask)
+        return noise_mask * torch.pi / 2 * angle.sin() / p_mask.clamp(min=1e-8)
+
+    trainer = DiffusionTrainer(
+        ..., data_collator=MaskedDiffusionCollator(mask_token_id, level=cosine_level), loss=cosine_weights
+    )
+
 The mixin goes in front of the user's own ``Trainer`` class; nothing else here needs transformers.
 """
 
@@ -31,24 +46,39 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from dllm_kernels.base._checks import check_dtype, check_float, check_ids, check_int64, check_mask, check_shape
+from dllm_kernels.base._checks import (
+    check_constant,
+    check_dtype,
+    check_float,
+    check_ids,
+    check_int64,
+    check_mask,
+    check_shape,
+)
 from dllm_kernels.base._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
-from dllm_kernels.losses import MDLMCrossEntropyLoss
+from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
+from dllm_kernels.losses._base import DiffusionLoss
+from dllm_kernels.losses._common import divide
+from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.mtp.head import head_module
+from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 
 IGNORED = -100
 TOKEN_BITS = 31
+MASKED = 2**62
+RETURNED = "the weights that loss returns"
 FAR_APART = 0x9E3779B97F4A7C15 - 2**64  # n times it, modulo 2^64, is nowhere near another small multiple
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 Corruption = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+RowWeights = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def pack_labels(
@@ -56,9 +86,9 @@ def pack_labels(
 ) -> torch.Tensor:
     """Clean tokens, masks and probabilities in one tensor of labels.
 
-    A position that is not supervised holds -100; a supervised one its token, in the low 31 bits, and, where it was masked,
-    the bits of the float32 probability of that above them. Nothing is lost, and ``(labels != -100).sum()`` counts the
-    supervised tokens.
+    A position that is not supervised holds -100; a supervised one its token in the low 31 bits, the 31 bits of the float32
+    probability that it was masked with above them, and above those one that says whether it was. Nothing is lost, and
+    ``(labels != -100).sum()`` counts the supervised tokens.
 
     Args:
         input_ids: clean tokens ``[B, L]``, in [0, 2^31).
@@ -79,20 +109,21 @@ def pack_labels(
     check_float("p_mask", p_mask)
     check_dtype("p_mask", p_mask, [torch.float32])
     check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
-    bits = p_mask.contiguous().view(torch.int32).long()  # of a positive float, so 31 of them
-    packed = input_ids.long() | torch.where(noise_mask.bool(), bits << TOKEN_BITS, 0)
+    bits = p_mask.contiguous().view(torch.int32).long() & 2**TOKEN_BITS - 1  # a probability has no sign
+    packed = input_ids.long() | bits << TOKEN_BITS | noise_mask.bool() * MASKED
     return torch.where(loss_mask != 0, packed, IGNORED)
 
 
 def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """What :func:`pack_labels` packed: ``(target_ids, noise_mask, p_mask, loss_mask)``, as the losses take them.
 
-    ``p_mask`` is 0 where no token was masked.
+    ``noise_mask`` is False and ``p_mask`` 0 where a token is not supervised.
     """
     supervised = labels != IGNORED
-    bits = torch.where(supervised, labels >> TOKEN_BITS, 0)
+    known = torch.where(supervised, labels, 0)
     targets = torch.where(supervised, labels & (2**TOKEN_BITS - 1), IGNORED)
-    return targets, bits != 0, bits.to(torch.int32).view(torch.float32), supervised
+    p_mask = (known >> TOKEN_BITS & (2**TOKEN_BITS - 1)).to(torch.int32).view(torch.float32)
+    return targets, known >= MASKED, p_mask, supervised
 
 
 class MaskedDiffusionCollator:
@@ -262,9 +293,15 @@ def _process_rank() -> int:
 
 
 def mdlm_loss_func(
-    outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None
+    outputs: Any,
+    labels: torch.Tensor,
+    num_items_in_batch: int | torch.Tensor | None = None,
+    *,
+    loss: DiffusionLoss | RowWeights | None = None,
 ) -> torch.Tensor:
     """The ``compute_loss_func`` of a plain ``Trainer``: the masked-diffusion loss from logits, for any head.
+
+    Another loss is ``compute_loss_func=functools.partial(mdlm_loss_func, loss=...)``.
 
     What the mixin does besides is left to the caller: a callback that hands each epoch to the collator's ``set_epoch``,
     where its samples have seeds; and a causal model's labels are counted from position 1 on, which leaves out a first token
@@ -274,22 +311,83 @@ def mdlm_loss_func(
         outputs: of the model: with ``logits`` ``[B, L, V]``, or a tuple that begins with them.
         labels: of :class:`MaskedDiffusionCollator`.
         num_items_in_batch: the supervised tokens of all micro-batches and ranks, which divides the sum; None: those here.
+        loss: as in :class:`MaskedDiffusionTrainerMixin`, but for ``SCDDLoss``, which needs the tokens that the model saw: a
+            ``Trainer`` does not hand them over.
 
     Returns:
         0-d loss.
+
+    Raises:
+        TypeError: ``loss`` is neither a loss nor a function, or returns no tensor.
+        ValueError: ``loss`` takes other arguments than labels hold, or returns weights of another shape or with a gradient.
     """
-    masks = unpack_labels(labels)
-    loss_fn = MDLMCrossEntropyLoss()
-    return loss_fn(_logits(outputs), *masks, num_diffusion_tokens=_count(labels, num_items_in_batch)).total_loss  # type: ignore[no-any-return]
+    return _Labelled.of(_checked_loss(loss), labels, num_items_in_batch).of_logits(_logits(outputs))
+
+
+class _Labelled(NamedTuple):
+    """A loss, and all that it takes of a batch but the rows."""
+
+    loss: DiffusionLoss | RowWeights
+    masks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+    num_tokens: int | torch.Tensor
+    noisy_input_ids: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        loss: DiffusionLoss | RowWeights,
+        labels: torch.Tensor,
+        num_items_in_batch: int | torch.Tensor | None,
+        noisy_input_ids: torch.Tensor | None = None,
+    ) -> _Labelled:
+        targets, noise, p, supervised = unpack_labels(labels)
+        if isinstance(loss, SCDDLoss) and p.numel():  # it reads the time of a sequence in the first column
+            p = torch.where(supervised, p, p.amax(1, keepdim=True))
+        count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
+        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids)
+
+    def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """The loss from logits ``[B, L, V]``."""
+        if not isinstance(self.loss, DiffusionLoss):
+            return weighted_nll(logits, self.masks[0], self._weights()).loss
+        loss: torch.Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
+        return loss
+
+    def of_hidden(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """The same from hidden states ``[B, L, D]`` and the LM head."""
+        if not isinstance(self.loss, DiffusionLoss):
+            return weighted_linear_nll(hidden, weight, self.masks[0], self._weights(), bias=bias).loss
+        return self.loss.forward_fused(hidden, weight, *self.masks, lm_head_bias=bias, **self._options()).total_loss
+
+    def _options(self) -> dict[str, Any]:
+        return {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
+
+    def _weights(self) -> torch.Tensor:
+        """What the function makes, 0 where a token is not supervised, over the count."""
+        targets, *_, supervised = self.masks
+        weights: Any = self.loss(*self.masks)
+        check_mask(RETURNED, weights, targets.shape, "that of the labels")
+        check_constant(RETURNED, weights)
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        return divide(weights.masked_fill(~supervised, 0.0), self.num_tokens)
+
+
+def _checked_loss(loss: Any) -> DiffusionLoss | RowWeights:
+    """The loss to use: the masked-diffusion loss where there is none."""
+    if loss is None:
+        return MDLMCrossEntropyLoss()
+    if isinstance(loss, type) or not callable(loss):
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        raise TypeError(f"loss must be a loss or a function that makes row weights, got {got}")
+    if isinstance(loss, TransformedLoss) and not isinstance(loss, DiffusionLoss):
+        name = type(loss).__name__
+        raise ValueError(f"loss must take target_ids, noise_mask, p_mask and loss_mask, got {name}, which takes others")
+    return loss  # type: ignore[no-any-return]
 
 
 def _logits(outputs: Any) -> torch.Tensor:
     logits: torch.Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     return logits
-
-
-def _count(labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None) -> int | torch.Tensor:
-    return (labels != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
 
 
 @contextlib.contextmanager
@@ -342,18 +440,33 @@ class MaskedDiffusionTrainerMixin:
     Not for ``nn.DataParallel`` (start one process per GPU instead), nor for sequences split over processes. What a model
     would add to its own loss (the balance of a router) is not added to this one.
 
+    Args:
+        *args: of the ``Trainer``.
+        loss: what to minimise; None: :class:`dllm_kernels.MDLMCrossEntropyLoss`, the equation above. Any loss of its signature,
+            constructed: one with other options, :class:`dllm_kernels.BlockDiffusionCrossEntropyLoss` for random-token
+            corruption, :class:`dllm_kernels.SCDDLoss` for noise of both kinds (``corrupt`` of the collator draws it), or a class
+            of your own that derives from one. Or a function of ``target_ids``, ``noise_mask``, ``p_mask`` and
+            ``loss_mask``, each ``[B, L]``, that returns what the NLL of each row weighs before the division by N ``[B, L]``;
+            ``p_mask`` is known at every supervised position, masked or not, and rows that are not supervised weigh 0 whatever
+            it returns. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part alone.
+        **kwargs: of the ``Trainer``.
+
     Raises:
-        ValueError: a ``compute_loss_func`` or a ``label_smoothing_factor`` is given, several GPUs are visible to one
-            process, sequences are split over processes, the model's head is not an ``nn.Linear`` or is more than that (an
-            adapter, hooks), or the model changes what its head returns.
+        TypeError: ``loss`` is neither a loss nor a function.
+        ValueError: ``loss`` takes other arguments than labels hold, a ``compute_loss_func`` or a ``label_smoothing_factor`` is
+            given, several GPUs are visible to one process, sequences are split over processes, the model's head is not an
+            ``nn.Linear`` or is more than that (an adapter, hooks), or the model changes what its head returns.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, loss: DiffusionLoss | RowWeights | None = None, **kwargs: Any) -> None:
+        self._loss = _checked_loss(loss)
         super().__init__(*args, **kwargs)
         self.args: Any
         self.accelerator: Any
         if getattr(self, "compute_loss_func", None) is not None:
-            raise ValueError("compute_loss_func must be None: the loss is MaskedDiffusionTrainerMixin's own")
+            raise ValueError(
+                "compute_loss_func must be None: the loss is MaskedDiffusionTrainerMixin's own, or its loss="
+            )
         if self.args.n_gpu > 1:
             raise ValueError(f"one process must see one GPU, got {self.args.n_gpu}: start it with torchrun")
         if self.args.label_smoothing_factor:
@@ -371,6 +484,7 @@ class MaskedDiffusionTrainerMixin:
         self._loss_shifts_labels = False  # position 0 of a causal model's labels counts as well
         self._wants_logits = False
         self._in_head: list[torch.Tensor] | None = None
+        self._noisy_input_ids: torch.Tensor | None = None
         self._handed_through = False
         self._follow_epochs()
 
@@ -411,16 +525,15 @@ class MaskedDiffusionTrainerMixin:
     ) -> Any:
         """As ``Trainer.compute_loss``, which it calls with an LM head that computes the loss."""
         compute: Any = super().compute_loss  # type: ignore[misc]
+        self._noisy_input_ids = inputs.get("input_ids")
         if self._wants_logits or "labels" not in inputs:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
-        labels, made = inputs["labels"], list[torch.Tensor]()
-        masks, count = unpack_labels(labels), _count(labels, num_items_in_batch)
+        labelled = self._labelled(inputs["labels"], num_items_in_batch)
+        made = list[torch.Tensor]()
 
         def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            loss_fn = MDLMCrossEntropyLoss()
-            out = loss_fn.forward_fused(hidden, weight, *masks, num_diffusion_tokens=count, lm_head_bias=bias)
-            made.append(out.total_loss)
-            return out.total_loss
+            made.append(labelled.of_hidden(hidden, weight, bias))
+            return made[-1]
 
         unwrapped = self.accelerator.unwrap_model(model)
         self._in_head = made
@@ -444,11 +557,14 @@ class MaskedDiffusionTrainerMixin:
         self, outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None
     ) -> torch.Tensor:
         if self._in_head is None:
-            return mdlm_loss_func(outputs, labels, num_items_in_batch)
+            return self._labelled(labels, num_items_in_batch).of_logits(_logits(outputs))
         loss = _logits(outputs)
         if not self._handed_through:  # looked at until seen, since it waits for the GPU
             self._check_handed_through(loss.detach())
         return loss
+
+    def _labelled(self, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None) -> _Labelled:
+        return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids)
 
     def _check_handed_through(self, loss: torch.Tensor) -> None:
         made = self._in_head or []
