@@ -11,9 +11,10 @@ EXTRAS := test,bench,demo,lint,peer
 # skipped without it. Alone, because its own requirements bring in packages that none of this needs.
 HOST := nemo-automodel==0.7.0
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.docs
 ARGS ?=
 
-.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke mutants ci clean
+.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke docs mutants ci clean
 help:
 	@echo "make test            before each commit, in minutes: install into $(VENV), the tests, of large products of cases a part"
 	@echo "make ci              everything: all that is below but the demo and the mutants"
@@ -22,6 +23,7 @@ help:
 	@echo "make test-variation  the same as an older processor would run them"
 	@echo "make lint types      ruff; mypy --strict"
 	@echo "make bench-smoke     every benchmark at toy size"
+	@echo "make docs            the pages of docs as a site in site/; a broken link or a missing docstring is an error"
 	@echo "make mutants         break the package in 220 places, one at a time, and list what no test noticed (ARGS='--only collate.py')"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -58,10 +60,18 @@ bench-smoke: $(STAMP)
 	$(BIN)/python -m benchmarks smoke
 	$(BIN)/python -m pytest benchmarks --benchmark-only -p no:cacheprovider -q
 
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --quiet --strict $(ARGS)
+
 mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-ci: test test-variation lint types bench-smoke
+ci: test test-variation lint types bench-smoke docs
 
 clean:
-	rm -rf $(VENV) build dist demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants.jsonl
+	rm -rf $(VENV) build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants.jsonl

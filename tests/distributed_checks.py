@@ -38,7 +38,7 @@ EVERY_TIME = {
 }  # fmt: skip
 
 
-# What stands behind README's table of parallelisms: row -> the checks of its three columns (losses from logits, losses from
+# What stands behind the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from logits, losses from
 # hidden states, MTP and the pipeline's loss); none where the table says no. A name without a parameter means all of them.
 TABLE = {
     "FSDP2, the head a unit of its own, its parameter handed to the loss": (

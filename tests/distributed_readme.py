@@ -1,4 +1,4 @@
-"""README's examples for many processes, as printed, against plain PyTorch with the whole batch in one process.
+"""The examples of docs/many-gpus.md, as printed, against plain PyTorch with the whole batch in one process.
 
 What they are compared with shares no code with them: counts, loss and gradients are worked out here by hand.
 """
@@ -11,13 +11,14 @@ from torch import nn
 from dllm_kernels.distributed import summed_over
 from tests.cases import BY_NAME
 from tests.distributed_checks import D, V, check, close, drawn, same_gradients
-from tests.readme import README, fences, run
+from tests.readme import DOCS, fences, run
 
 WORLD = 2
+PAGE = DOCS / "many-gpus.md"
 
 
 class Model(nn.Module):
-    """What README's examples call a model: layers and a head; its forward gives hidden states."""
+    """What the examples call a model: layers and a head; its forward gives hidden states."""
 
     def __init__(self):
         super().__init__()
@@ -130,4 +131,4 @@ SCENARIOS = {
 @check(WORLD, paragraph=SCENARIOS)
 def readme(paragraph):
     """The code as printed: the loss and every gradient are those of one process."""
-    SCENARIOS[paragraph](*fences(README.read_text())[paragraph])
+    SCENARIOS[paragraph](*fences(PAGE.read_text())[paragraph])

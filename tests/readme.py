@@ -1,9 +1,11 @@
-"""README's fences, each list of them under the name of its paragraph; ``test_readme.py`` says which test runs which."""
+"""The fences of README and of docs; ``test_readme.py`` and ``test_docs.py`` say which test runs which."""
 
 import re
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 FENCE = re.compile(r"\s*(```|~~~)")
 NAME = re.compile(r"#+ (.+)|\*\*(.+?)\*\*")  # a heading, or the bold words that a paragraph begins with
 
@@ -27,3 +29,18 @@ def fences(text):
 def run(code, names):
     """As printed, among the names that the text around it speaks of; it leaves there what it makes."""
     exec(compile(code, str(README), "exec"), names)
+
+
+def blocks(text):
+    """(language, code) of each fence of a page, in order."""
+    found, code, language = [], None, ""
+    for line in text.splitlines():
+        if FENCE.match(line):
+            if code is None:
+                code, language = [], line.strip().strip("`~")
+            else:
+                found.append((language, "\n".join(code) + "\n"))
+                code = None
+        elif code is not None:
+            code.append(line)
+    return found

@@ -102,19 +102,19 @@ def test_ranks_end_when_who_started_them_is_killed(tmp_path, sent):
     assert within(20, lambda: not any(map(alive, ranks)))
 
 
-def readme_table():
-    """Rows of README's table of parallelisms: name -> what its cells say."""
-    lines = Path(ROOT, "README.md").read_text().splitlines()
+def table_in_docs():
+    """Rows of the table of parallelisms in docs: name -> what its cells say."""
+    lines = Path(ROOT, "docs/many-gpus.md").read_text().splitlines()
     first = next(k for k, line in enumerate(lines) if line.startswith("| Parallelism |")) + 2
     table = itertools.takewhile(lambda line: line.startswith("|"), lines[first:])
     return {name: cells for name, *cells in ([cell.strip() for cell in row.strip("|").split("|")] for row in table)}
 
 
-def test_readme_claims_what_is_tested():
+def test_docs_claim_what_is_tested():
     """Every row is in ``TABLE``; a "yes" has checks behind it, which exist and are tests above; a "no" has none."""
     registered = {name for checks in CHECKS.values() for name in checks}
     registered |= {name.split("[")[0] for name in registered}
-    table = readme_table()
+    table = table_in_docs()
     assert list(table) == list(TABLE)
     for row, cells in table.items():
         for cell, checks in zip(cells, TABLE[row], strict=True):

@@ -1,10 +1,9 @@
 """Every fence of README runs, as printed, and gives the numbers that the text around it promises.
 
-Here those for one process; those for many are checks of ``distributed_readme.py``, run by ``test_distributed.py``.
+The pages of docs are ``test_docs.py``'s.
 """
 
 import inspect
-import math
 import re
 
 import pytest
@@ -12,8 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import dllm_kernels as ours
-from tests.distributed_checks import CHECKS
-from tests.distributed_workers import distributed_readme
 from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes
 from tests.readme import README, fences, run
 
@@ -142,7 +139,7 @@ def test_the_example_runs_as_printed(paragraph):
 
 def not_run(text):
     """Paragraphs with a fence that no test runs, or without one that a test looks for."""
-    found, runners = fences(text), HERE | distributed_readme.SCENARIOS
+    found, runners = fences(text), HERE
     missing = found.keys() ^ runners.keys()
     for paragraph in found.keys() & runners.keys():
         if len(inspect.signature(runners[paragraph]).parameters) != len(found[paragraph]):
@@ -153,10 +150,6 @@ def not_run(text):
 def test_no_fence_goes_without_a_test():
     text = README.read_text()
     assert not_run(text) == set()
-    assert not HERE.keys() & distributed_readme.SCENARIOS.keys()
-    assert {f"readme[{paragraph}]" for paragraph in distributed_readme.SCENARIOS} <= CHECKS[
-        distributed_readme.WORLD
-    ].keys()
     assert sum(len(codes) for codes in fences(text).values()) == text.count("```") / 2
 
 
@@ -166,8 +159,8 @@ def test_a_fence_more_or_less_is_found(fence):
     text = README.read_text()
     assert not_run(f"{text}\n\n**Something new.** See:\n\n{fence}\n") == {"Something new"}
     assert not_run(text.replace("## Inside a framework", f"{fence}\n\n## Inside a framework")) == {"What it does"}
-    assert not_run(text.replace("## How it is checked", f"{fence}\n\n## How it is checked")) == {"Pipeline"}
-    assert not_run(text.split("**Pipeline.**")[0]) == {"Pipeline"}
+    assert not_run(text.replace("## How it is checked", f"{fence}\n\n## How it is checked")) == {"On many GPUs"}
+    assert not_run(text.split("**NeMo AutoModel**")[0]) == {"NeMo AutoModel", "Hugging Face Trainer"}
 
 
 def test_the_other_documents_hold_no_code():
@@ -175,25 +168,6 @@ def test_the_other_documents_hold_no_code():
     for path in {*ROOT.glob("*.md")} - {README}:
         for codes in fences(path.read_text()).values():
             assert all(code.startswith("dllm_kernels/\n") for code in codes), path
-
-
-def test_what_the_wrong_count_would_do():
-    """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
-    assert "`eps=1e-3`, the loss of a model that knows nothing averages about seven times log V" in _one_line()
-    assert inspect.signature(ours.corrupt_uniform).parameters["eps"].default == 1e-3
-    N, L = 400, 500
-    ids, loss_mask = torch.zeros(N, L, dtype=torch.long), torch.ones(N, L)
-    _, noise_mask, p_mask = ours.corrupt_uniform(ids, loss_mask, 1, seeds=torch.arange(N))
-    weights, masked = (noise_mask / p_mask.double()).sum(1), noise_mask.sum(1)
-    torch.testing.assert_close((weights / masked)[masked > 0], (1 / p_mask[:, 0].double())[masked > 0])
-    right = weights / L
-    assert abs(right.mean() - 1) < 5 * right.std() / math.sqrt(N)
-    t = (torch.arange(100_000).double() + 0.5) / 100_000
-    assert round((1 / ((1 - 1e-3) * t + 1e-3)).mean().item()) == round(math.log(1e3) / (1 - 1e-3)) == 7
-
-
-def _one_line():
-    return " ".join(README.read_text().split())
 
 
 def test_the_first_claim_says_what_was_not_run():

@@ -1,0 +1,63 @@
+"""Docstrings as they read in the editor (reStructuredText roles, ``.. math::``) become Markdown for the pages."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any
+
+import griffe
+
+#: Page of the API reference -> the module whose ``__all__`` it shows.
+PAGES = {
+    "losses": "dllm_kernels.losses",
+    "ops": "dllm_kernels.ops",
+    "corruption": "dllm_kernels.corruption",
+    "collate": "dllm_kernels.collate",
+    "mtp": "dllm_kernels.mtp",
+    "distributed": "dllm_kernels.distributed",
+    "nemo_automodel": "dllm_kernels.integrations.nemo_automodel",
+    "transformers": "dllm_kernels.integrations.transformers",
+}
+ROLE = re.compile(r":(?:py:)?(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
+INLINE_MATH = re.compile(r":math:`([^`]+)`")
+MATH_BLOCK = re.compile(r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 +\S)))*)", re.MULTILINE)
+LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
+
+
+def public(module: str) -> dict[str, Any]:
+    """The names that a module offers, and what they are; an alias with a leading underscore is left out."""
+    loaded = importlib.import_module(module)
+    names = getattr(loaded, "__all__", None) or [
+        name for name, value in vars(loaded).items()
+        if not name.startswith("_") and callable(value) and getattr(value, "__module__", None) == module
+    ]  # fmt: skip
+    return {name: getattr(loaded, name) for name in names if not name.startswith("_")}
+
+
+PUBLIC = {name for module in PAGES.values() for name in public(module)}
+
+
+def markdown(text: str) -> str:
+    """One docstring, as Markdown."""
+
+    def reference(match: re.Match[str]) -> str:
+        name = match[1].rpartition(".")[2] if match[1].startswith("dllm_kernels.") else match[1]
+        return f"[`{name}`][{name}]" if name in PUBLIC else f"`{name}`"
+
+    def block(match: re.Match[str]) -> str:
+        inner = " ".join(line.strip() for line in match[2].splitlines())
+        return f"{match[1]}$$\n{match[1]}{inner.strip()}\n{match[1]}$$\n"
+
+    text = MATH_BLOCK.sub(block, text)
+    text = INLINE_MATH.sub(r"$\1$", text)
+    return LITERAL_BLOCK.sub(":", ROLE.sub(reference, text))
+
+
+class Docstrings(griffe.Extension):
+    """Rewrites each docstring once, when its object has been read."""
+
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called by griffe of every module, class, function and attribute."""
+        if obj.docstring is not None:
+            obj.docstring.value = markdown(obj.docstring.value)

@@ -1,0 +1,77 @@
+"""What the site is made of besides its pages: pictures, the API's pages, the changelog; and equations without a script."""
+
+from __future__ import annotations
+
+import html
+import inspect
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import docstrings  # noqa: E402
+import pictures  # noqa: E402
+
+log = logging.getLogger("mkdocs.hooks.docs")
+EQUATION = re.compile(
+    r'<(span|div) class="arithmatex">\\(?:\(|\[)(.*?)\\(?:\)|\])</\1>', re.DOTALL
+)
+LOADED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)="((?:https?:)?//[^"]*)"[^>]*>')
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add what is made and not written."""
+    for name, content in pictures.all_of_them():
+        files.append(File.generated(config, f"pictures/{name}", content=content))
+    for page, module in docstrings.PAGES.items():
+        files.append(File.generated(config, f"api/{page}.md", content=api_page(page, module)))
+    changelog = (HERE.parents[1] / "CHANGELOG.md").read_text()
+    files.append(File.generated(config, "changelog.md", content=changelog))
+    return files
+
+
+def api_page(page: str, module: str) -> str:
+    """Every public name of a module; one without a docstring is an error."""
+    lines = [f"# `{module}`\n"]
+    for name, value in docstrings.public(module).items():
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        if not inspect.getdoc(value):
+            log.warning("%s.%s has no docstring", module, name)
+        options = ["      heading: " + name]
+        if inspect.isclass(value) and any(hasattr(value, method) for method in ("forward", "forward_fused")):
+            options.append("      inherited_members: [forward, forward_fused]")
+        lines.append(f"[](){{#{name}}}\n")
+        lines.append("\n".join([f"::: {value.__module__}.{value.__qualname__}", "    options:", *options, ""]))
+    return "\n".join(lines)
+
+
+def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
+    """Equations as MathML, which browsers draw by themselves."""
+
+    def mathml(match: re.Match[str]) -> str:
+        block = match[1] == "div"
+        try:
+            made = convert(html.unescape(match[2]).strip(), display="block" if block else "inline")
+        except Exception as error:
+            log.warning("%s: no equation: %s (%s)", page.file.src_uri, match[2], error)
+            return match[0]
+        return f'<div class="equation">{made}</div>' if block else made
+
+    return EQUATION.sub(mathml, content)
+
+
+def on_post_build(config: Any) -> None:
+    """Nothing may be loaded from elsewhere."""
+    for path in Path(config["site_dir"]).rglob("*.html"):
+        found = [m for m in LOADED.finditer(path.read_text()) if 'rel="canonical"' not in m[0]]
+        if found:
+            raise PluginError(f"{path} loads {found[0][1]}")

@@ -1,0 +1,307 @@
+"""Every fence of docs runs, as printed, and gives the numbers that the text around it promises.
+
+The fences of a page share their names and run in order; then the page's check, written here, compares what they made with
+plain PyTorch in float64. Those of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by ``test_distributed.py``.
+"""
+
+import importlib.util
+import inspect
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dllm_kernels as ours
+import reference
+from tests.distributed_checks import CHECKS
+from tests.distributed_workers import distributed_readme
+from tests.readme import DOCS, ROOT, blocks, fences, run
+from tests.test_readme import drop_in, framework, trainer
+
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+CHECK = {}
+WHOLE = {"frameworks.md": (framework, trainer), "migrate/nemo-automodel.md": (drop_in,)}  # what runs each fence, and judges it
+SHELL = {"sh", "console"}
+
+
+def page(name):
+    """Registers the check of a page: called with the names that its fences have made."""
+    return lambda check: CHECK.setdefault(name, check)
+
+
+def plain_nll(logits, ids):
+    """In float64; -100 gives 0."""
+    return F.cross_entropy(logits.double().flatten(0, -2), ids.flatten(), reduction="none").view(ids.shape)
+
+
+def leaf(t):
+    return t.detach().double().requires_grad_()
+
+
+def same(found, expected):
+    """Float32 against float64, with the defaults of ``assert_close`` for float32."""
+    torch.testing.assert_close(found.detach().float(), expected.detach().float())
+
+
+def mdlm_sum(logits, n):
+    nll = plain_nll(logits, n["ids"])
+    return (nll * (n["noise_mask"] & (n["loss_mask"] != 0)) / n["p_mask"].double()).sum()
+
+
+@page("index.md")
+def start(n):
+    x, h, w = leaf(n["logits"]), leaf(n["hidden"]), leaf(n["head"])
+    assert 0 < n["noise_mask"].sum() < n["ids"].numel()
+    (mdlm_sum(x, n) / n["ids"].numel()).backward()
+    expected = mdlm_sum(h @ w.T, n) / n["ids"].numel()
+    expected.backward()
+    same(n["out"].total_loss, expected)
+    for name, exact in (("logits", x), ("hidden", h), ("head", w)):
+        same(n[name].grad, exact.grad)
+    same(n["loss"], (plain_nll(x, n["ids"]) * n["weights"]).sum())
+    same(n["linear_loss"], (plain_nll(h @ w.T, n["ids"]) * n["weights"]).sum())
+
+
+@page("losses/index.md")
+def quotient(n):
+    weights = (n["noise_mask"] / n["p_mask"]).double()
+    same(n["mean"], (plain_nll(n["logits"], n["ids"]) * weights).sum() / weights.sum())
+
+
+@page("losses/mdlm.md")
+def mdlm(n):
+    logits = n["hidden"].double() @ n["head"].double().T
+    logits[..., n["MASK"]] = -math.inf
+    same(n["out"].total_loss, mdlm_sum(logits, n) / n["ids"].numel())
+    assert n["head"].grad[n["MASK"]].count_nonzero() == 0
+
+
+@page("losses/block-diffusion.md")
+def block_diffusion(n):
+    same(n["out"].total_loss, plain_nll(n["logits"], n["ids"]).mean())
+    assert 0 < n["noise_mask"].sum() < n["ids"].numel()
+
+
+@page("losses/hybrid.md")
+def hybrid(n):
+    head = n["head"].double()
+    diffusion = 0.3 * mdlm_sum(n["hidden"].double() @ head.T, n) / 128
+    ar = plain_nll((n["causal_hidden"].double() @ head.T)[:, :-1], n["ids"][:, 1:]).sum() / 124
+    same(n["out"].dllm_loss, diffusion)
+    same(n["out"].total_loss, diffusion + ar)
+    same(n["autoregressive"], ar)
+
+
+@page("losses/idlm.md")
+def idlm(n):
+    noisy, clean = n["logits"].split(n["L"], 1)
+    terms = [plain_nll(z[:, :-1], n["ids"][:, 1:])[:, 3:].mean() for z in (noisy, clean)]
+    same(n["out"].total_loss, terms[0] + 0.2 * terms[1])
+    same(n["out"].dllm_loss, terms[0])
+
+
+@page("losses/scdd.md")
+def scdd(n):
+    loss = reference.SCDDLoss(n["MASK"], num_timesteps=1000, **n["schedule"])
+    x = n["logits"].detach().double()
+    exact = loss(x, n["ids"], n["noise_mask"], n["times"].double(), n["loss_mask"], noisy_input_ids=n["noisy"])
+    assert abs(n["out"].total_loss.item() - exact.total_loss.item()) < 1e-3 * abs(exact.total_loss.item())
+    assert (n["noisy"] == n["MASK"]).any()
+    ids = torch.zeros(200, 500, dtype=torch.long)
+    t = n["t"][0].expand(200)
+    mass = ours.scdd_schedule(t, **n["schedule"])
+    uniform = mass.uniform_mass * (n["V"] - 2) / (n["V"] - 1)
+    options = {"mask_prob": mass.absorbed_mass, "uniform_prob": uniform, "seeds": torch.arange(200)}
+    noisy, _ = ours.corrupt_mix(ids, torch.ones(200, 500), n["MASK"], n["V"], **options)
+    left = mass.clean_mass[0] + mass.uniform_mass[0] / (n["V"] - 1)  # with those that were drawn anew
+    assert abs((noisy == 0).double().mean() - left) < 5 * (left * (1 - left) / noisy.numel()).sqrt()
+
+
+@page("losses/dflash.md")
+def dflash(n):
+    k = torch.arange(n["T"]) % 7
+    weights = torch.exp(-k.double() / 4).expand(2, -1)
+    logits = n["hidden"].double() @ n["head"].double().T
+    same(n["out"].total_loss, (plain_nll(logits, n["targets"]) * weights).sum() / (weights.sum() + 1e-6))
+    assert list(n["accuracy"]) == ["draft_acc", *(f"draft_acc_k{k}" for k in range(1, 8))]
+    correct = (logits.argmax(-1) == n["targets"]).view(2, 3, 7)
+    same(n["accuracy"]["draft_acc"], correct.double().mean())
+    same(n["accepted"], correct.long().cumprod(-1).sum(-1).double().mean())
+
+
+@page("losses/encoder-ar.md")
+def encoder_ar(n):
+    pairs = n["valid"][:, :-1] & n["valid"][:, 1:]
+    same(n["loss"], plain_nll(n["logits"][:, :-1], n["ids"][:, 1:])[pairs].mean())
+
+
+@page("losses/mtp.md")
+def mtp(n):
+    weight, labels = n["model"].lm_head.weight.double(), n["labels"]
+    depths = [
+        plain_nll((h.double() @ weight.T)[:, : -k - 1], labels[:, k + 1 :]).mean()
+        for k, h in enumerate(n["hidden_of_depths"])
+    ]
+    same(n["loss"], 0.1 / 2 * sum(depths))
+
+
+@page("ops/nll.md")
+def ops_nll(n):
+    linear = n["hidden"].double() @ n["head"].double().T
+    nll, linear_nll = plain_nll(n["logits"], n["ids"]), plain_nll(linear, n["ids"])
+    same(n["nll"], nll)
+    same(n["linear_nll"], linear_nll)
+    same(n["loss"], (nll * n["weights"]).sum())
+    same(n["linear_loss"], (linear_nll * n["weights"]).sum())
+    same(n["focal"], ((1 - (-nll).exp()) ** 2 * nll).sum())
+
+
+@page("ops/row-stats.md")
+def ops_row_stats(n):
+    x, h, w = (leaf(n[name]) for name in ("logits", "hidden", "head"))
+    log_p, linear = F.log_softmax(x, -1), F.log_softmax(h @ w.T, -1)
+    pick = lambda log_p, ids: log_p.gather(-1, ids[..., None])[..., 0]  # noqa: E731
+    entropy = lambda log_p: -(log_p.exp() * log_p).sum(-1)  # noqa: E731
+    same(n["stats"].log_probs, pick(log_p, n["ids"]))
+    same(n["stats"].entropy, entropy(log_p))
+    same(n["stats"].lse, x.logsumexp(-1))
+    same(n["several"], torch.stack([pick(log_p, n["ids"]), pick(log_p, n["ids"].roll(1))], -1))
+    (pick(linear, n["ids"]) + 0.01 * entropy(linear)).sum().backward()
+    same(n["hidden"].grad, h.grad)
+    same(n["head"].grad, w.grad)
+    cooler = F.log_softmax(h @ w.T / 0.7, -1)
+    same(n["out"].log_probs, pick(cooler, n["ids"]))
+    same(n["out"].entropy, entropy(cooler))
+    assert torch.equal(n["old"], n["out"].log_probs)
+
+
+@page("ops/row-objective.md")
+def ops_row_objective(n):
+    h, w = leaf(n["hidden"]), leaf(n["head"])
+    log_p = -plain_nll(h @ w.T / 0.7, n["ids"])
+    ratio = (log_p - log_p.detach()).exp()
+    loss = -torch.minimum(ratio * n["advantages"], ratio.clamp(0.8, 1.2) * n["advantages"]).sum()
+    loss.backward()
+    same(n["policy"].loss, loss)
+    same(n["hidden"].grad, h.grad)
+    same(n["head"].grad, w.grad)
+    assert not n["policy"].value.requires_grad
+    assert n["policy"].value.shape == n["ids"].shape
+
+
+@page("ops/transforms.md")
+def ops_transforms(n):
+    x = leaf(n["logits"])
+    z = 30 * torch.tanh(x / 30) / 0.7
+    z = torch.where(torch.arange(100) == 99, -math.inf, z)
+    loss = plain_nll(z, n["ids"]).sum()
+    loss.backward()
+    same(n["loss"], loss)
+    same(n["logits"].grad, x.grad)
+
+
+@page("corruption.md")
+def corruption(n):
+    supervised = n["loss_mask"] != 0
+    for name in ("noise_mask", "exact_mask", "block_mask", "mixed_mask", "other_mask"):
+        assert not (n[name] & ~supervised).any(), name
+    assert (n["exact_mask"].sum(1) == round(0.25 * 52)).all()
+    assert torch.equal(n["mixed_mask"], n["mixed"] != n["ids"])
+    assert torch.equal(n["other_mask"], supervised & ~n["noise_mask"])
+    assert torch.equal(n["p_mask"], n["levels"][:, None].expand_as(n["p_mask"]))
+    means = {
+        method: torch.stack([ours.sample_level(8, method=method, seeds=torch.arange(8) + 8 * s).mean() for s in range(400)])
+        for method in ("uniform", "stratified")
+    }
+    assert 0.8 < means["uniform"].var() * 12 * 8 < 1.2
+    assert 0.8 < means["stratified"].var() * 12 * 8**2 < 1.2
+
+
+@page("collator.md")
+def collator(n):
+    assert n["batch"]["input_lengths"].tolist() == [3, 6]
+
+
+def asserts_by_itself(n):
+    """The page's own code compares."""
+
+
+for name in ("migrate/liger.md", "migrate/cut-cross-entropy.md", "migrate/torch.md"):
+    page(name)(asserts_by_itself)
+
+
+def python(text):
+    return [code for language, code in blocks(text) if language == "python"]
+
+
+@pytest.mark.parametrize("name", sorted(CHECK))
+def test_the_code_runs_as_printed(name):
+    if name == "migrate/torch.md" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    torch.manual_seed(0)
+    names = {}
+    for code in python(PAGES[name]):
+        run(code, names)
+    if CHECK[name] is asserts_by_itself:
+        assert sum(code.count("torch.testing.assert_close(") for code in python(PAGES[name])) >= 1
+    CHECK[name](names)
+
+
+@pytest.mark.parametrize(("name", "fence"), [(name, i) for name, runners in WHOLE.items() for i in range(len(runners))])
+def test_the_code_of_a_framework_runs_as_printed(name, fence):
+    codes = python(PAGES[name])
+    assert len(codes) == len(WHOLE[name])
+    WHOLE[name][fence](codes[fence])
+
+
+def test_no_fence_goes_without_a_test():
+    """Each page with Python has a check, and every fence is Python or a command."""
+    with_python = {name for name, text in PAGES.items() if python(text)}
+    assert with_python == CHECK.keys() | WHOLE.keys() | {"many-gpus.md"}
+    for name, text in PAGES.items():
+        assert {language for language, _ in blocks(text)} <= {"python", *SHELL}, name
+        assert len(blocks(text)) == text.count("```") / 2, name
+
+
+def test_every_fence_for_many_processes_has_a_scenario():
+    found = fences(PAGES["many-gpus.md"])
+    assert found.keys() == distributed_readme.SCENARIOS.keys()
+    for paragraph, codes in found.items():
+        assert len(inspect.signature(distributed_readme.SCENARIOS[paragraph]).parameters) == len(codes), paragraph
+    assert {f"readme[{paragraph}]" for paragraph in found} <= CHECKS[distributed_readme.WORLD].keys()
+
+
+def test_commands_exist():
+    """``make`` targets, modules, files and what is installed."""
+    makefile = (ROOT / "Makefile").read_text()
+    lines = [line for text in PAGES.values() for language, code in blocks(text) if language in SHELL for line in code.splitlines()]
+    assert lines
+    for line in filter(None, (line.split("#")[0].strip() for line in lines)):
+        command, *rest = line.split()
+        if command == "make":
+            assert re.search(rf"^{rest[0]}:", makefile, re.MULTILINE), line
+        elif command == "python" and rest[0] == "-m":
+            assert importlib.util.find_spec(rest[1]), line
+        elif command in ("python", "torchrun"):
+            assert any((ROOT / word).is_file() for word in rest), line
+        else:
+            assert line.startswith("pip install "), line
+
+
+def test_what_the_wrong_count_would_do():
+    """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
+    assert "`eps=1e-3`, the loss of a model that knows nothing averages about seven times log V" in " ".join(PAGES["many-gpus.md"].split())
+    assert inspect.signature(ours.corrupt_uniform).parameters["eps"].default == 1e-3
+    N, L = 400, 500
+    ids, loss_mask = torch.zeros(N, L, dtype=torch.long), torch.ones(N, L)
+    _, noise_mask, p_mask = ours.corrupt_uniform(ids, loss_mask, 1, seeds=torch.arange(N))
+    weights, masked = (noise_mask / p_mask.double()).sum(1), noise_mask.sum(1)
+    torch.testing.assert_close((weights / masked)[masked > 0], (1 / p_mask[:, 0].double())[masked > 0])
+    right = weights / L
+    assert abs(right.mean() - 1) < 5 * right.std() / math.sqrt(N)
+    t = (torch.arange(100_000).double() + 0.5) / 100_000
+    assert round((1 / ((1 - 1e-3) * t + 1e-3)).mean().item()) == round(math.log(1e3) / (1 - 1e-3)) == 7
+
+
