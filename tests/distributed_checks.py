@@ -38,8 +38,9 @@ EVERY_TIME = {
 }  # fmt: skip
 
 
-# What stands behind the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from logits, losses from
-# hidden states, MTP and the pipeline's loss); none where the table says no. A name without a parameter means all of them.
+# What stands behind the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from
+# logits, losses from hidden states, MTP and the pipeline's loss); none where the table says no. A name without a parameter
+# means all of them.
 TABLE = {
     "FSDP2, the head a unit of its own, its parameter handed to the loss": (
         ["fsdp_logits"],

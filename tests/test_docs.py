@@ -17,12 +17,16 @@ import dllm_kernels as ours
 import reference
 from tests.distributed_checks import CHECKS
 from tests.distributed_workers import distributed_readme
+from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes
 from tests.readme import DOCS, ROOT, blocks, fences, run
 from tests.test_readme import drop_in, framework, trainer
 
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
-WHOLE = {"frameworks.md": (framework, trainer), "migrate/nemo-automodel.md": (drop_in,)}  # what runs each fence, and judges it
+WHOLE = {
+    "frameworks.md": (framework, trainer),
+    "migrate/nemo-automodel.md": (drop_in,),
+}  # what runs each fence, and judges it
 SHELL = {"sh", "console"}
 
 
@@ -104,10 +108,11 @@ def idlm(n):
 
 @page("losses/scdd.md")
 def scdd(n):
-    loss = reference.SCDDLoss(n["MASK"], num_timesteps=1000, **n["schedule"])
-    x = n["logits"].detach().double()
-    exact = loss(x, n["ids"], n["noise_mask"], n["times"].double(), n["loss_mask"], noisy_input_ids=n["noisy"])
-    assert abs(n["out"].total_loss.item() - exact.total_loss.item()) < 1e-3 * abs(exact.total_loss.item())
+    inputs = (n["ids"], n["times"], n["loss_mask"], n["noisy"], n["MASK"], None, 1000, *n["schedule"].values())
+    logits = n["logits"].detach()
+    exact = reference.scdd_loss(logits.double(), *inputs)
+    plain = largest_error([reference.scdd_loss(logits, *inputs)], [exact])
+    assert_as_good_as_plain([n["out"].total_loss.detach()], [exact], plain, "loss", reduction_sizes([logits]))
     assert (n["noisy"] == n["MASK"]).any()
     ids = torch.zeros(200, 500, dtype=torch.long)
     t = n["t"][0].expand(200)
@@ -212,7 +217,9 @@ def corruption(n):
     assert torch.equal(n["other_mask"], supervised & ~n["noise_mask"])
     assert torch.equal(n["p_mask"], n["levels"][:, None].expand_as(n["p_mask"]))
     means = {
-        method: torch.stack([ours.sample_level(8, method=method, seeds=torch.arange(8) + 8 * s).mean() for s in range(400)])
+        method: torch.stack(
+            [ours.sample_level(8, method=method, seeds=torch.arange(8) + 8 * s).mean() for s in range(400)]
+        )
         for method in ("uniform", "stratified")
     }
     assert 0.8 < means["uniform"].var() * 12 * 8 < 1.2
@@ -276,7 +283,13 @@ def test_every_fence_for_many_processes_has_a_scenario():
 def test_commands_exist():
     """``make`` targets, modules, files and what is installed."""
     makefile = (ROOT / "Makefile").read_text()
-    lines = [line for text in PAGES.values() for language, code in blocks(text) if language in SHELL for line in code.splitlines()]
+    lines = [
+        line
+        for text in PAGES.values()
+        for language, code in blocks(text)
+        if language in SHELL
+        for line in code.splitlines()
+    ]
     assert lines
     for line in filter(None, (line.split("#")[0].strip() for line in lines)):
         command, *rest = line.split()
@@ -292,7 +305,9 @@ def test_commands_exist():
 
 def test_what_the_wrong_count_would_do():
     """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
-    assert "`eps=1e-3`, the loss of a model that knows nothing averages about seven times log V" in " ".join(PAGES["many-gpus.md"].split())
+    assert "`eps=1e-3`, the loss of a model that knows nothing averages about seven times log V" in " ".join(
+        PAGES["many-gpus.md"].split()
+    )
     assert inspect.signature(ours.corrupt_uniform).parameters["eps"].default == 1e-3
     N, L = 400, 500
     ids, loss_mask = torch.zeros(N, L, dtype=torch.long), torch.ones(N, L)
@@ -303,5 +318,3 @@ def test_what_the_wrong_count_would_do():
     assert abs(right.mean() - 1) < 5 * right.std() / math.sqrt(N)
     t = (torch.arange(100_000).double() + 0.5) / 100_000
     assert round((1 / ((1 - 1e-3) * t + 1e-3)).mean().item()) == round(math.log(1e3) / (1 - 1e-3)) == 7
-
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from typing import Any
 
@@ -35,7 +36,19 @@ def public(module: str) -> dict[str, Any]:
     return {name: getattr(loaded, name) for name in names if not name.startswith("_")}
 
 
-PUBLIC = {name for module in PAGES.values() for name in public(module)}
+#: Public name -> the place of its definition, which is its anchor in the API reference.
+PUBLIC = {
+    name: f"{value.__module__}.{value.__qualname__}"
+    for module in PAGES.values()
+    for name, value in public(module).items()
+    if inspect.isclass(value) or inspect.isfunction(value)
+}
+LINK = re.compile(r"\]\[(\w+)\]")
+
+
+def linked(text: str) -> str:
+    """A page whose links to public names, ``[...][name]``, lead to the API reference."""
+    return LINK.sub(lambda match: f"][{PUBLIC.get(match[1], match[1])}]", text)
 
 
 def markdown(text: str) -> str:
@@ -43,7 +56,7 @@ def markdown(text: str) -> str:
 
     def reference(match: re.Match[str]) -> str:
         name = match[1].rpartition(".")[2] if match[1].startswith("dllm_kernels.") else match[1]
-        return f"[`{name}`][{name}]" if name in PUBLIC else f"`{name}`"
+        return f"[`{name}`][{PUBLIC[name]}]" if name in PUBLIC else f"`{name}`"
 
     def block(match: re.Match[str]) -> str:
         inner = " ".join(line.strip() for line in match[2].splitlines())

@@ -21,9 +21,7 @@ import docstrings  # noqa: E402
 import pictures  # noqa: E402
 
 log = logging.getLogger("mkdocs.hooks.docs")
-EQUATION = re.compile(
-    r'<(span|div) class="arithmatex">\\(?:\(|\[)(.*?)\\(?:\)|\])</\1>', re.DOTALL
-)
+EQUATION = re.compile(r'<(span|div) class="arithmatex">\\(?:\(|\[)(.*?)\\(?:\)|\])</\1>', re.DOTALL)
 LOADED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)="((?:https?:)?//[^"]*)"[^>]*>')
 
 
@@ -42,16 +40,20 @@ def api_page(page: str, module: str) -> str:
     """Every public name of a module; one without a docstring is an error."""
     lines = [f"# `{module}`\n"]
     for name, value in docstrings.public(module).items():
-        if not (inspect.isclass(value) or inspect.isfunction(value)):
+        if name not in docstrings.PUBLIC:
             continue
         if not inspect.getdoc(value):
             log.warning("%s.%s has no docstring", module, name)
         options = ["      heading: " + name]
         if inspect.isclass(value) and any(hasattr(value, method) for method in ("forward", "forward_fused")):
             options.append("      inherited_members: [forward, forward_fused]")
-        lines.append(f"[](){{#{name}}}\n")
-        lines.append("\n".join([f"::: {value.__module__}.{value.__qualname__}", "    options:", *options, ""]))
+        lines.append("\n".join([f"::: {docstrings.PUBLIC[name]}", "    options:", *options, ""]))
     return "\n".join(lines)
+
+
+def on_page_markdown(markdown: str, **kwargs: Any) -> str:
+    """Links to public names lead to the API reference."""
+    return docstrings.linked(markdown)
 
 
 def on_page_content(content: str, page: Any, **kwargs: Any) -> str:

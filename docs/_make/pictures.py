@@ -11,8 +11,8 @@ import torch
 import dllm_kernels as ours
 
 matplotlib.use("Agg")
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.colors import ListedColormap  # noqa: E402
+import matplotlib.pyplot as plt
+from matplotlib.colors import ListedColormap
 
 INK = {"light": "#333333", "dark": "#dddddd"}
 COLOURS = ["#0d9488", "#ea580c", "#6366f1", "#ca8a04", "#94a3b8"]
@@ -57,7 +57,9 @@ def bars(weights: torch.Tensor, label: str, title: str = "") -> plt.Figure:
 def mdlm() -> plt.Figure:
     t = torch.linspace(0.04, 1, 100)
     ids, ones = torch.zeros(100, 1, dtype=torch.long), torch.ones(100, 1)
-    weights = weights_of(lambda z: ours.MDLMCrossEntropyLoss()(z, ids, ones, t[:, None], ones).total_loss, (100, 1), ids)
+    weights = weights_of(
+        lambda z: ours.MDLMCrossEntropyLoss()(z, ids, ones, t[:, None], ones).total_loss, (100, 1), ids
+    )
     figure, axes = plt.subplots(figsize=(7, 2.6))
     axes.plot(t, weights[:, 0], label="a masked token")
     axes.plot(t, t * weights[:, 0], label="all tokens of a sequence, in the mean")
@@ -161,7 +163,7 @@ def mtp() -> plt.Figure:
     for depth in range(3):
         for position, label in enumerate(mtp_labels(labels, depth, seq_idx=seq_idx).tolist()):
             axes.text(
-                position, depth, "–" if label < 0 else f"{label}", ha="center", va="center",
+                position, depth, "-" if label < 0 else f"{label}", ha="center", va="center",
                 color=COLOURS[seq_idx[label]] if label >= 0 else COLOURS[4],
             )  # fmt: skip
     axes.axvline(5.5, color=COLOURS[4], linestyle=":")
@@ -204,7 +206,9 @@ CELLS = ["#cbd5e1", "#64748b", "#0d9488", "#ea580c"]
 
 
 def picture(place: plt.Axes, kind: torch.Tensor, colours: list[str] = CELLS) -> None:
-    place.imshow(kind, cmap=ListedColormap(colours), vmin=0, vmax=len(colours) - 1, aspect="auto", interpolation="nearest")
+    place.imshow(
+        kind, cmap=ListedColormap(colours), vmin=0, vmax=len(colours) - 1, aspect="auto", interpolation="nearest"
+    )
     place.set(xticks=[], yticks=[])
     for side in place.spines.values():
         side.set_visible(False)
@@ -223,7 +227,8 @@ def levels() -> plt.Figure:
 
 def collator() -> plt.Figure:
     samples = [
-        {"input_ids": [1] * n, "loss_mask": [0] * p + [1] * (n - p), "attention_mask": [1] * n} for n, p in ((9, 3), (17, 6), (12, 2))
+        {"input_ids": [1] * n, "loss_mask": [0] * p + [1] * (n - p), "attention_mask": [1] * n}
+        for n, p in ((9, 3), (17, 6), (12, 2))
     ]
     batch = ours.DLLMCollator(pad_token_id=0, eos_token_id=2, block_size=8)(samples)
     ids, supervised = batch["input_ids"], batch["loss_mask"] != 0
