@@ -7,9 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
-# The framework whose losses this package replaces: a peer in benchmarks and in the tests of the integration, which are
-# skipped without it. Alone, because its own requirements bring in packages that none of this needs.
-HOST := nemo-automodel==0.7.0
+# The framework whose losses this package replaces, a peer in benchmarks too, and two trainers of draft models: the tests that
+# hold ours to theirs are skipped without them. Alone, because their own requirements bring in packages that none of this needs.
+HOSTS := nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=
@@ -30,7 +30,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --editable '.[$(EXTRAS)]'
-	$(PIP) install --quiet --no-compile --no-deps $(HOST) || echo "$(HOST) could not be installed: its tests will be skipped"
+	for host in $(HOSTS); do \
+		$(PIP) install --quiet --no-compile --no-deps $$host || echo "$$host could not be installed: its tests will be skipped"; \
+	done
 	touch $@
 
 test: $(STAMP)

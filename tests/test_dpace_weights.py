@@ -1,12 +1,14 @@
 """D-PACE's position weights: numbers by hand, the oracle, a trainer's formula, compiled, as DTensors' parts, bad input."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import reference
 from dllm_kernels import dpace_weights
+from tests import trainers
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain
 
@@ -73,6 +75,24 @@ def test_parity(dtype, shape, variant):
 def test_the_names_of_the_trainers(theirs, ours):
     q, mask = draw((2, 5))
     assert torch.equal(dpace_weights(q, mask, variant=theirs), dpace_weights(q, mask, variant=ours))
+
+
+@pytest.fixture(scope="module")
+def specforge():
+    with trainers.loaded(trainers.SPECFORGE, "algorithms.common.dflash_family_model") as modules:
+        yield modules.dflash_family_model.OnlineDFlashModel
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize(
+    "name", ["dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only"], ids=str
+)
+def test_a_trainer_weighs_alike(specforge, name, alpha):
+    """Under its own names; its prefix weights it multiplies by the mask later."""
+    q, mask = draw((3, 4, 16))
+    trainer = SimpleNamespace(dpace_alpha=alpha)
+    theirs = specforge._dpace_weight(trainer, q, mask, mask > 0, name) * mask
+    torch.testing.assert_close(dpace_weights(q, mask, alpha=alpha, variant=name), theirs)
 
 
 @variants

@@ -1,0 +1,57 @@
+"""Trainers of draft models that ours is held to, loaded without what their packages import for the rest of their work.
+
+Their losses need torch alone. Their packages import model code, data generation and its clients, of which most are not
+installed beside them here, and importing the rest would take longer than all tests of a loss.
+"""
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+SPECFORGE, SPECULATORS = "specforge==0.2.0", "speculators==0.9.0"
+# Packages whose own __init__ is not run, and modules of which no more is needed than that a name is there.
+BARE = {
+    "specforge": ("", ".algorithms", ".algorithms.common", ".core", ".modeling", ".modeling.draft"),
+    "speculators": ("", ".models", ".models.dflash", ".models.dspark", ".utils"),
+}
+STAND_INS = {
+    "specforge": {".modeling.draft.dflash": {"DFlashDraftModel": torch.nn.Module}},
+    "speculators": {".utils.util": {"is_npu_available": lambda: False}},
+}
+
+
+@contextlib.contextmanager
+def loaded(trainer, *names):
+    """The modules of that trainer (``SPECFORGE`` or ``SPECULATORS``); the test is skipped where it is not installed."""
+    package, version = trainer.split("==")
+    spec = importlib.util.find_spec(package)
+    if spec is None or importlib.metadata.version(package) != version:
+        pytest.skip(f"{trainer} is not installed")
+    root = Path(spec.submodule_search_locations[0])
+    ours = {}
+    for name in BARE[package]:
+        ours[package + name] = module = ModuleType(package + name)
+        module.__path__ = [str(root.joinpath(*name.split(".")))]
+        module.__version__ = version
+    for name, contents in STAND_INS[package].items():
+        ours[package + name] = module = ModuleType(package + name)
+        vars(module).update(contents)
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] == package}
+    for name in before:
+        del sys.modules[name]
+    try:
+        sys.modules.update(ours)
+        yield SimpleNamespace(
+            **{name.rsplit(".", 1)[1]: importlib.import_module(f"{package}.{name}") for name in names}
+        )
+    finally:
+        for name in [name for name in sys.modules if name.split(".")[0] == package]:
+            del sys.modules[name]
+        sys.modules.update(before)
