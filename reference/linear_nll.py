@@ -7,14 +7,19 @@ import torch.nn.functional as F
 
 from reference.token_nll import IGNORE_INDEX, counted_rows, token_nll, weighted_nll
 
+Extra = tuple[torch.Tensor, torch.Tensor]
+
 
 def linear_logits(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     active: torch.Tensor | None = None,
+    extra: Extra | None = None,
 ) -> torch.Tensor:
-    """``logits = hidden @ weight.T + bias``, rounded to the inputs' dtype as the unfused path rounds them.
+    """``logits = hidden @ weight.T + bias``, and ``+ u @ U.T`` with ``extra = (u, U)``.
+
+    Rounded to the inputs' dtype as the unfused path rounds them.
 
     Args:
         hidden: ``[..., D]``, floating.
@@ -22,15 +27,22 @@ def linear_logits(
         bias: optional ``[V]``.
         active: optional mask ``[...]``; a row that is not active is projected from zeros, so that a NaN in
             its hidden state does not reach the gradient of ``weight``.
+        extra: the head's second part, (u ``[..., r]``, U ``[V, r]``), or None.
 
     Returns:
         ``[..., V]`` in the dtype of ``hidden``.
 
-    Source: the output projection of a language model.
+    Source: the output projection of a language model; a second part as in the Markov heads of block drafters.
     """
     if active is not None:
         hidden = torch.where(active.bool()[..., None], hidden, 0.0)
-    return F.linear(hidden, weight, bias)
+    logits = F.linear(hidden, weight, bias)
+    if extra is None:
+        return logits
+    u, second = extra
+    if active is not None:
+        u = torch.where(active.bool()[..., None], u, 0.0)
+    return logits + F.linear(u, second)
 
 
 def linear_token_nll(
@@ -40,10 +52,11 @@ def linear_token_nll(
     bias: torch.Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
     active: torch.Tensor | None = None,
+    extra: Extra | None = None,
 ) -> torch.Tensor:
     """Negative log-likelihood of every target under the LM head.
 
-    ``nll[n] = log sum_v exp(z[n, v]) - z[n, targets[n]]``, ``z = hidden @ weight.T + bias``
+    ``nll[n] = log sum_v exp(z[n, v]) - z[n, targets[n]]``, ``z`` as in :func:`linear_logits`
 
     Args:
         hidden: ``[..., D]``, floating.
@@ -52,15 +65,16 @@ def linear_token_nll(
         bias: optional ``[V]``.
         ignore_index: the target that means "no loss here".
         active: optional mask ``[...]``; nonzero is True.
+        extra: as in :func:`linear_logits`.
 
     Returns:
         ``[...]`` in float32 (float64 for float64 input), in nats, differentiable with respect to ``hidden``,
-        ``weight`` and ``bias``.
+        ``weight``, ``bias`` and ``extra``.
 
     Source: :func:`reference.token_nll.token_nll` of the projected states.
     """
     counted = counted_rows(targets, ignore_index, active)
-    return token_nll(linear_logits(hidden, weight, bias, counted), targets, ignore_index, active)
+    return token_nll(linear_logits(hidden, weight, bias, counted, extra), targets, ignore_index, active)
 
 
 def weighted_linear_nll(
@@ -70,6 +84,7 @@ def weighted_linear_nll(
     weights: torch.Tensor,
     bias: torch.Tensor | None = None,
     ignore_index: int = IGNORE_INDEX,
+    extra: Extra | None = None,
 ) -> torch.Tensor:
     """Weighted sum of the negative log-likelihoods under the LM head, ``sum_n weights[n] * nll[n]``.
 
@@ -80,6 +95,7 @@ def weighted_linear_nll(
         weights: ``[...]``, any dtype; constants of the differentiation. A row of weight 0 is inert.
         bias: optional ``[V]``.
         ignore_index: the target that means "no loss here".
+        extra: as in :func:`linear_logits`.
 
     Returns:
         A scalar in float32 (float64 for float64 input), in nats.
@@ -87,4 +103,4 @@ def weighted_linear_nll(
     Source: :func:`reference.token_nll.weighted_nll` of the projected states.
     """
     counted = counted_rows(targets, ignore_index, weights != 0)
-    return weighted_nll(linear_logits(hidden, weight, bias, counted), targets, weights, ignore_index)
+    return weighted_nll(linear_logits(hidden, weight, bias, counted, extra), targets, weights, ignore_index)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from reference.linear_nll import linear_logits
+from reference.linear_nll import Extra, linear_logits
 from reference.row_stats import RowStats, row_stats
 
 Fn = Callable[..., torch.Tensor]
@@ -48,6 +48,7 @@ def linear_row_objective(
     fn: Fn,
     *aux: torch.Tensor,
     bias: torch.Tensor | None = None,
+    extra: Extra | None = None,
     active: torch.Tensor | None = None,
     **transform: float | int | None,
 ) -> torch.Tensor:
@@ -60,12 +61,14 @@ def linear_row_objective(
         fn: as in :func:`row_objective`.
         aux: ``[..., *]``.
         bias: optional ``[V]``.
+        extra: the head's second part, as in :func:`reference.linear_nll.linear_logits`.
         active: optional mask ``[...]``; nonzero is True.
         transform: ``softcap``, ``scale``, ``skip_id``.
 
     Returns:
-        0-d, differentiable with respect to ``hidden``, ``weight`` and ``bias``.
+        0-d, differentiable with respect to ``hidden``, ``weight``, ``bias`` and ``extra``.
 
     Source: :func:`row_objective` of the projected states.
     """
-    return row_objective(linear_logits(hidden, weight, bias, active), ids, fn, *aux, active=active, **transform)
+    logits = linear_logits(hidden, weight, bias, active, extra)
+    return row_objective(logits, ids, fn, *aux, active=active, **transform)

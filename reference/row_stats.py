@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from reference.linear_nll import linear_logits
+from reference.linear_nll import Extra, linear_logits
 from reference.token_nll import IGNORE_INDEX
 from reference.transform import transformed
 
@@ -91,6 +91,8 @@ def linear_row_stats(
     bias: torch.Tensor | None = None,
     mix: Mix | None = None,
     active: torch.Tensor | None = None,
+    *,
+    extra: Extra | None = None,
     **transform: float | int | None,
 ) -> RowStats:
     """:func:`row_stats` of the logits that the LM head makes of hidden states.
@@ -102,11 +104,12 @@ def linear_row_stats(
         bias: optional ``[V]``.
         mix: (a, b), each ``[...]``.
         active: optional mask ``[...]``; nonzero is True.
+        extra: the head's second part, as in :func:`reference.linear_nll.linear_logits`.
         transform: ``softcap``, ``scale``, ``skip_id``.
 
     Returns:
-        As :func:`row_stats`, differentiable with respect to ``hidden``, ``weight`` and ``bias``.
+        As :func:`row_stats`, differentiable with respect to ``hidden``, ``weight``, ``bias`` and ``extra``.
 
     Source: :func:`row_stats` of the projected states.
     """
-    return row_stats(linear_logits(hidden, weight, bias, active), ids, mix, active, **transform)  # type: ignore[arg-type]
+    return row_stats(linear_logits(hidden, weight, bias, active, extra), ids, mix, active, **transform)  # type: ignore[arg-type]

@@ -107,3 +107,31 @@ def test_gradcheck():
     inputs = (hidden, weight, bias)
     assert torch.autograd.gradcheck(lambda h, w, b: linear_token_nll(h, w, targets, b), inputs)
     assert torch.autograd.gradcheck(lambda h, w, b: weighted_linear_nll(h, w, targets, weights, b), inputs)
+
+
+def test_a_second_part_adds_its_own_product():
+    """The odds (1, 2, 1) of the first row become (1, 2, 4) by u = 2 and U = (0, 0, ln 2), the others stay."""
+    hidden, weight, second = states(1.0, 2.0), head(), torch.tensor([[0.0], [0.0], [LN2]], dtype=torch.float64)
+    u = states(2.0, 0.0)
+    second.requires_grad_()
+    logits = linear_logits(hidden, weight, extra=(u, second))
+    assert logits.exp().flatten().tolist() == pytest.approx([1, 2, 4, 1, 4, 1])
+    nll = linear_token_nll(hidden, weight, torch.tensor([2, 0]), extra=(u, second))
+    assert nll.tolist() == pytest.approx([math.log(7 / 4), math.log(6)])
+    loss = weighted_linear_nll(hidden, weight, torch.tensor([2, 0]), torch.tensor([7.0, 0.0]), extra=(u, second))
+    loss.backward()
+    assert loss.item() == pytest.approx(7 * math.log(7 / 4))
+    # the logits' gradient of the first row is 7 (1/7, 2/7, 4/7 - 1) = (1, 2, -3)
+    assert u.grad.flatten().tolist() == pytest.approx([-3 * LN2, 0])
+    assert second.grad.flatten().tolist() == pytest.approx([2, 4, -6])
+    assert weight.grad.flatten().tolist() == pytest.approx([1, 2, -3])
+
+
+def test_a_row_without_loss_is_inert_in_the_second_part_too():
+    second = torch.ones(3, 1, dtype=torch.float64, requires_grad=True)
+    u = states(1.0, NAN)
+    weighted_linear_nll(
+        states(1.0, 1.0), head(), torch.tensor([1, 0]), torch.tensor([1.0, 0.0]), extra=(u, second)
+    ).backward()
+    assert second.grad.isfinite().all()
+    assert u.grad[1] == 0

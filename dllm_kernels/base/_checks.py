@@ -20,6 +20,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a soft cap or a scale: float32 holds it, its inverse and their product.
 FACTORS = (1e-18, 1e18)
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")  # of an environment variable, in any case
+Extra = tuple[torch.Tensor, torch.Tensor]  # the second part of a head
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -220,6 +221,44 @@ def check_dtypes(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias:
         return
     for name, tensor in ((names.weight, weight), (names.bias, bias)):
         if tensor is not None and tensor.dtype != hidden.dtype and not is_dtensor(tensor):
+            raise ValueError(
+                f"{name} must have the dtype of {names.rows}, {hidden.dtype}, unless torch.autocast is on, "
+                f"got {tensor.dtype}"
+            )
+
+
+def checked_extra(
+    names: Names, hidden: torch.Tensor, weight: torch.Tensor, extra: Any
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The second part of a head, checked: rows ``[..., r]`` and a weight ``[V, r]``, both None where there is none."""
+    if extra is None:
+        return None, None
+    if not isinstance(extra, (tuple, list)) or len(extra) != 2:
+        got = f"{len(extra)} of them" if isinstance(extra, (tuple, list)) else type(extra).__name__
+        raise TypeError(f"extra must be a tuple of two tensors (u, U), got {got}")
+    u, second = extra
+    check_float("extra[0]", u)
+    check_float("extra[1]", second)
+    check_ndim("extra[1]", second, 2, "[V, r]")
+    V, r = second.shape
+    if weight.shape[0] != V or r < 1:
+        raise ValueError(
+            f"extra[1] must have shape ({weight.shape[0]}, r) with r >= 1, as many rows as {names.weight}, got {(V, r)}"
+        )
+    check_shape("extra[0]", u, (*hidden.shape[:-1], r), f"the rows of {names.rows}, the columns of extra[1]")
+    check_same_device(names.rows, hidden, **{"extra[0]": u, "extra[1]": second})
+    check_extra_dtypes(names, hidden, weight, u, second)
+    return u, second
+
+
+def check_extra_dtypes(
+    names: Names, hidden: torch.Tensor, weight: torch.Tensor, u: torch.Tensor, second: torch.Tensor
+) -> None:
+    """:func:`check_dtypes` of the second part of a head; autocast leaves float64 alone, wherever it is."""
+    if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype, u.dtype, second.dtype):
+        return
+    for name, tensor in (("extra[0]", u), ("extra[1]", second)):
+        if tensor.dtype != hidden.dtype and not is_dtensor(tensor):
             raise ValueError(
                 f"{name} must have the dtype of {names.rows}, {hidden.dtype}, unless torch.autocast is on, "
                 f"got {tensor.dtype}"

@@ -144,12 +144,13 @@ def _divide_factor(weight: DTensor, default: float) -> float:
 
 
 @outside_the_graph
-def gather_head(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM head's weight") -> torch.Tensor:
     """Gather a head's weight or bias over the data-parallel mesh dimensions, for one or several uses.
 
     Args:
         weight: ``[V, D]`` or ``[V]``. Anything but a DTensor is returned as it is.
         hidden: what it will be used with: its dtype (or that of autocast) is the one to gather in.
+        name: what messages call it.
 
     Returns:
         A plain tensor, or, where tensor parallelism splits the weight too, a DTensor over those mesh dimensions only.
@@ -162,7 +163,7 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return weight
     tensor = tensor_parallel_dims(weight, hidden)
     data = [i for i in range(weight.device_mesh.ndim) if i not in tensor]
-    _check_layout(weight, data, tensor)
+    _check_layout(name, weight, data, tensor)
     if not data:
         return weight
     piece_shape = _piece_shape(weight, tensor)
@@ -174,15 +175,15 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(full, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
 
 
-def _check_layout(weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -> None:
+def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -> None:
     mesh = weight.device_mesh
     if any(p.is_partial() for p in weight.placements):
         raise ValueError(
-            f"the LM head's weight must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
+            f"{name} must not be Partial, got {layout(weight)}; redistribute it to Shard or Replicate first"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None and weight.placements == (Replicate(), Shard(0)):
         raise ValueError(
-            "the LM head's weight must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got "
+            f"{name} must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got "
             f"{layout(weight)}: its gradient would be lost; run the loss inside the head's forward (LossHead) or shard the head with "
             "reshard_after_forward=True. If the mesh is your own, name its dimensions"
         )
@@ -191,7 +192,7 @@ def _check_layout(weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -
         placement = weight.placements[i]
         if shard_dim(placement) in split_by_tensor and mesh.size(i) > 1 and not is_strided(placement):
             raise ValueError(
-                f"the LM head's weight must be split by tensor parallelism first and then by fully_shard, got {layout(weight)}: the "
+                f"{name} must be split by tensor parallelism first and then by fully_shard, got {layout(weight)}: the "
                 "pieces that a tensor-parallel rank would have to gather do not lie side by side"
             )
 

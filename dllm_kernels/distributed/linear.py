@@ -1,4 +1,4 @@
-"""The linear losses for DTensors: a head sharded by FSDP2, by tensor parallelism, or by both.
+"""The linear losses for DTensors: a head sharded by FSDP2, by tensor parallelism, or by both, and so its second part.
 
 Which is which: see :mod:`dllm_kernels.distributed._layout`. Over data-parallel mesh dimensions the head is gathered once
 (``fsdp.gather_head``). Over a tensor-parallel one it stays where it is: each rank projects the same hidden states to its
@@ -32,9 +32,10 @@ from dllm_kernels.rows._plan import Job, Plan
 
 
 def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
-    """This rank's part of a job in which hidden, weight or bias are DTensors, and which of all rows it is.
+    """This rank's part of a job in which any leaf is a DTensor, and which of all rows it is.
 
-    What is known of each row is plain, of the global shape, the same on every tensor-parallel rank.
+    What is known of each row is plain, of the global shape, the same on every tensor-parallel rank; the rows of the head's
+    second part may be that too.
 
     Raises:
         ValueError: a layout that cannot be served, with what to do.
@@ -42,17 +43,24 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     assert job.weight is not None
     w, b = gather_head(job.weight, job.x), None if job.bias is None else gather_head(job.bias, job.x)
     vocab_dim = _vocab_mesh_dim(w)
-    _check_bias(w, b)
+    second = None if job.extra_weight is None else gather_head(job.extra_weight, job.x, "extra[1]")
+    _check_like(w, {"the LM head's bias": b, "extra[1]": second})
     group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
-    hidden, rows = _local_hidden(job.x, group)
+    hidden, rows = _local_hidden("hidden states", job.x, group)
+    u = None if job.extra_x is None else _local_extra_rows(job.extra_x, job.x, group, rows)
     split = [dist.get_process_group_ranks(g) for g in rows.groups]
-    weight, bias = _local_parameter(w, split), None if b is None else _local_parameter(b, split)
+    weight, bias, extra_weight = (None if t is None else _local_parameter(t, split) for t in (w, b, second))
+    assert weight is not None
     _checks.check_dtypes(_checks.LINEAR, hidden, weight, bias)
+    if u is not None and extra_weight is not None:
+        _checks.check_extra_dtypes(_checks.LINEAR, hidden, weight, u, extra_weight)
     if vocab_dim is not None and isinstance(w, DTensor):
         shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
         check_local_shape("the LM head's weight", w, (shard.size, w.shape[1]))
+        if isinstance(second, DTensor):
+            check_local_shape("extra[1]", second, (shard.size, second.shape[1]))
         plan = _on_shard(hidden, plan, shard)
-    return Job(hidden, weight, bias, *map(rows.local, job[3:])), plan, rows  # type: ignore[arg-type]
+    return Job.of((hidden, weight, bias, u, extra_weight), [rows.local(t) for t in job.of_rows]), plan, rows
 
 
 def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:
@@ -84,14 +92,16 @@ def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:
     return split[0] if split else None
 
 
-def _check_bias(weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check_like(weight: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
     """Of a plain bias beside a replicated weight, one gradient would be summed over the ranks and the other not."""
-    if bias is None:
-        return
-    placements = [t.placements if isinstance(t, DTensor) else None for t in (weight, bias)]
-    if placements[0] != placements[1]:
-        want, got = (layout(t) if isinstance(t, DTensor) else "a plain tensor" for t in (weight, bias))
-        raise ValueError(f"the LM head's bias must be laid out like its weight, {want}, got {got}; redistribute it")
+    for name, other in others.items():
+        if other is None:
+            continue
+        placements = [t.placements if isinstance(t, DTensor) else None for t in (weight, other)]
+        if placements[0] != placements[1]:
+            want, got = (layout(t) if isinstance(t, DTensor) else "a plain tensor" for t in (weight, other))
+            whose = "its weight" if name.startswith("the LM head's") else "the LM head's weight"
+            raise ValueError(f"{name} must be laid out like {whose}, {want}, got {got}; redistribute it")
 
 
 def _local_parameter(t: torch.Tensor, split: list[list[int]]) -> torch.Tensor:
@@ -106,7 +116,25 @@ def _local_parameter(t: torch.Tensor, split: list[list[int]]) -> torch.Tensor:
     return local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute makes that sum
 
 
-def _local_hidden(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Rows]:
+def _local_extra_rows(
+    u: torch.Tensor, hidden: torch.Tensor, group: dist.ProcessGroup | None, rows: Rows
+) -> torch.Tensor:
+    """The rows ``[..., r]`` of the head's second part that go with this rank's hidden states."""
+    if not isinstance(u, DTensor):
+        for each in (group, *rows.groups):  # every rank has all of it and makes a part of its gradient
+            u = u if each is None else sum_gradient_over(u, each)
+        local = rows.local(u)
+        assert local is not None
+        return local
+    if isinstance(hidden, DTensor) and hidden.device_mesh != u.device_mesh:
+        raise ValueError("extra[0] must be on the mesh of the hidden states, got a DTensor on another; redistribute it")
+    last = u.dim() - 1
+    like = hidden.placements if isinstance(hidden, DTensor) else [Replicate()] * u.device_mesh.ndim
+    placements: list[Placement] = [Replicate() if shard_dim(p) in (None, last) else p for p in like]
+    return _local_hidden("extra[0]", u.redistribute(placements=placements), group)[0]
+
+
+def _local_hidden(name: str, hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Rows]:
     """Hidden states as this rank uses them, the same on all ranks of ``group``, over which their gradient is summed."""
     if not isinstance(hidden, DTensor):
         rows = Rows(tuple(hidden.shape[:-1]), tuple((0, size) for size in hidden.shape[:-1]), ())
@@ -120,7 +148,7 @@ def _local_hidden(hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tupl
     ]
     grad_placements = [Partial() if shared else p for shared, p in zip(vocab, placements, strict=True)]
     hidden = hidden.redistribute(placements=placements)  # in backward, what sums the parts
-    rows = rows_of("hidden states", hidden)
-    check_local_shape("hidden states", hidden, (*rows.local_shape, hidden.shape[-1]))
+    rows = rows_of(name, hidden)
+    check_local_shape(name, hidden, (*rows.local_shape, hidden.shape[-1]))
     local = local_piece(hidden, grad_placements)
     return local if group is None or any(vocab) else sum_gradient_over(local, group), rows

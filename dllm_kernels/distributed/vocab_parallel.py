@@ -115,7 +115,8 @@ def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     check_local_shape("logits", logits, (*rows.local_shape, columns))
     if vocab_dim is not None:
         plan = replace(plan, rows=vocab_shard(V, mesh, vocab_dim).primitives(plan))
-    return Job(local_piece(logits, logits.placements), None, None, *map(rows.local, job[3:])), plan, rows  # type: ignore[arg-type]
+    here = local_piece(logits, logits.placements)
+    return Job(here, None, None, *map(rows.local, job.of_rows)), plan, rows  # type: ignore[arg-type]
 
 
 def _vocab_mesh_dim(logits: DTensor) -> int | None:

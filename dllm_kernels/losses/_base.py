@@ -203,6 +203,7 @@ class DiffusionLoss(TransformedLoss):
         *,
         causal_hidden: torch.Tensor | None = None,
         lm_head_bias: torch.Tensor | None = None,
+        extra: _checks.Extra | None = None,
         chunk_size: int | None = None,
     ) -> DLLMLossOutput:
         """Compute the same loss from hidden states and the LM head; the logits exist one chunk at a time.
@@ -220,6 +221,8 @@ class DiffusionLoss(TransformedLoss):
             noisy_input_ids: as in :meth:`forward`.
             causal_hidden: ``[B, L, D]`` of the AR branch; None: those in ``hidden``, if it has them (hybrid).
             lm_head_bias: ``[V]`` or None.
+            extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None: ``U u`` is added
+                to the logits. Not beside ``causal_hidden``.
             chunk_size: rows of logits that exist at a time; None chooses, or takes the loss's own (SCDD).
 
         Returns:
@@ -233,7 +236,7 @@ class DiffusionLoss(TransformedLoss):
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
         rows = Rows.of_hidden(
-            hidden, lm_head_weight, lm_head_bias,
+            hidden, lm_head_weight, lm_head_bias, extra=extra,
             chunk_size=self.chunk_size if chunk_size is None else chunk_size,
             backend=self.backend, round_nll=self._rounds(), **self.transform,
         )  # fmt: skip

@@ -33,6 +33,7 @@ class Rows:
         options: for the ops, the same in every call.
         weight: LM head ``[V, D]`` with hidden states.
         bias: ``[V]`` or None.
+        extra: the second part of the head, or None.
     """
 
     x: torch.Tensor
@@ -40,6 +41,7 @@ class Rows:
     options: dict[str, Any]
     weight: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+    extra: _checks.Extra | None = None
 
     @classmethod
     def of_logits(cls, logits: torch.Tensor, *, names: _checks.Names | None = None, **options: Any) -> Rows:
@@ -54,11 +56,12 @@ class Rows:
         bias: torch.Tensor | None,
         *,
         names: _checks.Names | None = None,
+        extra: _checks.Extra | None = None,
         **options: Any,
     ) -> Rows:
         """Rows that an LM head makes of hidden states, one chunk at a time."""
         names = names or _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
-        return cls(hidden, names, options, weight, bias)
+        return cls(hidden, names, options, weight, bias, extra)
 
     def of(self, x: torch.Tensor, name: str) -> Rows:
         """Other rows of the same kind, which the caller calls ``name``."""
@@ -79,6 +82,11 @@ class Rows:
         """V."""
         return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
 
+    @property
+    def _head(self) -> dict[str, Any]:
+        """What an LM head has beside its weight."""
+        return {"bias": self.bias, "extra": self.extra}
+
     def check(self, target_ids: torch.Tensor, *, width: int | None = None, shift: int = 0) -> None:
         """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any.
 
@@ -96,6 +104,8 @@ class Rows:
                 f"{names.rows} must have shape {(*expected, x.shape[2])} to go with {names.targets} of shape {(B, L)}, "
                 f"got {tuple(x.shape)}"
             )
+        if self.weight is not None:
+            _checks.checked_extra(names, x, self.weight, self.extra)
         targets = plain(target_ids)[:, shift:] if shift else target_ids
         _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=transform.skip_id)
 
@@ -107,7 +117,7 @@ class Rows:
             transform = _checks.checked_transform(self.vocabulary, *(options.pop(s, None) for s in Transform._fields))
             targets, weights = all_plain(targets, weights.detach().to(self.acc))
             return checked_weighted_nll(self.x, targets, weights, transform, **options)
-        return weighted_linear_nll(self.x, self.weight, targets, weights, bias=self.bias, **self.options, **flags)
+        return weighted_linear_nll(self.x, self.weight, targets, weights, **self._head, **self.options, **flags)
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **flags: Any) -> TokenNLL:
         """The NLL of the active rows, differentiable: for weights that are not known before the forward pass."""
@@ -116,7 +126,7 @@ class Rows:
         if self.weight is None:
             rows, dtype = token_nll(self.x, targets, active=active, **options), self.x.dtype
         else:
-            rows = linear_token_nll(self.x, self.weight, targets, active=active, bias=self.bias, **options)
+            rows = linear_token_nll(self.x, self.weight, targets, active=active, **self._head, **options)
             dtype = compute_dtype(self.x, self.weight)
         return rows._replace(nll=_rounded(rows.nll, dtype)) if rounds else rows
 
@@ -125,7 +135,7 @@ class Rows:
         options = {name: option for name, option in self.options.items() if name != "round_nll"}  # there is no NLL
         if self.weight is None:
             return row_stats(self.x, ids, active=active, **options, **asked)
-        return linear_row_stats(self.x, self.weight, ids, active=active, bias=self.bias, **options, **asked)
+        return linear_row_stats(self.x, self.weight, ids, active=active, **self._head, **options, **asked)
 
 
 def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -139,11 +139,13 @@ class DFlashDecayLoss(TransformedLoss):
         *,
         num_blocks: int | torch.Tensor | None = None,
         num_sequences: int | torch.Tensor | None = None,
+        extra: _checks.Extra | None = None,
     ) -> DLLMLossOutput:
         """Compute the same from hidden states and the LM head; the logits exist one chunk at a time.
 
         The gradient is made in the forward pass, on the active rows only: two matrix products with a frozen head, whatever
-        the weights. With a trainable one it is three with the decay, and four, the logits made again, with other weights.
+        the weights. With a trainable one it is three with the decay, and four, the logits made again, with other weights;
+        with a frozen one and a trainable ``extra[1]``, two and three.
 
         Args:
             hidden: ``[B, T, D]`` of the predicted positions.
@@ -155,6 +157,8 @@ class DFlashDecayLoss(TransformedLoss):
             lm_head_bias: ``[V]`` or None.
             num_blocks: as in :meth:`forward`.
             num_sequences: as in :meth:`forward`.
+            extra: the second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None: ``U u`` is added to the logits, as
+                a Markov head adds it, u being a row of a table for the token before.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. Accuracy is judged on logits rounded to the compute dtype.
@@ -164,8 +168,9 @@ class DFlashDecayLoss(TransformedLoss):
             ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
         """
         rows = Rows.of_hidden(
-            hidden, lm_head_weight, lm_head_bias, chunk_size=self.chunk_size, backend=self.backend, **self.transform
-        )
+            hidden, lm_head_weight, lm_head_bias,
+            extra=extra, chunk_size=self.chunk_size, backend=self.backend, **self.transform,
+        )  # fmt: skip
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def _loss(

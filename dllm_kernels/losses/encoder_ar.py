@@ -99,6 +99,7 @@ def encoder_ar_loss_fused(
     num_tokens: int | torch.Tensor | None = None,
     *,
     lm_head_bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
     chunk_size: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -115,6 +116,7 @@ def encoder_ar_loss_fused(
         valid_mask: as in :func:`encoder_ar_loss`.
         num_tokens: as in :func:`encoder_ar_loss`.
         lm_head_bias: ``[V]`` or None.
+        extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
         chunk_size: rows of logits that exist at a time; None chooses.
         softcap: as in :func:`compute_per_token_nll`.
         scale: as in :func:`compute_per_token_nll`.
@@ -131,7 +133,7 @@ def encoder_ar_loss_fused(
     """
     names = _checks.Names("hidden", "input_ids", "lm_head_weight", "lm_head_bias")
     rows = Rows.of_hidden(
-        hidden, lm_head_weight, lm_head_bias, names=names,
+        hidden, lm_head_weight, lm_head_bias, names=names, extra=extra,
         chunk_size=chunk_size, backend=backend, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)

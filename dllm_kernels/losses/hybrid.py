@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels.base._checks import check_constant
+from dllm_kernels.base._checks import Extra, check_constant
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
     Count,
@@ -65,7 +65,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor, loss_mask: Tensor,
         loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None, num_ar_tokens: Count = None,
         causal_hidden: Tensor | None = None, noisy_input_ids: Tensor | None = None, *,
-        lm_head_bias: Tensor | None = None, chunk_size: int | None = None,
+        lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
 
@@ -82,6 +82,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: those in ``hidden``, if it has them.
             noisy_input_ids: not used.
             lm_head_bias: ``[V]`` or None.
+            extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None. With two
+                branches hand them over in ``hidden``, not one in ``causal_hidden``.
             chunk_size: rows of logits that exist at a time; None chooses.
 
         Returns:
@@ -93,7 +95,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         """
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
-            num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, chunk_size=chunk_size,
+            num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, extra=extra,
+            chunk_size=chunk_size,
         )  # fmt: skip
 
     def _loss(self, rows: Rows, batch: Batch, causal: Tensor | None, noisy_input_ids: Tensor | None) -> DLLMLossOutput:
@@ -108,6 +111,11 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         check_constant("loss_mask_ar", batch.loss_mask_ar)
         if causal is None or batch.loss_mask_ar is None:
             return self._one_call(rows, batch, rows.x.shape[1] - ids.shape[1])
+        if rows.extra is not None:
+            raise ValueError(
+                "extra must be None beside causal_hidden, got both; give both branches as one hidden [B, 2 L, D], with a row of "
+                "extra[0] for each"
+            )
         other = rows.of(causal, causal_name)
         other.check(ids)
         return self._two_branches(rows, other, batch)

@@ -109,6 +109,7 @@ class IDLMLoss(TransformedLoss):
         seq_len: int,
         num_diffusion_tokens: int | torch.Tensor | None = None,
         lm_head_bias: torch.Tensor | None = None,
+        extra: _checks.Extra | None = None,
         chunk_size: int | None = None,
     ) -> DLLMLossOutput:
         """Compute the same from hidden states and the LM head; the logits exist one chunk at a time.
@@ -122,6 +123,7 @@ class IDLMLoss(TransformedLoss):
             seq_len: as in :meth:`forward`.
             num_diffusion_tokens: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
+            extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
             chunk_size: rows of logits that exist at a time; None chooses.
 
         Returns:
@@ -132,8 +134,9 @@ class IDLMLoss(TransformedLoss):
             ValueError: as in :meth:`forward`.
         """
         rows = Rows.of_hidden(
-            hidden, lm_head_weight, lm_head_bias, chunk_size=chunk_size, backend=self.backend, **self.transform
-        )
+            hidden, lm_head_weight, lm_head_bias,
+            extra=extra, chunk_size=chunk_size, backend=self.backend, **self.transform,
+        )  # fmt: skip
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def _loss(

@@ -10,6 +10,10 @@ product gives the gradient of the hidden states and, if the head trains, one mor
 them: 2 products with a frozen head, 3 with a trainable one. ``linear_token_nll`` does not know its upstream gradient;
 but row i of d/dh depends on the upstream gradient of row i alone, so with a frozen head the gradient for s_i = 1 is made
 in forward and its rows are scaled in backward: 2 products again. Only a trainable head needs its logits twice (4).
+
+A head of two parts, ``extra = (u, U)``, has z_i = W h_i + U u_i + b: a thin product, which adds to the chunk where it lies,
+and d/du_i = g_i U, d/dU = sum_i g_i u_i^T beside the others. Where W is frozen and U trains, ``weighted_linear_nll`` stays at
+its 2 large products; ``linear_token_nll`` makes the logits again (3), since d/dU mixes the rows' upstream gradients.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ def weighted_linear_nll(
     weights: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
     active: torch.Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
@@ -59,6 +64,8 @@ def weighted_linear_nll(
         targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
         weights: ``[...]``, bool or numeric, taken as constants (detached).
         bias: ``[V]`` or None.
+        extra: the second part of the head, (u ``[..., r]``, U ``[V, r]``), or None: ``U u`` is added to the logits, before
+            any transform of them. Of the dtype of ``hidden`` unless autocast is on.
         active: ``[...]``, rows to project; None: those whose weight is not zero.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
@@ -77,7 +84,7 @@ def weighted_linear_nll(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`WeightedNLL`: ``loss`` float32 (float64 for float64 input), differentiable in hidden, weight and bias.
+        :class:`WeightedNLL`: ``loss`` float32 (float64 for float64 input), differentiable in hidden, weight, bias and extra.
 
     Raises:
         TypeError: an argument is not a tensor, or no number.
@@ -92,12 +99,15 @@ def weighted_linear_nll(
         _checks.LINEAR, hidden, targets, weight, bias,
         check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
+    u, second = _checks.checked_extra(_checks.LINEAR, hidden, weight, extra)
     _checks.check_active(_checks.LINEAR, hidden, active)
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
-    job = Job(hidden, weight, bias, targets, weights if active is None else active, weights)
+    marked = weights if active is None else active
+    job = Job(hidden, weight, bias, targets, marked, weights, extra_x=u, extra_weight=second)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll=round_nll,
-        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), transform=transform, **sizes,
+        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias, u, second), one_pass=one_pass(),
+        transform=transform, **sizes,
     )  # fmt: skip
     return route(WEIGHTED_LINEAR_NLL, job, plan)  # type: ignore[no-any-return]
 
@@ -108,6 +118,7 @@ def linear_token_nll(
     targets: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
     active: torch.Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
@@ -125,7 +136,8 @@ def linear_token_nll(
 
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}, \qquad z_i = W h_i + b
 
-    With a frozen head nothing is recomputed; a trainable head (or bias) has its logits made again in backward. Use
+    With a frozen head nothing is recomputed; a trainable head (or bias, or ``extra[1]``) has its logits made again in backward,
+    since its gradient is a sum over rows, each times its upstream gradient. Use
     :func:`weighted_linear_nll` where the weight of each row is known in advance.
 
     Args:
@@ -133,6 +145,7 @@ def linear_token_nll(
         weight: ``[V, D]``.
         targets: ``[...]`` integers.
         bias: ``[V]`` or None.
+        extra: as in :func:`weighted_linear_nll`.
         active: ``[...]``, rows to project; None: all.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
@@ -147,7 +160,7 @@ def linear_token_nll(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`TokenNLL`, its ``nll`` differentiable in hidden, weight and bias.
+        :class:`TokenNLL`, its ``nll`` differentiable in hidden, weight, bias and extra.
 
     Raises:
         TypeError: an argument is not a tensor, or no number.
@@ -160,11 +173,12 @@ def linear_token_nll(
         _checks.LINEAR, hidden, targets, weight, bias,
         check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
     )  # fmt: skip
+    u, second = _checks.checked_extra(_checks.LINEAR, hidden, weight, extra)
     _checks.check_active(_checks.LINEAR, hidden, active)
     sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct,
-        needs=Needs.of(hidden, weight, bias), one_pass=one_pass(), transform=transform, **sizes,
+        needs=Needs.of(hidden, weight, bias, u, second), one_pass=one_pass(), transform=transform, **sizes,
     )  # fmt: skip
-    job = Job(hidden, weight, bias, targets, active)
+    job = Job(hidden, weight, bias, targets, active, extra_x=u, extra_weight=second)
     return route(LINEAR_TOKEN_NLL, job, plan)  # type: ignore[no-any-return]

@@ -94,6 +94,7 @@ def linear_row_objective(
     fn: Fn,
     *aux: torch.Tensor,
     bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
     entropy: bool = False,
     active: torch.Tensor | None = None,
     with_correct: bool = False,
@@ -128,6 +129,7 @@ def linear_row_objective(
         fn: as in :func:`row_objective`; called once a chunk, on the rows of it.
         aux: as in :func:`row_objective`.
         bias: ``[V]`` or None.
+        extra: as in :func:`weighted_linear_nll`.
         entropy: as in :func:`row_objective`.
         active: ``[...]``, rows to project; None: all.
         with_correct: as in :func:`row_objective`, of the logits as rounded to the compute dtype.
@@ -141,7 +143,7 @@ def linear_row_objective(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`RowObjective`: ``loss`` differentiable in hidden, weight and bias, the rest detached.
+        :class:`RowObjective`: ``loss`` differentiable in hidden, weight, bias and extra, the rest detached.
 
     Raises:
         TypeError: as in :func:`row_objective`.
@@ -152,21 +154,24 @@ def linear_row_objective(
     ids, active, aux = _checked(fn, hidden, aux, LINEAR.rows, ids, active)
     if torch.compiler.is_compiling() or not has_values(hidden):
         stats = linear_row_stats(
-            hidden, weight, ids, bias=bias, entropy=entropy, active=active, with_correct=with_correct, chunk_size=chunk_size,
-            num_active=num_active, softcap=softcap, scale=scale, skip_id=skip_id, check_targets=check_targets, backend=backend,
+            hidden, weight, ids, bias=bias, extra=extra, entropy=entropy, active=active, with_correct=with_correct,
+            chunk_size=chunk_size, num_active=num_active, softcap=softcap, scale=scale, skip_id=skip_id,
+            check_targets=check_targets, backend=backend,
         )  # fmt: skip
         return _combined(fn, aux, stats, active)
     _checks.check_flags(entropy=entropy, with_correct=with_correct)
     V = _checks.check_rows(LINEAR, hidden, ids, weight, bias)
     transform = _checks.checked_transform(V, softcap, scale, skip_id)
+    u, second = _checks.checked_extra(LINEAR, hidden, weight, extra)
     check_per_row(LINEAR, hidden, ids, None, active, V, check_targets, transform)
     sizes = _checks.checked_sizes(hidden.shape[:-1].numel(), num_active, chunk_size=chunk_size)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), with_correct=with_correct, with_entropy=entropy,
-        needs=Needs.of(hidden, weight, bias), transform=transform,
+        needs=Needs.of(hidden, weight, bias, u, second), transform=transform,
         objective=Objective(fn, aux, several=ids.dim() == hidden.dim()), **sizes,
     )  # fmt: skip
-    return route(ROW_OBJECTIVE, Job(hidden, weight, bias, ids, active), plan)  # type: ignore[no-any-return]
+    job = Job(hidden, weight, bias, ids, active, extra_x=u, extra_weight=second)
+    return route(ROW_OBJECTIVE, job, plan)  # type: ignore[no-any-return]
 
 
 def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:

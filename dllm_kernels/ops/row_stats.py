@@ -92,6 +92,7 @@ def linear_row_stats(
     ids: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
     entropy: bool = False,
     mix: Mix | None = None,
     active: torch.Tensor | None = None,
@@ -115,6 +116,7 @@ def linear_row_stats(
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         ids: ``[...]`` or ``[..., K]``, as in :func:`row_stats`.
         bias: ``[V]`` or None.
+        extra: as in :func:`weighted_linear_nll`.
         entropy: also return the entropy.
         mix: as in :func:`row_stats`.
         active: ``[...]``, rows to project; None: all.
@@ -130,7 +132,7 @@ def linear_row_stats(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`RowStats`, differentiable in hidden, weight and bias.
+        :class:`RowStats`, differentiable in hidden, weight, bias and extra.
 
     Raises:
         TypeError: an argument is not a tensor, or no number.
@@ -142,14 +144,16 @@ def linear_row_stats(
     ids, active, mix = _plain_rows(ids, active, mix)
     V = _checks.check_rows(LINEAR, hidden, ids, weight, bias)
     transform = _checks.checked_transform(V, softcap, scale, skip_id)
+    u, second = _checks.checked_extra(LINEAR, hidden, weight, extra)
     a, b = check_per_row(LINEAR, hidden, ids, mix, active, V, check_targets, transform)
     rows = hidden.shape[:-1].numel()
     sizes = _checks.checked_sizes(rows, num_active, chunk_size=chunk_size, memory_budget=memory_budget)
     plan = Plan(
         compute_dtype(hidden, weight), use_triton(backend, hidden), with_correct=with_correct, with_entropy=entropy,
-        needs=Needs.of(hidden, weight, bias), transform=transform, **sizes,
+        needs=Needs.of(hidden, weight, bias, u, second), transform=transform, **sizes,
     )  # fmt: skip
-    return route(ROW_STATS, Job(hidden, weight, bias, ids, active, a=a, b=b), plan)  # type: ignore[no-any-return]
+    job = Job(hidden, weight, bias, ids, active, a=a, b=b, extra_x=u, extra_weight=second)
+    return route(ROW_STATS, job, plan)  # type: ignore[no-any-return]
 
 
 def _plain_rows(ids: Any, active: Any, mix: Any) -> tuple[Any, Any, Any]:

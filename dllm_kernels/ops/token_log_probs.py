@@ -34,6 +34,7 @@ def token_log_probs(
     *,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
     temperature: float = 1.0,
     with_entropy: bool = False,
     active: torch.Tensor | None = None,
@@ -56,6 +57,7 @@ def token_log_probs(
         ids: ``[...]``, integers in ``[0, V)`` or -100; anything else, or ``skip_id``, gives NaN in its own place.
         weight: the LM head ``[V, D]``, or None for logits.
         bias: ``[V]``, only with ``weight``.
+        extra: as in :func:`weighted_linear_nll`; only with ``weight``.
         temperature: T > 0, by which the logits, capped if they are, are divided.
         with_entropy: also return the entropy of each token's distribution, differentiable like the log-probabilities.
         active: ``[...]``, bool or numeric; None: every token that has an id.
@@ -76,7 +78,7 @@ def token_log_probs(
             without it, or an unknown backend.
         IndexError: ``check_targets`` found a bad id.
     """
-    unusual = (weight, bias, active, softcap, skip_id, chunk_size, memory_budget, num_active, check_targets)
+    unusual = (weight, bias, extra, active, softcap, skip_id, chunk_size, memory_budget, num_active, check_targets)
     if (
         not torch.compiler.is_compiling()  # else a graph would hold for one temperature alone
         and all(option is None for option in unusual) and type(temperature) in (int, float) and temperature == 1
@@ -99,11 +101,13 @@ def token_log_probs(
         "check_targets": check_targets, "backend": backend,
     }  # fmt: skip
     if weight is not None:
-        out = linear_row_stats(logits_or_hidden, weight, ids, bias=bias, **sizes, **options)
+        _checks.checked_extra(names, logits_or_hidden, weight, extra)
+        out = linear_row_stats(logits_or_hidden, weight, ids, bias=bias, extra=extra, **sizes, **options)
     else:
-        for name, value in {"bias": bias, **sizes}.items():
+        for name, value in {"bias": bias, "extra": extra, **sizes}.items():
             if value is not None:
-                raise ValueError(f"{name} must be None without weight, got {value if name != 'bias' else 'a bias'}")
+                got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
+                raise ValueError(f"{name} must be None without weight, got {got}")
         out = row_stats(logits_or_hidden, ids, **options)
     return TokenLogProbs(out.log_probs, out.entropy)
 

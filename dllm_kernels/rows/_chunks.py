@@ -15,14 +15,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import NO_TRANSFORM
 from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, multiprocessors
-from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Needs, Plan
+from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Needs, Plan
 from dllm_kernels.rows._results import rounded, weighted_sum
 
 # Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
 SLAB = 4096
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
 
 class Factors(NamedTuple):
@@ -38,13 +37,13 @@ NO_FACTORS = Factors()
 def weighted_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     """The loss, (nll, row_max, log_sum, correct), the gradients that the plan needs, and a headroom or None.
 
-    Where the plan is ``narrow``, grad_hidden has yet to be multiplied by the rows' weights (``scale_rows``), and the others,
-    in the dtype of sums, by the headroom.
+    Where the plan is ``narrow``, the gradients of the rows have yet to be multiplied by their weights (``scale_rows``), and
+    those of the head, in the dtype of sums, by the headroom.
     """
     assert job.weights is not None
     with no_autocast(job):
         scale, factors, headroom = unit_scale(job.weights, plan) if any(plan.needs) else (None, NO_FACTORS, None)
-        factors = factors._replace(hidden=None)  # backward gives the rows of grad_hidden theirs
+        factors = factors._replace(hidden=None)  # backward gives the gradients of the rows theirs
         chunks = Chunks(job, plan, plan.needs, factors)
         nll, *stats = chunks.run(scale)
         nll = rounded(nll, plan)
@@ -68,12 +67,13 @@ def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, 
 
 
 def token_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
-    """(nll, row_max, log_sum, correct); with a frozen head also the gradient of hidden for upstream gradients of 1."""
+    """(nll, row_max, log_sum, correct); with a frozen head also the gradients of the rows for upstream gradients of 1."""
     with no_autocast(job):
         frozen = plan.needs.frozen
         chunks = Chunks(job, plan, plan.needs if frozen else NO_GRADIENTS)
         ones = torch.ones(len(job.x), dtype=plan.acc, device=job.x.device) if frozen else None
-        return *chunks.run(ones), chunks.gradients()[0]
+        stats, grads = chunks.run(ones), chunks.gradients()
+        return *stats, grads.x, grads.extra_x
 
 
 def scale_rows(unit_grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -106,12 +106,17 @@ def no_autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
 
 
 class Chunks:
-    """The chunks of a job, and the gradients that gather while they pass."""
+    """The chunks of a job, and the gradients that gather while they pass.
+
+    A second part of the head, ``extra_x extra_weight^T``, is a product that adds to the chunk where it lies, and what the
+    gradient of the logits then is, is it for both parts.
+    """
 
     def __init__(self, job: Job, plan: Plan, needs: Needs, factors: Factors = NO_FACTORS) -> None:
         self.job, self.plan, self.needs, self.factors = job, plan, needs, factors
         self.weight = job.head.to(plan.dtype)
         self.bias = None if job.bias is None else job.bias.to(plan.dtype)
+        self.extra_weight = None if job.extra_weight is None else job.extra_weight.to(plan.dtype)
         self.rows = ActiveRows(job.marks, plan.num_active)
         self.primitives = plan.primitives()
         once = plan.one_pass and plan.dtype in (torch.bfloat16, torch.float32) and not needs.bias
@@ -122,7 +127,11 @@ class Chunks:
         self.size = max(1, min(size, self.rows.count))
         self.logits = _aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
         self.grad_hidden = self.rows.empty(D, dtype=job.x.dtype, device=device) if needs.x else None
+        self.grad_extra_x: torch.Tensor | None = None
+        if needs.extra_x and job.extra_x is not None:
+            self.grad_extra_x = self.rows.empty(job.extra_x.shape[1], dtype=job.extra_x.dtype, device=device)
         self.grad_weight: torch.Tensor | None = None
+        self.grad_extra_weight: torch.Tensor | None = None
         self.grad_bias = torch.zeros(V, dtype=plan.acc, device=device) if needs.bias else None
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -135,7 +144,13 @@ class Chunks:
                 torch.mm(h, self.weight.t(), out=logits)
             else:
                 torch.addmm(self.bias, h, self.weight.t(), out=logits)
+            if self.extra_weight is not None:
+                logits.addmm_(self._extra_rows(chunk), self.extra_weight.t())
             yield chunk, h, self.rows.take_targets(chunk), logits
+
+    def _extra_rows(self, chunk: slice) -> torch.Tensor:
+        assert self.job.extra_x is not None
+        return self.rows.take(self.job.extra_x, chunk).to(self.plan.dtype)
 
     def run(self, scale: torch.Tensor | None) -> Rows:
         """One pass over all chunks: (nll, row_max, log_sum, correct), and the gradients for ``scale [N]`` where needed.
@@ -179,72 +194,91 @@ class Chunks:
         take = self.rows.take
         factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
         of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
-        if self.grad_hidden is not None:
-            rows = torch.mm(grad_logits, self.weight)
-            self.rows.put(self.grad_hidden, chunk, rows if of_hidden is None else rows * of_hidden)
-        if self.needs.weight:
+        for grad, weight in ((self.grad_hidden, self.weight), (self.grad_extra_x, self.extra_weight)):
+            if grad is not None and weight is not None:
+                rows = torch.mm(grad_logits, weight)
+                self.rows.put(grad, chunk, rows if of_hidden is None else rows * of_hidden)
+        if self.needs.weight or self.needs.extra_weight:
             # Rows without a gradient as zeros: a NaN there, times 0, would reach all of grad_weight.
             idle = ((scale == 0) | (y == SKIP)).unsqueeze(1)
-            h = h if of_head is None else h * of_head
-            self._add_grad_weight(h.masked_fill(idle, 0), grad_logits)
+
+            def added(total: torch.Tensor | None, h: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+                assert parameter is not None
+                h = h if of_head is None else h * of_head
+                return self._plus_product(total, h.masked_fill(idle, 0), grad_logits, parameter.dtype)
+
+            if self.needs.weight:
+                self.grad_weight = added(self.grad_weight, h, self.job.weight)
+            if self.needs.extra_weight:
+                self.grad_extra_weight = added(self.grad_extra_weight, self._extra_rows(chunk), self.job.extra_weight)
         if self.grad_bias is not None:
             _add_column_sums(self.grad_bias, grad_logits, of_head)
 
     def raised(self, headroom: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(the headroom that a chunk of these sizes needs, its rows' factors), the head's gradients so far divided anew."""
         largest = torch.maximum(headroom, size.amax())
-        for grad in (self.grad_weight, self.grad_bias):
+        for grad in (self.grad_weight, self.grad_bias, self.grad_extra_weight):
             if grad is not None:
                 grad *= headroom / largest
         return largest, size / largest
 
-    def _add_grad_weight(self, h: torch.Tensor, grad_logits: torch.Tensor) -> None:
-        """grad_weight += grad_logits^T h, in float32 whatever the dtype; a single chunk is rounded by its product.
+    def _plus_product(
+        self, total: torch.Tensor | None, h: torch.Tensor, grad_logits: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Total + grad_logits^T h, in place, in float32 whatever the dtype; a single chunk is rounded by its product.
 
-        But not where it still wants its headroom.
+        But not where it still wants its headroom, or where the parameter has another ``dtype``.
         """
         a, acc = grad_logits.t(), self.plan.acc
         if a.is_cuda or not self.plan.narrow:  # a CPU widens both anyway
             h = h.to(a.dtype)
-        single = self.size >= self.rows.count and a.dtype == self.job.head.dtype and not self.plan.narrow
+        single = self.size >= self.rows.count and a.dtype == dtype and not self.plan.narrow
         if a.dtype == acc or single:
-            self.grad_weight = torch.mm(a, h) if self.grad_weight is None else self.grad_weight.addmm_(a, h)
-            return
+            return torch.mm(a, h) if total is None else total.addmm_(a, h)
         if a.is_cuda and torch.version.hip is None:
-            if self.grad_weight is None:
-                self.grad_weight = torch.mm(a, h, out_dtype=acc)
-            elif is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for this overload of addmm, and raises
-                self.grad_weight += torch.mm(a, h, out_dtype=acc)
-            else:
-                torch.addmm(self.grad_weight, a, h, out_dtype=acc, out=self.grad_weight)
-            return
-        if self.grad_weight is None:
-            self.grad_weight = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
+            if total is None:
+                return torch.mm(a, h, out_dtype=acc)
+            if is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for this overload of addmm, and raises
+                return total.add_(torch.mm(a, h, out_dtype=acc))
+            return torch.addmm(total, a, h, out_dtype=acc, out=total)
+        if total is None:
+            total = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
         if a.is_cuda:  # rocBLAS has no product of low-precision matrices into a float32 one through torch
-            self.grad_weight += torch.mm(a, h)
-        else:
-            _add_product_by_slabs(self.grad_weight, a, h)
+            return total.add_(torch.mm(a, h))
+        _add_product_by_slabs(total, a, h)
+        return total
 
     def gradients(self, *, wide: bool = False) -> Gradients:
         """The gradients in the dtypes of the inputs; with ``wide`` those of the head in the dtype of the sums."""
-        weight, bias, acc = self.job.head, self.job.bias, self.plan.acc
-        grad_weight = self.grad_weight
-        if self.needs.weight and grad_weight is None:
-            grad_weight = torch.zeros(weight.shape, dtype=acc, device=weight.device)
-        return (
-            None if self.grad_hidden is None else self.rows.whole(self.grad_hidden),
-            None if grad_weight is None else grad_weight.to(acc if wide else weight.dtype),
-            None if self.grad_bias is None or bias is None else self.grad_bias.to(acc if wide else bias.dtype),
+
+        def of_rows(grad: torch.Tensor | None) -> torch.Tensor | None:
+            return None if grad is None else self.rows.whole(grad)
+
+        def of_head(grad: torch.Tensor | None, parameter: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
+            if parameter is None or not needed:
+                return None
+            if grad is None:  # there was no chunk
+                grad = torch.zeros(parameter.shape, dtype=self.plan.acc, device=parameter.device)
+            return grad.to(self.plan.acc if wide else parameter.dtype)
+
+        job, needs = self.job, self.needs
+        return Gradients(
+            of_rows(self.grad_hidden),
+            of_head(self.grad_weight, job.weight, needs.weight),
+            of_head(self.grad_bias, job.bias, needs.bias),
+            of_rows(self.grad_extra_x),
+            of_head(self.grad_extra_weight, job.extra_weight, needs.extra_weight),
         )
 
     def gradients_times(self, headroom: torch.Tensor | None) -> Gradients:
         """The gradients in the dtypes of the inputs, those of the head multiplied by the headroom where there is one."""
         if headroom is None:
             return self.gradients()
-        grad_hidden, *head = self.gradients(wide=True)
-        dtypes = [None if t is None else t.dtype for t in self.job[1:3]]
-        grad_weight, grad_bias = times_headroom(head, headroom, dtypes)
-        return grad_hidden, grad_weight, grad_bias
+        made = self.gradients(wide=True)
+        job, head = self.job, (made.weight, made.bias, made.extra_weight)
+        dtypes = [None if t is None else t.dtype for t in (job.weight, job.bias, job.extra_weight)]
+        weight, bias, extra_weight = times_headroom(head, headroom, dtypes)
+        return made._replace(weight=weight, bias=bias, extra_weight=extra_weight)
 
 
 def _aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

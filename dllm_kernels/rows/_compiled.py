@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels.rows._eager import dtypes, in_dtypes, upstream
-from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._plan import LEAVES, Job, Plan, placed
 from dllm_kernels.rows._records import ROW_OPS, RowOp, Tensors
 
 
@@ -30,10 +30,10 @@ def _in_place(op: RowOp, job: Job, plan: Plan, written: Iterable[Tensor]) -> Ten
 @torch.library.custom_op("dllm_kernels::rows", mutates_args=())
 def _rows(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, ids: Tensor, active: Tensor | None,
-    weights: Tensor | None, a: Tensor | None, b: Tensor | None, packed: list[int], factors: list[float],
-    changing: Tensor | None,
+    weights: Tensor | None, a: Tensor | None, b: Tensor | None, extra_x: Tensor | None, extra_weight: Tensor | None,
+    packed: list[int], factors: list[float], changing: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    job = Job(x, weight, bias, ids, active, weights, a, b)
+    job = Job(x, weight, bias, ids, active, weights, a, b, extra_x, extra_weight)
     return [t for t in ROW_OPS[op].forward(job, Plan.unpack(packed, factors, changing)) if t is not None]
 
 
@@ -49,7 +49,7 @@ def _rows_backward(
     changing: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     made = ROW_OPS[op].backward(tuple(kept), tuple(up), Plan.unpack(packed, factors, changing))
-    return [g for g in in_dtypes(made, dtypes(kept)) if g is not None]
+    return [g for g in in_dtypes(made, dtypes(kept[:LEAVES])) if g is not None]
 
 
 @_rows_backward.register_fake
@@ -57,7 +57,7 @@ def _(
     op: str, kept: list[Tensor | None], _: Any, packed: list[int], factors: list[float], *changing: Any
 ) -> list[Tensor]:
     """Contiguous, whatever the strides of the inputs."""
-    wanted = zip(kept[:3], Plan.unpack(packed, factors).needs, strict=True)
+    wanted = zip(kept[:LEAVES], Plan.unpack(packed, factors).needs, strict=True)
     return [t.new_empty(t.shape) for t, need in wanted if need and t is not None]
 
 
@@ -67,7 +67,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     written = _in_place(op, job, plan, output)
     ctx.op, ctx.packed = op, (packed, factors)
     ctx.written = [t is not None for t in written]
-    ctx.dtypes = dtypes(job)
+    ctx.dtypes = dtypes(job.leaves)
     ctx.save_for_backward(*op.kept(job, written, plan), changing)
     ctx.mark_non_differentiable(*(t for t in written[op.differentiable :] if t is not None))
     ctx.set_materialize_grads(False)
@@ -76,17 +76,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     op, plan, those = ctx.op, Plan.unpack(*ctx.packed), iter(grads)
     up = upstream(op, [next(those) if written else None for written in ctx.written])
-    return None, *_gradients(ctx, op, up, plan), *(None,) * (len(Job._fields) - 3 + 3)
+    return None, *placed(_gradients(ctx, op, up, plan)), None, None, None
 
 
 def _gradients(ctx: Any, op: RowOp, up: Tensors | None, plan: Plan) -> list[Tensor | None]:
     if up is None or not any(plan.needs):
-        return [None] * 3
+        return [None] * LEAVES
     *kept, changing = ctx.saved_tensors
     if (backward := op.traced(plan)) is not None:
         return in_dtypes(backward(tuple(kept), up, plan), ctx.dtypes)
     made = iter(_rows_backward(op.name, kept, list(up), *ctx.packed, changing))
-    wanted = zip(kept[:3], plan.needs, strict=True)
+    wanted = zip(kept[:LEAVES], plan.needs, strict=True)
     return [next(made) if need and t is not None else None for t, need in wanted]
 
 

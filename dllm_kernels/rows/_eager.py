@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dllm_kernels.rows._first_order import first_order_only, handle
-from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._plan import Job, Plan, placed
 from dllm_kernels.rows._records import RowOp, Tensors
 
 
@@ -26,7 +26,7 @@ class _Rows(torch.autograd.Function):
         written = op.forward(job, plan)
         hook = handle(written[0])  # type: ignore[arg-type]
         ctx.op, ctx.plan = op, plan
-        ctx.dtypes, ctx.instead = dtypes(job), op.instead[job.weight is not None]
+        ctx.dtypes, ctx.instead = dtypes(job.leaves), op.instead[job.weight is not None]
         theirs = written[: op.differentiable]  # which the caller may write into
         kept = (t.clone() if t is not None and any(t is s for s in theirs) else t for t in op.kept(job, written, plan))
         ctx.save_for_backward(*kept, hook)
@@ -44,7 +44,7 @@ class _Rows(torch.autograd.Function):
         if ctx.check is not None:
             ctx.check()
         made = ctx.op.backward(saved(), up, ctx.plan)
-        return None, None, *in_dtypes(made, ctx.dtypes), *(None,) * (len(Job._fields) - 3)
+        return None, None, *placed(in_dtypes(made, ctx.dtypes))
 
 
 def upstream(op: RowOp, grads: Sequence[torch.Tensor | None]) -> Tensors | None:
@@ -53,9 +53,9 @@ def upstream(op: RowOp, grads: Sequence[torch.Tensor | None]) -> Tensors | None:
     return None if all(g is None for g in up) else up
 
 
-def dtypes(tensors: Sequence[Any]) -> list[torch.dtype | None]:
-    """Of the first three, those that may want a gradient."""
-    return [None if t is None else t.dtype for t in tensors[:3]]
+def dtypes(leaves: Sequence[torch.Tensor | None]) -> list[torch.dtype | None]:
+    """Of what may want a gradient."""
+    return [None if t is None else t.dtype for t in leaves]
 
 
 def in_dtypes(grads: Sequence[torch.Tensor | None], dtypes: list[torch.dtype | None]) -> list[torch.Tensor | None]:

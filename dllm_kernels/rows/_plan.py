@@ -36,6 +36,8 @@ class Job(NamedTuple):
         weights: ``[...]`` of a weighted sum, else None.
         a: ``[...]`` of the mixture ``log(a + b p)``, or None.
         b: likewise.
+        extra_x: ``[..., r]``, the rows of the head's second part, or None.
+        extra_weight: ``[V, r]``: extra_x extra_weight^T is added to the logits.
     """
 
     x: torch.Tensor
@@ -46,6 +48,23 @@ class Job(NamedTuple):
     weights: torch.Tensor | None = None
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
+    extra_x: torch.Tensor | None = None
+    extra_weight: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], of_rows: Sequence[Any]) -> Job:
+        """The job of these :attr:`leaves` and :attr:`of_rows`, the first of these at least."""
+        return cls(*leaves[:3], *of_rows, extra_x=leaves[3], extra_weight=leaves[4])
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor | None, ...]:
+        """What may want a gradient, in the order of :class:`Needs`."""
+        return (*self[:3], *self[-2:])
+
+    @property
+    def of_rows(self) -> tuple[torch.Tensor | None, ...]:
+        """What is known of each row, a constant: the others."""
+        return self[3:-2]
 
     @property
     def head(self) -> torch.Tensor:
@@ -60,12 +79,29 @@ class Job(NamedTuple):
         return self.active
 
 
+class Gradients(NamedTuple):
+    """Those of a job's leaves; None for what wants none."""
+
+    x: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    extra_x: torch.Tensor | None = None
+    extra_weight: torch.Tensor | None = None
+
+
+def placed(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of a job's leaves, in their order, where these stand in it."""
+    return Job.of(gradients, (None,))
+
+
 class Needs(NamedTuple):
-    """Which of the first three tensors of a job want a gradient."""
+    """Which of a job's leaves want a gradient."""
 
     x: bool = False
     weight: bool = False
     bias: bool = False
+    extra_x: bool = False
+    extra_weight: bool = False
 
     @classmethod
     def of(cls, *inputs: torch.Tensor | None) -> Needs:
@@ -76,10 +112,11 @@ class Needs(NamedTuple):
     @property
     def frozen(self) -> bool:
         """Only the rows want one, each of which depends on the upstream gradient of that row alone."""
-        return self.x and not self.weight and not self.bias
+        return (self.x or self.extra_x) and not (self.weight or self.bias or self.extra_weight)
 
 
 NO_GRADIENTS = Needs()
+LEAVES = len(Needs._fields)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ Autograd, torch.compile and DTensors are written once over these (``rows/_run.py
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +15,11 @@ import torch
 from dllm_kernels.base._row_stats import Found, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows import _chunks, _stats
-from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._plan import LEAVES, Gradients, Job, Plan
 from dllm_kernels.rows._results import RowObjective, RowStats, TokenNLL, WeightedNLL, rounded, weighted_sum
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor | None, ...]
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 Spec = tuple[tuple[int, ...], torch.dtype]
 Backward = Callable[[Tensors, Tensors, Plan], Gradients]
 CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
@@ -34,8 +33,8 @@ class RowOp(NamedTuple):
         name: by which a compiled op finds the record.
         rows: (job as the caller gave it, plan) -> ids and marks of N rows, as :class:`Job` has them below.
         forward: (job, plan) -> all that the op writes, None for what was not asked for.
-        kept: (job, written, plan) -> the tensors that backward reads; x, weight and bias first where it is not ``traced``.
-        backward: (kept, upstream gradients, plan) -> gradients of x, weight and bias; those not needed None.
+        kept: (job, written, plan) -> the tensors that backward reads; the leaves first where it is not ``traced``.
+        backward: (kept, upstream gradients, plan) -> gradients of the leaves; those not needed None.
         specs: (job, plan) -> shape and dtype of each tensor that forward writes, None where there is none.
         result: (plan, shape of the ids, shape of the rows, the written tensors that are shown) -> what the caller gets.
         shown: how many of the written tensors, the first ones, the caller gets.
@@ -103,7 +102,7 @@ def _nll_forward(job: Job, plan: Plan) -> Tensors:
 
 def _kept_rows(job: Job, written: Tensors, _: Plan) -> Tensors:
     """What the gradient from (row_max, log_sum) needs."""
-    return (*job[:3], job.active, *written[1:3])
+    return (*job.leaves, job.active, *written[1:3])
 
 
 def _nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
@@ -111,7 +110,7 @@ def _nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
 
 
 def _grad_of_logits(kept: Tensors, scale: Tensor | None, factor: Tensor | None, plan: Plan) -> Gradients:
-    logits, _, _, targets, *stats = kept
+    logits, targets, stats = kept[0], kept[LEAVES], kept[LEAVES + 1 :]
     assert logits is not None
     inplace = plan.inplace_backward
     grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -120,7 +119,7 @@ def _grad_of_logits(kept: Tensors, scale: Tensor | None, factor: Tensor | None, 
     )
     if inplace:
         torch.autograd.graph.increment_version(logits)
-    return grad, None, None
+    return Gradients(grad)
 
 
 TOKEN_NLL = RowOp(
@@ -139,7 +138,7 @@ TOKEN_NLL = RowOp(
 
 def _gradient_specs(job: Job, plan: Plan, head: torch.dtype | None = None) -> list[Spec | None]:
     """Contiguous, whatever the strides of the inputs; those of the head in the dtype ``head``, or its own."""
-    wanted = zip(job[:3], plan.needs, (None, head, head), strict=True)
+    wanted = zip(job.leaves, plan.needs, (None, head, head, None, head), strict=True)
     return [(tuple(t.shape), dtype or t.dtype) if need and t is not None else None for t, need, dtype in wanted]
 
 
@@ -151,25 +150,33 @@ def _weighted_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
 
 def _weighted_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
     """What forward has made, scaled: in place, which is why it can be done only once."""
-    if kept[3] is not None or up[0] is None:
+    if kept[LEAVES] is not None or up[0] is None:
         return _weighted_traced(kept, up, plan)
-    for grad in kept[:3]:
+    for grad in kept[:LEAVES]:
         if grad is not None:
             plan.primitives().scale_(grad, up[0])
-    return kept[:3]  # type: ignore[return-value]
+    return Gradients(*kept[:LEAVES])
 
 
 def _weighted_traced(kept: Tensors, up: Tensors, _: Plan) -> Gradients:
     """The same, but nothing is written over."""
-    grad_x, *head, headroom, weights = kept
+    *grads, headroom, weights = kept
     (grad_loss,) = up
     assert grad_loss is not None
     if headroom is None or weights is None:
-        grads = [None if g is None else _times(g, grad_loss) for g in kept[:3]]
-    else:
-        scaled = None if grad_x is None else _chunks.scale_rows(grad_x, weights * grad_loss)
-        grads = [scaled, *(None if g is None else _times(g, grad_loss * headroom) for g in head)]
-    return tuple(grads)  # type: ignore[return-value]
+        return Gradients(*(None if g is None else _times(g, grad_loss) for g in grads))
+    of_rows, of_head = weights * grad_loss, grad_loss * headroom
+    head = Gradients(*(None if g is None else _times(g, of_head) for g in _of_head(grads)))
+    return head._replace(x=_scaled_rows(grads[0], of_rows), extra_x=_scaled_rows(grads[3], of_rows))
+
+
+def _of_head(leaves: Sequence[Any]) -> Gradients:
+    """Without the two of the rows: weight, bias and extra_weight."""
+    return Gradients(*leaves)._replace(x=None, extra_x=None)
+
+
+def _scaled_rows(grad: Tensor | None, factor: Tensor | None) -> Tensor | None:
+    return None if grad is None or factor is None else _chunks.scale_rows(grad, factor)
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
@@ -185,7 +192,7 @@ class _Once:
         self.name = "weighted_linear_nll" if weighted else "linear_row_objective"
         self.instead = "linear_token_nll" if weighted else "linear_row_stats"
         self.consumed = False
-        trained = zip(job[1:3], plan.needs[1:], strict=True)
+        trained = zip(_of_head(job.leaves), plan.needs, strict=True)
         self.head = [weakref.ref(t) for t, trains in trained if trains and t is not None]
 
     def __call__(self) -> None:
@@ -206,7 +213,7 @@ def _check_still_gathered(head: Iterable[weakref.ref[Tensor]]) -> None:
     for parameter in (ref() for ref in head):
         if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
             raise RuntimeError(
-                "weight or bias was freed before its gradient came, which would be lost: under fully_shard with "
+                "weight, bias or extra[1] was freed before its gradient came, which would be lost: under fully_shard with "
                 "reshard_after_forward=False, run the loss inside the head's forward (dllm_kernels.distributed.LossHead) "
                 "where the head is also called by itself in the same step"
             )
@@ -279,9 +286,15 @@ def _linear_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
 def _linear_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
     """With a frozen head the rows of what forward made for upstream gradients of 1, times theirs."""
     if plan.needs.frozen:
-        return _chunks.scale_rows(kept[0], up[0]), None, None  # type: ignore[arg-type]
-    x, weight, bias, active, *stats = kept
-    return _chunks.token_backward(Job(x, weight, bias, active, active), plan, stats, up[0])  # type: ignore[arg-type]
+        x, extra_x = (_scaled_rows(t, up[0]) for t in kept)
+        return Gradients(x, extra_x=extra_x)
+    active, *stats = kept[LEAVES:]
+    return _chunks.token_backward(Job.of(kept[:LEAVES], (active, active)), plan, stats, up[0])  # type: ignore[arg-type]
+
+
+def _linear_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
+    x, _, _, extra_x, _ = _gradient_specs(job, plan) if plan.needs.frozen else [None] * LEAVES
+    return (*_row_specs(job, plan), x, extra_x)
 
 
 LINEAR_TOKEN_NLL = RowOp(
@@ -290,7 +303,7 @@ LINEAR_TOKEN_NLL = RowOp(
     _chunks.token_forward,
     _linear_kept,
     _linear_backward,
-    lambda job, plan: (*_row_specs(job, plan), _gradient_specs(job, plan)[0] if plan.needs.frozen else None),
+    _linear_specs,
     _nll_result,
     shown=4,
     differentiable=1,
@@ -310,12 +323,12 @@ def _stats_forward(job: Job, plan: Plan) -> Tensors:
 
 def _stats_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
     log_probs, _, entropy, _, _, row_max, log_sum, mix_weight = written
-    return (*job, log_probs, row_max, log_sum, entropy, mix_weight)
+    return (*job.leaves, *job.of_rows, log_probs, row_max, log_sum, entropy, mix_weight)
 
 
 def _stats_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
     n = len(Job._fields)
-    job = Job(*kept[:n])  # type: ignore[arg-type]
+    job = Job.of(kept[:LEAVES], kept[LEAVES:n])
     log_probs, row_max, log_sum, entropy, mix_weight = kept[n:]
     found = Found(log_probs, row_max, log_sum, entropy, mix_weight=mix_weight)  # type: ignore[arg-type]
     backward = _stats.backward if job.weight is None else _stats.linear_backward

@@ -39,5 +39,6 @@ def _implementation(job: Job) -> ModuleType:
 def _flat(op: RowOp, job: Job, plan: Plan) -> Job:
     """The job over N rows, as :class:`Job` describes it; logits stay as they are."""
     x = job.x if job.weight is None else job.x.reshape(-1, job.x.shape[-1])
-    per_row = (None if t is None else t.detach().reshape(-1).to(plan.acc).contiguous() for t in job[5:])
-    return Job(x, job.weight, job.bias, *op.rows(job, plan), *per_row)
+    u = None if job.extra_x is None else job.extra_x.reshape(-1, job.extra_x.shape[-1])
+    per_row = (None if t is None else t.detach().reshape(-1).to(plan.acc).contiguous() for t in job.of_rows[2:])
+    return Job.of((x, job.weight, job.bias, u, job.extra_weight), (*op.rows(job, plan), *per_row))

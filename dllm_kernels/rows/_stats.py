@@ -13,8 +13,8 @@ import torch
 
 from dllm_kernels.base._row_stats import Ask, Coefficients, Found, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
-from dllm_kernels.rows._chunks import Chunks, Factors, Gradients, no_autocast, unit_scale
-from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Plan
+from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast, unit_scale
+from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Plan
 
 
 def forward(job: Job, plan: Plan) -> Found:
@@ -29,7 +29,7 @@ def backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
     c = Coefficients.of(up, ask, found)
     ask = _with_gradient(ask, c.size(up))
     plan.primitives().stats.backward(as_blv(logits), ask, c, found.row_max, found.log_sum, as_blv(grad))
-    return grad, None, None
+    return Gradients(grad)
 
 
 def linear_forward(job: Job, plan: Plan) -> Found:
@@ -50,7 +50,7 @@ def linear_forward(job: Job, plan: Plan) -> Found:
 
 
 def linear_backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
-    """The gradients of hidden, weight and bias: the logits once more, then a product for each input that wants one."""
+    """The gradients of what makes the logits: these once more, then a product for each input that wants one."""
     with no_autocast(job):
         ask = _ask(job, plan)
         c = Coefficients.of(up, ask, found)
@@ -108,7 +108,7 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
         value = rows.whole(value)
         log_probs, row_max, log_sum, entropy, _, _, correct = (None if t is None else rows.whole(t) for t in out)
         loss, lse = value.sum(), row_max + log_sum  # type: ignore[operator]
-        grads = chunks.gradients(wide=headroom is not None) if needed else (None,) * 3
+        grads = chunks.gradients(wide=headroom is not None) if needed else Gradients()
         return (
             loss,
             value,
