@@ -398,7 +398,7 @@ def test_opcheck(op, trains):
     leaves = [leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True)]
     targets = torch.tensor([0, 3, -100, 5, 18], device=DEVICE)
     marks = torch.where(targets == -100, -100, 0)
-    of_rows = (targets.unsqueeze(1), marks if op is ROW_STATS else targets, torch.rand(5, device=DEVICE))
+    of_rows = (targets.unsqueeze(1), marks if op is ROW_STATS else targets, torch.rand(5, device=DEVICE), None, None)
     plan = Plan(torch.float32, False, with_correct=True, needs=Needs(*map(bool, trains)), chunk_size=2)
     job = Job.of(leaves, of_rows)
     torch.library.opcheck(_compiled._rows, (op.name, *job, *plan.pack()))

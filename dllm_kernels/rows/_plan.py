@@ -53,8 +53,8 @@ class Job(NamedTuple):
 
     @classmethod
     def of(cls, leaves: Sequence[Any], of_rows: Sequence[Any]) -> Job:
-        """The job of these :attr:`leaves` and :attr:`of_rows`, the first of these at least."""
-        return cls(*leaves[:3], *of_rows, extra_x=leaves[3], extra_weight=leaves[4])
+        """The job of these :attr:`leaves` and :attr:`of_rows`."""
+        return cls(*leaves[:3], *of_rows, *leaves[3:])
 
     @property
     def leaves(self) -> tuple[torch.Tensor | None, ...]:
@@ -91,7 +91,7 @@ class Gradients(NamedTuple):
 
 def placed(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The gradients of a job's leaves, in their order, where these stand in it."""
-    return Job.of(gradients, (None,))
+    return Job.of(gradients, (None,) * (len(Job._fields) - LEAVES))
 
 
 class Needs(NamedTuple):

@@ -289,7 +289,8 @@ def _linear_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
         x, extra_x = (_scaled_rows(t, up[0]) for t in kept)
         return Gradients(x, extra_x=extra_x)
     active, *stats = kept[LEAVES:]
-    return _chunks.token_backward(Job.of(kept[:LEAVES], (active, active)), plan, stats, up[0])  # type: ignore[arg-type]
+    job = Job.of(kept[:LEAVES], (active, active, None, None, None))
+    return _chunks.token_backward(job, plan, stats, up[0])  # type: ignore[arg-type]
 
 
 def _linear_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
