@@ -435,6 +435,16 @@ def test_a_nan_in_an_inactive_row_reaches_no_gradient(path):
     assert all(g.isfinite().all() for g in grads)
 
 
+def test_no_active_row(path):
+    """Of NaN, none of which is read: every output is 0, and so is the gradient, whatever comes from above."""
+    logits = torch.full((2, 3, 17), NAN, device=DEVICE).requires_grad_()
+    ids, active = torch.zeros(2, 3, dtype=torch.long, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
+    out = row_stats(logits, ids, entropy=True, active=active, with_correct=True, backend=path)
+    (grad,) = torch.autograd.grad(differentiable(out), [logits], [torch.ones_like(t) for t in differentiable(out)])
+    assert all(t.eq(0).all() for t in (*differentiable(out), grad))
+    assert not out.correct.any()
+
+
 def test_too_small_a_bound_gives_nan(backend):
     (hidden, weight, _), given = linear_draw(torch.float32)(0)
     given["active"] = torch.ones(9, dtype=torch.bool, device=DEVICE)

@@ -96,8 +96,14 @@ JUDGES = (
         "rows_torch/_blocks.py",
         "tests/test_workers.py tests/test_losses.py tests/test_token_nll.py tests/test_row_stats.py -k 'not triton'",
     ),
-    ("*_stats.py", "tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'"),
-    ("*row_stats.py", "tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'"),
+    (
+        "*_stats.py",
+        "tests/test_flags.py tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'",
+    ),
+    (
+        "*row_stats.py",
+        "tests/test_flags.py tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'",
+    ),
     ("rows/_eager.py", "tests/test_second_order.py tests/test_flags.py tests/test_linear_nll.py -k 'not triton'"),
     ("rows/_run.py", "tests/test_without_values.py tests/test_token_nll.py tests/test_compile.py -k 'not triton'"),
     ("rows/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
