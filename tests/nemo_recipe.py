@@ -222,15 +222,16 @@ def compare(module, mode, **options):
 @contextlib.contextmanager
 def counted():
     """How often a loss was computed from logits and from hidden states, and how often a head made deferred logits after all."""
-    calls, undo = collections.Counter(), []
-    for owner, name in ((_rows, "checked_weighted_nll"), (_rows, "weighted_linear_nll"), (_rows, "row_stats"),
-                        (_rows, "linear_row_stats"), (DeferredLogits, "made")):  # fmt: skip
-        inner = getattr(owner, name)
-        undo.append((owner, name, inner))
-        setattr(owner, name, lambda *a, inner=inner, name=name, **k: calls.update([name]) or inner(*a, **k))
+    calls = collections.Counter()
+    made, do = DeferredLogits.made, _rows.do
+
+    def counted_op(op, job, options):
+        calls.update([f"{op.name} of {'logits' if job.weight is None else 'hidden states'}"])
+        return do(op, job, options)
+
+    _rows.do, DeferredLogits.made = counted_op, lambda logits: calls.update(["made"]) or made(logits)
     yield calls
-    for owner, name, inner in undo:
-        setattr(owner, name, inner)
+    _rows.do, DeferredLogits.made = do, made
 
 
 def target_model(folder):

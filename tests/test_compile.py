@@ -28,7 +28,7 @@ from dllm_kernels.ops import (
     weighted_nll,
 )
 from dllm_kernels.rows import _compiled
-from dllm_kernels.rows._plan import Job, Needs, Plan
+from dllm_kernels.rows._plan import Job, Needs, Options, Plan
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE, every_time
@@ -570,17 +570,19 @@ def test_opcheck_token_nll(dtype, with_correct, backend):
     transform = Transform(3.0, 0.7, 1) if with_correct else NO_TRANSFORM
     for x in (logits, logits.clone().requires_grad_()):
         needs = Needs(x.requires_grad)
-        plan = Plan(dtype, backend == "triton", with_correct=with_correct, transform=transform, needs=needs)
+        plan = Plan(dtype, backend == "triton", Options(transform, with_correct=with_correct), needs)
         tests = TESTS if dtype == torch.float32 else TESTS[:3]
         opcheck(TOKEN_NLL, (x, None, None, targets.unsqueeze(1), targets), plan, tests)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"round_nll": True}, {"read_beyond": True, "with_correct": True}], ids=str)
-def test_opcheck_weighted_nll(dtype, options, backend):
+@pytest.mark.parametrize(
+    ("options", "beyond"), [({}, False), ({"round_nll": True}, False), ({"with_correct": True}, True)], ids=str
+)
+def test_opcheck_weighted_nll(dtype, options, beyond, backend):
     logits, targets, weights = rows(dtype)
     for x in (logits, logits.clone().requires_grad_()):
-        plan = Plan(dtype, backend == "triton", needs=Needs(x.requires_grad), **options)
+        plan = Plan(dtype, backend == "triton", Options(**options), Needs(x.requires_grad), beyond)
         tests = TESTS if dtype == torch.float32 else TESTS[:3]
         opcheck(WEIGHTED_NLL, (x, None, None, targets.unsqueeze(1), targets, weights), plan, tests)
 
@@ -594,7 +596,7 @@ def linear_inputs(dtype, needs):
 
 
 def linear_plan(dtype, needs, **options):
-    return Plan(dtype, False, with_correct=True, needs=Needs(*needs), **options)
+    return Plan(dtype, False, Options(with_correct=True, **options), Needs(*needs))
 
 
 @pytest.mark.covering(1)
@@ -639,7 +641,7 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
     logits, _, _ = rows(torch.float32)
     for x in (logits, logits.clone().requires_grad_()):
         needs = Needs(x.requires_grad)
-        plan = Plan(torch.float32, backend == "triton", with_entropy=entropy, with_correct=correct, needs=needs)
+        plan = Plan(torch.float32, backend == "triton", Options(entropy=entropy, with_correct=correct), needs)
         opcheck(ROW_STATS, (x, None, None, *statistics_of(5, 2, mix)), plan)
 
 
@@ -649,7 +651,7 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
 @pytest.mark.parametrize("num_active", [None, 4])
 def test_opcheck_linear_row_stats(dtype, needs, num_active):
     leaves, _, _ = linear_inputs(dtype, needs)
-    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, with_entropy=True)
+    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
     opcheck(ROW_STATS, (*leaves, *statistics_of(5, 2, mix=True)), plan, tests)
 
@@ -673,10 +675,12 @@ def test_row_statistics_are_one_graph(trains_head):
 def test_a_plan_survives_packing():
     """But for what is read above the compiled ops: the results asked for, and the target that switches a row off."""
     plans = [
-        Plan(torch.bfloat16, True, with_correct=True, needs=Needs(True, False, True)),
-        Plan(torch.float64, False, round_nll=True, read_beyond=True, chunk_size=7, memory_budget=9, num_active=0),
-        Plan(torch.float32, True, transform=Transform(30.0, 1 / 0.7, 0)),
-        Plan(torch.float32, True, transform=Transform(scale=0.1)),
+        Plan(torch.bfloat16, True, Options(with_correct=True), Needs(True, False, True)),
+        Plan(
+            torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), read_beyond=True, one_pass=True
+        ),
+        Plan(torch.float32, True, Options(Transform(30.0, 1 / 0.7, 0), 7, with_lse=True)),
+        Plan(torch.float32, True, Options(Transform(scale=0.1), entropy=True, inplace_backward=True)),
     ]
     assert [Plan.unpack(*plan.pack()) for plan in plans] == plans
 

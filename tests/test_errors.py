@@ -180,7 +180,6 @@ def test_linear_ops(op):
     raises(ValueError, "chunk_size must be at least 1, got 0", op, H, W, Y, chunk_size=0)
     raises(TypeError, "chunk_size must be an int, got float", op, H, W, Y, chunk_size=2.0)
     raises(TypeError, "chunk_size must be an int, got bool", op, H, W, Y, chunk_size=True)
-    raises(ValueError, "memory_budget must be at least 1, got -5", op, H, W, Y, memory_budget=-5)
     raises(ValueError, "num_active must be an int in [0, 6], got 7", op, H, W, Y, num_active=7)
     raises(ValueError, "num_active must be an int in [0, 6], got -1", op, H, W, Y, num_active=-1)
     raises(ValueError, "num_active must be an int in [0, 6], got 2.0", op, H, W, Y, num_active=2.0)
@@ -543,7 +542,7 @@ def test_no_value_is_looked_at_on_another_device(case, monkeypatch):
     """Of a meta tensor none can be; the primitive stands aside, since it has no kernel there."""
     seen = []
     monkeypatch.setattr(
-        "dllm_kernels.losses._rows.checked_weighted_nll", lambda *a, **_: seen.append(a[2]) or WeightedNLL(ON, ON)
+        "dllm_kernels.losses._rows.do", lambda op, job, _: seen.append(job.weights) or WeightedNLL(ON, ON)
     )
     call = Call(case, "logits")
     on = {name: t.to(META) for name, t in (call.arguments | all_on(call)).items()}
@@ -757,7 +756,7 @@ def test_dflash_settings_assigned_after_construction():
 
 @pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
 def test_integers_of_numpy_are_integers(integer):
-    sizes = {"num_active": 6, "chunk_size": 2, "memory_budget": 999}
+    sizes = {"num_active": 6, "chunk_size": 2}
     numpys = {name: integer(min(size, 255)) for name, size in sizes.items()}
     for op in (LINEAR_OPS["linear_token_nll"], LINEAR_OPS["weighted_linear_nll"]):
         torch.testing.assert_close(op(H, W, Y, **numpys).nll, op(H, W, Y, **sizes).nll)
@@ -766,7 +765,7 @@ def test_integers_of_numpy_are_integers(integer):
 
 
 def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
-    monkeypatch.setattr("dllm_kernels.losses._rows.checked_weighted_nll", None)
+    monkeypatch.setattr("dllm_kernels.losses._rows.do", None)
     call = functools.partial(HybridDiffusionLLMLoss(), X, Y, ON, ON, ON, ON)
     raises(ValueError, f"causal_logits must have dtype {FLOATS}, got int64", call, causal_logits=X.long())
     raises(
@@ -893,3 +892,9 @@ except ValueError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "backend='triton' was asked for, but triton is not installed"
+
+
+def test_an_ignore_index_is_an_int():
+    for op in (token_nll, weighted_nll):
+        others = (ON,) if op is weighted_nll else ()
+        raises(TypeError, "ignore_index must be an int, got float", op, X, Y, *others, ignore_index=-100.0)

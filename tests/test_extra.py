@@ -14,7 +14,7 @@ from benchmarks.measure import peak_memory
 from dllm_kernels import ops
 from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
 from dllm_kernels.rows import _compiled
-from dllm_kernels.rows._plan import Job, Needs, Plan
+from dllm_kernels.rows._plan import Job, Needs, Options, Plan
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, WEIGHTED_LINEAR_NLL
 from tests.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for
 from tests.conftest import DEVICE, every_time
@@ -117,7 +117,7 @@ def test_every_option_beside_it(backend):
     options = {"with_lse": True, "with_correct": True, "backend": backend, **transform}
     logits = F.linear(h, w, b) + F.linear(u, second)
     wanted = ops.weighted_nll(logits, targets, weights, **options)
-    for more in ({"num_active": B * L}, {"num_active": 9}, {"memory_budget": 3 * V * 8}, {"chunk_size": 2}):
+    for more in ({"num_active": B * L}, {"num_active": 9}, {"chunk_size": 2}):
         got = ops.weighted_linear_nll(h, w, targets, weights, bias=b, extra=[u, second], **options, **more)
         for ours_, theirs in zip(got, wanted, strict=True):
             torch.testing.assert_close(ours_, theirs)
@@ -399,7 +399,7 @@ def test_opcheck(op, trains):
     targets = torch.tensor([0, 3, -100, 5, 18], device=DEVICE)
     marks = torch.where(targets == -100, -100, 0)
     of_rows = (targets.unsqueeze(1), marks if op is ROW_STATS else targets, torch.rand(5, device=DEVICE), None, None)
-    plan = Plan(torch.float32, False, with_correct=True, needs=Needs(*map(bool, trains)), chunk_size=2)
+    plan = Plan(torch.float32, False, Options(with_correct=True, chunk_size=2), Needs(*map(bool, trains)))
     job = Job.of(leaves, of_rows)
     torch.library.opcheck(_compiled._rows, (op.name, *job, *plan.pack()))
     if op.traced(plan) is None:

@@ -103,7 +103,7 @@ def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
 def test_a_recipe_step_from_hidden_states_makes_no_logits(steps, mode):
     """One call of a linear op a step, two where there is a loss of the encoder as well; soft caps are handed on."""
     calls = steps["cases"][mode]["calls"]
-    op = "linear_row_stats" if mode == "scdd" else "weighted_linear_nll"
+    op = "row_stats of hidden states" if mode == "scdd" else "weighted_linear_nll of hidden states"
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 

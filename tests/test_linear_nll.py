@@ -224,16 +224,10 @@ def test_rows_of_a_chunk_further_apart_than_they_are_long(dtype, path, monkeypat
         torch.testing.assert_close(a, b)
 
 
-def test_the_memory_budget_bounds_the_chunk():
-    V, dtype, itemsize = 1000, torch.float32, 4
-    for budget in (1, V * itemsize, 10 * V * itemsize, 300 * V * itemsize):
-        plan = Plan(dtype, False, memory_budget=budget, needs=Needs(True, True))
-        rows = min(_active_rows.choose_chunk(10_000, V, 64, plan, sms) for sms in (None, 132))
-        assert rows == 1 or rows * V * itemsize <= budget
-        assert rows >= 1
-    free = Plan(dtype, False, needs=Needs(True, True))
-    assert _active_rows.choose_chunk(10_000, V, 64, free, 132) % 128 == 0
-    assert _active_rows.choose_chunk(0, V, 64, free, None) >= 1
+def test_a_chunk_has_a_row_and_is_even():
+    plan = Plan(torch.float32, False, needs=Needs(True, True))
+    assert _active_rows.choose_chunk(10_000, 1000, 64, plan, 132) % 128 == 0
+    assert _active_rows.choose_chunk(0, 1000, 64, plan, None) >= 1
 
 
 @pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])
@@ -252,19 +246,6 @@ def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
         _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=Needs(True, True)), 132)
         == chunk
     )
-
-
-def test_a_memory_budget_changes_no_result(path):
-    leaves, targets, weights = inputs(dtype=torch.float64)
-    upstream = torch.tensor(1.0)
-    functions = (
-        lambda h, w, b: (
-            weighted_linear_nll(h, w, targets, weights, bias=b, memory_budget=2 * 37 * 8, backend=path).loss
-        ),
-        oracle(targets, weights),
-    )
-    for a, b in zip(*(value_and_grads(f, leaves, upstream) for f in functions), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("extra", [0, 1, None], ids=["exact", "one more", "all rows"])

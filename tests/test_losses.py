@@ -411,9 +411,8 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_makes_one_call(auto_balance, monkeypatch):
     seen = []
-    for name in ("checked_weighted_nll", "token_nll"):
-        inner = getattr(rows_module, name)
-        monkeypatch.setattr(rows_module, name, lambda x, *a, inner=inner, **k: seen.append(x) or inner(x, *a, **k))
+    inner = rows_module.do
+    monkeypatch.setattr(rows_module, "do", lambda op, job, *a: seen.append(job.x) or inner(op, job, *a))
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
@@ -530,8 +529,8 @@ def test_scdd_of_no_position():
 def test_the_chunks_of_scdd(monkeypatch):
     """Those of the call, else the loss's own; from logits there are none."""
     seen = []
-    inner = rows_module.linear_row_stats
-    monkeypatch.setattr(rows_module, "linear_row_stats", lambda *a, **k: seen.append(k["chunk_size"]) or inner(*a, **k))
+    inner = rows_module.do
+    monkeypatch.setattr(rows_module, "do", lambda op, job, o: seen.append(o.chunk_size) or inner(op, job, o))
     i, h, w = draw(BY_NAME["scdd"]), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     a, b, c = (
         SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=given).total_loss

@@ -177,25 +177,6 @@ def check_rows(
     return rows.shape[-1]
 
 
-def check_row_targets(
-    names: Names,
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    *,
-    check_targets: bool | None = None,
-    ignore_index: int = -100,
-    **transform: Any,
-) -> Transform:
-    """:func:`check_rows` of any shape, one target each, the transform, and on request :func:`check_target_range`."""
-    V = check_rows(names, rows, targets, weight, bias)
-    checked = checked_transform(V, **transform)
-    check_shape(names.targets, targets, rows.shape[:-1], f"that of {names.rows} without its last dimension")
-    check_target_range(check_targets, names.targets, targets, V, ignore_index, skip_id=checked.skip_id)
-    return checked
-
-
 def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     check_ndim(names.weight, weight, 2, "[V, D]")
     V, D = weight.shape
@@ -330,15 +311,25 @@ def _rows_overlap(x: torch.Tensor) -> bool:
     return False
 
 
-def checked_sizes(rows: int, num_active: Any, **at_least_one: Any) -> dict[str, Any]:
-    """All as Python's ints, which do not overflow; None passes, else an int of at least 1, ``num_active`` in [0, rows]."""
-    for name, value in at_least_one.items():
-        if value is not None:
-            check_positive_int(name, value)
-    if num_active is not None and not (is_int(num_active) and 0 <= num_active <= rows):
+def checked_chunk_size(chunk_size: Any) -> int | None:
+    """As Python's int, which does not overflow; None passes, else it is at least 1."""
+    if chunk_size is None:
+        return None
+    check_positive_int("chunk_size", chunk_size)
+    return _as_int(chunk_size)
+
+
+def checked_num_active(num_active: Any, rows: int) -> int | None:
+    """As Python's int; None passes, else it lies in [0, rows]."""
+    if num_active is None:
+        return None
+    if not (is_int(num_active) and 0 <= num_active <= rows):
         raise ValueError(f"num_active must be an int in [0, {rows}], got {num_active!r}")
-    sizes = {"num_active": num_active, **at_least_one}
-    return {name: value if value is None or type(value) is int else int(value) for name, value in sizes.items()}
+    return _as_int(num_active)
+
+
+def _as_int(value: Any) -> int:
+    return value if type(value) is int else int(value)
 
 
 def check_number(name: str, value: Any, allowed: str = "a number") -> None:
@@ -388,10 +379,8 @@ def check_active(names: Names, rows: torch.Tensor, active: torch.Tensor | None) 
         check_same_device(names.rows, rows, active=active)
 
 
-def checked_weights(weights: torch.Tensor, targets: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Check weights and bring them, detached, to the dtype that sums are made in."""
-    check_tensor("targets", targets)
-    check_mask("weights", weights, targets.shape, "that of targets")
-    check_same_device("targets", targets, weights=weights)
-    acc = torch.promote_types(like.dtype, torch.float32) if isinstance(like, torch.Tensor) else torch.float32
-    return weights.detach().to(acc)
+def checked_weights(names: Names, weights: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Check the weights of rows ``[..., C]`` and bring them, detached, to the dtype that sums are made in."""
+    check_mask("weights", weights, targets.shape, f"that of {names.targets}")
+    check_same_device(names.targets, targets, weights=weights)
+    return weights.detach().to(torch.promote_types(rows.dtype, torch.float32))

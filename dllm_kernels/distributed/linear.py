@@ -8,8 +8,6 @@ hidden states' gradient, of which each rank has the part that went through its c
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -69,12 +67,12 @@ def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:
     Every rank must cut the same chunks, since each ends in a collective, whatever number of columns it holds. A chunk
     has as many more rows as the vocabulary is split: the same memory, and fewer collectives.
     """
-    chunk_size = plan.chunk_size
+    chunk_size = plan.options.chunk_size
     if chunk_size is None:
         ranks = dist.get_world_size(shard.group)
         rows, sms = -(-hidden.shape[:-1].numel() // ranks), multiprocessors(hidden.device)
         chunk_size = ranks * choose_chunk(rows, shard.step * ranks, hidden.shape[-1], plan, sms)
-    return replace(plan, chunk_size=chunk_size, rows=shard.primitives(plan))
+    return plan._replace(options=plan.options._replace(chunk_size=chunk_size), rows=shard.primitives(plan))
 
 
 def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ def run(op: RowOp, job: Job, plan: Plan) -> Any:
     """
     here, plan, rows = (local_logits if job.weight is None else local_hidden)(job, plan)
     if plan.objective is not None:
-        plan = replace(plan, objective=plan.objective.map(rows.local))
+        plan = plan._replace(objective=plan.objective.map(rows.local))
     out = _run.run(op, here, plan)
     if not rows.groups:
         return out

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -114,7 +113,7 @@ def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     columns = V if vocab_dim is None else local_range(V, mesh, [vocab_dim])[1]
     check_local_shape("logits", logits, (*rows.local_shape, columns))
     if vocab_dim is not None:
-        plan = replace(plan, rows=vocab_shard(V, mesh, vocab_dim).primitives(plan))
+        plan = plan._replace(rows=vocab_shard(V, mesh, vocab_dim).primitives(plan))
     here = local_piece(logits, logits.placements)
     return Job(here, None, None, *map(rows.local, job.of_rows)), plan, rows  # type: ignore[arg-type]
 

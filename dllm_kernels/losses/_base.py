@@ -22,7 +22,7 @@ from dllm_kernels.losses._common import (
     sum_of_rows,
     weighted_rows,
 )
-from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 
 P_MASK_MIN = 1e-8
@@ -140,9 +140,8 @@ class DiffusionLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap, scale, skip_id, reduction)
+        super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
-        self.backend = backend
 
     def forward(
         self,
@@ -185,7 +184,7 @@ class DiffusionLoss(TransformedLoss):
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
-        rows = Rows.of_logits(logits, backend=self.backend, round_nll=self._rounds(), **self.transform)
+        rows = Rows(LOGITS, self._options(round_nll=self._rounds()), logits)
         return self._loss(rows, batch, causal_logits, noisy_input_ids)
 
     def forward_fused(
@@ -235,11 +234,10 @@ class DiffusionLoss(TransformedLoss):
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
-        rows = Rows.of_hidden(
-            hidden, lm_head_weight, lm_head_bias, extra=extra,
-            chunk_size=self.chunk_size if chunk_size is None else chunk_size,
-            backend=self.backend, round_nll=self._rounds(), **self.transform,
-        )  # fmt: skip
+        options = self._options(
+            round_nll=self._rounds(), chunk_size=self.chunk_size if chunk_size is None else chunk_size
+        )
+        rows = Rows(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
 
     def _rounds(self) -> bool:

@@ -1,4 +1,4 @@
-"""What every loss that is a module takes besides its own: a transform of the logits, and what it returns of its rows."""
+"""What every loss that is a module takes besides its own: a transform of the logits, what it returns of its rows, a backend."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 from torch import nn
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS
 from dllm_kernels.ops.dpace_weights import check_choice
+from dllm_kernels.rows._plan import Options
 
 
 class TransformedLoss(nn.Module):
@@ -19,6 +21,7 @@ class TransformedLoss(nn.Module):
         scale: s > 0 multiplies each logit, after the cap, or None.
         skip_id: the column that is never predicted, or None.
         reduction: "total" or "none", as :class:`dllm_kernels.MDLMCrossEntropyLoss` describes it.
+        backend: "auto", "triton" or "torch".
 
     Raises:
         TypeError: one of them is no number, or ``skip_id`` no int.
@@ -31,6 +34,7 @@ class TransformedLoss(nn.Module):
         scale: float | None = None,
         skip_id: int | None = None,
         reduction: str = "total",
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         _checks.check_transform(softcap, scale, skip_id)
@@ -39,11 +43,11 @@ class TransformedLoss(nn.Module):
         self.skip_id = skip_id
         self.reduction = reduction
         self._gives_rows()
+        self.backend = backend
 
-    @property
-    def transform(self) -> dict[str, Any]:
-        """The three as the ops take them."""
-        return {"softcap": self.softcap, "scale": self.scale, "skip_id": self.skip_id}
+    def _options(self, **others: Any) -> Options:
+        """What the ops are asked for; made at each call, since these are attributes that may have been assigned since."""
+        return Options(Transform(self.softcap, self.scale, self.skip_id), backend=self.backend, **others)
 
     def _gives_rows(self) -> bool:
         """Whether the output has the loss of each row. Looked at at each call: an attribute may have been assigned since."""

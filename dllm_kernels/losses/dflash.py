@@ -8,10 +8,12 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._blocks import NORMALIZE, Counts, in_blocks, normalized, rows_of_block
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows, weighted_rows
-from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops import linear_token_nll
 from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, check_choice, weights_of_blocks
+from dllm_kernels.rows._call import call
+from dllm_kernels.rows._plan import Job, Options
+from dllm_kernels.rows._records import LINEAR_TOKEN_NLL
 
 POSITION_WEIGHTS = ("decay", *VARIANTS)
 
@@ -74,7 +76,7 @@ class DFlashDecayLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap, scale, skip_id, reduction)
+        super().__init__(softcap, scale, skip_id, reduction, backend)
         _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
@@ -83,7 +85,6 @@ class DFlashDecayLoss(TransformedLoss):
         self.position_weights = position_weights
         self.dpace_alpha = dpace_alpha
         self.anchor_row = anchor_row
-        self.backend = backend
         self._check_settings()
 
     def forward(
@@ -124,7 +125,7 @@ class DFlashDecayLoss(TransformedLoss):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
         """
-        rows = Rows.of_logits(logits, backend=self.backend, **self.transform)
+        rows = Rows(LOGITS, self._options(), logits)
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def forward_fused(
@@ -167,10 +168,7 @@ class DFlashDecayLoss(TransformedLoss):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
         """
-        rows = Rows.of_hidden(
-            hidden, lm_head_weight, lm_head_bias,
-            extra=extra, chunk_size=self.chunk_size, backend=self.backend, **self.transform,
-        )  # fmt: skip
+        rows = Rows(HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def _loss(
@@ -291,7 +289,7 @@ class DFlashDecayLoss(TransformedLoss):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """NLL and argmax-match ``[chunk]`` of rows ``[chunk, D]``, the NLL with a gradient per row."""
         names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
-        _checks.check_row_targets(names, hidden_chunk, target_chunk, lm_head_weight, lm_head_bias)
-        rows = linear_token_nll(hidden_chunk, lm_head_weight, target_chunk, bias=lm_head_bias, with_correct=True)
+        job = Job(hidden_chunk, lm_head_weight, lm_head_bias, target_chunk)
+        rows = call(LINEAR_TOKEN_NLL, names, job, Options(with_correct=True))
         assert rows.correct is not None
         return rows.nll, rows.correct

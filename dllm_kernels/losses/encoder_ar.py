@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
+from dllm_kernels.base._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
-from dllm_kernels.losses._rows import Rows
-from dllm_kernels.ops import token_nll
+from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.ops.dpace_weights import check_choice
+from dllm_kernels.rows._call import call
+from dllm_kernels.rows._plan import Job, Options
+from dllm_kernels.rows._records import TOKEN_NLL
 
 
 def compute_per_token_nll(
@@ -41,9 +42,8 @@ def compute_per_token_nll(
         TypeError: an argument is not a tensor.
         ValueError: shapes, dtypes or devices that do not fit.
     """
-    transform: dict[str, Any] = {"softcap": softcap, "scale": scale, "skip_id": skip_id}
-    _checks.check_row_targets(_checks.Names("logits", "target_ids"), logits, target_ids, **transform)
-    return token_nll(logits, target_ids, backend=backend, **transform).nll
+    options = Options(Transform(softcap, scale, skip_id), backend=backend)
+    return call(TOKEN_NLL, LOGITS, Job(logits, None, None, target_ids), options).nll  # type: ignore[no-any-return]
 
 
 def encoder_ar_loss(
@@ -84,10 +84,8 @@ def encoder_ar_loss(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is no such word.
     """
-    rows = Rows.of_logits(
-        encoder_logits, names=_checks.Names("encoder_logits", "input_ids"),
-        backend=backend, softcap=softcap, scale=scale, skip_id=skip_id,
-    )  # fmt: skip
+    options = Options(Transform(softcap, scale, skip_id), backend=backend)
+    rows = Rows(_checks.Names("encoder_logits", "input_ids"), options, encoder_logits)
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 
 
@@ -131,11 +129,8 @@ def encoder_ar_loss_fused(
         TypeError: an argument that should be a tensor is not.
         ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is no such word.
     """
-    names = _checks.Names("hidden", "input_ids", "lm_head_weight", "lm_head_bias")
-    rows = Rows.of_hidden(
-        hidden, lm_head_weight, lm_head_bias, names=names, extra=extra,
-        chunk_size=chunk_size, backend=backend, softcap=softcap, scale=scale, skip_id=skip_id,
-    )  # fmt: skip
+    options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size)
+    rows = Rows(HIDDEN._replace(targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 
 

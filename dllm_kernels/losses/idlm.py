@@ -12,7 +12,7 @@ from torch import Tensor
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
-from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 
 CLEAN_MIN = 1e-6
@@ -59,10 +59,9 @@ class IDLMLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap, scale, skip_id, reduction)
+        super().__init__(softcap, scale, skip_id, reduction, backend)
         self.clean_loss_weight = clean_loss_weight
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
-        self.backend = backend
         self._check_settings()
 
     def forward(
@@ -95,7 +94,7 @@ class IDLMLoss(TransformedLoss):
             ValueError: shapes, dtypes or devices that do not fit, a ``seq_len`` other than L, or a count that requires a
                 gradient.
         """
-        rows = Rows.of_logits(logits, backend=self.backend, **self.transform)
+        rows = Rows(LOGITS, self._options(), logits)
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def forward_fused(
@@ -133,10 +132,7 @@ class IDLMLoss(TransformedLoss):
             TypeError: as in :meth:`forward`.
             ValueError: as in :meth:`forward`.
         """
-        rows = Rows.of_hidden(
-            hidden, lm_head_weight, lm_head_bias,
-            extra=extra, chunk_size=chunk_size, backend=self.backend, **self.transform,
-        )  # fmt: skip
+        rows = Rows(HIDDEN, self._options(chunk_size=chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def _loss(

@@ -161,11 +161,6 @@ class SCDDLoss(DiffusionLoss):
         self.chunk_size = chunk_size
         self._check_settings()
 
-    @property
-    def transform(self) -> dict[str, Any]:
-        """As of any loss, but for the column that is skipped: that of MASK, of which the ops are told when they are called."""
-        return {"softcap": self.softcap, "scale": self.scale}
-
     def _loss(
         self, rows: Rows, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
@@ -173,6 +168,7 @@ class SCDDLoss(DiffusionLoss):
         rows.check(batch.target_ids)
         if self.mask_token_id >= rows.vocabulary:
             raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
+        rows = rows.with_skipped(self.mask_token_id)
         batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
         _check_times(batch)
@@ -199,13 +195,9 @@ class SCDDLoss(DiffusionLoss):
         """Without uniform noise it is a weighted sum of NLLs."""
         targets, divided = self._predictable(x), divide(weights, count)
         if not self._gives_rows():
-            return single_loss(rows.weighted(targets, divided, **self._asked()).loss, steps)
-        nll = rows.per_row(targets, weights, **self._asked()).nll
+            return single_loss(rows.weighted(targets, divided).loss, steps)
+        nll = rows.per_row(targets, weights).nll
         return single_loss(sum_of_rows(nll, divided), steps, weighted_rows(nll, weights))
-
-    def _asked(self) -> dict[str, Any]:
-        """Of the ops: no column of MASK, and no look at ids that have been looked at under the caller's names."""
-        return {"skip_id": self.mask_token_id, "check_targets": False}
 
     def _released(self, t: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
         """What the NLL of each row weighs without uniform noise: gamma is 1 - t, so that T steps release T (t - s) / t."""
@@ -220,7 +212,7 @@ class SCDDLoss(DiffusionLoss):
         mask, K = self.mask_token_id, rows.vocabulary - 1
         base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))
         mix = base_s.expand(x.shape), step.rho_s.expand(x.shape)
-        out = rows.stats(ids, active, mix=mix, **self._asked())
+        out = rows.stats(ids, active, mix=mix)
         assert out.mix is not None
         log_x, log_z = out.log_probs.unbind(-1)
         log_x = log_x.masked_fill(x == mask, -math.inf)

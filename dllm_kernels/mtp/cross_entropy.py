@@ -10,13 +10,8 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, plain_count
+from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops import (
-    linear_token_nll,
-    token_nll,
-    weighted_linear_nll,
-    weighted_nll,
-)
 
 PADDING = -100
 REDUCTIONS = ("sum", "mean", "none")
@@ -55,11 +50,10 @@ class MaskedCrossEntropy(TransformedLoss):
         skip_id: int | None = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__(softcap, scale, skip_id)
+        super().__init__(softcap, scale, skip_id, backend=backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.ignore_index = _checked_index(ignore_index)
         self.reduction = _checked_reduction(reduction)
-        self.backend = backend
 
     def forward(
         self,
@@ -86,21 +80,16 @@ class MaskedCrossEntropy(TransformedLoss):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
-        exact = _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # which may have been assigned since
+        rounds = not _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # which may have been assigned since
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         _check_rows(LOGITS, self, logits, labels)
         rows = _rows_of(logits, labels)
+        given = Rows(LOGITS, self._options(round_nll=rounds), logits)
         weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights).reshape(rows)
         targets = targets_of(labels, self.ignore_index).reshape(rows)
         if self.reduction == "none":
-            options: dict[str, Any] = {"ignore_index": PADDING, "backend": self.backend, **self.transform}
-            nll = token_nll(logits, targets, active=weights, **options).nll.flatten()
-            return nll if exact else nll.to(logits.dtype).to(nll.dtype)
-        weights = normalized(weights, self.reduction, num_label_tokens)
-        return weighted_nll(
-            logits, targets, weights,
-            ignore_index=PADDING, round_nll=not exact, backend=self.backend, **self.transform,
-        ).loss  # fmt: skip
+            return given.per_row(targets, weights).nll.flatten()
+        return given.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
 
 
 class FusedLinearCrossEntropy(TransformedLoss):
@@ -135,7 +124,7 @@ class FusedLinearCrossEntropy(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         _checks.check_factor("logit_softcapping", logit_softcapping or None)
-        super().__init__(logit_softcapping or None, scale, skip_id)
+        super().__init__(logit_softcapping or None, scale, skip_id, backend=backend)
         if chunk_size is not None:
             _checks.check_positive_int("chunk_size", chunk_size)
         self.ignore_index = _checked_index(ignore_index)
@@ -143,7 +132,6 @@ class FusedLinearCrossEntropy(TransformedLoss):
         self.reduction = _checked_reduction(reduction)
         self.impl = impl
         self.chunk_size = chunk_size
-        self.backend = backend
 
     @property
     def softcap(self) -> float | None:
@@ -154,10 +142,9 @@ class FusedLinearCrossEntropy(TransformedLoss):
     def softcap(self, value: float | None) -> None:
         self.logit_softcapping = value or 0
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """For the ops, in every call."""
-        return {"chunk_size": self.chunk_size, "backend": self.backend, **self.transform}
+    def rows(self, hidden_states: torch.Tensor, lm_weight: torch.Tensor, lm_bias: torch.Tensor | None) -> Rows:
+        """What the loss is computed from, with its options."""
+        return Rows(HIDDEN, self._options(chunk_size=self.chunk_size), hidden_states, lm_weight, lm_bias)
 
     def forward(
         self,
@@ -196,11 +183,10 @@ class FusedLinearCrossEntropy(TransformedLoss):
         )
         weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
         targets = targets_of(labels, self.ignore_index)
-        options: dict[str, Any] = {"bias": lm_bias, **self.options}
+        rows = self.rows(hidden_states, lm_weight, lm_bias)
         if self.reduction == "none":
-            return linear_token_nll(hidden_states, lm_weight, targets, active=weights, **options).nll.flatten()
-        weights = normalized(weights, self.reduction, num_label_tokens)
-        return weighted_linear_nll(hidden_states, lm_weight, targets, weights, **options).loss
+            return rows.per_row(targets, weights).nll.flatten()
+        return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
 
 
 def _checked_reduction(reduction: str) -> str:

@@ -25,7 +25,6 @@ from dllm_kernels.mtp.cross_entropy import (
     widened,
 )
 from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
-from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
 
 
 @dataclass(frozen=True)
@@ -291,9 +290,9 @@ def _fused_depths(
     ]
     targets = [targets_of(t, loss_fn.ignore_index) for t in targets]
     hidden, labels, row_weights = torch.stack(outputs), torch.stack(targets), torch.stack(weights)
-    options: dict[str, Any] = {"bias": lm_bias, **loss_fn.options}
+    rows = loss_fn.rows(hidden, lm_weight, lm_bias)
     if not return_per_depth:
-        return weighted_linear_nll(hidden, lm_weight, labels, row_weights * factor, **options).loss, []
-    nll = linear_token_nll(hidden, lm_weight, labels, active=row_weights, **options).nll
+        return rows.weighted(labels, row_weights * factor).loss, []
+    nll = rows.per_row(labels, row_weights).nll
     losses = (nll * row_weights).flatten(1).sum(1)
     return losses.sum() * factor, list(losses.unbind())

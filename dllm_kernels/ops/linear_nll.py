@@ -20,13 +20,12 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._backend import one_pass, use_triton
-from dllm_kernels.base._plain import all_plain
-from dllm_kernels.rows._plan import Job, Needs, Plan, compute_dtype
+from dllm_kernels.base._checks import LINEAR, Extra
+from dllm_kernels.base._transform import Transform
+from dllm_kernels.rows._call import call
+from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
 from dllm_kernels.rows._results import TokenNLL, WeightedNLL
-from dllm_kernels.rows._route import route
 
 
 def weighted_linear_nll(
@@ -36,14 +35,13 @@ def weighted_linear_nll(
     weights: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
+    extra: Extra | None = None,
     active: torch.Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
     round_nll: bool = False,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
     num_active: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -72,7 +70,6 @@ def weighted_linear_nll(
         with_correct: also return whether the target is the argmax of the logits as rounded to the compute dtype.
         round_nll: round each NLL to the compute dtype before it is weighted (the value; the gradient is not rounded).
         chunk_size: rows of logits that exist at a time; None chooses.
-        memory_budget: bytes that a chunk of logits may take where ``chunk_size`` is None.
         num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a
             bound gives a NaN loss.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
@@ -92,24 +89,11 @@ def weighted_linear_nll(
         IndexError: ``check_targets`` found a bad target.
         RuntimeError: a second backward pass through the same loss.
     """
-    _checks.check_flags(with_lse=with_lse, with_correct=with_correct, round_nll=round_nll)
-    targets, weights, active = all_plain(targets, weights, active)
-    weights = _checks.checked_weights(weights, targets, hidden)
-    transform = _checks.check_row_targets(
-        _checks.LINEAR, hidden, targets, weight, bias,
-        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
+    options = Options(
+        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, with_lse, with_correct,
+        round_nll=round_nll,
     )  # fmt: skip
-    u, second = _checks.checked_extra(_checks.LINEAR, hidden, weight, extra)
-    _checks.check_active(_checks.LINEAR, hidden, active)
-    sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
-    marked = weights if active is None else active
-    job = Job(hidden, weight, bias, targets, marked, weights, extra_x=u, extra_weight=second)
-    plan = Plan(
-        compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct, round_nll=round_nll,
-        read_beyond=active is not None, needs=Needs.of(hidden, weight, bias, u, second), one_pass=one_pass(),
-        transform=transform, **sizes,
-    )  # fmt: skip
-    return route(WEIGHTED_LINEAR_NLL, job, plan)  # type: ignore[no-any-return]
+    return call(WEIGHTED_LINEAR_NLL, LINEAR, Job(hidden, weight, bias, targets, active, weights), options, extra=extra)  # type: ignore[no-any-return]
 
 
 def linear_token_nll(
@@ -118,13 +102,12 @@ def linear_token_nll(
     targets: torch.Tensor,
     *,
     bias: torch.Tensor | None = None,
-    extra: _checks.Extra | None = None,
+    extra: Extra | None = None,
     active: torch.Tensor | None = None,
     ignore_index: int = -100,
     with_lse: bool = False,
     with_correct: bool = False,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
     num_active: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -151,7 +134,6 @@ def linear_token_nll(
         with_lse: also return the logsumexp of each row.
         with_correct: also return whether the target is the argmax of the logits as rounded to the compute dtype.
         chunk_size: rows of logits that exist at a time; None chooses.
-        memory_budget: bytes that a chunk of logits may take where ``chunk_size`` is None.
         num_active: an upper bound of the number of active rows; too small a bound gives NaN.
         softcap: as in :func:`weighted_linear_nll`.
         scale: as in :func:`weighted_linear_nll`.
@@ -167,18 +149,14 @@ def linear_token_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
-    _checks.check_flags(with_lse=with_lse, with_correct=with_correct)
-    targets, active = all_plain(targets, active)
-    transform = _checks.check_row_targets(
-        _checks.LINEAR, hidden, targets, weight, bias,
-        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
-    )  # fmt: skip
-    u, second = _checks.checked_extra(_checks.LINEAR, hidden, weight, extra)
-    _checks.check_active(_checks.LINEAR, hidden, active)
-    sizes = _checks.checked_sizes(targets.numel(), num_active, chunk_size=chunk_size, memory_budget=memory_budget)
-    plan = Plan(
-        compute_dtype(hidden, weight), use_triton(backend, hidden), ignore_index, with_lse, with_correct,
-        needs=Needs.of(hidden, weight, bias, u, second), one_pass=one_pass(), transform=transform, **sizes,
-    )  # fmt: skip
-    job = Job(hidden, weight, bias, targets, active, extra_x=u, extra_weight=second)
-    return route(LINEAR_TOKEN_NLL, job, plan)  # type: ignore[no-any-return]
+    options = Options(
+        Transform(softcap, scale, skip_id),
+        ignore_index,
+        check_targets,
+        backend,
+        chunk_size,
+        num_active,
+        with_lse,
+        with_correct,
+    )
+    return call(LINEAR_TOKEN_NLL, LINEAR, Job(hidden, weight, bias, targets, active), options, extra=extra)  # type: ignore[no-any-return]

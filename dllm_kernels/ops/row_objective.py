@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from dllm_kernels.base import _checks
-from dllm_kernels.base._backend import use_triton
 from dllm_kernels.base._plain import all_plain, has_values
-from dllm_kernels.ops.row_stats import LINEAR, LOGITS, check_per_row, linear_row_stats, row_stats
+from dllm_kernels.base._transform import Transform
+from dllm_kernels.ops.row_stats import LINEAR, LOGITS
+from dllm_kernels.rows._call import call, checked, do
 from dllm_kernels.rows._objective import Objective, checked_value
-from dllm_kernels.rows._plan import Job, Needs, Plan, compute_dtype
-from dllm_kernels.rows._records import ROW_OBJECTIVE
+from dllm_kernels.rows._plan import Job, Options
+from dllm_kernels.rows._records import ROW_OBJECTIVE, ROW_STATS
 from dllm_kernels.rows._results import RowObjective, RowStats
-from dllm_kernels.rows._route import route
 
 Fn = Callable[..., torch.Tensor]
 
@@ -80,10 +80,11 @@ def row_objective(
     Source: the definition; policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """
     ids, active, aux = _checked(fn, logits, aux, LOGITS.rows, ids, active)
-    stats = row_stats(
-        logits, ids, entropy=entropy, active=active, with_correct=with_correct, softcap=softcap, scale=scale, skip_id=skip_id,
-        check_targets=check_targets, backend=backend,
+    options = Options(
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_correct=with_correct,
+        entropy=entropy,
     )  # fmt: skip
+    stats = call(ROW_STATS, LOGITS, Job(logits, None, None, ids, active), options, several=True)
     return _combined(fn, aux, stats, active)
 
 
@@ -152,26 +153,15 @@ def linear_row_objective(
         RuntimeError: a second backward pass through the same loss.
     """
     ids, active, aux = _checked(fn, hidden, aux, LINEAR.rows, ids, active)
-    if torch.compiler.is_compiling() or not has_values(hidden):
-        stats = linear_row_stats(
-            hidden, weight, ids, bias=bias, extra=extra, entropy=entropy, active=active, with_correct=with_correct,
-            chunk_size=chunk_size, num_active=num_active, softcap=softcap, scale=scale, skip_id=skip_id,
-            check_targets=check_targets, backend=backend,
-        )  # fmt: skip
-        return _combined(fn, aux, stats, active)
-    _checks.check_flags(entropy=entropy, with_correct=with_correct)
-    V = _checks.check_rows(LINEAR, hidden, ids, weight, bias)
-    transform = _checks.checked_transform(V, softcap, scale, skip_id)
-    u, second = _checks.checked_extra(LINEAR, hidden, weight, extra)
-    check_per_row(LINEAR, hidden, ids, None, active, V, check_targets, transform)
-    sizes = _checks.checked_sizes(hidden.shape[:-1].numel(), num_active, chunk_size=chunk_size)
-    plan = Plan(
-        compute_dtype(hidden, weight), use_triton(backend, hidden), with_correct=with_correct, with_entropy=entropy,
-        needs=Needs.of(hidden, weight, bias, u, second), transform=transform,
-        objective=Objective(fn, aux, several=ids.dim() == hidden.dim()), **sizes,
+    options = Options(
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
+        num_active=num_active, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    job = Job(hidden, weight, bias, ids, active, extra_x=u, extra_weight=second)
-    return route(ROW_OBJECTIVE, job, plan)  # type: ignore[no-any-return]
+    job, options = checked(LINEAR, Job(hidden, weight, bias, ids, active), options, extra=extra, several=True)
+    if torch.compiler.is_compiling() or not has_values(hidden):
+        return _combined(fn, aux, do(ROW_STATS, job, options), active)
+    objective = Objective(fn, aux, several=ids.dim() == hidden.dim())
+    return do(ROW_OBJECTIVE, job, options, objective)  # type: ignore[no-any-return]
 
 
 def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:

@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from dllm_kernels.base import _checks
-from dllm_kernels.base._backend import use_triton
-from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.base._transform import Transform
-from dllm_kernels.rows._plan import Job, Needs, Plan, compute_dtype
+from dllm_kernels.rows._call import call
+from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import ROW_STATS
 from dllm_kernels.rows._results import RowStats
-from dllm_kernels.rows._route import route
 
 Mix = tuple[torch.Tensor, torch.Tensor]
 LOGITS = _checks.Names("logits", "ids")
@@ -74,16 +72,12 @@ def row_stats(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad id.
     """
-    _checks.check_flags(entropy=entropy, with_correct=with_correct)
-    ids, active, mix = _plain_rows(ids, active, mix)
-    V = _checks.check_rows(LOGITS, logits, ids)
-    transform = _checks.checked_transform(V, softcap, scale, skip_id)
-    a, b = check_per_row(LOGITS, logits, ids, mix, active, V, check_targets, transform)
-    plan = Plan(
-        logits.dtype, use_triton(backend, logits), with_correct=with_correct, with_entropy=entropy,
-        needs=Needs.of(logits, None, None), transform=transform,
+    a, b = _parts_of(mix)
+    options = Options(
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_correct=with_correct,
+        entropy=entropy,
     )  # fmt: skip
-    return route(ROW_STATS, Job(logits, None, None, ids, active, a=a, b=b), plan)  # type: ignore[no-any-return]
+    return call(ROW_STATS, LOGITS, Job(logits, None, None, ids, active, a=a, b=b), options, several=True)  # type: ignore[no-any-return]
 
 
 def linear_row_stats(
@@ -98,7 +92,6 @@ def linear_row_stats(
     active: torch.Tensor | None = None,
     with_correct: bool = False,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
     num_active: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
@@ -122,7 +115,6 @@ def linear_row_stats(
         active: ``[...]``, rows to project; None: all.
         with_correct: also return whether the first id is the argmax of the logits as rounded to the compute dtype.
         chunk_size: rows of logits that exist at a time; None chooses.
-        memory_budget: bytes that a chunk of logits may take where ``chunk_size`` is None.
         num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a bound
             gives NaN.
         softcap: as in :func:`token_nll`.
@@ -140,50 +132,21 @@ def linear_row_stats(
             backend.
         IndexError: ``check_targets`` found a bad id.
     """
-    _checks.check_flags(entropy=entropy, with_correct=with_correct)
-    ids, active, mix = _plain_rows(ids, active, mix)
-    V = _checks.check_rows(LINEAR, hidden, ids, weight, bias)
-    transform = _checks.checked_transform(V, softcap, scale, skip_id)
-    u, second = _checks.checked_extra(LINEAR, hidden, weight, extra)
-    a, b = check_per_row(LINEAR, hidden, ids, mix, active, V, check_targets, transform)
-    rows = hidden.shape[:-1].numel()
-    sizes = _checks.checked_sizes(rows, num_active, chunk_size=chunk_size, memory_budget=memory_budget)
-    plan = Plan(
-        compute_dtype(hidden, weight), use_triton(backend, hidden), with_correct=with_correct, with_entropy=entropy,
-        needs=Needs.of(hidden, weight, bias, u, second), transform=transform, **sizes,
+    a, b = _parts_of(mix)
+    options = Options(
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
+        num_active=num_active, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    job = Job(hidden, weight, bias, ids, active, a=a, b=b, extra_x=u, extra_weight=second)
-    return route(ROW_STATS, job, plan)  # type: ignore[no-any-return]
+    return call(ROW_STATS, LINEAR, Job(hidden, weight, bias, ids, active, a=a, b=b), options, extra=extra, several=True)  # type: ignore[no-any-return]
 
 
-def _plain_rows(ids: Any, active: Any, mix: Any) -> tuple[Any, Any, Any]:
-    return (*all_plain(ids, active), all_plain(*mix) if isinstance(mix, (tuple, list)) else mix)
-
-
-def check_per_row(
-    names: _checks.Names, rows: torch.Tensor, ids: torch.Tensor, mix: Mix | None, active: torch.Tensor | None, V: int,
-    check_targets: bool | None, transform: Transform,
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
-    """Check what there is of each row; returns (a, b)."""
-    shape = tuple(rows.shape[:-1])
-    if tuple(ids.shape) != shape and (tuple(ids.shape[:-1]) != shape or ids.shape[-1] < 1):
-        of = f"that of {names.rows} without its last dimension, or one more of K >= 1 ids"
-        raise ValueError(f"ids must have shape {shape} or {(*shape, 'K')} ({of}), got {tuple(ids.shape)}")
-    _checks.check_active(names, rows, active)
-    _checks.check_target_range(check_targets, "ids", ids, V, skip_id=transform.skip_id)
+def _parts_of(mix: Any) -> tuple[Any, Any]:
+    """(a, b) of the mixture, None where there is none."""
     if mix is None:
         return None, None
     if not isinstance(mix, (tuple, list)) or len(mix) != 2:
-        raise TypeError(f"mix must be a tuple of two tensors (a, b), got {_described(mix)}")
+        got = f"{len(mix)} of them" if isinstance(mix, (tuple, list)) else type(mix).__name__
+        raise TypeError(f"mix must be a tuple of two tensors (a, b), got {got}")
     for name, t in zip(("mix[0]", "mix[1]"), mix, strict=True):
-        _checks.check_float(name, t)
-        _checks.check_shape(name, t, shape, f"that of {names.rows} without its last dimension")
-        _checks.check_same_device(names.rows, rows, **{name: t})
-        _checks.check_constant(name, t)
-        if values_are_there(t) and bool((t < 0).any()):  # not on a GPU, where looking would cost a sync
-            raise ValueError(f"{name} must not be negative, got {t.min().item()}")
+        _checks.check_tensor(name, t)
     return mix[0], mix[1]
-
-
-def _described(mix: Any) -> str:
-    return f"{len(mix)} of them" if isinstance(mix, (tuple, list)) else type(mix).__name__

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _checks
-from dllm_kernels.base._plain import all_plain
 from dllm_kernels.base._regular import is_regular
-from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
-from dllm_kernels.rows._plan import Job, Needs, Plan
+from dllm_kernels.base._transform import Transform
+from dllm_kernels.rows._call import checked, do
+from dllm_kernels.rows._plan import Job, Needs, Options, Plan
 from dllm_kernels.rows._records import ROW_STATS
 from dllm_kernels.rows._run import run
 
@@ -41,7 +41,6 @@ def token_log_probs(
     softcap: float | None = None,
     skip_id: int | None = None,
     chunk_size: int | None = None,
-    memory_budget: int | None = None,
     num_active: int | None = None,
     check_targets: bool | None = None,
     backend: str = "auto",
@@ -63,8 +62,7 @@ def token_log_probs(
         active: ``[...]``, bool or numeric; None: every token that has an id.
         softcap: as in :func:`token_nll`.
         skip_id: as in :func:`token_nll`.
-        chunk_size: as in :func:`linear_row_stats`; only with ``weight``, like the two that follow.
-        memory_budget: as in :func:`linear_row_stats`.
+        chunk_size: as in :func:`linear_row_stats`; only with ``weight``, like the one that follows.
         num_active: as in :func:`linear_row_stats`.
         check_targets: as in :func:`row_stats`.
         backend: "auto", "triton" or "torch".
@@ -78,7 +76,7 @@ def token_log_probs(
             without it, or an unknown backend.
         IndexError: ``check_targets`` found a bad id.
     """
-    unusual = (weight, bias, extra, active, softcap, skip_id, chunk_size, memory_budget, num_active, check_targets)
+    unusual = (weight, bias, extra, active, softcap, skip_id, chunk_size, num_active, check_targets)
     if (
         not torch.compiler.is_compiling()  # else a graph would hold for one temperature alone
         and all(option is None for option in unusual) and type(temperature) in (int, float) and temperature == 1
@@ -88,34 +86,26 @@ def token_log_probs(
         found = run(ROW_STATS, Job(logits_or_hidden, None, None, ids), plan)
         return TokenLogProbs(found.log_probs, found.entropy)
     _checks.check_flags(with_entropy=with_entropy)
-    ids, active = all_plain(ids, active)
-    sizes: dict[str, Any] = {"chunk_size": chunk_size, "memory_budget": memory_budget, "num_active": num_active}
+    for name, value in {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}.items():
+        if value is not None and weight is None:
+            got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
+            raise ValueError(f"{name} must be None without weight, got {got}")
+    options = Options(
+        Transform(softcap, 1 / _checked_temperature(temperature), skip_id), check_targets=check_targets, backend=backend,
+        chunk_size=chunk_size, num_active=num_active, entropy=with_entropy,
+    )  # fmt: skip
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
-    _checks.check_rows(names, logits_or_hidden, ids, weight, bias)
-    _checks.check_shape("ids", ids, logits_or_hidden.shape[:-1], "that of logits_or_hidden without its last dimension")
-    _checks.check_active(names, logits_or_hidden, active)
-    there = ids.long() != -100  # compared as uint8, -100 would be 156
-    options: dict[str, Any] = {
-        "entropy": with_entropy, "active": there if active is None else there & (active != 0),
-        "softcap": softcap, "scale": 1 / _checked_temperature(temperature), "skip_id": skip_id,
-        "check_targets": check_targets, "backend": backend,
-    }  # fmt: skip
-    if weight is not None:
-        _checks.checked_extra(names, logits_or_hidden, weight, extra)
-        out = linear_row_stats(logits_or_hidden, weight, ids, bias=bias, extra=extra, **sizes, **options)
-    else:
-        for name, value in {"bias": bias, "extra": extra, **sizes}.items():
-            if value is not None:
-                got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
-                raise ValueError(f"{name} must be None without weight, got {got}")
-        out = row_stats(logits_or_hidden, ids, **options)
+    job, options = checked(names, Job(logits_or_hidden, weight, bias, ids, active), options, extra=extra)
+    there = job.ids.long() != -100  # compared as uint8, -100 would be 156
+    job = job._replace(active=there if job.active is None else there & (job.active != 0))
+    out = do(ROW_STATS, job, options)
     return TokenLogProbs(out.log_probs, out.entropy)
 
 
 @functools.cache
 def _plan(dtype: torch.dtype, with_entropy: bool, needs: Needs) -> Plan:
     """The plan of a regular call."""
-    return Plan(dtype, False, with_entropy=with_entropy, needs=needs)
+    return Plan(dtype, False, Options(entropy=with_entropy), needs)
 
 
 def _checked_temperature(temperature: Any) -> float:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._backend import use_triton
-from dllm_kernels.base._plain import all_plain
+from dllm_kernels.base._checks import LOGITS
 from dllm_kernels.base._transform import Transform
-from dllm_kernels.rows._plan import Job, Needs, Plan
+from dllm_kernels.rows._call import call
+from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import TOKEN_NLL, WEIGHTED_NLL
 from dllm_kernels.rows._results import TokenNLL, WeightedNLL
-from dllm_kernels.rows._route import route
 
 
 def token_nll(
@@ -69,25 +67,11 @@ def token_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
-    _checks.check_flags(with_lse=with_lse, with_correct=with_correct, inplace_backward=inplace_backward)
-    targets, active = all_plain(targets, active)
-    transform = _checks.check_row_targets(
-        _checks.LOGITS, logits, targets,
-        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
-    )  # fmt: skip
-    _checks.check_active(_checks.LOGITS, logits, active)
-    job = Job(logits, None, None, targets, active)
-    plan = Plan(
-        logits.dtype,
-        use_triton(backend, logits),
-        ignore_index,
-        with_lse,
-        with_correct,
+    options = Options(
+        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
         inplace_backward=inplace_backward,
-        needs=Needs.of(logits),
-        transform=transform,
-    )
-    return route(TOKEN_NLL, job, plan)  # type: ignore[no-any-return]
+    )  # fmt: skip
+    return call(TOKEN_NLL, LOGITS, Job(logits, None, None, targets, active), options)  # type: ignore[no-any-return]
 
 
 def weighted_nll(
@@ -139,40 +123,8 @@ def weighted_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` found a bad target.
     """
-    _checks.check_flags(
-        with_lse=with_lse, with_correct=with_correct, round_nll=round_nll, inplace_backward=inplace_backward
-    )
-    targets, weights, active = all_plain(targets, weights, active)
-    weights = _checks.checked_weights(weights, targets, logits)
-    transform = _checks.check_row_targets(
-        _checks.LOGITS, logits, targets,
-        check_targets=check_targets, ignore_index=ignore_index, softcap=softcap, scale=scale, skip_id=skip_id,
+    options = Options(
+        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
+        round_nll=round_nll, inplace_backward=inplace_backward,
     )  # fmt: skip
-    _checks.check_active(_checks.LOGITS, logits, active)
-    return checked_weighted_nll(
-        logits, targets, weights, transform, active=active, ignore_index=ignore_index, with_lse=with_lse,
-        with_correct=with_correct, round_nll=round_nll, inplace_backward=inplace_backward, backend=backend,
-    )  # fmt: skip
-
-
-def checked_weighted_nll(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
-    transform: Transform,
-    *,
-    active: torch.Tensor | None = None,
-    ignore_index: int = -100,
-    with_lse: bool = False,
-    with_correct: bool = False,
-    round_nll: bool = False,
-    inplace_backward: bool = False,
-    backend: str = "auto",
-) -> WeightedNLL:
-    """:func:`weighted_nll` of arguments that are checked, plain but for the logits; weights in the dtype of sums."""
-    job = Job(logits, None, None, targets, active, weights)
-    plan = Plan(
-        logits.dtype, use_triton(backend, logits), ignore_index, with_lse, with_correct, round_nll=round_nll,
-        read_beyond=active is not None, inplace_backward=inplace_backward, needs=Needs.of(logits), transform=transform,
-    )  # fmt: skip
-    return route(WEIGHTED_NLL, job, plan)  # type: ignore[no-any-return]
+    return call(WEIGHTED_NLL, LOGITS, Job(logits, None, None, targets, active, weights), options)  # type: ignore[no-any-return]

@@ -88,12 +88,10 @@ def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
     """Rows of logits of V columns that exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
 
     On a CPU (None) chunks only have to keep the matrix products efficient, and are of equal size. On a GPU the fewest
-    waves win, see :func:`_gpu_cost`. The plan's ``memory_budget`` bounds the bytes of a chunk of logits.
+    waves win, see :func:`_gpu_cost`.
     """
     most = 512 if sms is None else 8192 if plan.needs.weight else 2048
-    if plan.memory_budget is not None:
-        most = min(most, max(1, plan.memory_budget // max(V * plan.dtype.itemsize, 1)))
-    if most <= ROW_MULTIPLE or rows <= ROW_MULTIPLE:
+    if rows <= ROW_MULTIPLE:
         return most
     if sms is None:
         even = -(-rows // -(-rows // most))

@@ -89,7 +89,9 @@ def token_backward(job: Job, plan: Plan, stats: tuple[torch.Tensor, torch.Tensor
         chunks = Chunks(job, plan, plan.needs, factors)
         for chunk, h, y, logits in chunks:
             s, row_max, log_sum = (chunks.rows.take(t, chunk) for t in (scale, *stats))
-            chunks.primitives.nll_grad(logits[None], y, s, row_max, log_sum, logits[None], transform=plan.transform)
+            chunks.primitives.nll_grad(
+                logits[None], y, s, row_max, log_sum, logits[None], transform=plan.options.transform
+            )
             chunks.add_gradients(chunk, h, y, logits, s)
         return chunks.gradients_times(headroom)
 
@@ -117,13 +119,13 @@ class Chunks:
         self.weight = job.head.to(plan.dtype)
         self.bias = None if job.bias is None else job.bias.to(plan.dtype)
         self.extra_weight = None if job.extra_weight is None else job.extra_weight.to(plan.dtype)
-        self.rows = ActiveRows(job.marks, plan.num_active)
+        self.rows = ActiveRows(job.marks, plan.options.num_active)
         self.primitives = plan.primitives()
         once = plan.one_pass and plan.dtype in (torch.bfloat16, torch.float32) and not needs.bias
-        once = once and plan.transform == NO_TRANSFORM
+        once = once and plan.options.transform == NO_TRANSFORM
         self.factored = self.primitives.nll_factored_ if once else None
         (V, D), device = job.head.shape, job.x.device
-        size = plan.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
+        size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
         self.size = max(1, min(size, self.rows.count))
         self.logits = _aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
         self.grad_hidden = self.rows.empty(D, dtype=job.x.dtype, device=device) if needs.x else None
@@ -157,11 +159,11 @@ class Chunks:
 
         ``scale=None`` makes none: only the first product and the reduction run.
         """
-        rows, acc, flags = self.rows, self.plan.acc, {"with_correct": self.plan.with_correct}
-        through: dict[str, Any] = {**flags, "transform": self.plan.transform}
+        rows, acc, flags = self.rows, self.plan.acc, {"with_correct": self.plan.options.with_correct}
+        through: dict[str, Any] = {**flags, "transform": self.plan.options.transform}
         device = self.logits.device
         nll, row_max, log_sum = (rows.empty(dtype=acc, device=device) for _ in range(3))
-        correct = rows.empty(dtype=torch.bool, device=device) if self.plan.with_correct else None
+        correct = rows.empty(dtype=torch.bool, device=device) if self.plan.options.with_correct else None
         for chunk, h, y, logits in self:
             if scale is None:
                 stats = self.primitives.nll(logits[None], y, **through)

@@ -1,18 +1,18 @@
 """What is to be computed (a job: a few tensors) and how (one frozen plan), as every layer below the public functions takes it.
 
-A public function checks its arguments, makes both once, and hands them to ``rows/_route.py``. A new option is a new field of
-the plan, read where it is needed; nothing between has to know of it.
+A public function makes a job and :class:`Options` of its arguments and has them checked, once (``rows/_call.py``). A new option
+is a new field, read where it is needed; nothing between has to know of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 
-from dllm_kernels.base import _changing
+from dllm_kernels.base import _changing, _checks
+from dllm_kernels.base._backend import one_pass, use_triton
 from dllm_kernels.base._plain import autocasts
 from dllm_kernels.base._rows import SKIP, RowPrimitives
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
@@ -119,47 +119,93 @@ NO_GRADIENTS = Needs()
 LEAVES = len(Needs._fields)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """How a job is done.
+class Options(NamedTuple):
+    """What a caller asks of an op besides its tensors, as it was given until it is :meth:`checked`.
+
+    Public functions and losses list what each of them takes; below them this one object travels. A new option is a new field
+    here, read where it is needed.
+
+    Attributes:
+        transform: of the logits, before they become probabilities.
+        ignore_index: the target that switches a row off.
+        check_targets: whether a target out of range raises; None follows the environment.
+        backend: "auto", "triton" or "torch".
+        chunk_size: rows of logits that exist at a time; None chooses.
+        num_active: an upper bound of the number of active rows, where the caller has one.
+        with_lse: return the logsumexp.
+        with_correct: return the argmax-match.
+        entropy: return the entropy.
+        round_nll: round each NLL to the dtype of the logits before it is weighted.
+        inplace_backward: write the gradient over the logits.
+    """
+
+    transform: Transform = NO_TRANSFORM
+    ignore_index: int = SKIP
+    check_targets: bool | None = None
+    backend: str = "auto"
+    chunk_size: int | None = None
+    num_active: int | None = None
+    with_lse: bool = False
+    with_correct: bool = False
+    entropy: bool = False
+    round_nll: bool = False
+    inplace_backward: bool = False
+
+    def checked(self, V: int, rows: int) -> Options:
+        """The options, in Python's own types, for so many rows of V logits each.
+
+        Raises:
+            TypeError: one of the wrong type.
+            ValueError: one out of range. What the backend is is found out by ``use_triton``.
+        """
+        _checks.check_flags(
+            with_lse=self.with_lse, with_correct=self.with_correct, entropy=self.entropy, round_nll=self.round_nll,
+            inplace_backward=self.inplace_backward,
+        )  # fmt: skip
+        if not _checks.is_int(self.ignore_index):
+            raise TypeError(f"ignore_index must be an int, got {type(self.ignore_index).__name__}")
+        return self._replace(
+            transform=_checks.checked_transform(V, *self.transform),
+            chunk_size=_checks.checked_chunk_size(self.chunk_size),
+            num_active=_checks.checked_num_active(self.num_active, rows),
+        )
+
+
+class Plan(NamedTuple):
+    """How a job is done: the options, checked, and what follows from the tensors.
 
     Attributes:
         dtype: of the logits.
         triton: whether the Triton kernels run, or plain torch.
-        ignore_index: the target that switches a row off.
-        with_lse: return the logsumexp.
-        with_correct: return the argmax-match.
-        with_entropy: return the entropy.
-        round_nll: round each NLL to ``dtype`` before it is weighted.
-        read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
-        inplace_backward: write the gradient over the logits.
-        chunk_size: rows of logits that exist at a time; None chooses.
-        memory_budget: bytes of such a chunk where ``chunk_size`` is None.
-        num_active: an upper bound of the number of active rows, where the caller gave one.
+        options: those that were asked for.
         needs: which inputs want a gradient.
+        read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
         one_pass: read a chunk of logits once, where the backend and the dtype allow; unproven, see ``_backend.one_pass``.
-        transform: of the logits, before they become probabilities.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
         objective: an ``Objective`` (``_objective.py``) of the row statistics, where one is asked for; not in compiled ops.
     """
 
     dtype: torch.dtype
     triton: bool
-    ignore_index: int = SKIP
-    with_lse: bool = False
-    with_correct: bool = False
-    with_entropy: bool = False
-    round_nll: bool = False
-    read_beyond: bool = False
-    inplace_backward: bool = False
-    chunk_size: int | None = None
-    memory_budget: int | None = None
-    num_active: int | None = None
+    options: Options = Options()
     needs: Needs = NO_GRADIENTS
+    read_beyond: bool = False
     one_pass: bool = False
-    transform: Transform = NO_TRANSFORM
     rows: RowPrimitives | None = None
     objective: Any = None
+
+    @classmethod
+    def of(cls, job: Job, options: Options, objective: Any = None) -> Plan:
+        """The plan of a job as the public functions have it, whose tensors and options have been checked."""
+        return cls(
+            job.x.dtype if job.weight is None else compute_dtype(job.x, job.weight),
+            use_triton(options.backend, job.x),
+            options,
+            Needs.of(*job.leaves),
+            read_beyond=job.weights is not None and job.active is not None,
+            one_pass=job.weight is not None and one_pass(),
+            objective=objective,
+        )
 
     @property
     def acc(self) -> torch.dtype:
@@ -177,37 +223,45 @@ class Plan:
 
     def pack(self) -> Packed:
         """What a compiled op has to know, as its schema can carry it: integers, and the floats of :mod:`_changing`."""
-        integers: list[int] = [_DTYPES.index(self.dtype)]
-        for name, of_type in _PACKED.items():
-            value = getattr(self, name)
-            integers += [_packed(v) for v in (value if of_type is Needs else (value,))]
-        return [*integers, _packed(self.transform.skip_id)], *_changing.packed(self.transform.factors)
+        transform = self.options.transform
+        integers: list[Any] = [_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
+        integers += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
+        return [_packed(i) for i in integers], *_changing.packed(transform.factors)
 
     @classmethod
     def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
         """The plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are not known and left out."""
-        dtype, *integers, skip_id = packed
-        values: dict[str, Any] = {}
-        for name, of_type in _PACKED.items():
-            size = len(Needs._fields) if of_type is Needs else 1
-            these, integers = integers[:size], integers[size:]
-            values[name] = of_type(*map(bool, these)) if of_type is Needs else _unpacked(these[0], of_type)
-        transform = Transform.of(_changing.unpacked(factors, changing), _unpacked(skip_id, int))
-        return cls(_DTYPES[dtype], transform=transform, **values)
+        dtype, *integers = packed
+        needs, (skip_id, *others) = (
+            integers[: len(Needs._fields)],
+            (_unpacked(i) for i in integers[len(Needs._fields) :]),
+        )
+        kinds = {**_OF_PLAN, **_OF_OPTIONS}
+        values: dict[str, Any] = {
+            name: bool(i) if kinds[name] is bool else i for name, i in zip(kinds, others, strict=True)
+        }
+        of_plan = {name: values.pop(name) for name in _OF_PLAN}
+        options = Options(Transform.of(_changing.unpacked(factors, changing), skip_id), **values)
+        return cls(_DTYPES[dtype], options=options, needs=Needs(*map(bool, needs)), **of_plan)
 
 
 def _packed(value: Any) -> int:
     return _NONE if value is None else int(value)
 
 
-def _unpacked(value: int, of_type: type) -> Any:
-    return None if value == _NONE else bool(value) if of_type is bool else value
+def _unpacked(value: int) -> Any:
+    return None if value == _NONE else value
 
 
 _NONE = -(1 << 62)
-_TYPES = {"bool": bool, "int": int, "int | None": int, "Needs": Needs}
-# Every field but the dtype, the transform and the row primitives, none of which is one integer.
-_PACKED = {f.name: _TYPES[str(f.type)] for f in fields(Plan) if f.type in _TYPES}
+
+
+def _integers(of: type) -> dict[str, Any]:
+    """The fields that one integer holds, by name, and the type of each."""
+    return {name: kind for name, kind in get_type_hints(of).items() if kind in (bool, int, int | None)}
+
+
+_OF_PLAN, _OF_OPTIONS = _integers(Plan), _integers(Options)
 
 
 def compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:

@@ -62,14 +62,19 @@ def row_targets(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
     """Targets ``[N, 1]`` and ``[N]``, ``SKIP`` in rows that do not count."""
     y = job.ids.detach().reshape(-1).to(torch.int64)
     off = None if job.active is None else job.active.detach().reshape(-1) == 0
-    if plan.ignore_index != SKIP:
-        ignored = y == plan.ignore_index
+    if plan.options.ignore_index != SKIP:
+        ignored = y == plan.options.ignore_index
         y = y.masked_fill(y == SKIP, -1)  # a target like any other that no column has
         off = ignored if off is None else off | ignored
-    if plan.transform.skip_id is not None:
-        y = y.masked_fill(y == plan.transform.skip_id, -1)
+    if plan.options.transform.skip_id is not None:
+        y = y.masked_fill(y == plan.options.transform.skip_id, -1)
     y = y.contiguous() if off is None else y.masked_fill(off, SKIP)
     return y.unsqueeze(1), y
+
+
+def weighted_targets(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
+    """As :func:`row_targets`; a row of weight 0 does not count either, unless the caller says which rows do."""
+    return row_targets(job if job.active is not None else job._replace(active=job.weights), plan)
 
 
 def row_ids(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -77,8 +82,8 @@ def row_ids(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
     N = job.x.shape[:-1].numel()
     ids = job.ids.detach().reshape(N, job.ids.shape[-1] if job.ids.dim() == job.x.dim() else 1)
     ids = ids.to(torch.int64).contiguous()
-    if plan.transform.skip_id is not None:
-        ids = ids.masked_fill(ids == plan.transform.skip_id, -1)
+    if plan.options.transform.skip_id is not None:
+        ids = ids.masked_fill(ids == plan.options.transform.skip_id, -1)
     marks = ids.new_zeros(N)
     return ids, marks if job.active is None else marks.masked_fill(job.active.detach().reshape(-1) == 0, SKIP)
 
@@ -86,18 +91,20 @@ def row_ids(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
 def _row_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
     """Of (nll, row_max, log_sum, correct)."""
     N = job.ids.shape[0]
-    return (*(((N,), plan.acc),) * 3, ((N,), torch.bool) if plan.with_correct else None)
+    return (*(((N,), plan.acc),) * 3, ((N,), torch.bool) if plan.options.with_correct else None)
 
 
 def _nll_result(plan: Plan, ids: torch.Size, _: torch.Size, *rows: Tensor | None) -> TokenNLL:
     nll, row_max, log_sum, correct = rows
     assert nll is not None
-    lse = (row_max + log_sum).detach().view(ids) if plan.with_lse else None  # type: ignore[operator]
+    lse = (row_max + log_sum).detach().view(ids) if plan.options.with_lse else None  # type: ignore[operator]
     return TokenNLL(nll.view(ids), lse, None if correct is None else correct.view(ids))
 
 
 def _nll_forward(job: Job, plan: Plan) -> Tensors:
-    return plan.primitives().nll(as_blv(job.x), job.marks, with_correct=plan.with_correct, transform=plan.transform)
+    return plan.primitives().nll(
+        as_blv(job.x), job.marks, with_correct=plan.options.with_correct, transform=plan.options.transform
+    )
 
 
 def _kept_rows(job: Job, written: Tensors, _: Plan) -> Tensors:
@@ -112,10 +119,10 @@ def _nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
 def _grad_of_logits(kept: Tensors, scale: Tensor | None, factor: Tensor | None, plan: Plan) -> Gradients:
     logits, targets, stats = kept[0], kept[LEAVES], kept[LEAVES + 1 :]
     assert logits is not None
-    inplace = plan.inplace_backward
+    inplace = plan.options.inplace_backward
     grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     plan.primitives().nll_grad(
-        as_blv(logits), targets, scale, *stats, as_blv(grad), factor=factor, transform=plan.transform
+        as_blv(logits), targets, scale, *stats, as_blv(grad), factor=factor, transform=plan.options.transform
     )
     if inplace:
         torch.autograd.graph.increment_version(logits)
@@ -229,13 +236,13 @@ def _weighted_nll_forward(job: Job, plan: Plan) -> Tensors:
     """Each operation on ``[N]`` numbers is a launch on a GPU: where the kernels weigh the rows, torch only adds up."""
     assert job.weights is not None
     logits, primitives = as_blv(job.x), plan.primitives()
-    options: dict[str, Any] = {"with_correct": plan.with_correct, "transform": plan.transform}
+    options: dict[str, Any] = {"with_correct": plan.options.with_correct, "transform": plan.options.transform}
     found: tuple[Any, ...]
     if plan.read_beyond:
         found = primitives.nll(logits, job.marks, **options)
     else:
         weighted, *found = primitives.weighted_nll(logits, job.marks, job.weights, **options)  # type: ignore[assignment]
-        if not plan.round_nll:
+        if not plan.options.round_nll:
             return weighted.sum(), *found
     nll = rounded(found[0], plan)
     return weighted_sum(nll, job.weights, plan), nll, *found[1:]
@@ -265,7 +272,7 @@ WEIGHTED_NLL = RowOp(
 
 WEIGHTED_LINEAR_NLL = RowOp(
     "weighted_linear_nll",
-    row_targets,
+    weighted_targets,
     _chunks.weighted_forward,
     lambda job, written, _: (*written[5:], job.weights),
     _weighted_backward,
@@ -340,8 +347,8 @@ def _stats_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
     (N, K), acc, mix = job.ids.shape, plan.acc, job.a is not None
     row = ((N,), acc)
     return (
-        ((N, K), acc), row, row if plan.with_entropy else None, row if mix else None,
-        ((N,), torch.bool) if plan.with_correct else None, row, row, row if mix and any(plan.needs) else None,
+        ((N, K), acc), row, row if plan.options.entropy else None, row if mix else None,
+        ((N,), torch.bool) if plan.options.with_correct else None, row, row, row if mix and any(plan.needs) else None,
     )  # fmt: skip
 
 

@@ -83,7 +83,7 @@ class WeightedNLL(NamedTuple):
 
 def rounded(nll: torch.Tensor, plan: Plan) -> torch.Tensor:
     """The NLL as a cross-entropy computed in the dtype of the logits would return it, where the plan says so."""
-    return nll.to(plan.dtype).to(nll.dtype) if plan.round_nll else nll
+    return nll.to(plan.dtype).to(nll.dtype) if plan.options.round_nll else nll
 
 
 def weighted_sum(nll: torch.Tensor, weights: torch.Tensor, plan: Plan) -> torch.Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +17,11 @@ from dllm_kernels.rows._records import RowOp
 
 def run(op: RowOp, job: Job, plan: Plan) -> Any:
     """What the op returns to its caller, in the shape of the caller's rows."""
-    if plan.inplace_backward:
+    if plan.options.inplace_backward:
         check_inplace(job.x, as_blv(job.x))
     if plan.objective is not None:
         N = job.x.shape[:-1].numel()
-        plan = replace(plan, objective=plan.objective.map(lambda t: t.detach().reshape(N, *t.shape[job.x.dim() - 1 :])))
+        plan = plan._replace(objective=plan.objective.map(lambda t: t.detach().reshape(N, *t.shape[job.x.dim() - 1 :])))
     shown = _implementation(job).call(op, _flat(op, job, plan), plan)
     return op.result(plan, job.ids.shape, job.x.shape[:-1], *shown)
 

@@ -124,7 +124,8 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
 
 def _ask(job: Job, plan: Plan) -> Ask:
     """What the plan asks of rows that are flattened already."""
-    return Ask(job.ids, job.marks, job.a, job.b, plan.transform, plan.with_entropy, plan.with_correct, any(plan.needs))
+    o = plan.options
+    return Ask(job.ids, job.marks, job.a, job.b, o.transform, o.entropy, o.with_correct, any(plan.needs))
 
 
 def _with_gradient(ask: Ask, size: torch.Tensor) -> Ask:
