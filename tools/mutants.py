@@ -111,7 +111,7 @@ JUDGES = (
         "base/_checks.py",
         "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_losses.py -k 'not triton'",
     ),
-    ("rows/_chunks.py", "tests/test_linear_nll.py tests/test_compile.py -k 'not triton'"),
+    ("rows/_chunks.py", "tests/test_linear_nll.py tests/test_extra.py tests/test_compile.py -k 'not triton'"),
     ("rows/_compiled*.py", "tests/test_compile.py"),
     (
         "[!n]*s*/*",
