@@ -44,3 +44,8 @@ def blocks(text):
         elif code is not None:
             code.append(line)
     return found
+
+
+def python(text):
+    """The Python among them."""
+    return [code for language, code in blocks(text) if language == "python"]

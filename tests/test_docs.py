@@ -18,8 +18,46 @@ import reference
 from tests.distributed_checks import CHECKS
 from tests.distributed_workers import distributed_readme
 from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes
-from tests.readme import DOCS, ROOT, blocks, fences, run
-from tests.test_readme import drop_in, framework, trainer
+from tests.readme import DOCS, ROOT, blocks, fences, python, run
+
+
+def drop_in(code):
+    """The line in the comment is the one replaced: both classes make the same of the same arguments."""
+    found, replaced = {}, {}
+    run(code, found)
+    assert found["MDLMCrossEntropyLoss"] is ours.MDLMCrossEntropyLoss
+    pytest.importorskip("nemo_automodel")
+    run(code.replace("# ", "", 1).splitlines()[0], replaced)
+    assert replaced["MDLMCrossEntropyLoss"] is not ours.MDLMCrossEntropyLoss
+    masks = (torch.rand(2, 8) < 0.5, torch.rand(2, 8).clamp(min=0.1), torch.ones(2, 8))
+    given = torch.randn(2, 8, 11), torch.randint(0, 11, (2, 8)), *masks
+    out, theirs = (f["MDLMCrossEntropyLoss"]()(*given, num_diffusion_tokens=16) for f in (found, replaced))
+    assert out._fields[: len(theirs._fields)] == theirs._fields  # additions come last
+    torch.testing.assert_close(out.total_loss, theirs.total_loss)
+
+
+def framework(code):
+    """What its losses are afterwards, and what the report says."""
+    automodel = pytest.importorskip("dllm_kernels.integrations.nemo_automodel")
+    theirs = pytest.importorskip("nemo_automodel.components.loss.dllm_loss")
+    try:
+        run(code, {})
+        assert theirs.MDLMCrossEntropyLoss is ours.MDLMCrossEntropyLoss
+    finally:
+        automodel.unpatch()
+    assert theirs.MDLMCrossEntropyLoss is not ours.MDLMCrossEntropyLoss
+
+
+def trainer(code):
+    """The class that the examples build on: the loss is the mixin's. ``test_integrations_transformers.py`` trains with it."""
+    transformers = pytest.importorskip("transformers")
+    names = {}
+    run(code, names)
+    made, mixin = names["DiffusionTrainer"], names["MaskedDiffusionTrainerMixin"]
+    assert issubclass(made, transformers.Trainer)
+    assert made.compute_loss is mixin.compute_loss is not transformers.Trainer.compute_loss
+    assert callable(names["MaskedDiffusionCollator"])
+
 
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
@@ -237,10 +275,6 @@ def asserts_by_itself(n):
 
 for name in ("migrate/liger.md", "migrate/cut-cross-entropy.md", "migrate/torch.md"):
     page(name)(asserts_by_itself)
-
-
-def python(text):
-    return [code for language, code in blocks(text) if language == "python"]
 
 
 @pytest.mark.parametrize("name", sorted(CHECK))

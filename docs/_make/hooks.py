@@ -22,6 +22,7 @@ import pictures  # noqa: E402
 
 log = logging.getLogger("mkdocs.hooks.docs")
 EQUATION = re.compile(r'<(span|div) class="arithmatex">\\(?:\(|\[)(.*?)\\(?:\)|\])</\1>', re.DOTALL)
+SUM = re.compile(r"<msub>(<mo>&#x0(?:2211|220F);</mo>(?:(?!</?msub>).)*)</msub>")
 LOADED = re.compile(r'<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)="((?:https?:)?//[^"]*)"[^>]*>')
 
 
@@ -66,6 +67,8 @@ def on_page_content(content: str, page: Any, **kwargs: Any) -> str:
         except Exception as error:
             log.warning("%s: no equation: %s (%s)", page.file.src_uri, match[2], error)
             return match[0]
+        if block:  # limits under a sum, also within parentheses
+            made = SUM.sub(r"<munder>\1</munder>", made)
         return f'<div class="equation">{made}</div>' if block else made
 
     return EQUATION.sub(mathml, content)
