@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from tests.conftest import DEVICE
 from tests.parity import small_blocks, small_tiles
 
 NAN, INF = math.nan, math.inf
@@ -84,3 +85,44 @@ EXTREME = {
     "nan and -inf": [NAN, -INF, -INF, -INF],
     "inf and -inf": [INF, -INF, INF, 0.0],
 }
+
+
+def extreme_rows(V):
+    """Each of these rows of V columns, and its target."""
+    return {
+        kind: (torch.tensor(four, dtype=torch.float64).repeat(V // 4 + 1)[:V], 22) for kind, four in EXTREME.items()
+    }
+
+
+def between_tame_ones(rows, dtype):
+    """(names, logits, targets) of the rows, with a row before and after them that must not notice."""
+    V = len(next(iter(rows.values()))[0])
+    tame = (torch.linspace(-1, 1, V, dtype=torch.float64), V - 1)
+    rows = {"before": tame, **rows, "after": tame}
+    logits, targets = zip(*rows.values(), strict=True)
+    return list(rows), torch.stack(logits).to(DEVICE, dtype), torch.tensor(targets, device=DEVICE)
+
+
+def around_a_transform(V, skipped, high):
+    """Rows, and targets, of logits one column of which is skipped and whose cap, if any, lifts nothing above ``high``."""
+    base = torch.linspace(-3, 3, V, dtype=torch.float64)
+
+    def with_(value, *columns, row=base):
+        row = row.clone()
+        row[list(columns)] = value
+        return row
+
+    return {
+        "all -inf but the skipped": (with_(-INF, *(v for v in range(V) if v != skipped)), 5),
+        "nan in the skipped column": (with_(NAN, skipped), 5),
+        "inf in the skipped column": (with_(INF, skipped), 5),
+        "the skipped one is the largest": (with_(9.0, skipped), V - 1),
+        "the target is skipped": (base, skipped),
+        "the target is out of range": (base, V),
+        "near the cap": (1.5 * base, V - 1),
+        "at the cap, first of equals": (with_(high, 4, 20, 21, V - 1), 4),
+        "at the cap, second of equals": (with_(high, 4, 20, 21, V - 1), 20),
+        "at the cap, last of equals": (with_(high, 4, 20, 21, V - 1), V - 1),
+        "at the cap, a lower one is smaller": (with_(0.9 * high, 4, row=with_(high, 20)), 20),
+        "a tie with the skipped column": (with_(3.2, skipped, skipped + 1), skipped + 1),
+    }

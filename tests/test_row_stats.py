@@ -20,7 +20,17 @@ from tests.parity import (
     poison_empty,
     reduction_sizes,
 )
-from tests.rows import LAYOUTS, PATHS, SHAPES, SPREAD, laid_out, on_path
+from tests.rows import (
+    LAYOUTS,
+    PATHS,
+    SHAPES,
+    SPREAD,
+    around_a_transform,
+    between_tame_ones,
+    extreme_rows,
+    laid_out,
+    on_path,
+)
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -228,25 +238,79 @@ def test_terms_of_a_mixture_of_every_size(dtype, path):
         assert_as_good_as_plain([F[i : i + 1]], [wanted[i : i + 1]], error, f"a, b = {pair}", sizes={150})
 
 
-def test_impossible_columns_and_bad_rows(path):
-    """-inf is a probability of 0; NaN, +inf and a row of -inf keep to their rows; inactive rows are not read."""
-    torch.manual_seed(0)
-    x = torch.randn(7, 37)
-    x[0, ::2], x[1, 5], x[2, 5], x[3], x[4], x[5, 1:] = -INF, NAN, INF, -INF, NAN, -INF
-    ids = torch.tensor([[0, 1], [2, 3], [2, 3], [4, 4], [1, 1], [0, 0], [7, -100]], device=DEVICE)
-    given = {"mix": (torch.full((7,), 0.25), torch.full((7,), 0.5)), "active": torch.tensor([1, 1, 1, 1, 0, 1, 1])}
-    given = {"mix": tuple(t.to(DEVICE) for t in given["mix"]), "active": given["active"].to(DEVICE)}
-    logits = x.to(DEVICE).requires_grad_()
-    out = row_stats(logits, ids, entropy=True, with_correct=True, backend=path, **given)
-    wanted = reference.row_stats(logits, ids, **given)
-    wanted.lse.data[2] = NAN  # logsumexp knows better, but its gradient is NaN as well
-    for got, want in zip(out, wanted, strict=True):
-        torch.testing.assert_close(got, want, equal_nan=True)
-    grads = [torch.ones_like(t) for t in wanted[:4]]
-    (grad,) = torch.autograd.grad(out[:4], logits, grads)
-    (want,) = torch.autograd.grad(wanted[:4], logits, grads)
-    torch.testing.assert_close(grad, want, equal_nan=True)
-    assert grad[[0, 4, 5, 6]].isfinite().all()
+def stats_and_gradient(function, logits, ids, mix, steps):
+    """The outputs of special rows and one gradient of all of them; that of the oracle's logsumexp is made of softmax.
+
+    What torch gives for it is wrong far from 0. Of a row with +inf logsumexp and its gradient are NaN.
+    """
+    x = logits.clone().requires_grad_()
+    out = function(x, ids, mix=tuple(t.to(torch.promote_types(x.dtype, torch.float32)) for t in mix), **steps)
+    values = differentiable(out)
+    if function is not reference.row_stats:
+        return (
+            [t.detach() for t in values],
+            torch.autograd.grad(values, x, [torch.ones_like(t) for t in values])[0],
+            out,
+        )
+    z = reference.transformed(x, **steps)
+    values[1] = torch.where(values[1] == INF, NAN, values[1])
+    of_lse = torch.where(values[1].isnan()[:, None], NAN, z.detach().softmax(-1))
+    rest = [values[0], *values[2:]]
+    grad = torch.autograd.grad([*rest, z], x, [*(torch.ones_like(t) for t in rest), of_lse])[0]
+    return [t.detach() for t in values], grad, out
+
+
+def judge_special_rows(rows, dtype, path, **steps):
+    """Special rows between tame ones; what is NaN keeps to its row."""
+    names, logits, targets = between_tame_ones(rows, dtype)
+    ids = torch.stack([targets, torch.zeros_like(targets)], 1)
+    mix = [torch.full(targets.shape, c, device=DEVICE, dtype=torch.float64) for c in (0.25, 0.5)]
+
+    def ours(x, ids, **given):
+        return row_stats(x, ids, entropy=True, with_correct=True, backend=path, **given)
+
+    got, grad, out = stats_and_gradient(ours, logits, ids, mix, steps)
+    plain, plain_grad, oracle = stats_and_gradient(reference.row_stats, logits, ids, mix, steps)
+    exact, exact_grad, _ = stats_and_gradient(reference.row_stats, logits.double(), ids, mix, steps)
+    assert torch.equal(out.correct, oracle.correct)
+    for row, kind in enumerate(names):
+        for name, o, p, e in zip(
+            (*OUTPUTS, "gradient"), (*got, grad), (*plain, plain_grad), (*exact, exact_grad), strict=True
+        ):
+            label, error = f"{name}, {kind}", largest_error([p[row]], [e[row]])
+            if name == "gradient" and e[row].isnan().any():  # in which columns is not promised
+                assert o[row].isnan().any(), label
+            else:
+                assert_as_good_as_plain([o[row]], [e[row]], error, label, sizes={logits.shape[1]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_extreme_rows(dtype, path):
+    judge_special_rows(extreme_rows(40), dtype, path)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("steps", [{"softcap": 5.0, "skip_id": 17}, {"scale": 0.5, "skip_id": 17}], ids=str)
+def test_rows_around_a_transform(steps, dtype, path):
+    judge_special_rows(around_a_transform(53, 17, 200.0 if "softcap" in steps else 4.0), dtype, path, **steps)
+
+
+def test_inactive_rows_are_not_read(path):
+    logits = torch.randn(3, 37, device=DEVICE)
+    logits[1] = NAN
+    logits.requires_grad_()
+    ids, given = (
+        torch.tensor([[0, 1], [1, 1], [7, -100]], device=DEVICE),
+        {"active": torch.tensor([1, 0, 1], device=DEVICE)},
+    )
+    got, want = (
+        run_on(f, logits, ids, given | {"mix": (torch.full((3,), 0.25, device=DEVICE),) * 2})
+        for f in (ours_of(path), reference.row_stats)
+    )
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+        assert g.isfinite().all()
 
 
 def test_ids_out_of_range_give_nan_in_their_place(path):
