@@ -1,8 +1,10 @@
 """Run the kernels on the GPU where there is one, else on CPU tensors under Triton's interpreter."""
 
 import fcntl
+import functools
 import gc
 import importlib.util
+import inspect
 import itertools
 import json
 import os
@@ -13,6 +15,7 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
+import hypothesis
 import torch
 
 if not torch.cuda.is_available():
@@ -49,6 +52,27 @@ def every_time(chosen, values, name=None):
         several = value if isinstance(value, tuple) else (value,)
         params.append(pytest.param(*several, marks=marks, id=name(value) if name else None))
     return params
+
+
+def drawn(everyday=8, exhaustive=32, **strategies):
+    """Hypothesis draws these arguments of a test: so many examples every time, and so many with the exhaustive tests.
+
+    Always the same ones: what finds a counterexample by luck is no test of the change at hand.
+    """
+
+    def decorated(test):
+        fixtures = [name for name in inspect.signature(test).parameters if name not in strategies]
+
+        def of_examples(examples, **values):
+            profile = hypothesis.settings(max_examples=examples, deadline=None, derandomize=True)
+            profile(hypothesis.given(**strategies)(lambda **example: test(**values, **example)))()
+
+        functools.update_wrapper(of_examples, test)
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*fixtures, "examples")]
+        of_examples.__signature__ = inspect.Signature(parameters)
+        return pytest.mark.parametrize("examples", every_time([everyday], [everyday, exhaustive]))(of_examples)
+
+    return decorated
 
 
 def covering(items, strength):

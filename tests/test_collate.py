@@ -4,11 +4,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dllm_kernels.collate import DLLMCollator
 from reference import collate
+from tests.conftest import drawn
 
 
 def sample(n, loss_mask=None, start=1):
@@ -58,8 +58,7 @@ def batches(draw):
     return batch, options
 
 
-@settings(max_examples=400, deadline=None)
-@given(batches())
+@drawn(100, 400, case=batches())
 def test_equals_the_reference(case):
     batch, options = case
     before = copy.deepcopy(batch)
@@ -71,8 +70,7 @@ def test_equals_the_reference(case):
     assert batch == before
 
 
-@settings(max_examples=100, deadline=None)
-@given(batches(), st.sampled_from(["tuple", "tensor", "array"]))
+@drawn(exhaustive=100, case=batches(), kind=st.sampled_from(["tuple", "tensor", "array"]))
 def test_containers_make_no_difference(case, kind):
     batch, options = case
     fields = ("input_ids", "loss_mask", "attention_mask")
@@ -82,8 +80,7 @@ def test_containers_make_no_difference(case, kind):
 
 
 @pytest.mark.peer
-@settings(max_examples=200, deadline=None)
-@given(batches())
+@drawn(exhaustive=200, case=batches())
 def test_equals_the_original(case):
     original = pytest.importorskip("nemo_automodel.components.datasets.dllm.collate").DLLMCollator
     batch, options = case

@@ -4,17 +4,15 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cases import BY_NAME, CASES, ROWS, SUMS
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, drawn
 from tests.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
 
 V, D = 11, 4
 EPS = torch.finfo(torch.float32).eps
 
-examples = settings(max_examples=8, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**16)
 sizes = st.tuples(st.integers(1, 3), st.sampled_from([3, 6, 9]))  # B, L: whole blocks of DFlash
 forms = st.sampled_from(["logits", "hidden"])
@@ -56,8 +54,7 @@ def rows_that_count(case, inputs, logits):
 
 
 @cases()
-@examples
-@given(seed=seeds, size=sizes, form=forms, value=garbage)
+@drawn(seed=seeds, size=sizes, form=forms, value=garbage)
 def test_rows_without_weight_are_inert_whatever_they_hold(case, seed, size, form, value):
     inputs, leaves = draw(case, seed, size)
     idle = ~rows_that_count(case, inputs, leaves["logits"][0])
@@ -71,8 +68,7 @@ def test_rows_without_weight_are_inert_whatever_they_hold(case, seed, size, form
 
 
 @cases([case for case in CASES if case.linear_in])
-@examples
-@given(seed=seeds, size=sizes, form=forms, a=scales, b=scales)
+@drawn(seed=seeds, size=sizes, form=forms, a=scales, b=scales)
 def test_linear_in_the_weights(case, seed, size, form, a, b):
     inputs, leaves = draw(case, seed, size, torch.float64)
     name = case.linear_in
@@ -86,8 +82,7 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
 
 
 @cases([case for case in CASES if not case.transform])  # else the transformed logits differ in rounding
-@examples
-@given(seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
+@drawn(seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
 def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
     inputs, leaves = draw(case, seed, size, torch.float64)
     (logits,) = (leaf.mul(1024).round() / 1024 for leaf in leaves["logits"])  # so that the shifted ones are exact
@@ -99,8 +94,7 @@ def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
 
 
 @cases()
-@examples
-@given(seed=seeds, size=sizes, form=forms)
+@drawn(seed=seeds, size=sizes, form=forms)
 def test_permuting_the_sequences_permutes_the_gradients(case, seed, size, form):
     inputs, leaves = draw(case, seed, size, torch.float64)
     order = torch.randperm(size[0], device=DEVICE)
@@ -116,8 +110,7 @@ def test_permuting_the_sequences_permutes_the_gradients(case, seed, size, form):
 
 
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@examples
-@given(seed=seeds, size=sizes)
+@drawn(seed=seeds, size=sizes)
 def test_permuting_rows_permutes_the_nll(form, seed, size):
     case = BY_NAME["token_nll"]
     inputs, leaves = draw(case, seed, size, torch.float64)
@@ -129,8 +122,7 @@ def test_permuting_rows_permutes_the_nll(form, seed, size):
 
 
 @cases()
-@examples
-@given(seed=seeds, size=sizes, form=forms)
+@drawn(seed=seeds, size=sizes, form=forms)
 def test_inputs_are_never_modified(case, seed, size, form):
     inputs, leaves = draw(case, seed, size)
     tensors = [*inputs.values(), *leaves[form]]
@@ -144,8 +136,7 @@ def test_inputs_are_never_modified(case, seed, size, form):
 
 
 @cases()
-@examples
-@given(seed=seeds, size=sizes, chunk=st.integers(1, 40))
+@drawn(seed=seeds, size=sizes, chunk=st.integers(1, 40))
 def test_the_hidden_form_is_the_logits_form_of_the_projection(case, seed, size, chunk):
     inputs, leaves = draw(case, seed, size, torch.float64)
     upstream = ones_like_value(case, size)
@@ -162,8 +153,7 @@ def test_the_hidden_form_is_the_logits_form_of_the_projection(case, seed, size, 
 
 
 @cases(SUMS)
-@examples
-@given(seed=seeds, size=sizes, form=forms, factor=st.floats(-5, 5, width=32))
+@drawn(seed=seeds, size=sizes, form=forms, factor=st.floats(-5, 5, width=32))
 def test_gradients_are_linear_in_the_upstream_gradient(case, seed, size, form, factor):
     inputs, leaves = draw(case, seed, size, torch.float64)
     function = value_of(case, form, inputs)
@@ -172,8 +162,7 @@ def test_gradients_are_linear_in_the_upstream_gradient(case, seed, size, form, f
         torch.testing.assert_close(a, factor * b)
 
 
-@examples
-@given(seed=seeds, size=sizes)
+@drawn(seed=seeds, size=sizes)
 def test_nll_is_at_least_zero_and_softmax_gradients_sum_to_zero(seed, size):
     case = BY_NAME["token_nll"]
     inputs, leaves = draw(case, seed, size)
