@@ -78,7 +78,7 @@ def accumulate(job, model, micros, form):
 
 
 @check(2, name=NAMES)
-@check(4, name=NAMES)
+@check(4, name=FEW)
 def data_parallel(name):
     """From logits and from hidden states; micro-batches; counts as ints, as tensors, and made from the masks of all ranks."""
     world = dist.get_world_size()
@@ -370,7 +370,6 @@ def context_parallel_shifted_by_hand():
 
 
 @check(2)
-@check(4)
 def draft_accuracy_over_ranks():
     """The accuracies of one process with the whole batch."""
     inputs, rank, world = drawn(BY_NAME["dflash"]), dist.get_rank(), dist.get_world_size()
@@ -388,7 +387,6 @@ def draft_accuracy_over_ranks():
 
 
 @check(2)
-@check(4)
 def acceptance_length_over_ranks():
     """That of one process with the whole batch, though the ranks have as many blocks as they have; one has none."""
     rank, world = dist.get_rank(), dist.get_world_size()

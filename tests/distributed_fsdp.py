@@ -170,7 +170,7 @@ def fsdp_deferred_logits_that_are_made():
 
 
 @check(2, name=NAMES)
-@check(4, name=NAMES)
+@check(4, name=FEW)
 def fsdp_own_unit(name):
     compare(name, own_unit)
 
@@ -182,13 +182,11 @@ def fsdp_kernels(name):
 
 
 @check(2, name=NAMES)
-@check(4, name=FEW)
 def fsdp_in_root(name):
     compare(name, in_root)
 
 
 @check(2, name=NAMES)
-@check(4, name=FEW)
 def fsdp_loss_head(name):
     compare(name, loss_head)
 
@@ -219,7 +217,6 @@ def logits_of(setup):
 
 
 @check(2, name=NAMES)
-@check(4, name=FEW)
 def fsdp_logits(name):
     """The losses from logits."""
     for setup in (own_unit, in_root, loss_head):
@@ -227,7 +224,6 @@ def fsdp_logits(name):
 
 
 @check(2, name=FEW)
-@check(4, name=FEW)
 def fsdp_chunks_and_columns(name):
     """Several chunks a call; a head that is split by hidden size."""
     compare(name, own_unit, call={"chunk_size": 3})
@@ -236,7 +232,6 @@ def fsdp_chunks_and_columns(name):
 
 
 @check(2, name=NAMES)
-@check(4, name=FEW)
 def fsdp_frozen_head(name):
     """Gathered, and nothing of a gradient made or sent; the hidden states' gradient is right."""
     for setup in (own_unit, in_root, loss_head):
