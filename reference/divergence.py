@@ -51,9 +51,9 @@ def _jsd(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
 
 def _at(log_p: Tensor, index: Tensor) -> Tensor:
     """``-log p[index]``; 0 at -100, NaN at what no column has."""
-    there = (index >= 0) & (index < log_p.shape[-1])
+    there, nothing = (index >= 0) & (index < log_p.shape[-1]), index == IGNORE_INDEX
     picked = log_p.gather(-1, torch.where(there, index, 0)[..., None])[..., 0]
-    return torch.where(index == IGNORE_INDEX, 0.0, -picked * torch.where(there, 1.0, math.nan))
+    return torch.where(nothing, 0.0, -picked * torch.where(there | nothing, 1.0, math.nan))
 
 
 def row_divergence(
@@ -198,8 +198,10 @@ def linear_divergence(
     weights: Tensor | None = None,
     *,
     bias: Tensor | None = None,
+    extra: tuple[Tensor, Tensor] | None = None,
     teacher_weight: Tensor | None = None,
     teacher_bias: Tensor | None = None,
+    teacher_extra: tuple[Tensor, Tensor] | None = None,
     **options: Any,
 ) -> Divergence:
     """:func:`divergence` of the logits that LM heads make of hidden states.
@@ -210,16 +212,18 @@ def linear_divergence(
         teacher_hidden: the teacher's ``[..., D']``.
         weights: ``[...]``; None: ones.
         bias: of the student's head, ``[V]``.
+        extra: the second part of the student's head, (u ``[..., r]``, U ``[V, r]``).
         teacher_weight: the teacher's LM head; None: the student's, with its bias.
         teacher_bias: of the teacher's own head.
+        teacher_extra: the second part of the teacher's head.
         options: as in :func:`divergence`.
 
     Returns:
-        :class:`Divergence`, differentiable in ``hidden``, ``weight`` and ``bias``.
+        :class:`Divergence`, differentiable in ``hidden``, ``weight``, ``bias`` and ``extra``.
 
     Source: :func:`divergence` of the projected states.
     """
     on = None if weights is None else weights != 0
     head = (weight, bias) if teacher_weight is None else (teacher_weight, teacher_bias)
-    teacher = linear_logits(teacher_hidden, *head).detach()
-    return divergence(linear_logits(hidden, weight, bias, on), teacher, weights, **options)
+    teacher = linear_logits(teacher_hidden, *head, extra=teacher_extra).detach()
+    return divergence(linear_logits(hidden, weight, bias, on, extra), teacher, weights, **options)

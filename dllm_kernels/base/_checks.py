@@ -209,36 +209,41 @@ def check_dtypes(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias:
 
 
 def checked_extra(
-    names: Names, hidden: torch.Tensor, weight: torch.Tensor, extra: Any
+    names: Names, hidden: torch.Tensor, weight: torch.Tensor, extra: Any, name: str = "extra"
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """The second part of a head, checked: rows ``[..., r]`` and a weight ``[V, r]``, both None where there is none."""
     if extra is None:
         return None, None
     if not isinstance(extra, (tuple, list)) or len(extra) != 2:
         got = f"{len(extra)} of them" if isinstance(extra, (tuple, list)) else type(extra).__name__
-        raise TypeError(f"extra must be a tuple of two tensors (u, U), got {got}")
+        raise TypeError(f"{name} must be a tuple of two tensors (u, U), got {got}")
     u, second = extra
-    check_float("extra[0]", u)
-    check_float("extra[1]", second)
-    check_ndim("extra[1]", second, 2, "[V, r]")
+    check_float(f"{name}[0]", u)
+    check_float(f"{name}[1]", second)
+    check_ndim(f"{name}[1]", second, 2, "[V, r]")
     V, r = second.shape
     if weight.shape[0] != V or r < 1:
         raise ValueError(
-            f"extra[1] must have shape ({weight.shape[0]}, r) with r >= 1, as many rows as {names.weight}, got {(V, r)}"
+            f"{name}[1] must have shape ({weight.shape[0]}, r) with r >= 1, as many rows as {names.weight}, got {(V, r)}"
         )
-    check_shape("extra[0]", u, (*hidden.shape[:-1], r), f"the rows of {names.rows}, the columns of extra[1]")
-    check_same_device(names.rows, hidden, **{"extra[0]": u, "extra[1]": second})
-    check_extra_dtypes(names, hidden, weight, u, second)
+    check_shape(f"{name}[0]", u, (*hidden.shape[:-1], r), f"the rows of {names.rows}, the columns of {name}[1]")
+    check_same_device(names.rows, hidden, **{f"{name}[0]": u, f"{name}[1]": second})
+    check_extra_dtypes(names, hidden, weight, u, second, name)
     return u, second
 
 
 def check_extra_dtypes(
-    names: Names, hidden: torch.Tensor, weight: torch.Tensor, u: torch.Tensor, second: torch.Tensor
+    names: Names,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    u: torch.Tensor,
+    second: torch.Tensor,
+    extra: str = "extra",
 ) -> None:
     """:func:`check_dtypes` of the second part of a head; autocast leaves float64 alone, wherever it is."""
     if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype, u.dtype, second.dtype):
         return
-    for name, tensor in (("extra[0]", u), ("extra[1]", second)):
+    for name, tensor in ((f"{extra}[0]", u), (f"{extra}[1]", second)):
         if tensor.dtype != hidden.dtype and not is_dtensor(tensor):
             raise ValueError(
                 f"{name} must have the dtype of {names.rows}, {hidden.dtype}, unless torch.autocast is on, "

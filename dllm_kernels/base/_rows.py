@@ -31,6 +31,9 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
     ``nll`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
     Alone without a transform.
 
+``divergence(...)``
+    Of rows to a teacher's: ``base/_divergence.py``.
+
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
 """
@@ -42,6 +45,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+
+from dllm_kernels.base._divergence import Divergences
 
 SKIP = -100
 NLL = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -64,6 +69,7 @@ class RowPrimitives(NamedTuple):
     nll_grad: Callable[..., None]
     nll_and_grad_: Callable[..., NLL]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
+    divergence: Divergences
     nll_factored_: Callable[..., tuple[NLL, torch.Tensor]] | None = None
 
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ class VocabShard(NamedTuple):
             nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
             return out
 
-        return RowPrimitives(stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_)
+        return RowPrimitives(stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, _divergence)
 
     def local_transform(self, transform: Transform) -> Transform:
         """The same transform of these columns, which may not have the skipped one."""
@@ -234,3 +234,7 @@ def _backward(
     """The gradient of this rank's columns; no communication."""
     if shard.size:
         local.backward(logits, _local_ask(shard, ask), c, *sums_and_out)
+
+
+def _divergence(*_: object, **__: object) -> Any:
+    raise NotImplementedError("a divergence of rows whose vocabulary is split over ranks")

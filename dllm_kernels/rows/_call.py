@@ -14,6 +14,7 @@ from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.rows._plan import Job, Options, Plan
 from dllm_kernels.rows._records import RowOp
 from dllm_kernels.rows._route import route
+from dllm_kernels.rows._teacher import Pair
 
 
 def call(
@@ -23,9 +24,9 @@ def call(
     return do(op, *checked(names, job, options, extra=extra, several=several))
 
 
-def do(op: RowOp, job: Job, options: Options, objective: Any = None) -> Any:
+def do(op: RowOp, job: Job, options: Options, objective: Any = None, pair: Pair | None = None) -> Any:
     """Do a job that has been checked, and whose options have been."""
-    return route(op, job, Plan.of(job, options, objective))
+    return route(op, job, Plan.of(job, options, objective, pair))
 
 
 def checked(

@@ -127,7 +127,7 @@ class Chunks:
         (V, D), device = job.head.shape, job.x.device
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
         self.size = max(1, min(size, self.rows.count))
-        self.logits = _aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
+        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
         self.grad_hidden = self.rows.empty(D, dtype=job.x.dtype, device=device) if needs.x else None
         self.grad_extra_x: torch.Tensor | None = None
         if needs.extra_x and job.extra_x is not None:
@@ -283,7 +283,7 @@ class Chunks:
         return made._replace(weight=weight, bias=bias, extra_weight=extra_weight)
 
 
-def _aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """``[rows, V]`` of fresh memory; on a GPU every row begins at a multiple of 64 elements, as products and kernels want."""
     columns = -(-V // 64) * 64 if device.type == "cuda" else V
     return torch.empty(rows, columns, dtype=dtype, device=device)[:, :V]

@@ -31,15 +31,16 @@ def _in_place(op: RowOp, job: Job, plan: Plan, written: Iterable[Tensor]) -> Ten
 def _rows(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, ids: Tensor, active: Tensor | None,
     weights: Tensor | None, a: Tensor | None, b: Tensor | None, extra_x: Tensor | None, extra_weight: Tensor | None,
-    packed: list[int], factors: list[float], changing: Tensor | None,
+    packed: list[int], factors: list[float], changing: Tensor | None, constants: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
     job = Job(x, weight, bias, ids, active, weights, a, b, extra_x, extra_weight)
-    return [t for t in ROW_OPS[op].forward(job, Plan.unpack(packed, factors, changing)) if t is not None]
+    plan = Plan.unpack(packed, factors, changing, constants)
+    return [t for t in ROW_OPS[op].forward(job, plan) if t is not None]
 
 
 @_rows.register_fake
 def _(op: str, *inputs: Any) -> list[Tensor]:
-    job, plan = Job(*inputs[:-3]), Plan.unpack(*inputs[-3:-1])
+    job, plan = Job(*inputs[:-4]), Plan.unpack(*inputs[-4:-2])
     return [job.x.new_empty(spec[0], dtype=spec[1]) for spec in ROW_OPS[op].specs(job, plan) if spec is not None]
 
 
@@ -62,10 +63,10 @@ def _(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    name, *tensors, packed, factors, changing = inputs
-    op, job, plan = ROW_OPS[name], Job(*tensors), Plan.unpack(packed, factors)
+    name, *tensors, packed, factors, changing, constants = inputs
+    op, job, plan = ROW_OPS[name], Job(*tensors), Plan.unpack(packed, factors, None, constants)
     written = _in_place(op, job, plan, output)
-    ctx.op, ctx.packed = op, (packed, factors)
+    ctx.op, ctx.packed, ctx.constants = op, (packed, factors), len(constants)
     ctx.written = [t is not None for t in written]
     ctx.dtypes = dtypes(job.leaves)
     ctx.save_for_backward(*op.kept(job, written, plan), changing)
@@ -76,7 +77,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     op, plan, those = ctx.op, Plan.unpack(*ctx.packed), iter(grads)
     up = upstream(op, [next(those) if written else None for written in ctx.written])
-    return None, *placed(_gradients(ctx, op, up, plan)), None, None, None
+    return None, *placed(_gradients(ctx, op, up, plan)), None, None, None, [None] * ctx.constants
 
 
 def _gradients(ctx: Any, op: RowOp, up: Tensors | None, plan: Plan) -> list[Tensor | None]:

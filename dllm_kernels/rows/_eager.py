@@ -25,7 +25,7 @@ class _Rows(torch.autograd.Function):
         job = Job(*tensors)
         written = op.forward(job, plan)
         hook = handle(written[0])  # type: ignore[arg-type]
-        ctx.op, ctx.plan = op, plan
+        ctx.op, ctx.plan = op, plan.for_backward
         ctx.dtypes, ctx.instead = dtypes(job.leaves), op.instead[job.weight is not None]
         theirs = written[: op.differentiable]  # which the caller may write into
         kept = (t.clone() if t is not None and any(t is s for s in theirs) else t for t in op.kept(job, written, plan))

@@ -17,8 +17,9 @@ from dllm_kernels.base._plain import autocasts
 from dllm_kernels.base._rows import SKIP, RowPrimitives
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows._backends import row_primitives
+from dllm_kernels.rows._teacher import Pair
 
-Packed = tuple[list[int], list[float], torch.Tensor | None]
+Packed = tuple[list[int], list[float], torch.Tensor | None, list[torch.Tensor]]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -182,6 +183,7 @@ class Plan(NamedTuple):
         read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
         one_pass: read a chunk of logits once, where the backend and the dtype allow; unproven, see ``_backend.one_pass``.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
+        pair: the teacher and how rows are compared with its, where a divergence is asked for.
         objective: an ``Objective`` (``_objective.py``) of the row statistics, where one is asked for; not in compiled ops.
     """
 
@@ -192,10 +194,11 @@ class Plan(NamedTuple):
     read_beyond: bool = False
     one_pass: bool = False
     rows: RowPrimitives | None = None
+    pair: Pair | None = None
     objective: Any = None
 
     @classmethod
-    def of(cls, job: Job, options: Options, objective: Any = None) -> Plan:
+    def of(cls, job: Job, options: Options, objective: Any = None, pair: Pair | None = None) -> Plan:
         """The plan of a job as the public functions have it, whose tensors and options have been checked."""
         return cls(
             job.x.dtype if job.weight is None else compute_dtype(job.x, job.weight),
@@ -204,6 +207,7 @@ class Plan(NamedTuple):
             Needs.of(*job.leaves),
             read_beyond=job.weights is not None and job.active is not None,
             one_pass=job.weight is not None and one_pass(),
+            pair=pair,
             objective=objective,
         )
 
@@ -221,28 +225,43 @@ class Plan(NamedTuple):
         """The row primitives to work with."""
         return row_primitives(self.triton) if self.rows is None else self.rows
 
+    @property
+    def for_backward(self) -> Plan:
+        """The plan without the teacher's tensors: what backward needs of these is kept with the others."""
+        return self if self.pair is None else self._replace(pair=self.pair._replace(teacher=None))
+
     def pack(self) -> Packed:
-        """What a compiled op has to know, as its schema can carry it: integers, and the floats of :mod:`_changing`."""
+        """What a compiled op has to know, as its schema can carry it: integers, the floats of :mod:`_changing`, tensors."""
         transform = self.options.transform
         integers: list[Any] = [_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
         integers += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
-        return [_packed(i) for i in integers], *_changing.packed(transform.factors)
+        packed = [_packed(i) for i in integers]
+        if self.pair is None:
+            return packed, *_changing.packed(transform.factors), []
+        floats = [*transform.factors, *self.pair.floats]
+        return [*packed, *self.pair.integers], *_changing.packed(floats), self.pair.tensors
 
     @classmethod
-    def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
+    def unpack(
+        cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> Plan:  # fmt: skip
         """The plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are not known and left out."""
         dtype, *integers = packed
-        needs, (skip_id, *others) = (
-            integers[: len(Needs._fields)],
-            (_unpacked(i) for i in integers[len(Needs._fields) :]),
-        )
+        of_needs, others = integers[: len(Needs._fields)], integers[len(Needs._fields) :]
         kinds = {**_OF_PLAN, **_OF_OPTIONS}
+        (skip_id, *numbers), of_pair = (
+            [_unpacked(i) for i in others[: 1 + len(kinds)]],
+            others[1 + len(kinds) :],
+        )
         values: dict[str, Any] = {
-            name: bool(i) if kinds[name] is bool else i for name, i in zip(kinds, others, strict=True)
+            name: bool(i) if kinds[name] is bool else i for name, i in zip(kinds, numbers, strict=True)
         }
         of_plan = {name: values.pop(name) for name in _OF_PLAN}
-        options = Options(Transform.of(_changing.unpacked(factors, changing), skip_id), **values)
-        return cls(_DTYPES[dtype], options=options, needs=Needs(*map(bool, needs)), **of_plan)
+        floats = _changing.unpacked(factors, changing)
+        options = Options(Transform.of(floats[:2], skip_id), **values)
+        pair = Pair.unpacked(of_pair, floats[2:], tensors) if of_pair else None
+        return cls(_DTYPES[dtype], options=options, needs=Needs(*map(bool, of_needs)), pair=pair, **of_plan)
 
 
 def _packed(value: Any) -> int:

@@ -14,9 +14,10 @@ import torch
 
 from dllm_kernels.base._row_stats import Found, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
-from dllm_kernels.rows import _chunks, _stats
+from dllm_kernels.rows import _chunks, _divergence, _stats
 from dllm_kernels.rows._plan import LEAVES, Gradients, Job, Plan
-from dllm_kernels.rows._results import RowObjective, RowStats, TokenNLL, WeightedNLL, rounded, weighted_sum
+from dllm_kernels.rows._results import Divergence, RowObjective, RowStats, TokenNLL, WeightedNLL, rounded, weighted_sum
+from dllm_kernels.rows._teacher import Teacher
 
 Tensor = torch.Tensor
 Tensors = tuple[Tensor | None, ...]
@@ -55,7 +56,7 @@ class RowOp(NamedTuple):
     differentiable: int
     instead: tuple[str, str]
     traced: Callable[[Plan], Backward | None] = lambda _: None
-    before_backward: Callable[[Job, Plan], Callable[[], None]] | None = None
+    before_backward: Callable[[Job, Plan], Callable[[], None] | None] | None = None
 
 
 def row_targets(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -195,9 +196,10 @@ class _Once:
     """Raises where gradients that were made in the forward pass are asked for twice, or would be lost."""
 
     def __init__(self, job: Job, plan: Plan) -> None:
-        weighted = plan.objective is None
-        self.name = "weighted_linear_nll" if weighted else "linear_row_objective"
-        self.instead = "linear_token_nll" if weighted else "linear_row_stats"
+        of_objective, of_nll = ("linear_row_objective", "linear_row_stats"), ("weighted_linear_nll", "linear_token_nll")
+        self.name, self.instead = of_nll if plan.objective is None else of_objective
+        if plan.pair is not None:
+            self.name, self.instead = "linear_divergence", 'reduction="none"'
         self.consumed = False
         trained = zip(_of_head(job.leaves), plan.needs, strict=True)
         self.head = [weakref.ref(t) for t, trains in trained if trains and t is not None]
@@ -394,5 +396,72 @@ ROW_OBJECTIVE = RowOp(
     before_backward=_Once,
 )
 
+
+def _divergence_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
+    assert job.weights is not None
+    pair = _divergence.pair_of(plan)
+    if _divergence.made_in_forward(plan):
+        return (*written[5:], job.weights * pair.factor)
+    return (*job.leaves, job.ids, job.active, job.weights, written[4], *(pair.teacher or ()))
+
+
+def _divergence_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    pair = _divergence.pair_of(plan)
+    if _divergence.made_in_forward(plan):
+        return _divergence_traced(kept, up, plan) if pair.per_row else _weighted_backward(kept, up, plan)
+    ids, active, weights, mean_alpha, *teacher = kept[LEAVES:]
+    plan = plan._replace(pair=pair._replace(teacher=Teacher(*teacher)))  # type: ignore[arg-type]
+    job = Job.of(kept[:LEAVES], (ids, active, weights, None, None))
+    return _divergence.backward(job, plan, mean_alpha, up[0])  # type: ignore[arg-type]
+
+
+def _divergence_traced(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    """What forward has made, scaled, and nothing written over."""
+    if not _divergence.pair_of(plan).per_row:
+        return _weighted_traced(kept, up, plan)
+    factor = kept[-1] * up[0]  # type: ignore[operator]
+    return Gradients(x=_scaled_rows(kept[0], factor), extra_x=_scaled_rows(kept[3], factor))
+
+
+def _once_of_divergence(job: Job, plan: Plan) -> _Once | None:
+    once = _divergence.made_in_forward(plan) and not _divergence.pair_of(plan).per_row
+    return _Once(job, plan) if once else None
+
+
+def _divergence_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
+    pair, N = _divergence.pair_of(plan), job.ids.shape[0]
+    row: Spec = ((N,), plan.acc)
+    found = (row if pair.per_row else ((), plan.acc), row, row, ((N,), torch.bool))
+    made = _divergence.made_in_forward(plan)
+    headroom = made and plan.narrow and not pair.per_row
+    grads = _gradient_specs(job, plan, plan.acc if headroom else None) if made else [None] * LEAVES
+    mean = ((), plan.acc) if pair.recipe.mean_alpha else None
+    return (*found, mean, *grads, ((), plan.acc) if headroom else None)
+
+
+def _divergence_result(_: Plan, __: torch.Size, rows: torch.Size, *shown: Tensor | None) -> Divergence:
+    loss, *others = shown
+    assert loss is not None
+    value, alpha, agree = (t.view(rows) for t in others)  # type: ignore[union-attr]
+    return Divergence(loss.view(rows) if loss.dim() else loss, value, alpha, agree)
+
+
+DIVERGENCE = RowOp(
+    "divergence",
+    row_ids,
+    _divergence.forward,
+    _divergence_kept,
+    _divergence_backward,
+    _divergence_specs,
+    _divergence_result,
+    shown=4,
+    differentiable=1,
+    instead=("torch.softmax and what follows from it", f"torch.softmax of {LOGITS}"),
+    traced=lambda plan: _divergence_traced if _divergence.made_in_forward(plan) else None,
+    before_backward=_once_of_divergence,
+)
+
 # Those that can stand in a compiled graph, by name.
-ROW_OPS = {op.name: op for op in (TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS)}
+ROW_OPS = {
+    op.name: op for op in (TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS, DIVERGENCE)
+}

@@ -22,6 +22,8 @@ def run(op: RowOp, job: Job, plan: Plan) -> Any:
     if plan.objective is not None:
         N = job.x.shape[:-1].numel()
         plan = plan._replace(objective=plan.objective.map(lambda t: t.detach().reshape(N, *t.shape[job.x.dim() - 1 :])))
+    if plan.pair is not None:
+        plan = plan._replace(pair=plan.pair.flat())
     shown = _implementation(job).call(op, _flat(op, job, plan), plan)
     return op.result(plan, job.ids.shape, job.x.shape[:-1], *shown)
 

@@ -1,0 +1,340 @@
+r"""Divergence of a student's rows to a teacher's, weighted: distillation and acceptance losses without logits in memory.
+
+p is the softmax of a row of the student's logits, q that of the teacher's, a constant, a = sum_v min(p_v, q_v) the rate at which
+speculative decoding accepts what the student draws. Per chunk of rows of nonzero weight: one product makes the student's
+logits, one the teacher's, one pass over both leaves the divergence, a and whether the argmax agrees, and writes the gradient over
+the student's; one product more gives the gradient of the hidden states and, if the head trains, one that of the head. So
+with a frozen head, which a draft model shares with its target, there are three products and two chunks of memory, where
+logits of both models, a softmax of each and the autograd of these take five and many times ``[N, V]``.
+
+The kinds and their gradients stand in ``base/_divergence.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels.base import _changing, _checks
+from dllm_kernels.base._divergence import Recipe, checked_recipe
+from dllm_kernels.base._plain import all_plain, values_are_there
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.base._transform import Transform
+from dllm_kernels.rows._call import checked, do
+from dllm_kernels.rows._plan import Job, Options, compute_dtype
+from dllm_kernels.rows._records import DIVERGENCE
+from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._teacher import Pair, Teacher
+
+LOGITS = _checks.Names("logits", "targets")
+LINEAR = _checks.Names("hidden", "targets", "weight", "bias")
+OWN_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
+SHARED_HEAD = _checks.Names("teacher_hidden", "targets", "weight", "bias")
+Kind = str | Mapping[str, float]
+
+
+def divergence(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    kind: Kind = "kl",
+    targets: torch.Tensor | None = None,
+    teacher_rows: torch.Tensor | None = None,
+    draft_to_target: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    beta: float | None = None,
+    floor: float | None = None,
+    eta: float | None = None,
+    kl_scale: float | None = None,
+    alpha: str | None = None,
+    base: str | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    teacher_transform: Mapping[str, Any] | None = None,
+    check_targets: bool | None = None,
+    backend: str = "auto",
+) -> Divergence:
+    r"""Weighted sum of the divergence of each row of logits to the teacher's.
+
+    .. math:: \text{loss} = \sum_i w_i \, T^2 \sum_k c_k D_k(p_i, q_i), \qquad
+        p_i = \text{softmax}(z_i / T), \quad q_i = \text{softmax}(t_i / T)
+
+    ========== =======================================================================================
+    kind       D
+    ========== =======================================================================================
+    kl         KL(q || p), the forward KL of distillation; also ``kl_div``
+    rkl        KL(p || q)
+    jsd        beta KL(q || m) + (1 - beta) KL(p || m), m = beta q + (1 - beta) p; 0: kl, 1: rkl
+    tv         1 - a, a = sum min(p, q)
+    l1         sum abs(p - q), which is 2 tv
+    nla        -log(max(a, floor)); no gradient below the floor
+    lk         lam kl + (1 - lam) tv, lam = kl_scale exp(-eta a) without a gradient; also ``lk_hybrid``
+    soft_ce    -sum q log p
+    teacher_ce -log p at the teacher's argmax
+    ce         -log p at the target
+    ========== =======================================================================================
+
+    The teacher is a constant. A row of weight 0 is not read on either side, and NaN stays in its own row. A logit of ``-inf`` is
+    a probability of 0. p and q that are equal but for rounding, 2**-18, count as p <= q in the gradient of a. The logits are
+    read once forward and once backward, where the gradient is made, so that backward can run again.
+
+    Args:
+        logits: the student's ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        teacher_logits: ``[..., V]``, of the dtype of ``logits`` and with as many rows, unless ``teacher_rows`` is given.
+        weights: ``[...]``, bool or numeric, taken as constants (detached); None: ones.
+        kind: a name, or a dict of names and coefficients, all of them from one pass: ``{"ce": 0.1, "l1": 0.9}``. A
+            coefficient of 0 leaves its kind out.
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``; -100: none, ``ce`` is 0 there. Anything else gives NaN.
+        teacher_rows: ``[...]`` integers: which of the teacher's rows, counted through all its dimensions but the last, belongs
+            to each of the student's. Any order, any number of times. One that there is not gives NaN in its own row.
+        draft_to_target: ``[V]`` integers: the teacher's columns that are those of a student with a smaller vocabulary. q is
+            normalised over them. None: all.
+        temperature: T > 0, which divides both sides' logits; value and loss are multiplied by T squared.
+        reduction: "sum", or "none": ``loss`` is ``[...]``, each row's weighted value, which takes any upstream gradient.
+        beta: of ``jsd``, in [0, 1]; None: 0.5.
+        floor: of ``nla``; None: 1e-5.
+        eta: of ``lk``; None: 3.
+        kl_scale: of ``lk``, in [0, 1]; None: 1.
+        alpha: of ``lk``: "row", lam from each row's a, or "mean", from the weighted mean of a over the call, which takes a pass
+            over the logits before. None: "row".
+        base: of ``lk``, "kl" or "soft_ce"; None: "kl".
+        softcap: of the student's logits, as in :func:`token_nll`.
+        scale: likewise; before the temperature.
+        skip_id: likewise: the column counts as -inf.
+        teacher_transform: the teacher's own ``{"softcap": ..., "scale": ..., "skip_id": ...}``, ``{}`` for none; columns are
+            counted after ``draft_to_target``. None: what the student's logits go through.
+        check_targets: raise an IndexError that names the first bad target, row or column; reads them back to the host.
+            None follows the environment variable ``DLLM_KERNELS_CHECK``.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`Divergence`.
+
+    Raises:
+        TypeError: an argument is not a tensor, or no number.
+        ValueError: shapes, dtypes or devices that do not fit, a number out of range, an option of another kind, an unknown
+            kind or backend.
+        IndexError: ``check_targets`` found a bad target, row or column.
+
+    Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2 (a);
+    arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
+    """
+    recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    _checks.check_float("logits", logits)
+    job = Job(logits, None, None, *_given(logits, targets, weights, recipe))
+    job, options = checked(LOGITS, job, Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend))
+    _checks.check_float("teacher_logits", teacher_logits)
+    _checks.check_dtype("teacher_logits", teacher_logits, (logits.dtype,))
+    if teacher_logits.dim() == 0 or teacher_logits.shape[-1] == 0:
+        raise ValueError(f"teacher_logits must have shape [..., V] with V >= 1, got {tuple(teacher_logits.shape)}")
+    teacher = Teacher(teacher_logits.detach(), None, None, *all_plain(teacher_rows, draft_to_target))
+    return _compared(
+        Sides("logits", "teacher_logits"), job, options, teacher, recipe, temperature, reduction, teacher_transform
+    )
+
+
+def linear_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    teacher_extra: _checks.Extra | None = None,
+    kind: Kind = "kl",
+    targets: torch.Tensor | None = None,
+    teacher_rows: torch.Tensor | None = None,
+    draft_to_target: torch.Tensor | None = None,
+    temperature: float = 1.0,
+    reduction: str = "sum",
+    beta: float | None = None,
+    floor: float | None = None,
+    eta: float | None = None,
+    kl_scale: float | None = None,
+    alpha: str | None = None,
+    base: str | None = None,
+    chunk_size: int | None = None,
+    num_active: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    skip_id: int | None = None,
+    teacher_transform: Mapping[str, Any] | None = None,
+    check_targets: bool | None = None,
+    backend: str = "auto",
+) -> Divergence:
+    r""":func:`divergence` from hidden states of both and the LM head; the logits of each exist one chunk at a time.
+
+    The gradients are made in the forward pass, on the rows of nonzero weight only, and only for what requires them;
+    backward scales them by the upstream scalar, in place, which is why it can run only once. Products with a head: 3 where
+    it is frozen, 4 where it trains, 2 where nothing wants a gradient; ``alpha="mean"`` takes 2 more. With
+    ``reduction="none"`` a frozen head takes 3 too, and a trainable one 6, since its logits are made again in backward.
+
+    Args:
+        hidden: the student's ``[..., D]``, float16, bfloat16, float32 or float64.
+        weight: ``[V, D]``, its LM head, of the dtype of ``hidden`` unless autocast is on.
+        teacher_hidden: ``[..., D']``, likewise; with as many rows, unless ``teacher_rows`` is given. A constant.
+        weights: ``[...]``, as in :func:`divergence`.
+        bias: ``[V]`` or None.
+        extra: the second part of the student's head, (u ``[..., r]``, U ``[V, r]``), or None: ``U u`` is added to its logits,
+            before any transform of them. It has its gradient beside the others.
+        teacher_weight: ``[V', D']``, the teacher's LM head; None: the student's, with its bias, but without ``extra``.
+        teacher_bias: ``[V']`` of the teacher's own head, or None.
+        teacher_extra: the second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V', r]``), a constant.
+        kind: as in :func:`divergence`.
+        targets: as in :func:`divergence`.
+        teacher_rows: as in :func:`divergence`: rows of ``teacher_hidden``, of which a chunk's are copied at a time.
+        draft_to_target: as in :func:`divergence`; the rows of the teacher's head are copied once a call, and multiplied alone.
+        temperature: as in :func:`divergence`.
+        reduction: as in :func:`divergence`.
+        beta: as in :func:`divergence`.
+        floor: as in :func:`divergence`.
+        eta: as in :func:`divergence`.
+        kl_scale: as in :func:`divergence`.
+        alpha: as in :func:`divergence`.
+        base: as in :func:`divergence`.
+        chunk_size: rows of logits that exist at a time, of each of the two; None chooses.
+        num_active: an upper bound of the number of rows whose weight is not 0, which saves reading it back from a GPU. Too
+            small a bound gives NaN.
+        softcap: as in :func:`divergence`.
+        scale: as in :func:`divergence`.
+        skip_id: as in :func:`divergence`.
+        teacher_transform: as in :func:`divergence`.
+        check_targets: as in :func:`divergence`.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`Divergence`, its ``loss`` differentiable in hidden, weight, bias and extra.
+
+    Raises:
+        TypeError: as in :func:`divergence`.
+        ValueError: as in :func:`divergence`, and ``chunk_size`` < 1.
+        IndexError: ``check_targets`` found a bad target, row or column.
+        RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
+    """
+    recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    _checks.check_float("hidden", hidden)
+    job = Job(hidden, weight, bias, *_given(hidden, targets, weights, recipe))
+    options = Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend, chunk_size, num_active)
+    job, options = checked(LINEAR, job, options, extra=extra)
+    names, head = OWN_HEAD, (teacher_weight, teacher_bias)
+    if teacher_weight is None:
+        if teacher_bias is not None:
+            raise ValueError(
+                "teacher_bias must be None without teacher_weight: the student's head is taken with its bias"
+            )
+        names, head = SHARED_HEAD, (weight, bias)
+    _checks.check_rows(names, teacher_hidden, job.ids, *head)
+    its_weight: Any = head[0]
+    if compute_dtype(teacher_hidden, its_weight) != compute_dtype(hidden, weight):
+        raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
+    u, second = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
+    constants = (teacher_weight, teacher_bias, *all_plain(teacher_rows, draft_to_target), u, second)
+    teacher = Teacher(teacher_hidden.detach(), *(t.detach() if isinstance(t, torch.Tensor) else t for t in constants))
+    return _compared(
+        Sides("hidden", "teacher_hidden"), job, options, teacher, recipe, temperature, reduction, teacher_transform
+    )
+
+
+class Sides(NamedTuple):
+    """What the caller calls the rows of each."""
+
+    student: str
+    teacher: str
+
+
+def _given(x: torch.Tensor, targets: Any, weights: Any, recipe: Recipe) -> tuple[Any, None, Any]:
+    """(targets, None, weights), all -100 and all ones where there are none."""
+    rows = x.shape[:-1]
+    if targets is None:
+        if recipe.wants_targets:
+            raise ValueError("targets must be given for kind 'ce', got None")
+        targets = torch.full(rows, SKIP, dtype=torch.int64, device=x.device)
+    elif not recipe.wants_targets:
+        raise ValueError("targets must be None without kind 'ce', which alone reads them")
+    return targets, None, torch.ones(rows, dtype=torch.float32, device=x.device) if weights is None else weights
+
+
+def _compared(
+    sides: Sides, job: Job, options: Options, teacher: Teacher, recipe: Recipe, temperature: Any, reduction: Any,
+    teacher_transform: Any,
+) -> Divergence:  # fmt: skip
+    """Check the teacher against the student, and compare them."""
+    linear = job.weight is not None
+    V = job.head.shape[0] if linear else job.x.shape[-1]
+    its_head = job.weight if teacher.weight is None else teacher.weight
+    its_V = teacher.x.shape[-1] if its_head is None else its_head.shape[0]
+    _check_rows(sides, job.x, teacher)
+    _check_columns(sides, job.x, V, its_V, teacher)
+    if teacher.rows is not None and job.weights is not None:
+        read = teacher.rows.masked_fill(job.weights == 0, 0)
+        _checks.check_target_range(options.check_targets, "teacher_rows", read, teacher.x.shape[:-1].numel(), None)
+    if teacher.columns is not None:
+        always = (
+            True if values_are_there(teacher.columns) else options.check_targets
+        )  # on a GPU looking would cost a sync
+        _checks.check_target_range(always, "draft_to_target", teacher.columns, its_V, None)
+    if reduction not in ("sum", "none"):
+        raise ValueError(f"reduction must be sum or none, got {reduction!r}")
+    _checks.check_number("temperature", temperature)
+    _checks.check_factor("temperature", temperature)
+    T = float(temperature)
+    its_transform = _checked_transform(teacher_transform, V, options.transform)
+    options = options._replace(transform=_tempered(options.transform, T))
+    pair = Pair(teacher, recipe, _tempered(its_transform, T), T * T, reduction == "none", linear)
+    return do(DIVERGENCE, job._replace(active=job.weights), options, pair=pair)  # type: ignore[no-any-return]
+
+
+def _check_rows(sides: Sides, x: torch.Tensor, teacher: Teacher) -> None:
+    rows, its_rows = tuple(x.shape[:-1]), tuple(teacher.x.shape[:-1])
+    _checks.check_same_device(sides.student, x, **{sides.teacher: teacher.x})
+    if teacher.rows is not None:
+        _checks.check_ids("teacher_rows", teacher.rows)
+        _checks.check_shape("teacher_rows", teacher.rows, rows, f"that of {sides.student} without its last dimension")
+        _checks.check_same_device(sides.student, x, teacher_rows=teacher.rows)
+        if math.prod(rows) and not math.prod(its_rows):
+            raise ValueError(f"{sides.teacher} must have a row at least, got shape {tuple(teacher.x.shape)}")
+    elif its_rows != rows:
+        raise ValueError(
+            f"{sides.teacher} must have shape {(*rows, '*')}, the rows of {sides.student}, unless teacher_rows is given, got "
+            f"{tuple(teacher.x.shape)}"
+        )
+
+
+def _check_columns(sides: Sides, x: torch.Tensor, V: int, its_V: int, teacher: Teacher) -> None:
+    if teacher.columns is not None:
+        _checks.check_ids("draft_to_target", teacher.columns)
+        _checks.check_shape("draft_to_target", teacher.columns, (V,), "an entry for each of the student's columns")
+        _checks.check_same_device(sides.student, x, draft_to_target=teacher.columns)
+    elif its_V != V:
+        raise ValueError(
+            f"{sides.teacher} must have the vocabulary of {sides.student}, {V} columns, unless draft_to_target is given, got "
+            f"{its_V}"
+        )
+
+
+def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
+    """The teacher's own transform, or the student's."""
+    if given is None:
+        return students
+    if not isinstance(given, Mapping):
+        raise TypeError(f"teacher_transform must be a dict or None, got {type(given).__name__}")
+    for name in given:
+        if name not in Transform._fields:
+            raise ValueError(f"teacher_transform must have no keys but {', '.join(Transform._fields)}, got {name!r}")
+    return _checks.checked_transform(V, **given)
+
+
+def _tempered(transform: Transform, T: float) -> Transform:
+    """With the logits divided by a temperature, after all else."""
+    if _changing.equals(T, 1):
+        return transform
+    return transform._replace(scale=(1.0 if transform.scale is None else transform.scale) / T)

@@ -1,0 +1,251 @@
+"""Divergence to a teacher over N rows: of logits, or of a head's, chunk by chunk, eager and compiled alike.
+
+A chunk of the student's logits and one of the teacher's exist at a time, each in a buffer that every chunk re-uses, and the
+gradient is written over the student's: with a frozen head that both share, three products. The teacher has no gradient.
+
+Where lam of ``lk`` is made from the mean of a, a pass without a gradient comes first: two products more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels.base._rows import SKIP, as_blv
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
+from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Needs, Plan
+from dllm_kernels.rows._teacher import Pair, Teacher
+
+Tensor = torch.Tensor
+Tensors = tuple[Tensor | None, ...]
+# Bytes of a copy of some of the teacher's columns, where not all are compared.
+COPY_BYTES = 64 << 20
+
+
+class _Found(NamedTuple):
+    """Of N rows: the divergence, a, whether the argmax agrees; the mean of a where lam is made from it."""
+
+    value: Tensor
+    alpha: Tensor
+    agree: Tensor
+    mean_alpha: Tensor | None
+
+
+def made_in_forward(plan: Plan) -> bool:
+    """Whether the forward pass makes the gradients, which backward only scales: of hidden states, where it can."""
+    return pair_of(plan).linear and any(plan.needs) and (not pair_of(plan).per_row or plan.needs.frozen)
+
+
+def forward(job: Job, plan: Plan) -> Tensors:
+    """(loss, value, alpha, agree, mean of a, gradients of the leaves, headroom), None for what is not asked for.
+
+    The loss is the weighted sum, and the gradients are those of it; where the plan is ``narrow``, what
+    ``_chunks.weighted_forward`` says of them. With ``per_row`` it is each row's weighted value, and the gradient that of
+    weights of 1.
+    """
+    assert job.weights is not None
+    pair, weights = pair_of(plan), job.weights
+    with no_autocast(job):
+        needs = plan.needs if made_in_forward(plan) else NO_GRADIENTS
+        scale, factors, headroom = weights * pair.factor, NO_FACTORS, None
+        if pair.per_row:
+            scale = _ones(weights)
+        elif any(needs):
+            scale, factors, headroom = unit_scale(scale, plan)
+            factors = factors._replace(hidden=None)  # backward gives the rows theirs
+        if job.weight is None:
+            found, grads = _of_logits(job, plan), Gradients()
+        else:
+            found, grads = _of_head(job, plan, needs, scale, factors, wide=headroom is not None)
+        weighted = torch.where(weights != 0, weights * found.value, 0.0)
+        loss = weighted if pair.per_row else weighted.sum()
+        return loss, found.value, found.alpha, found.agree, found.mean_alpha, *grads, headroom
+
+
+def backward(job: Job, plan: Plan, mean_alpha: Tensor | None, grad_loss: Tensor) -> Gradients:
+    """The gradients of the leaves for the upstream gradient of the loss: everything is made again."""
+    assert job.weights is not None
+    with no_autocast(job):
+        scale = torch.where(grad_loss != 0, job.weights * grad_loss * pair_of(plan).factor, 0.0)
+        if job.weight is None:
+            grad = torch.empty(job.x.shape, dtype=job.x.dtype, device=job.x.device)
+            _rows_of_logits(job, plan, scale, mean_alpha, grad)
+            return Gradients(grad)
+        scale, factors, headroom = unit_scale(scale, plan)
+        rows = job._replace(active=job.marks.masked_fill(scale == 0, SKIP))
+        chunks = Chunks(rows, plan, plan.needs, factors)
+        for _ in _passed(chunks, scale, mean_alpha, with_grad=True):
+            pass
+        return chunks.gradients_times(headroom)
+
+
+def pair_of(plan: Plan) -> Pair:
+    """The pair, where there is one."""
+    assert plan.pair is not None
+    return plan.pair
+
+
+def _ones(weights: Tensor) -> Tensor:
+    return (weights != 0).to(weights.dtype)
+
+
+def _of_head(
+    job: Job, plan: Plan, needs: Needs, scale: Tensor, factors: Factors, *, wide: bool
+) -> tuple[_Found, Gradients]:
+    """The rows' results, and the gradients for these scales."""
+    chunks = Chunks(job, plan, needs, factors)
+    mean = None
+    if pair_of(plan).recipe.mean_alpha:
+        mean = _mean(job, plan, _filled(chunks, scale, None, with_grad=False).alpha)
+    found = _filled(chunks, scale, mean, with_grad=any(needs))
+    return found, chunks.gradients(wide=wide) if any(needs) else Gradients()
+
+
+def _mean(job: Job, plan: Plan, alpha: Tensor) -> Tensor:
+    """The weighted mean of a over the rows of a call."""
+    assert job.weights is not None
+    total = pair_of(plan).total or (lambda t: t)
+    return total(torch.where(job.weights != 0, job.weights * alpha, 0.0).sum()) / total(job.weights.sum())
+
+
+def _filled(chunks: Chunks, scale: Tensor, mean_alpha: Tensor | None, *, with_grad: bool) -> _Found:
+    """The results of all rows, from one pass over the chunks."""
+    rows, plan, device = chunks.rows, chunks.plan, chunks.logits.device
+    value, alpha = (rows.empty(dtype=plan.acc, device=device) for _ in range(2))
+    agree = rows.empty(dtype=torch.bool, device=device)
+    for chunk, *found in _passed(chunks, scale, mean_alpha, with_grad=with_grad):
+        for out, part in zip((value, alpha, agree), found, strict=True):
+            rows.put(out, chunk, part)
+    if rows.overflow is not None:
+        value.masked_fill_(rows.overflow, math.nan)
+    value = rows.whole(value)
+    return _Found(value * pair_of(plan).factor, rows.whole(alpha), rows.whole(agree), mean_alpha)
+
+
+def _passed(
+    chunks: Chunks, scale: Tensor, mean_alpha: Tensor | None, *, with_grad: bool
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """(chunk, value, alpha, agree); the products with the gradient are made on the way."""
+    plan, job, take = chunks.plan, chunks.job, chunks.rows.take
+    pair, teacher = pair_of(plan), _TeacherChunks(chunks)
+    options = {
+        "mean_alpha": mean_alpha,
+        "transform": plan.options.transform,
+        "teacher_transform": pair.teacher_transform,
+    }
+    for chunk, h, marks, logits in chunks:
+        s = take(scale, chunk).masked_fill(marks == SKIP, 0)
+        y = take(job.ids[:, 0], chunk) if pair.recipe.wants_targets else None
+        found = chunks.primitives.divergence(
+            logits[None], teacher.logits(chunk)[None], s, pair.recipe, targets=y, with_grad=with_grad, **options
+        )
+        if with_grad:
+            chunks.add_gradients(chunk, h, marks, logits, s)
+        yield chunk, *found
+
+
+class _TeacherChunks:
+    """The teacher's logits beside the student's chunks: the product that makes them happens here."""
+
+    def __init__(self, chunks: Chunks) -> None:
+        plan, teacher = chunks.plan, _teacher_of(chunks.plan)
+        self.teacher, self.dtype, self.rows = teacher, plan.dtype, chunks.rows
+        own = teacher.weight is not None
+        head = (teacher.weight, teacher.bias) if own else (chunks.weight, chunks.bias)
+        weight, self.bias, self.extra_weight = (self._compared(t) for t in (*head, teacher.extra_weight))
+        assert weight is not None
+        self.weight = weight
+        self.buffer = aligned_rows(chunks.logits.shape[0], weight.shape[0], dtype=self.dtype, device=weight.device)
+
+    def _compared(self, t: Tensor | None) -> Tensor | None:
+        """What makes the columns that are compared, in the dtype of the logits."""
+        if t is None:
+            return None
+        t, columns = t.detach(), self.teacher.columns
+        return (t if columns is None else _picked(t, columns)).to(self.dtype)
+
+    def logits(self, chunk: slice) -> Tensor:
+        """Those of a chunk's rows."""
+        h = self._rows(self.teacher.x, chunk)
+        out = self.buffer[: h.shape[0]]
+        if self.bias is None:
+            torch.mm(h, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, h, self.weight.t(), out=out)
+        if self.extra_weight is not None and self.teacher.extra_x is not None:
+            out.addmm_(self._rows(self.teacher.extra_x, chunk), self.extra_weight.t())
+        return out
+
+    def _rows(self, t: Tensor, chunk: slice) -> Tensor:
+        rows = self.teacher.rows
+        return (self.rows.take(t, chunk) if rows is None else _picked(t, self.rows.take(rows, chunk))).to(self.dtype)
+
+
+def _teacher_of(plan: Plan) -> Teacher:
+    teacher = pair_of(plan).teacher
+    assert teacher is not None
+    return teacher
+
+
+def _picked(t: Tensor, index: Tensor) -> Tensor:
+    """A copy of these rows of a tensor; NaN for one that it has not."""
+    inside = index.clamp(0, t.shape[0] - 1)
+    lost = (index != inside).view(-1, *[1] * (t.dim() - 1))
+    return t.index_select(0, inside).masked_fill_(lost, math.nan)
+
+
+def _of_logits(job: Job, plan: Plan) -> _Found:
+    assert job.weights is not None
+    mean = None
+    if pair_of(plan).recipe.mean_alpha:
+        mean = _mean(job, plan, _rows_of_logits(job, plan, job.weights, None, None)[1])
+    value, alpha, agree = _rows_of_logits(job, plan, job.weights, mean, None)
+    return _Found(value * pair_of(plan).factor, alpha, agree, mean)
+
+
+def _rows_of_logits(
+    job: Job, plan: Plan, scale: Tensor, mean_alpha: Tensor | None, grad: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(value, alpha, agree) of N rows, the gradient in ``grad``."""
+    pair, teacher = pair_of(plan), _teacher_of(plan)
+    options: dict[str, Any] = {"mean_alpha": mean_alpha, "with_grad": grad is not None}
+    options |= {"transform": plan.options.transform, "teacher_transform": pair.teacher_transform}
+    y = job.ids[:, 0].contiguous() if pair.recipe.wants_targets else None
+    call, logits, theirs = plan.primitives().divergence, as_blv(job.x), as_blv(teacher.x)
+    out = None if grad is None else as_blv(grad)
+    if teacher.columns is None:
+        rows = teacher.rows
+        return call(logits, theirs, scale, pair.recipe, teacher_rows=rows, targets=y, out=out, **options)
+    found = [scale.new_empty(scale.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=torch.bool)]
+    for n, b, length in _pieces(logits):
+        here = slice(n, n + length.stop - length.start)
+        index = torch.arange(n, here.stop, device=scale.device) if teacher.rows is None else teacher.rows[here]
+        t = _rows_at(theirs, index).index_select(1, teacher.columns.clamp(0, theirs.shape[2] - 1))
+        t.masked_fill_(teacher.columns != teacher.columns.clamp(0, theirs.shape[2] - 1), math.nan)
+        part = call(
+            logits[b : b + 1, length], t[None], scale[here], pair.recipe, targets=None if y is None else y[here],
+            out=None if out is None else out[b : b + 1, length], **options,
+        )  # fmt: skip
+        for whole, of_rows in zip(found, part, strict=True):
+            whole[here] = of_rows
+    return found[0], found[1], found[2]
+
+
+def _pieces(logits: Tensor) -> Iterator[tuple[int, int, slice]]:
+    """(first row, batch, positions) of pieces whose teacher's columns are copied at a time."""
+    B, L, V = logits.shape
+    step = max(1, COPY_BYTES // max(V * logits.element_size(), 1))
+    for b in range(B):
+        for start in range(0, L, step):
+            yield b * L + start, b, slice(start, min(start + step, L))
+
+
+def _rows_at(t: Tensor, index: Tensor) -> Tensor:
+    """Rows of ``[B, L, V]`` by their number, ``[n, V]``; NaN for one that there is not."""
+    count = t.shape[0] * t.shape[1]
+    inside = index.clamp(0, count - 1)
+    rows = t[inside // t.shape[1], inside % t.shape[1]]
+    return rows.masked_fill_((index != inside).unsqueeze(1), math.nan)
