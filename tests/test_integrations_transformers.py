@@ -428,7 +428,7 @@ NO_LOSSES = {
     "a class": (
         dllm_kernels.MDLMCrossEntropyLoss,
         TypeError,
-        "a loss or a function .*, got the class MDLMCrossEntropyLoss",
+        "be a loss or a function .*, got the class MDLMCrossEntropyLoss",
     ),
     "a word": ("mdlm", TypeError, "be a loss or a function that makes row weights, got str"),
     "other arguments": (dllm_kernels.IDLMLoss(), ValueError, "take target_ids, .* got IDLMLoss, which takes others"),
