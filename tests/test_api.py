@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import pydoc
 import re
 import typing
 
@@ -176,6 +177,22 @@ PUBLIC |= {
     for method in ("forward", "forward_fused")
     if method in getattr(thing, "__dict__", ())
 }
+
+
+MODULES = [name for name, thing in PUBLIC.items() if isinstance(thing, type) and issubclass(thing, torch.nn.Module)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_help_of_a_module_is_about_it_before_it_is_about_modules_in_general(name):
+    """nn.Module has words for a constructor and for ``forward`` that have none."""
+    text = pydoc.plaintext.document(PUBLIC[name])
+    own, of_torch, _ = text.partition("inherited from torch.nn.modules.module.Module")
+    first = inspect.getdoc(PUBLIC[name]).splitlines()[0]
+    assert own.index(first) < own.index("Method resolution order")
+    assert of_torch
+    for method in (torch.nn.Module.__init__, torch.nn.Module.forward):
+        words = (inspect.getdoc(method) or "Define the computation performed at every call.").splitlines()[0]
+        assert words not in own
 
 
 @pytest.mark.parametrize("name", PUBLIC)

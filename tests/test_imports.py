@@ -92,7 +92,7 @@ LAYERS = (
     ("losses",),
     ("mtp", "corruption", "collate"),
     ("__init__",),
-    ("integrations",),
+    ("integrations", "report"),
 )
 
 

@@ -140,6 +140,7 @@ class DiffusionLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
 

@@ -36,6 +36,7 @@ class TransformedLoss(nn.Module):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__()
         _checks.check_transform(softcap, scale, skip_id)
         self.softcap = softcap

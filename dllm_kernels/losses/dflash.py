@@ -76,6 +76,7 @@ class DFlashDecayLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)

@@ -56,6 +56,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__(
             fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend
         )

@@ -59,6 +59,7 @@ class IDLMLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.clean_loss_weight = clean_loss_weight
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)

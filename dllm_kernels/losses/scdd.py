@@ -152,6 +152,7 @@ class SCDDLoss(DiffusionLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__(softcap=softcap, scale=scale, reduction=reduction, backend=backend)
         self.mask_token_id = mask_token_id
         self.num_timesteps = num_timesteps

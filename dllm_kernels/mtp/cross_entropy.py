@@ -50,6 +50,7 @@ class MaskedCrossEntropy(TransformedLoss):
         skip_id: int | None = None,
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__(softcap, scale, skip_id, backend=backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         self.ignore_index = _checked_index(ignore_index)
@@ -123,6 +124,7 @@ class FusedLinearCrossEntropy(TransformedLoss):
         chunk_size: int | None = None,
         backend: str = "auto",
     ) -> None:
+        """The arguments are described with the class."""
         _checks.check_factor("logit_softcapping", logit_softcapping or None)
         super().__init__(logit_softcapping or None, scale, skip_id, backend=backend)
         if chunk_size is not None:

@@ -47,6 +47,7 @@ class PipelineCausalLMLoss(nn.Module):
         ignore_index: int | None = PADDING,
         grad_reduce_group: Any = None,
     ) -> None:
+        """The arguments are described with the class."""
         super().__init__()
         self.loss_fn = loss_fn
         self.model = model

@@ -72,5 +72,7 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Called by griffe of every module, class, function and attribute."""
+        if obj.name == "__init__":
+            obj.docstring = None  # which sends the reader of ``help()`` to the class, whose page this is
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)

@@ -1,0 +1,118 @@
+"""What a report of a problem should say of the system: ``python -m dllm_kernels.report``.
+
+Versions, devices, the backend that runs on each, what is installed beside this package, and whether a small loss comes out
+right. No paths and no names of machines or users: it can be posted as it is.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+import dllm_kernels
+from dllm_kernels.base._backend import BACKENDS, use_triton
+
+BESIDE = (
+    "numpy", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows", "transformers", "accelerate", "datasets", "peft",
+    "trl", "deepspeed", "nemo-automodel", "dllm", "specforge", "speculators", "liger-kernel", "cut-cross-entropy", "flash-attn",
+    "quack-kernels", "torchtitan", "lightning", "bitsandbytes",
+)  # fmt: skip
+# Each holds a word or a number, unless it was set to something that it is not for.
+VARIABLES = (
+    "DLLM_KERNELS_BACKEND",
+    "DLLM_KERNELS_CHECK",
+    "DLLM_KERNELS_ONE_PASS",
+    "TRITON_INTERPRET",
+    "OMP_NUM_THREADS",
+)
+TOLERANCE = 1e-5
+
+
+def report() -> str:
+    """The lines that ``python -m dllm_kernels.report`` prints.
+
+    Returns:
+        One fact a line, ``name: value``.
+    """
+    return "\n".join(f"{name}: {value}" for name, value in _facts())
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    yield "dllm_kernels", dllm_kernels.__version__
+    yield "python", f"{platform.python_implementation()} {platform.python_version()}"
+    kernel = re.match(r"[\d.]*", platform.release())  # behind the number there may be anybody's words
+    yield "system", f"{platform.system()} {kernel and kernel[0]} {platform.machine()}"
+    yield "torch", f"{torch.__version__}, built for {_built_for()}"
+    for name in BESIDE:
+        version = _version(name)
+        if version is not None:
+            yield name, version
+    yield "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    for index in range(torch.cuda.device_count()):
+        yield f"gpu {index}", _gpu(index)
+    if not torch.cuda.device_count():
+        yield "gpu", "none"
+    yield from ((name, _word(os.environ[name])) for name in VARIABLES if name in os.environ)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        for backend in BACKENDS:
+            yield f"backend={backend} on {device}", _tried(device, backend)
+
+
+def _word(text: str) -> str:
+    """The text, unless it may be a path or more than one word."""
+    return text if re.fullmatch(r"[\w.,+-]*", text) else "(no word)"
+
+
+def _built_for() -> str:
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    architecture = getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}"
+    return f"{properties.name}, {architecture}, {properties.total_memory / 2**30:.0f} GiB"
+
+
+def _tried(device: str, backend: str) -> str:
+    """Which implementation runs, and whether a small loss and its gradient are those of float64; or why it cannot run."""
+    logits, targets = _logits(device), torch.arange(8, device=device)
+    weights = torch.linspace(0.5, 1.0, 8, device=device)
+    try:
+        runs = "triton" if use_triton(backend, logits) else "torch"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Triton's interpreter, with the path of its file
+            loss = dllm_kernels.weighted_nll(logits.requires_grad_(), targets, weights, backend=backend).loss
+            (gradient,) = torch.autograd.grad(loss, logits)
+    except Exception as error:  # any at all is what a report is for
+        reason = str(error)
+        shown = isinstance(error, ValueError) and not re.search(r"[/\\\n]", reason)
+        return f"no, {reason}" if shown else f"fails, {type(error).__name__}"
+    exact = _logits("cpu").double().requires_grad_()
+    expected = (torch.nn.functional.cross_entropy(exact, targets.cpu(), reduction="none") * weights.cpu()).sum()
+    (wanted,) = torch.autograd.grad(expected, exact)
+    worst = max((loss.cpu() - expected).abs().item(), (gradient.cpu() - wanted).abs().max().item())
+    return f"{runs}, {'right' if worst < TOLERANCE else f'WRONG by {worst:.1e}'}"
+
+
+def _logits(device: str) -> torch.Tensor:
+    """``[8, 100]``, the same everywhere."""
+    return torch.sin(torch.arange(800.0, dtype=torch.float64)).float().view(8, 100).mul(3).to(device)
+
+
+if __name__ == "__main__":
+    print(report())
