@@ -14,7 +14,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=
 
-.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke docs mutants ci clean
+.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke docs dist mutants ci clean
 help:
 	@echo "make test            before each commit, in minutes: install into $(VENV), the tests, of large products of cases a part"
 	@echo "make ci              everything: all that is below but the demo and the mutants"
@@ -24,6 +24,7 @@ help:
 	@echo "make lint types      ruff; mypy --strict"
 	@echo "make bench-smoke     every benchmark at toy size"
 	@echo "make docs            the pages of docs as a site in site/; a broken link or a missing docstring is an error"
+	@echo "make dist            what a release holds, built and checked, in dist/"
 	@echo "make mutants         break the package in 220 places, one at a time, and list what no test noticed (ARGS='--only collate.py')"
 
 $(STAMP): pyproject.toml constraints.txt
@@ -69,6 +70,11 @@ $(DOCS_STAMP): $(STAMP)
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --quiet --strict $(ARGS)
+
+dist: $(STAMP)
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
 
 mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(ARGS)

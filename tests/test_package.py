@@ -1,9 +1,13 @@
+import os
 import subprocess
 import sys
+import tarfile
+import venv
 import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import dllm_kernels
 from dllm_kernels.rows import _records
@@ -11,15 +15,33 @@ from dllm_kernels.rows import _records
 ROOT = Path(__file__).parent.parent
 
 
+REPOSITORY = {"GITHUB_SERVER_URL": "https://forge.example", "GITHUB_REPOSITORY": "who/what"}
+
+
+def run(folder, *command, **environment):
+    """What a command prints that runs in a folder; without the variables that the tests or a runner set."""
+    kept = {name: value for name, value in os.environ.items() if name not in (*REPOSITORY, "PYTHONPATH")}
+    command = [str(part) for part in command]
+    done = subprocess.run(command, cwd=folder, env=kept | environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build(kind, source, out, **environment):
+    run(out, sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", out, source, **environment)
+    (path,) = out.glob("*.whl" if kind == "wheel" else "*.tar.gz")
+    return path
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    out = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (path,) = out.glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))) as archive:
         yield archive
+
+
+def metadata_of(wheel):
+    (name,) = (n for n in wheel.namelist() if n.endswith("METADATA"))
+    return wheel.read(name).decode()
 
 
 def test_holds_the_package_and_nothing_else(wheel):
@@ -37,12 +59,72 @@ def test_carries_types_and_license(wheel):
 
 
 def test_metadata(wheel):
-    (name,) = (n for n in wheel.namelist() if n.endswith("METADATA"))
-    metadata = wheel.read(name).decode()
+    metadata = metadata_of(wheel)
     assert f"Version: {dllm_kernels.__version__}" in metadata
     assert "License-Expression: Apache-2.0" in metadata
     assert "Requires-Python: >=3.10" in metadata
     assert "Requires-Dist: torch>=2.11" in metadata
+    assert "Classifier: Programming Language :: Python :: 3.13" in metadata
+    assert "Project-URL" not in metadata  # built where no repository is named
+
+
+@pytest.fixture(scope="module")
+def release(tmp_path_factory):
+    """The sdist and the wheel that is built from it, as ``make dist`` and a release build them, in a repository that is named."""
+    folder = tmp_path_factory.mktemp("release")
+    sdist = build("sdist", ROOT, folder, **REPOSITORY)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(folder / "unpacked", filter="data")
+    (source,) = (folder / "unpacked").iterdir()
+    return sdist, build("wheel", source, folder, **REPOSITORY), source
+
+
+@pytest.mark.exhaustive
+def test_the_sdist_makes_the_same_wheel_and_knows_its_repository(release, wheel):
+    _, path, _ = release
+    with zipfile.ZipFile(path) as built:
+        same = {name for name in built.namelist() if name.startswith("dllm_kernels/")}
+        assert same == {name for name in wheel.namelist() if name.startswith("dllm_kernels/")}
+        assert all(built.read(name) == wheel.read(name) for name in same)
+        assert "Project-URL: Issues, https://forge.example/who/what/issues\n" in metadata_of(built)
+
+
+@pytest.mark.exhaustive
+def test_the_sdist_holds_what_its_tests_read(release):
+    *_, source = release
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no checkout of git, which knows what belongs to the project")
+    ours = {name for name in listed.stdout.splitlines() if not name.startswith("benchmarks/results/")}
+    packed = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    assert packed - ours == {"PKG-INFO"}
+    assert not ours - packed
+
+
+@pytest.mark.exhaustive
+def test_an_index_takes_it(release):
+    pytest.importorskip("twine")
+    sdist, wheel, _ = release
+    said = run(sdist.parent, sys.executable, "-m", "twine", "check", "--strict", sdist, wheel)
+    assert said.count("PASSED") == 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_it_installs_into_a_fresh_environment(release, kind, tmp_path):
+    """With the torch and the hatchling of this one, which are not fetched again; nothing else of it is to be seen."""
+    fresh = tmp_path / "fresh"
+    venv.create(fresh, with_pip=True)
+    python = fresh / ("Scripts" if os.name == "nt" else "bin") / "python"
+    (site,) = fresh.rglob("site-packages")
+    Path(site, "others.pth").write_text(str(Path(torch.__file__).parent.parent))
+    quiet = ("--disable-pip-version-check", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
+    run(tmp_path, python, "-m", "pip", "install", *quiet, "--force-reinstall", release[0 if kind == "sdist" else 1])
+    where = run(tmp_path, python, "-c", "import dllm_kernels; print(dllm_kernels.__file__)")
+    assert Path(where.strip()).is_relative_to(site)
+    report = run(tmp_path, python, "-m", "dllm_kernels.report")
+    assert f"dllm_kernels: {dllm_kernels.__version__}" in report
+    assert "backend=torch on cpu: torch, right" in report
 
 
 def test_every_record_is_found_by_its_name():
