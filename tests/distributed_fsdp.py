@@ -353,7 +353,7 @@ def fsdp_gradient_divide_factor_outlives_the_parameters(how):
             for module in model.modules():
                 if isinstance(module, FSDPModule):
                     module.set_gradient_divide_factor(1.0)
-            set_gradient_divide_factor(model.lm_head.parameters(), 1.0)
+            set_gradient_divide_factor(model.lm_head, 1.0)
             before = dict(model.named_parameters())
             replace_parameters(model, how)
             assert (model.lm_head.weight is before["lm_head.weight"]) == (how == "to_empty")
@@ -396,7 +396,7 @@ def gradient_divide_factor_of_a_parameter_without_a_module():
     grads = []
     for factor in (1.0, 4.0):
         head = nn.Parameter(distribute_tensor(w, mesh_of("dp"), [Shard(0)]))
-        set_gradient_divide_factor([head], factor)
+        set_gradient_divide_factor(head, factor)
         ops.weighted_linear_nll(hidden, head, y, torch.ones(B, L)).loss.backward()
         grads.append(head.grad)
     close(4 * grads[1], grads[0].full_tensor())

@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import reference
 from dllm_kernels import mtp
-from dllm_kernels.distributed import LossHead
+from dllm_kernels.distributed import LossHead, set_gradient_divide_factor
 from dllm_kernels.integrations.transformers import loss_in_head
 
 B, S, H, V = 2, 7, 4, 9
@@ -298,3 +298,18 @@ def test_the_head_is_looked_at_within_a_compiled_graph():
 
     compiled = torch.compile(loss, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(hidden), loss(hidden))
+
+
+@pytest.mark.parametrize(
+    ("head", "factor", "error", "message"),
+    [
+        (nn.Linear(2, 3), 0, ValueError, "factor must be positive and finite, got 0"),
+        (nn.Linear(2, 3), float("inf"), ValueError, "factor must be positive and finite, got inf"),
+        (nn.Linear(2, 3), "1", TypeError, "factor must be a number, got str"),
+        (torch.ones(3, 2), 1.0, TypeError, "head must be an nn.Module or parameters, got Tensor"),
+        (["weight"], 1.0, TypeError, "head must be an nn.Module or parameters, got str"),
+    ],
+)
+def test_a_gradient_is_divided_by_a_number_and_it_is_said_of_a_head(head, factor, error, message):
+    with pytest.raises(error, match=message):
+        set_gradient_divide_factor(head, factor)

@@ -16,10 +16,9 @@ copy whose gradient goes nowhere, and is an error here.
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dllm_kernels.base._checks import check_number
 from dllm_kernels.base._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.distributed._layout import (
     dim_name,
@@ -41,10 +41,10 @@ from dllm_kernels.rows._first_order import without_derivative
 from dllm_kernels.rows._plan import compute_dtype
 
 Result = TypeVar("Result")
-# Where a parameter stands -> what its gradient is divided by. The parameter itself forgets: ``to_empty`` swaps all that it
-# holds and ``load_state_dict(assign=True)`` replaces it.
-_FACTORS: weakref.WeakKeyDictionary[nn.Module, dict[str, float]] = weakref.WeakKeyDictionary()
-_FACTOR = "_dllm_kernels_gradient_divide_factor"  # on a parameter that stands in no module
+# Module -> what the gradients of its own parameters are divided by. A parameter forgets what is noted on itself:
+# ``to_empty`` swaps all that it holds and ``load_state_dict(assign=True)`` replaces it.
+_FACTORS: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
+_FACTOR = "_dllm_kernels_gradient_divide_factor"  # noted on a parameter
 
 
 class LossHead(nn.Linear):
@@ -108,39 +108,42 @@ class LossHead(nn.Linear):
 LINEAR_FORWARDS.add(LossHead.forward)
 
 
-def set_gradient_divide_factor(parameters: Iterable[nn.Parameter], factor: float) -> None:
+def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Parameter], factor: float) -> None:
     """What the gradient of a sharded head is divided by when it is gathered here, like FSDP2's method of that name.
 
     FSDP2 keeps its factor where a parameter cannot be asked for it, so a training loop that changes it, as by
-    ``model.set_gradient_divide_factor(1.0)``, has to say so here too. It holds for what later stands in their place, as
-    after ``to_empty`` or ``load_state_dict(assign=True)``.
+    ``model.set_gradient_divide_factor(1.0)``, has to say so here too.
 
     Args:
-        parameters: the head's, such as ``model.lm_head.parameters()``, after ``fully_shard``.
-        factor: the default is the number of data-parallel ranks.
+        head: the module, such as ``model.lm_head``, after ``fully_shard``: the factor holds for whatever parameters stand in
+            it and in the modules within it, also after ``to_empty`` or ``load_state_dict(assign=True)``. Or a parameter or
+            several: it holds for these tensors alone, and is lost where either of the two gives them up.
+        factor: positive. The default is the number of data-parallel ranks.
+
+    Raises:
+        TypeError: ``head`` is neither a module nor parameters, ``factor`` no number.
+        ValueError: ``factor`` is not positive and finite.
     """
-    parameters = list(parameters)
+    check_number("factor", factor)
+    if not 0 < factor < math.inf:
+        raise ValueError(f"factor must be positive and finite, got {factor}")
+    modules = list(head.modules()) if isinstance(head, nn.Module) else []
+    if isinstance(head, torch.Tensor):
+        parameters = [head]
+    else:
+        parameters = list(head.parameters() if isinstance(head, nn.Module) else head)
     for parameter in parameters:
+        if not isinstance(parameter, nn.Parameter):
+            raise TypeError(f"head must be an nn.Module or parameters, got {type(parameter).__name__}")
         setattr(parameter, _FACTOR, factor)
-    for module, name in _places(parameters):
-        _FACTORS.setdefault(module, {})[name] = factor
-
-
-def _places(parameters: Sequence[nn.Parameter]) -> Iterator[tuple[nn.Module, str]]:
-    """The modules that hold the parameters, with their names there. Only the garbage collector knows of all modules."""
-    wanted = {id(parameter) for parameter in parameters}
-    for module in [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]:
-        held = vars(module).get("_parameters", {})
-        yield from ((module, name) for name, parameter in held.items() if id(parameter) in wanted)
+    _FACTORS.update(dict.fromkeys(modules, factor))
 
 
 def _divide_factor(weight: DTensor, default: float) -> float:
-    """What :func:`set_gradient_divide_factor` said of the parameter or of its place."""
-    said = (
-        f for module, factors in _FACTORS.items() for name, f in factors.items() if getattr(module, name, 0) is weight
-    )
-    factor: float = next(said, getattr(weight, _FACTOR, default))
-    return factor
+    """What :func:`set_gradient_divide_factor` said last of the parameter itself, or of the module in which it stands."""
+    of_module = (f for module, f in _FACTORS.items() if id(weight) in map(id, module.parameters(recurse=False)))
+    factor: float | None = getattr(weight, _FACTOR, None)
+    return next(of_module, default) if factor is None else factor
 
 
 @outside_the_graph
