@@ -39,7 +39,16 @@ def of_row_stats(logits, row, **options):
     return (*out, *torch.autograd.grad(total, logits, row["upstream"]))
 
 
-OPS = {f.__name__.removeprefix("of_"): f for f in (of_token_nll, of_weighted_nll, of_token_log_probs, of_row_stats)}
+def of_divergence(logits, row, **options):
+    teacher = drawn(logits.shape[-1] + 1, logits.dtype)[0][:, 1:]
+    weights = row["active"] * row["upstream"]
+    mixed = {"kl": 0.5, "tv": 1.0, "ce": 0.2}
+    out = ops.divergence(logits, teacher, weights, kind=mixed, targets=row["id"], teacher_rows=row["number"], **options)
+    return (*out[1:], *torch.autograd.grad(out.loss, logits))
+
+
+OF = (of_token_nll, of_weighted_nll, of_token_log_probs, of_row_stats, of_divergence)
+OPS = {f.__name__.removeprefix("of_"): f for f in OF}
 
 
 def drawn(V, dtype):
@@ -48,6 +57,7 @@ def drawn(V, dtype):
     logits = (3 * torch.randn(ROWS, V, device=DEVICE)).to(dtype)
     rows = {
         "id": torch.randint(3, V, (ROWS,), device=DEVICE),
+        "number": torch.arange(ROWS, device=DEVICE),
         "active": torch.ones(ROWS, device=DEVICE),
         "upstream": torch.rand(ROWS, device=DEVICE) + 0.5,
         "a": torch.tensor([0.0, 1e-3, 0.5, 1e-12, 0.0, 2.0, 0.1], device=DEVICE),
@@ -144,6 +154,7 @@ def test_kernels(op, V, dtype, steps, monkeypatch):
     tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
+    monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(256, 1))
     assert differing(op, *drawn(V, dtype), {"backend": "triton", **steps}) == []
 
 

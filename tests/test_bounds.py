@@ -93,6 +93,21 @@ def row_stats(guarded, dtype, **options):
     sum(t.sum() for t in out[:4]).backward()
 
 
+def divergence(guarded, dtype, **options):
+    x, y = logits_and_targets(guarded, dtype)
+    t = guarded.like((3 * torch.randn(N - 1, V)).to(dtype))
+    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
+    rows = guarded.like(torch.tensor([N - 2, 0, -1, 1, N - 1]))
+    out = ops.divergence(x, t, weights, targets=y, teacher_rows=rows, backend="triton", **options)
+    out.loss.backward(guarded.like(torch.tensor(0.3, dtype=out.loss.dtype)))
+
+
+def linear_divergence(guarded, dtype, **options):
+    h, t, w = (guarded.like(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (N, D), (V, D)))
+    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
+    ops.linear_divergence(h, w, t, weights, chunk_size=2, backend="triton", **options).loss.backward()
+
+
 def ids_and_mask(guarded):
     return guarded.like(torch.randint(0, MASK, (B, L))), guarded.like(torch.rand(B, L) < 0.7)
 
@@ -125,6 +140,10 @@ RUNS = {
     **{f"row_stats, {d}": (lambda g, d=d: row_stats(g, d)) for d in (torch.float16, torch.float32)},
     "row_stats, split rows": lambda g: row_stats(g, torch.float16),
     "row_stats, transformed, split rows": lambda g: row_stats(g, torch.float32, **TRANSFORM),
+    "divergence": lambda g: divergence(g, torch.float32, kind={"rkl": 0.5, "teacher_ce": 0.1, "ce": 0.2}),
+    "divergence, sums first": lambda g: divergence(g, torch.float16, kind={"jsd": 0.5, "lk": 1.0, "ce": 0.2}),
+    "divergence, transformed": lambda g: divergence(g, torch.float32, kind={"kl": 1.0, "ce": 0.2}, **TRANSFORM),
+    "linear_divergence": lambda g: linear_divergence(g, torch.float32, kind="l1"),
     "corrupt_uniform": corrupted("corrupt_uniform", MASK),
     "corrupt_uniform, exact": corrupted("corrupt_uniform", MASK, level=torch.linspace(0.1, 0.9, B), exact=True),
     "corrupt_blockwise": corrupted("corrupt_blockwise", MASK),

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
+from dllm_kernels.base._divergence import NAMES
 from dllm_kernels.corruption import (
     complementary,
     corrupt_all_masked,
@@ -61,6 +62,7 @@ def real() -> Iterator[Call]:
     for entropy, mixed in ((False, False), (True, False), (False, True)):
         yield partial(row_stats, REAL_LOGITS, torch.bfloat16, entropy=entropy, mix=mixed)
     yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
+    yield from divergences()
     for size in (32, 4096, 131072):
         yield partial(topk, 8, size)
         yield partial(topk, 8, size, given=True)
@@ -89,6 +91,30 @@ def transformed() -> Iterator[Call]:
     yield partial(token_nll, SHORT_ROWS, torch.bfloat16, with_correct=True, scale=1 / 0.7)
 
 
+# Each kind that has passes or functions of its own, and as many of them as there may be.
+KINDS: tuple[str | dict[str, float], ...] = (
+    "kl",
+    "l1",
+    "jsd",
+    "rkl",
+    {"ce": 0.1, "lk": 1.0},
+    dict.fromkeys(NAMES, 0.1),
+)
+
+
+def divergences() -> Iterator[Call]:
+    """Calls of the divergence: kinds, dtypes, steps of a transform, with a gradient and without."""
+    for kind in KINDS:
+        yield partial(divergence_from_hidden, REAL_HIDDEN, torch.bfloat16, kind=kind)
+    for kind in ("kl", "l1"):
+        for dtype in DTYPES[1:]:
+            yield partial(divergence_from_hidden, REAL_HIDDEN, dtype, kind=kind)
+        yield partial(divergence_from_hidden, REAL_HIDDEN, torch.bfloat16, kind=kind, temperature=0.7)
+        yield partial(divergence_from_hidden, REAL_HIDDEN, torch.bfloat16, kind=kind, **ALL_STEPS)
+        yield partial(divergence, REAL_LOGITS, torch.bfloat16, kind=kind)
+    yield partial(divergence_from_hidden, REAL_HIDDEN, torch.bfloat16, kind=KINDS[-1], **ALL_STEPS)
+
+
 def odd() -> Iterator[Call]:
     """Calls with what else a caller may bring."""
     for dtype in (torch.bfloat16, torch.float32):
@@ -111,6 +137,11 @@ def odd() -> Iterator[Call]:
     for view in (_shifted, _transposed, _misaligned):
         yield partial(row_stats, (4, 1025, 126464), torch.bfloat16, view=view, entropy=True, with_correct=True)
     yield partial(row_stats, REAL_LOGITS, torch.float32, entropy=True, mix=True, softcap=30.0, scale=0.7, skip_id=5)
+    for kind in KINDS[::5]:
+        yield partial(divergence, (8, 512, 50257), torch.bfloat16, kind=kind)
+        yield partial(divergence, (2, 17, 1), torch.float32, kind=kind)
+    for view in (_shifted, _of_longer_rows, _transposed, _misaligned):
+        yield partial(divergence, (4, 1025, 126464), torch.bfloat16, view=view)
     for ids, mask in ((torch.int32, torch.bool), (torch.int64, torch.float32)):
         yield partial(corrupt, corrupt_uniform, 8, 4096, ids=ids, mask=mask)
         yield partial(corrupt, corrupt_blockwise, 8, 4096, ids=ids, mask=mask, block_size=32)
@@ -206,6 +237,29 @@ def row_stats_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int 
     hidden, head = (torch.empty(*s, D, dtype=dtype, requires_grad=True) for s in (rows, (V,)))
     ids = torch.zeros(rows, dtype=torch.int64)
     _backward(ops.linear_row_stats(hidden, head, ids, entropy=True, mix=_mixture(rows), **options))
+
+
+def divergence(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    view: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+    **options: Any,
+) -> None:
+    """``ops.divergence`` forward and backward; rows of the teacher in another order."""
+    logits, teacher = view(torch.empty(shape, dtype=dtype)).requires_grad_(), view(torch.empty(shape, dtype=dtype))
+    rows, targets = (torch.zeros(logits.shape[:-1], dtype=torch.int64) for _ in range(2))
+    options |= {"targets": targets} if "ce" in options.get("kind", ()) else {}
+    loss = ops.divergence(logits, teacher, torch.rand(rows.shape), teacher_rows=rows, **options).loss
+    loss.backward()  # type: ignore[no-untyped-call]
+
+
+def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
+    """``ops.linear_divergence`` forward and backward, the frozen head one and the same."""
+    *rows, V = shape
+    hidden, teacher, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, rows, (V,)))
+    options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if "ce" in options["kind"] else {}
+    ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
 
 
 def _mixture(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

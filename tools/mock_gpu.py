@@ -34,6 +34,7 @@ from triton.backends.compiler import GPUTarget
 
 from tools.gpus import TARGETS
 
+LAUNCH_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 _GPU = torch.device("cuda", 0)
 _real_device = torch._C.TensorBase.device.__get__
 _sessions = itertools.count()
@@ -84,7 +85,7 @@ class Specimen:
     @property
     def key(self) -> tuple[Any, ...]:
         """What makes it another kernel than the rest; the same on every GPU of a make but for ``tt.pointer_range``."""
-        options = tuple(self.options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion"))
+        options = tuple(self.options.get(name) for name in LAUNCH_OPTIONS)
         constants = {name: str(value) for name, value in self.constants.items()}
         return self.kernel, *self.types.items(), *constants.items(), options
 
@@ -95,7 +96,7 @@ class Specimen:
         else:
             # What a target decides for itself is left to it.
             gpu_target = TARGETS[target].gpu_target()
-            options = {name: self.options[name] for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+            options = {name: self.options[name] for name in LAUNCH_OPTIONS if name in self.options}
         return triton.compile(self.source, target=gpu_target, options=options)
 
     # What Triton asks of a compiled kernel at its launch.

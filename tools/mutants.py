@@ -55,6 +55,7 @@ JUDGES = (
         "kernels/linear_nll*",
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
     ),
+    ("kernels/divergence.py", "tests/test_divergence_kernel.py"),
     ("kernels/row_stats.py", "tests/test_bounds.py tests/test_row_stats.py -k 'triton or (beside and stats)'"),
     (
         "kernels/*",

@@ -29,3 +29,18 @@ def threads(num_warps: int) -> int:
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
         return 32 * num_warps
     return num_warps * int(triton.runtime.driver.active.get_current_target().warp_size)
+
+
+def on_nvidia() -> bool:
+    """Whether kernels are compiled for a GPU of NVIDIA's."""
+    if os.environ.get("TRITON_INTERPRET", "0") == "1":
+        return False
+    return bool(triton.runtime.driver.active.get_current_target().backend == "cuda")
+
+
+def alone_on_a_multiprocessor() -> dict[str, int]:
+    """Launch options of a program of 16 warps that shares its multiprocessor with no other, and may have all registers.
+
+    Without being told, ptxas saves them for a second program: it moves loads to where they are used, or spills.
+    """
+    return {"maxnreg": 128} if on_nvidia() else {}

@@ -71,3 +71,14 @@ def linear_nll_rows_once(V: int, itemsize: int) -> Tile:
     """A whole row by one program, read and written once: tiles of 16 KiB, 8 warps."""
     block = _bytes_to_block(itemsize, 16384, V)
     return Tile(block, _warps(block, itemsize))
+
+
+def divergence_rows(V: int, itemsize: int, small: bool = False) -> Tile:
+    """A pair of rows by one program, read twice or three times: tiles of 16 KiB of each, 16 warps.
+
+    Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers otherwise.
+
+    Its registers leave room for one such program a multiprocessor.
+    """
+    block = _bytes_to_block(itemsize, 8192 if small else 16384, V)
+    return Tile(block, at_most_a_thread_a_column(_warps(block * (4 if small else 2), itemsize), block))

@@ -30,18 +30,19 @@ def arguments(transform: Transform) -> Arguments:
     """(gain, rate, skip) of a transform as a kernel takes them; the column is that of the tensor that it reads."""
     cap, scale, skip = transform
     if cap is None:
-        return None if scale is None else _bits(scale), None, skip
-    return _bits(cap if scale is None else cap * scale), _bits(1 / cap), skip
+        return None if scale is None else bits_of(scale), None, skip
+    return bits_of(cap if scale is None else cap * scale), bits_of(1 / cap), skip
 
 
-def _bits(number: float) -> int:
-    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+def bits_of(number: float) -> int:
+    """Of a 0 those of -0.0, an integer of 64 bits as all others are: another type would make another kernel."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number or -0.0))[0]
     return bits
 
 
 @triton.jit
 def number(bits, ACC: tl.constexpr):
-    """What ``_bits`` packed."""
+    """What ``bits_of`` packed."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True).to(ACC)
 
 

@@ -15,8 +15,7 @@ def row_primitives(triton: bool) -> RowPrimitives:
 
 
 def _triton() -> RowPrimitives:
-    from dllm_kernels.kernels import linear_nll, linear_nll_once, row_stats, token_nll
-    from dllm_kernels.rows_torch import _divergence
+    from dllm_kernels.kernels import divergence, linear_nll, linear_nll_once, row_stats, token_nll
 
     return RowPrimitives(
         StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
@@ -25,14 +24,13 @@ def _triton() -> RowPrimitives:
         token_nll.row_grad,
         linear_nll.row_nll_grad_,
         linear_nll.scale_,
-        _divergence.divergence,
+        divergence.divergence,
         linear_nll_once.row_nll_factored_,
     )
 
 
 def _torch() -> RowPrimitives:
-    from dllm_kernels.rows_torch import _divergence, _few, _nll, _stats
+    from dllm_kernels.rows_torch import _divergence, _nll, _stats
 
-    stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward, _few.small_backward)
-    nll = _few.first(*nll_of_stats(stats))
-    return RowPrimitives(stats, *nll, _nll.nll_and_grad_, _nll.scale_, _divergence.divergence)
+    stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward)
+    return RowPrimitives(stats, *nll_of_stats(stats), _nll.nll_and_grad_, _nll.scale_, _divergence.divergence)

@@ -1,0 +1,598 @@
+r"""Divergence of rows of student logits to rows of teacher logits: value, acceptance, agreement and gradient in one launch.
+
+One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - M} of a row's transformed logits, in base 2,
+
+    lp_v = (z_v - M_z) log2(e) - log2 S_z,    p_v = 2^{lp_v},    lq_v, q_v likewise of the teacher's.
+
+**Kinds.** What a recipe asks for (``base/_divergence.py``) is made of a few sums over the row's columns,
+
+    overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
+    ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p
+
+(:func:`_with_terms`), which make the row's value (:func:`_value`) and its coefficients (:func:`_coefficients`); with these the
+gradient of any sum of kinds is one expression of a column (:func:`_gradient`):
+
+    dL/dz_v = p_v (plain or, where p_v <= q_v, below) + apart (p_v - q_v) + ratio p_v (d_v - mean) + mix p_v (lp_v - lm_v)
+
+less one-hots. d = (z - M_z) - (t - M_t): what lp - lq is but for a number a row, which leaves the gradient of rkl unchanged.
+
+The coefficient of each kind comes as an integer that is None where the recipe has no such kind, as a transform's numbers do
+(``_transform.py``): what is None leaves no instruction behind, and which are None is what tells compiled kernels apart.
+
+**Passes.** The first reads both rows for M, S and the argmax, per lane as in ``_math.py``. Where the coefficients need no sum
+(kl, soft_ce, teacher_ce, ce) the second makes sums and gradient at once; rkl too, whose sum is made in the first about maxima
+that grow. All other recipes have a pass for the sums between. Passes alternate their direction: what was read last is read
+first, for the rows of all programs are more than an L2 holds. Of the one-hots only the tile that has their column knows.
+
+**Precision.** lp - lm and lq - lm are made from lp - lq, so that equal probabilities make 0, and from a logarithm of a number
+near 1, neither of which a difference of logarithms of small p and m would do. e x counts as 0 below e = 1e-30, whatever x, so
+that an infinite one is no NaN. Comparisons and minima hide NaN: the row's own (``poison``) joins all that is made of it.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from dllm_kernels.kernels import _tiles
+from dllm_kernels.kernels._launch import alone_on_a_multiprocessor, on_its_device, on_nvidia, threads
+from dllm_kernels.kernels._math import (
+    FUSED,
+    LOG2E,
+    SKIP,
+    column_of,
+    finite,
+    load_columns,
+    load_target_logit,
+    masked_tile,
+    row_offset,
+    zero_columns,
+)
+from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments, bits_of, number, through, transformed
+from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, aligned
+
+# As ``_divergence_rows`` takes their coefficients.
+KINDS = ("kl", "rkl", "jsd", "tv", "nla", "lk", "lk_soft_ce", "soft_ce", "teacher_ce", "ce")
+# One number a row, or one in all, as the caller has them: where they begin makes no other kernel.
+PER_ROW = ["weight_ptr", "row_ptr", "target_ptr", "mean_alpha_ptr", "value_ptr", "alpha_ptr", "agree_ptr"]
+
+LN2 = tl.constexpr(0.6931471805599453)
+TIE = tl.constexpr(1 + 2.0**-18)
+LEAST = tl.constexpr(1e-30)
+FAR = tl.constexpr(-1e38)
+NOWHERE = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _times(e, x):
+    """The product; 0 where the probability e is next to nothing, whatever x. A NaN stays."""
+    return tl.where(e < LEAST, 0.0, e * x)
+
+
+@triton.jit
+def _log2(x, FAST: tl.constexpr):
+    """Of numbers in (0, 1] that are not tiny; FAST: one instruction, to 2^-22 near 1, where ``tl.log2`` is fifteen."""
+    if FAST:
+        return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
+    else:
+        return tl.log2(x)
+
+
+@triton.jit
+def _from_mixture(lp, lq, beta, FAST: tl.constexpr):
+    """(lp - lm, lq - lm); of the smaller probability NaN or -inf where it is 0."""
+    d = lq - lp
+    e = tl.exp2(-tl.abs(d))
+    up = d > 0
+    share = tl.where(up, beta, 1 - beta)
+    larger = 0 - _log2(share + (1 - share) * e, FAST)
+    return tl.where(up, larger - d, larger), tl.where(up, larger, larger + d)
+
+
+@triton.jit
+def _lane_sum(lanes, x, WIDE: tl.constexpr):
+    """The sums of the lanes after one more tile x [n], of which a lane has WIDE columns at a time."""
+    LANES: tl.constexpr = lanes.shape[0]
+    return lanes + tl.sum(tl.sum(tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
+
+
+@triton.jit
+def _with_terms(
+    sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The sums of the lanes after the columns of one more tile."""
+    kl, _, jsd, tv, nla, lk, lk_soft_ce, soft_ce, _, _ = kinds
+    overlap, below, of_kl, of_soft_ce, ratio, p_mix, q_mix = sums
+    overlap = _lane_sum(overlap, tl.minimum(p, q), WIDE)
+    if tv is not None or nla is not None or lk is not None or lk_soft_ce is not None:
+        below = _lane_sum(below, tl.where(p <= q * TIE, p, 0.0), WIDE)
+    if kl is not None or lk is not None:
+        of_kl = _lane_sum(of_kl, _times(q, lq - lp), WIDE)
+    if soft_ce is not None or lk_soft_ce is not None:
+        of_soft_ce = _lane_sum(of_soft_ce, _times(q, 0 - lp), WIDE)
+    if WITH_RATIO:
+        ratio = _lane_sum(ratio, _times(p, d), WIDE)
+    if jsd is not None:
+        of_p, of_q = _from_mixture(lp, lq, beta, FAST)
+        p_mix = _lane_sum(p_mix, _times(p, of_p), WIDE)
+        q_mix = _lane_sum(q_mix, _times(q, of_q), WIDE)
+    return overlap, below, of_kl, of_soft_ce, ratio, p_mix, q_mix
+
+
+@triton.jit
+def _lam(overlap, mean_alpha_ptr, hyper, ACC: tl.constexpr):
+    """The share of the first kind in ``lk``."""
+    _, _, eta, kl_scale = hyper
+    a = overlap
+    if mean_alpha_ptr is not None:
+        a = tl.load(mean_alpha_ptr).to(ACC)
+    return number(kl_scale, ACC) * tl.exp(0 - number(eta, ACC) * a)
+
+
+@triton.jit
+def _value(sums, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
+    """Coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax and at the target."""
+    kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce = kinds
+    overlap, _, of_kl, of_soft_ce, ratio, p_mix, q_mix = sums
+    beta, floor, _, _ = hyper
+    value = overlap * 0
+    if kl is not None:
+        value += number(kl, ACC) * (of_kl * LN2)
+    if soft_ce is not None:
+        value += number(soft_ce, ACC) * (of_soft_ce * LN2)
+    if rkl is not None:
+        value += number(rkl, ACC) * (ratio + (of_rows[3] - of_rows[1]) * LN2)
+    if jsd is not None:
+        b = number(beta, ACC)
+        value += number(jsd, ACC) * ((b * q_mix + (1 - b) * p_mix) * LN2)
+    if tv is not None:
+        value += number(tv, ACC) * (1 - overlap)
+    if nla is not None:
+        least = number(floor, ACC)
+        value -= number(nla, ACC) * tl.log(tl.where(overlap < least, least, overlap))
+    if lk is not None:
+        value += number(lk, ACC) * (lam * (of_kl * LN2) + (1 - lam) * (1 - overlap))
+    if lk_soft_ce is not None:
+        value += number(lk_soft_ce, ACC) * (lam * (of_soft_ce * LN2) + (1 - lam) * (1 - overlap))
+    if teacher_ce is not None:
+        value += number(teacher_ce, ACC) * at_hot
+    if ce is not None:
+        value += number(ce, ACC) * at_target
+    return value
+
+
+@triton.jit
+def _coefficients(sums, lam, has_target, kinds, hyper, ACC: tl.constexpr):
+    """(plain, below, ratio, mean, mix, apart), what :func:`_gradient` takes but for the row's weight."""
+    kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce = kinds
+    overlap, p_below, _, _, mean, p_mix, _ = sums
+    beta, floor, _, _ = hyper
+    plain = overlap * 0
+    tv_like, ratio, mix, apart = plain, plain, plain, plain
+    if kl is not None:
+        apart += number(kl, ACC)
+    if soft_ce is not None:
+        apart += number(soft_ce, ACC)
+    if tv is not None:
+        tv_like += number(tv, ACC)
+    if nla is not None:
+        tv_like += tl.where(overlap < number(floor, ACC), 0.0, number(nla, ACC) / overlap)
+    if lk is not None:
+        apart += number(lk, ACC) * lam
+        tv_like += number(lk, ACC) * (1 - lam)
+    if lk_soft_ce is not None:
+        apart += number(lk_soft_ce, ACC) * lam
+        tv_like += number(lk_soft_ce, ACC) * (1 - lam)
+    if rkl is not None:
+        ratio = number(rkl, ACC)
+    if jsd is not None:
+        mix = number(jsd, ACC) * (1 - number(beta, ACC)) * LN2
+        plain -= mix * p_mix
+    if teacher_ce is not None:
+        plain += number(teacher_ce, ACC)
+    if ce is not None:
+        plain += tl.where(has_target, number(ce, ACC), 0.0)
+    return tv_like * p_below + plain, tv_like * (p_below - 1) + plain, ratio, mean, mix, apart
+
+
+@triton.jit
+def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
+    """The gradient of columns in the transformed logits, but for the one-hots."""
+    kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce = kinds
+    plain, below, ratio, mean, mix, apart = c
+    if tv is not None or nla is not None or lk is not None or lk_soft_ce is not None:
+        grad = p * tl.where(p <= q * TIE, below, plain)
+    elif jsd is not None or teacher_ce is not None or ce is not None:
+        grad = p * plain
+    else:
+        grad = tl.zeros(p.shape, p.dtype)
+    if kl is not None or soft_ce is not None or lk is not None or lk_soft_ce is not None:
+        grad += apart * (p - q)  # 0 where they are equal, which a difference of products is not
+    if rkl is not None:
+        grad += _times(p, ratio * (d - mean))
+    if jsd is not None:
+        of_p, _ = _from_mixture(lp, lq, beta, FAST)
+        grad += _times(p, mix * of_p)
+    return grad
+
+
+@triton.jit
+def _with_tile(x, tile, lanes, WIDE: tl.constexpr):
+    """(maximum, sum, first tile that has the maximum) of the lanes after one more tile; and x less the maximum, e^that."""
+    lane_max, lane_sum, lane_tile = lanes
+    LANES: tl.constexpr = lane_max.shape[0]
+    x = tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE])
+    new_max = tl.maximum(lane_max, tl.max(tl.max(x, 2), 0))
+    m = finite(new_max)
+    d = x - m[None, :, None]
+    e = tl.exp2(d * LOG2E)
+    lane_sum = lane_sum * tl.exp2((finite(lane_max) - m) * LOG2E) + tl.sum(tl.sum(e, 2), 0)
+    return (new_max, lane_sum, tl.where(new_max > lane_max, tile, lane_tile)), d, e
+
+
+@triton.jit
+def _moved(moment, total, step_z, step_t):
+    """Sum e^dz (dz - dt) about maxima that lie ``-step`` further up, from that about the old ones."""
+    less = tl.exp2(step_z * LOG2E)
+    shift = tl.maximum(step_z, FAR) - tl.maximum(step_t, FAR)
+    return tl.where(less == 0, 0.0, less * (moment + shift * total))
+
+
+@triton.jit
+def _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT: tl.constexpr, WIDE: tl.constexpr):
+    """The lanes of both rows after one more tile of each."""
+    new_student, dz, e = _with_tile(x, tile, student, WIDE)
+    new_teacher, dt, _ = _with_tile(y, tile, teacher, WIDE)
+    if WITH_MOMENT:
+        step_z = finite(student[0]) - finite(new_student[0])
+        step_t = finite(teacher[0]) - finite(new_teacher[0])
+        moment = _moved(moment, student[1], step_z, step_t) + tl.sum(tl.sum(_times(e, dz - dt), 2), 0)
+    return new_student, new_teacher, moment
+
+
+@triton.jit
+def _of_row(lanes, tail):
+    """(M, S) of a row, and the maxima of its lanes as they were subtracted."""
+    lane_max, lane_sum, _ = lanes
+    row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(tail, 0)))
+    in_lanes = tl.sum(lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), 0)
+    return row_max, in_lanes + tl.sum(tl.exp2((tail - row_max) * LOG2E), 0)
+
+
+@triton.jit
+def _argmax(row_ptr, wide, lanes, tail, row_max, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+    """The first column that has the maximum: the first tile with it is read again. NOWHERE where there is none."""
+    lane_max, _, lane_tile = lanes
+    tile = tl.min(tl.where(lane_max == row_max, lane_tile, NOWHERE), 0)
+    tile = tl.where(tile == NOWHERE, wide, tile)  # the tail has it
+    i = tl.arange(0, BLOCK_V)
+    x = tl.load(row_ptr + tile + i, mask=i < wide - tile, other=float("nan"))
+    x = transformed(x, tile + i, transform, ACC)
+    in_tile = tl.min(tl.where((x == row_max) & (i < wide - tile), tile + i, NOWHERE), 0)
+    j = wide + tl.arange(0, tail.shape[0])
+    return tl.minimum(in_tile, tl.min(tl.where(tail == row_max, j, NOWHERE), 0))
+
+
+@triton.jit
+def _row_at(ptr, row, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A row that is ALIGNED begins at a multiple of WIDE columns, which the compiler sees here."""
+    if ALIGNED:
+        return ptr + row // WIDE * WIDE
+    else:
+        return ptr + row
+
+
+@triton.jit
+def _tail(row_ptr, wide, V, WIDE: tl.constexpr):
+    """The last columns, fewer than WIDE, as they are, -inf in the place of those that there are not."""
+    v = wide + tl.arange(0, WIDE)
+    return tl.load(row_ptr + v, mask=v < V, other=-float("inf"))
+
+
+@triton.jit
+def _first_pass(
+    z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, WITH_MOMENT: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """(M_z, log2 S_z, M_t, log2 S_t), sum p d if WITH_MOMENT, and the argmax of either row; the tails transformed."""
+    WIDE: tl.constexpr = z_tail.shape[0]
+    LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
+    i = tl.arange(0, BLOCK_V)
+    moment = tl.zeros([LANES], ACC)
+    student = (tl.full([LANES], -float("inf"), ACC), moment, tl.zeros([LANES], tl.int32))
+    teacher = student
+    whole = wide // BLOCK_V * BLOCK_V
+    for tile in range(0, whole, BLOCK_V):
+        x = load_columns(z_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), "")
+        y = load_columns(t_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), "")
+        x = transformed(x, i, transform, ACC, tile)
+        y = transformed(y, i, teacher_transform, ACC, tile)
+        student, teacher, moment = _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT, WIDE)
+    if whole < wide:
+        x = load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
+        y = load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
+        x = masked_tile(x, i, i < wide - whole, transform, ACC, whole)
+        y = masked_tile(y, i, i < wide - whole, teacher_transform, ACC, whole)
+        student, teacher, moment = _with_tiles(x, y, whole, student, teacher, moment, WITH_MOMENT, WIDE)
+    max_z, sum_z = _of_row(student, z_tail)
+    max_t, sum_t = _of_row(teacher, t_tail)
+    of_rows = (max_z, tl.log2(sum_z), max_t, tl.log2(sum_t))
+    ratio = max_z * 0
+    if WITH_MOMENT:
+        moment = _moved(moment, student[1], finite(student[0]) - max_z, finite(teacher[0]) - max_t)
+        in_tail = _times(tl.exp2((z_tail - max_z) * LOG2E), (z_tail - max_z) - (t_tail - max_t))
+        ratio = (tl.sum(moment, 0) + tl.sum(in_tail, 0)) / sum_z
+    argmax_z = _argmax(z_ptr, wide, student, z_tail, max_z, transform, BLOCK_V, ACC)
+    argmax_t = _argmax(t_ptr, wide, teacher, t_tail, max_t, teacher_transform, BLOCK_V, ACC)
+    return of_rows, ratio, argmax_z, argmax_t
+
+
+@triton.jit
+def _probabilities(x, y, of_rows):
+    """(p, q, lp, lq) of columns, and (z - M_z) - (t - M_t)."""
+    max_z, log_z, max_t, log_t = of_rows
+    dz = x - max_z
+    dt = y - max_t
+    lp = dz * LOG2E - log_z
+    lq = dt * LOG2E - log_t
+    return tl.exp2(lp), tl.exp2(lq), lp, lq, dz - dt
+
+
+@triton.jit
+def _less(grad, v, column, less, first):
+    """``grad`` less a number in one column; ``first`` as in ``transformed``."""
+    if first is None:
+        return tl.where(v == column, grad - less, grad)
+    else:
+        i = column - first
+        if (i >= 0) & (i < v.shape[0]):
+            grad = tl.where(v == i, grad - less, grad)
+        return grad
+
+
+@triton.jit
+def _columns(
+    z, x, y, i, first, mask, out_ptr, sums, of_rows, c, hots, kinds, beta, transform,
+    SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    """The sums after one more tile, of which the columns that are masked are -inf, and its gradient stored."""
+    p, q, lp, lq, d = _probabilities(x, y, of_rows)
+    if SUM:
+        sums = _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO, FAST, WIDE)
+    if STORE:
+        grad = _gradient(p, q, lp, lq, d, c, kinds, beta, FAST)
+        argmax_t, of_argmax, target, of_target = hots
+        if of_argmax is not None:
+            grad = _less(grad, i, argmax_t, of_argmax, first)
+        if of_target is not None:
+            grad = _less(grad, i, target, of_target, first)
+        grad = through(grad, z, i, transform, ACC, first)
+        tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
+    return sums
+
+
+@triton.jit
+def _pass(
+    z_ptr, t_ptr, out_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, beta, transform, teacher_transform, slope,
+    REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr, ALIGNED: tl.constexpr,
+    FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Both rows once, either way, each tile on its way while the one before it is worked on; the sums of the row.
+
+    ``z_few`` are the tail's logits as they were given. A pass that stores is the last one.
+    """
+    EVICT: tl.constexpr = "evict_first" if STORE else ""
+    WIDE: tl.constexpr = z_tail.shape[0]
+    LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
+    i = tl.arange(0, BLOCK_V)
+    few = tl.zeros([1], ACC)
+    v = wide + tl.arange(0, WIDE)
+    tails = _columns(
+        z_few, z_tail, t_tail, v, None, v < V, out_ptr, (few, few, few, few, few, few, few), of_rows, c, hots, kinds, beta, slope,
+        SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
+    )  # fmt: skip
+    none = tl.zeros([LANES], ACC)
+    sums = (none, none, none, none, none, none, none)
+    whole = wide // BLOCK_V * BLOCK_V
+    if whole < wide:
+        there = i < wide - whole
+        z = load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        t = load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        x = masked_tile(z, i, there, transform, ACC, whole)
+        y = masked_tile(t, i, there, teacher_transform, ACC, whole)
+        sums = _columns(
+            z, x, y, i, whole, there, out_ptr + whole, sums, of_rows, c, hots, kinds, beta, slope,
+            SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
+        )  # fmt: skip
+    if whole > 0:
+        tile = whole - BLOCK_V if REVERSE else 0
+        z = load_columns(z_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        t = load_columns(t_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        for _ in range(
+            0, whole, BLOCK_V
+        ):  # the last turn loads its own tile again, before it stores: cheaper than a mask
+            ahead = tl.maximum(tile - BLOCK_V, 0) if REVERSE else tl.minimum(tile + BLOCK_V, whole - BLOCK_V)
+            z_ahead = load_columns(z_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+            t_ahead = load_columns(t_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+            x = transformed(z, i, transform, ACC, tile)
+            y = transformed(t, i, teacher_transform, ACC, tile)
+            sums = _columns(
+                z, x, y, i, tile, None, out_ptr + tile, sums, of_rows, c, hots, kinds, beta, slope,
+                SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
+            )  # fmt: skip
+            z, t, tile = z_ahead, t_ahead, ahead
+    return _totals(sums, tails)
+
+
+@triton.jit
+def _totals(sums, tails):
+    overlap, below, of_kl, of_soft_ce, ratio, p_mix, q_mix = sums
+    return (
+        tl.sum(overlap, 0) + tl.sum(tails[0], 0), tl.sum(below, 0) + tl.sum(tails[1], 0),
+        tl.sum(of_kl, 0) + tl.sum(tails[2], 0), tl.sum(of_soft_ce, 0) + tl.sum(tails[3], 0),
+        tl.sum(ratio, 0) + tl.sum(tails[4], 0), tl.sum(p_mix, 0) + tl.sum(tails[5], 0), tl.sum(q_mix, 0) + tl.sum(tails[6], 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
+    i = tl.arange(0, BLOCK_V)
+    for tile in range(0, wide, BLOCK_V):
+        zero_columns(out_ptr + tile, i, i < wide - tile)
+    v = wide + tl.arange(0, WIDE)
+    zero_columns(out_ptr, v, v < V)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW,
+    do_not_specialize=[
+        "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
+        "V", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip",
+        "kl", "rkl", "jsd", "tv", "nla", "lk", "lk_soft_ce", "soft_ce", "teacher_ce", "ce", "beta", "floor", "eta", "kl_scale",
+    ],
+)  # fmt: skip
+def _divergence_rows(
+    logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_alpha_ptr, value_ptr, alpha_ptr, agree_ptr,
+    L, stride_b, stride_l, teacher_L, teacher_stride_b, teacher_stride_l, out_stride_b, out_stride_l, V, R,
+    gain, rate, skip, teacher_gain, teacher_rate, teacher_skip,
+    kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce, beta, floor, eta, kl_scale,
+    WITH_GRAD: tl.constexpr, ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr,
+    ACC: tl.constexpr,
+):  # fmt: skip
+    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
+    LIKE_TV: tl.constexpr = tv is not None or nla is not None or lk is not None or lk_soft_ce is not None
+    SUMS_FIRST: tl.constexpr = LIKE_TV or jsd is not None
+    kinds = (kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
+    hyper = (beta, floor, eta, kl_scale)
+    transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
+    n = tl.program_id(0)
+    z_ptr = _row_at(logits_ptr, row_offset(n, L, stride_b, stride_l), WIDE, ALIGNED)
+    grad_ptr = z_ptr
+    if out_ptr is not None:
+        grad_ptr = _row_at(out_ptr, row_offset(n, L, out_stride_b, out_stride_l), WIDE, ALIGNED)
+    wide = V // WIDE * WIDE
+    w = tl.load(weight_ptr + n).to(ACC)
+    if w == 0:
+        tl.store(value_ptr + n, 0.0)
+        tl.store(alpha_ptr + n, 0.0)
+        tl.store(agree_ptr + n, False)
+        if WITH_GRAD:
+            _zero_row(grad_ptr, wide, V, WIDE, BLOCK_V)
+    else:
+        r = n.to(tl.int64)
+        if row_ptr is not None:
+            r = tl.load(row_ptr + n)
+        known = (r >= 0) & (r < R)
+        r = tl.where(known, r, 0)
+        t_row = row_offset(r, teacher_L, teacher_stride_b, teacher_stride_l)
+        t_ptr = _row_at(teacher_ptr, t_row, WIDE, ALIGNED)
+        v = wide + tl.arange(0, WIDE)
+        z_few = _tail(z_ptr, wide, V, WIDE)
+        z_tail = masked_tile(z_few, v, v < V, transform, ACC)
+        t_tail = masked_tile(_tail(t_ptr, wide, V, WIDE), v, v < V, teacher_transform, ACC)
+        of_rows, ratio, argmax, hot = _first_pass(
+            z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, rkl is not None and not SUMS_FIRST, ALIGNED,
+            BLOCK_V, THREADS, ACC,
+        )  # fmt: skip
+        max_z, log_z, _, log_t = of_rows
+        poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
+        b = poison
+        if jsd is not None:
+            b = number(beta, ACC)
+        at_hot, at_target, y = poison, poison, hot
+        has_target = w == w
+        if teacher_ce is not None:
+            at_hot = (max_z - load_target_logit(z_ptr, hot, V, transform, ACC)) + log_z * LN2
+        if ce is not None:
+            target = tl.load(target_ptr + n)
+            has_target = target != SKIP
+            y = column_of(target, V)
+            at_target = (max_z - load_target_logit(z_ptr, target, V, transform, ACC)) + log_z * LN2
+            at_target = tl.where(has_target, at_target, 0.0)
+        sums = (poison, poison, poison, poison, ratio, poison, poison)
+        if SUMS_FIRST:
+            sums = _pass(
+                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, None, None, kinds, b, transform, teacher_transform,
+                None, True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
+            )  # fmt: skip
+        lam = poison
+        if lk is not None or lk_soft_ce is not None:
+            lam = _lam(sums[0], mean_alpha_ptr, hyper, ACC)
+        if WITH_GRAD or not SUMS_FIRST:
+            scale, slope = w, transform
+            if rate is None and gain is not None:  # a slope that is the same everywhere goes with the row's factor
+                scale, slope = w * number(gain, ACC), (None, None, skip)
+            scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
+            c = _coefficients(sums, lam, has_target, kinds, hyper, ACC)
+            c = (scale * c[0], scale * c[1], scale * c[2], c[3], scale * c[4], scale * c[5])
+            of_hot, of_y = None, None
+            if teacher_ce is not None:
+                of_hot = scale * number(teacher_ce, ACC)
+            if ce is not None:
+                of_y = scale * number(ce, ACC)
+            hots = (hot, of_hot, y, of_y)
+            tl.debug_barrier()  # every thread has what it wants of the row before the first store replaces it
+            found = _pass(
+                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, b, transform, teacher_transform,
+                slope, not SUMS_FIRST, not SUMS_FIRST, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
+            )  # fmt: skip
+            if not SUMS_FIRST:
+                sums = (found[0], found[1], found[2], found[3], ratio, found[5], found[6])
+        value = _value(sums, of_rows, at_hot, at_target, lam, kinds, hyper, ACC)
+        tl.store(value_ptr + n, value + poison)
+        tl.store(alpha_ptr + n, sums[0] + poison)
+        tl.store(agree_ptr + n, (argmax == hot) & (poison == 0))
+
+
+def _options(parts: dict[str, Any]) -> tuple[int | None, ...]:
+    """(beta, floor, eta, kl_scale) of the kinds that there are."""
+    of_lk = parts.get("lk") or parts.get("lk_soft_ce")
+    beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
+    eta, kl_scale = of_lk.hyper if of_lk else (None, None)
+    return tuple(None if number is None else bits_of(number) for number in (beta, floor, eta, kl_scale))
+
+
+@on_its_device
+def divergence(
+    logits: torch.Tensor,
+    teacher: torch.Tensor,
+    weights: torch.Tensor,
+    recipe: Any,
+    *,
+    teacher_rows: torch.Tensor | None = None,
+    targets: torch.Tensor | None = None,
+    mean_alpha: torch.Tensor | None = None,
+    transform: Transform = NO_TRANSFORM,
+    teacher_transform: Transform = NO_TRANSFORM,
+    with_grad: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launch over rows of both; see ``base._divergence`` for the contract."""
+    B, L, V = logits.shape
+    N, R = B * L, teacher.shape[0] * teacher.shape[1]
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    value, alpha = (torch.empty(N, dtype=acc, device=logits.device) for _ in range(2))
+    agree = torch.empty(N, dtype=torch.bool, device=logits.device)
+    if N == 0:
+        return value, alpha, agree
+    if R == 0:  # no row of it is read for its numbers, but some row is read
+        teacher = logits
+    out = out if with_grad else None
+    flat = _flat(logits) and (out is None or _flat(out))
+    rows, out_rows = _rows_of(logits, flat), (0, 0) if out is None else _rows_of(out, flat)[1:]
+    steps = (*transform[::2], *teacher_transform[::2])
+    tile = _tiles.divergence_rows(V, logits.element_size(), small=steps != (None,) * 4 or len(recipe.parts) > 2)
+    parts = {part.kind: part for part in recipe.parts}
+    coefficients = (bits_of(parts[kind].coefficient) if kind in parts else None for kind in KINDS)
+    _divergence_rows[(N,)](
+        logits, teacher, out, weights, teacher_rows, targets, mean_alpha if recipe.mean_alpha else None, value, alpha, agree,
+        *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
+        *arguments(transform), *arguments(teacher_transform), *coefficients, *_options(parts),
+        WITH_GRAD=with_grad,
+        ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None), FAST=acc == torch.float32 and on_nvidia(),
+        BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
+        **alone_on_a_multiprocessor(),
+    )  # fmt: skip
+    return value, alpha, agree
