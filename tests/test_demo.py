@@ -54,8 +54,86 @@ def test_demo_trains_and_its_curves_agree(mode, corruption, tmp_path, cache, cap
     assert (tmp_path / f"{mode}.png").read_bytes().startswith(PNG)
     assert (tmp_path / f"{mode}.txt").read_text(encoding="utf-8").strip()
     printed = capsys.readouterr().out
-    for word in ("held-out, after", "tokens/s", "peak of a step", "loss's share", "written by the model"):
+    for word in (
+        "held-out, after",
+        "tokens/s",
+        "peak of a step",
+        "loss's share",
+        "written by the model",
+        "million parameters",
+    ):
         assert word in printed
+    *_, ratios = (line for line in printed.splitlines() if line.startswith("| "))
+    assert ratios.startswith("| ours / reference")
+    assert f"{ours['peak_bytes'] / plain['peak_bytes']:.2f}x" in ratios
+    looked_at = printed.split("What to look at")[1].split("\n\n")[0]
+    for word in ("the same training: ", "the model learns: ", "memory: ", "time: ", f"{ours['heldout_last']:.3f}"):
+        assert word in looked_at
+    assert ("below it: it uses the context" in looked_at) == (ours["heldout_last"] < result["frequency_guess"])
+    assert ("masked tokens of held-out text" in printed) == (mode in ("mdlm", "block", "hybrid", "scdd"))
+
+
+def test_masked_tokens_that_are_right_are_counted():
+    torch.manual_seed(0)
+    windows = torch.randint(6, 11, (4, 400))
+    right = torch.rand(4, 400) < 0.6
+
+    class Words:
+        mask_id = 2
+
+        def log_unigram(self):
+            return torch.nn.functional.one_hot(torch.tensor(7), 11).float()
+
+        def decode(self, ids, mask="?"):
+            return "".join(mask if token == 2 else str(token % 10) for token in ids)
+
+    task = TASKS["mdlm"].__new__(TASKS["mdlm"])
+    task.options, task.corpus = train.options_from(["--tiny", "--device", "cpu"]), Words()
+    calls = iter(range(4))
+    task.options.batch = 1
+
+    def logits_of(_, ids):
+        row = next(calls)
+        said = torch.where(right[row], windows[row], 5)
+        return (torch.nn.functional.one_hot(said, 11).float() + 2.0 * (torch.arange(11) == 2))[None]
+
+    task._logits = logits_of
+    filled = task.fill(None, windows)
+    masked = [i for i, letter in enumerate(filled.given) if letter == "?"]
+    assert 0.25 < len(masked) / 400 < 0.35
+    assert all(a == b for i, (a, b) in enumerate(zip(filled.given, filled.text, strict=True)) if i not in masked)
+    assert [filled.text[i] == "\N{DARK SHADE}" for i in masked] == (~right[2][masked]).tolist()
+    assert 0.5 < filled.right < 0.7
+    assert 0.15 < filled.frequent < 0.25
+    assert 0.25 < filled.tokens / 1600 < 0.35
+
+
+@pytest.mark.parametrize("mode", every_time(["mdlm", "dflash"], TASKS))
+def test_minutes_take_about_so_long(mode, tmp_path, cache, monkeypatch):
+    """By a clock on which each training step takes an eighth of a second, and nothing else any time."""
+    clock = [0.0]
+    monkeypatch.setattr(train, "_now", lambda device: clock[0])
+    step = train.optimizer_step
+
+    def slow(*args):
+        clock[0] += 0.125  # a power of two, so that the sums are exact
+        step(*args)
+
+    monkeypatch.setattr(train, "optimizer_step", slow)
+    options = train.options_from(["--mode", mode, "--tiny", "--device", "cpu", "--minutes", "0.1"])
+    corpus = data.load(options.vocab, options.corpus_bytes, cache)
+    steps = train.steps_within(TASKS[mode](options, corpus), corpus, options)
+    assert steps == (16 if mode == "dflash" else 24)  # six seconds, of two models and a target, or of two
+    options.minutes = 1e-3
+    assert train.steps_within(TASKS[mode](options, corpus), corpus, options) == train.LEAST_STEPS
+
+
+def test_a_short_training_by_minutes(tmp_path, cache, capsys):
+    argv = ["--tiny", "--device", "cpu", "--minutes", "0.001", "--out", str(tmp_path), "--cache", str(cache)]
+    assert train.main(argv) == 0
+    assert f"{train.LEAST_STEPS} steps in about 0.001 minutes" in capsys.readouterr().out
+    result = json.loads((tmp_path / "mdlm.json").read_text())
+    assert len(result["curves"]["ours"]["train"]) == train.LEAST_STEPS
 
 
 def test_the_help_says_what_each_mode_trains_and_where_it_is_from(capsys):
@@ -201,6 +279,8 @@ def test_learning_rate_warms_up_and_decays():
 
 
 REFUSED = {
+    "--minutes 0": "argument --minutes: must be a finite number above 0, got '0'",
+    "--minutes 3 --steps 9": "argument --minutes: not allowed with --steps",
     "--steps 0": "argument --steps: must be an int of at least 1, got '0'",
     "--steps -3": "argument --steps: must be an int of at least 1, got '-3'",
     "--steps 2.5": "argument --steps: must be an int of at least 1, got '2.5'",

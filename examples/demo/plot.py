@@ -1,4 +1,4 @@
-"""The demo's picture: both loss curves, their difference, and draft accuracy where there is one."""
+"""The demo's picture: both loss curves and their difference, memory and time of both sides, draft accuracy if any."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _curves(axes: Any, curves: Mapping[str, Any], guess: float) -> None:
             curves["eval_steps"], curves[name]["heldout"], marker, color=COLOURS[name],
             markersize=size, markerfacecolor=face, markeredgewidth=1.6, label=f"{name}, held-out",
         )  # fmt: skip
-    axes.axhline(guess, color=GREY, linestyle="--", linewidth=1, label="token frequencies alone, held-out")
+    axes.axhline(guess, color=GREY, linestyle="--", linewidth=1, label="token frequencies alone")
     values = [*smoothed(curves["ours"]["train"], window), *curves["ours"]["heldout"], guess]
     margin = 0.06 * (max(values) - min(values))
     axes.set(xlabel="step", ylabel="loss (nats)", ylim=(min(values) - margin, max(values) + margin))
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False)
 
 
 def _difference(axes: Any, curves: Mapping[str, Any]) -> None:
@@ -55,11 +55,11 @@ def _difference(axes: Any, curves: Mapping[str, Any]) -> None:
     steps = range(1, len(relative) + 1)
     axes.semilogy(steps, [max(r, floor) for r in relative], ".", color=OURS, markersize=3)
     axes.axhline(2**-23, color=GREY, linestyle="--", linewidth=1, label="one float32 rounding step")
-    axes.set(xlabel="step", ylabel="|ours - reference| / reference", ylim=(floor / 2, max(*relative, 1e-6) * 3))
+    axes.set(xlabel="step", ylabel="difference / loss", ylim=(floor / 2, max(*relative, 1e-6) * 3))
     ticks = [10.0**power for power in range(-8, 1) if 10.0**power <= axes.get_ylim()[1]]
     axes.set_yticks([floor, *ticks], ["equal", *(f"{tick:.0e}" for tick in ticks)], minor=False)
     axes.minorticks_off()
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend(frameon=False)
 
 
 def _accuracy(axes: Any, curves: Mapping[str, Any]) -> None:
@@ -73,11 +73,52 @@ def _accuracy(axes: Any, curves: Mapping[str, Any]) -> None:
         colour = colours(0.9 * offset / max(offsets - 1, 1))
         axes.plot(curves["eval_steps"], line, color=colour, marker=".", label=f"k = {offset + 1}")
     axes.set(xlabel="step", ylabel="held-out draft accuracy (%)", ylim=(0, None))
-    axes.legend(frameon=False, fontsize=8, title="offset in the block", ncols=2)
+    axes.legend(frameon=False, title="offset in the block", ncols=2)
 
 
-def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float) -> None:
-    """Write the PNG.
+def _memory(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    largest = max(row["peak_bytes"] for row in rows)
+    unit, divisor = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
+    for row in rows:
+        size = row["peak_bytes"] / divisor
+        axes.barh(row["loss"], size, color=COLOURS[row["loss"]], height=0.62)
+        _beside(axes, row["loss"], size, f"{size:.3g} {unit}")
+    _titled(axes, f"peak memory of a step: {_ratio(rows, 'peak_bytes')}")
+    axes.set(xlim=(0, 1.4 * largest / divisor))
+
+
+def _time(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
+    for row in rows:
+        whole, loss = (1000 * row[key] for key in ("step_seconds", "loss_seconds"))
+        axes.barh(row["loss"], loss, color=COLOURS[row["loss"]], height=0.62)
+        axes.barh(row["loss"], whole - loss, left=loss, color=COLOURS[row["loss"]], alpha=0.3, height=0.62)
+        digits = 0 if whole >= 100 else 1
+        _beside(axes, row["loss"], whole, f"{loss:.{digits}f} of {whole:.{digits}f} ms")
+    _titled(axes, f"time of a step: {_ratio(rows, 'step_seconds')} (dark, the loss: {_ratio(rows, 'loss_seconds')})")
+    axes.set(xlim=(0, 1.75 * max(1000 * row["step_seconds"] for row in rows)))
+
+
+def _beside(axes: Any, bar: str, end: float, text: str) -> None:
+    axes.annotate(text, (end, bar), xytext=(5, 0), textcoords="offset points", va="center")
+
+
+def _ratio(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    """What ours is of the reference's."""
+    plain, ours = (row[key] for row in rows)
+    return f"{ours / plain:.2f}x"
+
+
+def _titled(axes: Any, title: str) -> None:
+    """Bars from the top in the order of the rows, their numbers beside them and not on an axis."""
+    axes.set_title(title, loc="left")
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.tick_params(left=False)
+    axes.spines["bottom"].set_visible(False)
+
+
+def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the PNG, readable at the width of a page of text.
 
     Args:
         path: where to.
@@ -85,23 +126,31 @@ def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float) -> Non
         curves: ``eval_steps``, and for "reference" and "ours" a dict of ``train`` (one loss a step),
             ``heldout`` and ``accuracy`` (one per evaluation; accuracies by offset, or empty).
         guess: the held-out loss of someone who knows the tokens' frequencies alone.
+        rows: of the table, the reference's and ours, with ``loss`` (the name), ``peak_bytes``, ``step_seconds`` and
+            ``loss_seconds``.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    has_accuracy = bool(curves["ours"]["accuracy"])
-    panels = 3 if has_accuracy else 2
-    ratios = [1.6, 1, 1][:panels]
-    figure, axes = pyplot.subplots(1, panels, figsize=(5.2 * panels, 4.4), width_ratios=ratios, layout="constrained")
-    _curves(axes[0], curves, guess)
-    _difference(axes[1], curves)
-    if has_accuracy:
-        _accuracy(axes[2], curves)
-    for panel in axes:
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(alpha=0.25)
-    figure.suptitle(title)
-    figure.savefig(path, dpi=130)
-    pyplot.close(figure)
+    last = "accuracy" if curves["ours"]["accuracy"] else "time"
+    layout: list[Any] = [["loss", "memory"], ["loss", "time"], ["difference", last]]
+    with pyplot.rc_context({"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 9.5}):
+        figure, panels = pyplot.subplot_mosaic(
+            layout, figsize=(10.4, 6.6), width_ratios=[1.5, 1], height_ratios=[1.1, 1, 1.1], layout="constrained"
+        )
+        for panel in panels.values():
+            panel.spines[["top", "right"]].set_visible(False)
+        for name in ("loss", "difference", "accuracy"):
+            if name in panels:
+                panels[name].grid(alpha=0.25)
+        _curves(panels["loss"], curves, guess)
+        _difference(panels["difference"], curves)
+        _memory(panels["memory"], rows)
+        _time(panels["time"], rows)
+        if "accuracy" in panels:
+            _accuracy(panels["accuracy"], curves)
+        figure.suptitle(f"{title}: two trainings from one seed, the plain loss and ours", fontsize=12)
+        figure.savefig(path, dpi=130)
+        pyplot.close(figure)

@@ -23,6 +23,7 @@ from examples.demo.data import Corpus
 from examples.demo.model import Draft, LanguageModel, MultiTokenModel, Size
 
 Outputs = Sequence[torch.Tensor]
+FILLED = 0.3  # share of the tokens that are masked where the demo shows what the model makes of them
 
 
 class Loss(NamedTuple):
@@ -56,6 +57,24 @@ class Sample(NamedTuple):
     text: str
     truth: str
     note: str = ""
+
+
+class Filled(NamedTuple):
+    """Held-out text with some of its tokens masked, and what the model says they are, in one pass.
+
+    Attributes:
+        given: one of the texts, a light shade for each masked token.
+        text: the same with the model's tokens, a dark shade where they are wrong.
+        tokens: how many were masked in all texts.
+        right: share of them that the model has right.
+        frequent: share that are the most frequent token of the training text.
+    """
+
+    given: str
+    text: str
+    tokens: int
+    right: float
+    frequent: float
 
 
 class Task(ABC):
@@ -102,6 +121,10 @@ class Task(ABC):
     @abstractmethod
     def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
         """Continue ``text`` ``[L]`` from its first part."""
+
+    def fill(self, model: nn.Module, windows: torch.Tensor) -> Filled | None:
+        """Predict masked tokens of held-out ``windows [N, L]``; None: the mode's model does not."""
+        return None
 
     def implementation(self, name: str) -> Callable[[Outputs, Batch], Loss]:
         """The loss by name: "reference" or "ours"."""
@@ -166,6 +189,22 @@ class Diffusion(Task):
         middle = [trace[len(trace) * part // 4] for part in (1, 2, 3)]
         texts = [self.corpus.decode(ids[len(prompt) :]) for ids in (*middle, trace[-1])]
         return Sample(self.corpus.decode(prompt.tolist()), texts[:-1], texts[-1], self.corpus.decode(truth.tolist()))
+
+    def fill(self, model: nn.Module, windows: torch.Tensor) -> Filled | None:
+        mask_id, generator = self.corpus.mask_id, torch.Generator().manual_seed(self.options.seed)
+        masked = (torch.rand(windows.shape, generator=generator) < FILLED).to(windows.device)
+        found = []
+        for ids in torch.split(windows.masked_fill(masked, mask_id), self.options.batch):
+            logits = self._logits(model, ids)
+            found.append(logits.index_fill(-1, torch.tensor(mask_id, device=ids.device), -torch.inf).argmax(-1))
+        right = torch.cat(found) == windows
+        frequent = windows[masked] == int(self.corpus.log_unigram().argmax())
+        shown, at = windows[len(windows) // 2], len(windows) // 2
+        return Filled(
+            self.corpus.decode(shown.masked_fill(masked[at], mask_id).tolist()),
+            self.corpus.decode(shown.masked_fill(masked[at] & ~right[at], mask_id).tolist(), "\N{DARK SHADE}"),
+            int(masked.sum()), float(right[masked].float().mean()), float(frequent.float().mean()),
+        )  # fmt: skip
 
     def _logits(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = model(ids)
@@ -332,6 +371,9 @@ class Introspective(Diffusion):
     title = "IDLMLoss.forward_fused"
     source = "Introspective Diffusion Language Models, arXiv:2604.11035"
     CLEAN = 0.2
+
+    def fill(self, model: nn.Module, windows: torch.Tensor) -> None:
+        """It fills blocks, not tokens here and there."""
 
     def batch(self, ids: torch.Tensor, seed: int) -> Batch:
         """All of the answer is masked, which is what follows the first half."""
