@@ -184,6 +184,23 @@ def dflash_fused(draw: Draw) -> Case:
     return Case((draw.hidden(),), losses)
 
 
+def distillation(draw: Draw) -> Case:
+    """A drafter's divergence to its target model from hidden states of both and their frozen head: DSpark's 0.1 ce + 0.9 l1."""
+    from dllm_kernels.losses import DraftDistillationLoss
+
+    ids, mask, size = draw.ids(), draw.mask().float(), _dflash_block(draw.shape)
+    head, teacher, kind = draw.head(frozen=True), draw.hidden().detach(), {"ce": 0.1, "l1": 0.9}
+
+    def plain(x: Leaves) -> torch.Tensor:
+        logits, its_logits = (F.linear(h.to(x[0].dtype), head.to(x[0].dtype)) for h in (x[0], teacher))
+        return reference.draft_distillation_loss(logits, its_logits, ids, mask, ids.numel(), size, kind=kind)
+
+    losses = draw.plain(plain)
+    ours = DraftDistillationLoss(kind, chunk_size=draw.shape.chunk, backend=draw.options.backend)
+    losses["ours"] = lambda x: ours.forward_fused(x[0], head, teacher, ids, mask, ids.numel(), size).total_loss
+    return Case((draw.hidden(),), losses)
+
+
 def encoder_ar(draw: Draw) -> Case:
     """Next token from logits; the share is that of valid positions."""
     ids, valid = draw.ids(), draw.mask()
@@ -242,6 +259,7 @@ SUBJECTS: dict[str, tuple[Callable[[Draw], Case], dict[str, Shape]]] = {
     "scdd": (scdd, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.LLADA_SHORT}),
     "dflash": (dflash, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.DFLASH_4B}),
     "dflash_fused": (dflash_fused, {"toy": shapes.TOY_FROZEN, "small": shapes.CPU_FROZEN, "full": shapes.DFLASH_8B}),
+    "distillation": (distillation, {"toy": shapes.TOY_FROZEN, "small": shapes.CPU_FROZEN, "full": shapes.DFLASH_8B}),
     "encoder_ar": (encoder_ar, {"toy": shapes.TOY_LOGITS, "small": shapes.CPU_LOGITS, "full": shapes.GEMMA_BATCH}),
     "mtp": (mtp, {"toy": shapes.TOY_MTP, "small": shapes.CPU_MTP, "full": shapes.MTP}),
 }

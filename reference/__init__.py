@@ -19,6 +19,7 @@ from reference.corruption import (
 from reference.dflash import acceptance_length, decay_weights, dflash_loss, draft_accuracy_per_position
 from reference.divergence import Divergence, divergence, linear_divergence, row_divergence
 from reference.dpace_weights import dpace_weights
+from reference.draft_distillation import draft_distillation_loss
 from reference.encoder_ar import encoder_ar_loss
 from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
@@ -63,6 +64,7 @@ __all__ = [
     "divergence",
     "dpace_weights",
     "draft_accuracy_per_position",
+    "draft_distillation_loss",
     "encoder_ar_loss",
     "gumbel_topk",
     "hybrid_loss",

@@ -58,6 +58,7 @@ class Case:
         rows: what the two forms call the logits and the hidden states.
         head: what the second calls the head's weight and bias.
         extra: (form, rows, inputs) -> the rows, and what a call takes that is no tensor, or is cut from the rows.
+        made_of: inputs that are no argument themselves: ``extra`` makes arguments of them.
         width: positions of the logits for each token.
         separate: whether a model gives those as tensors of their own, not as one.
         per_row: whether the value is one number a row, of ``width`` rows for each token.
@@ -86,6 +87,7 @@ class Case:
     rows: tuple[str, str] = ("logits", "hidden")
     head: tuple[str, str] = ("lm_head_weight", "lm_head_bias")
     extra: Callable[[str, Any, Inputs], tuple[Any, dict[str, Any]]] = _nothing_else
+    made_of: tuple[str, ...] = ()
     width: int = 1
     separate: bool = False
     per_row: bool = False
@@ -122,7 +124,8 @@ class Case:
         """Of one call, by name; ``head``: the weight and bias of the LM head, where ``form`` is "hidden"."""
         rows, extra = self.extra(form, rows, inputs)
         heads = dict(zip(self.head, head, strict=False))
-        return {self.rows[int(form == "hidden")]: rows, **heads, **inputs, **extra}
+        given = {name: t for name, t in inputs.items() if name not in self.made_of}
+        return {self.rows[int(form == "hidden")]: rows, **heads, **given, **extra}
 
     def output(self, form: str, arguments: Mapping[str, Any], **options: Any) -> Any:
         """What the loss returns; ``chunk_size`` is an option too."""
@@ -199,6 +202,11 @@ def _hybrid(B: int, L: int, V: int) -> Inputs:
 
 def _dflash(B: int, L: int, V: int) -> Inputs:
     return {"target_ids": _targets(B, L, V), "block_mask": torch.rand(B, L) * _mask(B, L, 0.8)}
+
+
+def _distillation(B: int, L: int, V: int) -> Inputs:
+    """The teacher's logits are numbers of every dtype, since they come in that of the draft's."""
+    return _dflash(B, L, V) | {"teacher": (2 * torch.randn(B, L, V)).bfloat16().float()}
 
 
 def _idlm(B: int, L: int, V: int) -> Inputs:
@@ -307,6 +315,28 @@ def _anchor_blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str,
     return rows, {"block_size": BLOCK - 1}
 
 
+def _taught(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    """The teacher's logits; or hidden states that are these, and the head that leaves them so."""
+    teacher = inputs["teacher"].to(rows.dtype)
+    if form == "logits":
+        return rows, {"block_size": BLOCK, "teacher_logits": teacher}
+    eye = torch.eye(teacher.shape[-1], dtype=teacher.dtype, device=teacher.device)
+    return rows, {"block_size": BLOCK, "teacher_hidden": teacher, "teacher_weight": eye}
+
+
+def _distillation_oracle(
+    logits, teacher_logits, target_ids, block_mask, num_tokens=None, block_size=None, kind="kl", loss_gamma=7.0,
+    normalize="tokens", position_weights="decay", dpace_alpha=0.5, confidence="target", decay_from=0, num_blocks=None,
+    num_sequences=None, temperature=1.0, beta=None, reduction="total",
+):  # fmt: skip
+    return reference.draft_distillation_loss(
+        logits, teacher_logits, target_ids, block_mask, num_tokens, block_size, kind=kind, loss_gamma=loss_gamma,
+        normalize=normalize, position_weights=position_weights, dpace_alpha=dpace_alpha, confidence=confidence,
+        decay_from=decay_from, num_blocks=num_blocks, num_sequences=num_sequences, temperature=temperature, beta=beta,
+        reduction=reduction,
+    )  # fmt: skip
+
+
 def _seq_len(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
     return rows, {"seq_len": inputs["target_ids"].shape[1]}
 
@@ -377,6 +407,12 @@ _DFLASH = Case(
         "._reduce": "self, token_nll, block_mask, num_tokens, block_size, draft_correct_per_pos=None, "
         "draft_count_per_pos=None",
     },
+)  # fmt: skip
+_DISTILLATION = Case(
+    "distillation", ours.DraftDistillationLoss, _counted(_distillation, num_tokens=3), _distillation_oracle,
+    {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
+    roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, made_of=("teacher",), linear_in="block_mask",
+    constants=("loss_gamma",), chunks_at_construction=True, variant=True, transformed_by={"softcap": 5.0, "scale": 0.8},
 )  # fmt: skip
 _IDLM = Case(
     "idlm", ours.IDLMLoss, _idlm, reference.idlm_loss,
@@ -462,6 +498,30 @@ PLAIN = (
         _DFLASH, name="dflash, anchor row", settings={"anchor_row": True}, extra=_anchor_blocks, variant=True,
         transformed_by=None,
     ),
+    _DISTILLATION,
+    replace(
+        _DISTILLATION, name="distillation, dpace, blocks", linear_in=None, transformed_by=None,
+        draw=_counted(_distillation, num_blocks=2),
+        settings={
+            "kind": "kl", "position_weights": "dpace", "normalize": "blocks", "decay_from": 1, "teacher_transform": {},
+        },
+    ),
+    replace(
+        _DISTILLATION, name="distillation, dpace of the teacher, rows", linear_in=None, transformed_by=None,
+        draw=_distillation, counted_locally=True,
+        settings={
+            "kind": {"ce": 0.3, "rkl": 0.7}, "position_weights": "continuation", "confidence": "teacher",
+            "normalize": "rows", "teacher_transform": {},
+        },
+    ),
+    replace(
+        _DISTILLATION, name="distillation, acceptance, mean", linear_in=None, transformed_by=None, draw=_distillation,
+        counted_locally=True,
+        settings={
+            "kind": {"ce": 0.5, "jsd": 0.5}, "beta": 0.3, "position_weights": "prefix", "confidence": "acceptance",
+            "normalize": "mean", "teacher_transform": {},
+        },
+    ),
     _IDLM,
     replace(
         _IDLM, name="idlm, counted", draw=_counted(_idlm, num_diffusion_tokens=2), counted_locally=False, variant=True,
@@ -510,6 +570,7 @@ def _rows_of(case: Case) -> Case:
 ROWS = tuple(
     _rows_of(case) for case in PLAIN if case.name in (
         "mdlm, counted", "block diffusion", "hybrid", "hybrid, one tensor", "dflash", "dflash, dpace", "dflash, sequence blocks",
+        "distillation", "distillation, acceptance, mean",
         "idlm", "idlm, balanced", "scdd, counted", "scdd, no uniform noise", "encoder AR",
     )
 )  # fmt: skip

@@ -714,7 +714,7 @@ def test_acceptance_length_arguments():
 def test_dflash_settings():
     raises(
         ValueError,
-        "normalize must be one of tokens, mean, blocks, sequences, sequence_blocks, got 'sum'",
+        "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'",
         DFlashDecayLoss,
         normalize="sum",
     )
@@ -742,7 +742,11 @@ def test_chunk_sizes_of_the_constructor(error, message, size):
 
 def test_dflash_settings_assigned_after_construction():
     for name, value, message in (
-        ("normalize", "sum", "normalize must be one of tokens, mean, blocks, sequences, sequence_blocks, got 'sum'"),
+        (
+            "normalize",
+            "sum",
+            "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'",
+        ),
         ("loss_gamma", -1.0, "loss_gamma must be positive or None, got -1.0"),
         ("position_weights", None, "position_weights must be one of decay, dpace, "),
         ("dpace_alpha", -1, "dpace_alpha must lie in [0, 1], got -1"),

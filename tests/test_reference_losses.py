@@ -15,6 +15,7 @@ from reference import (
     decay_weights,
     dflash_loss,
     draft_accuracy_per_position,
+    draft_distillation_loss,
     encoder_ar_loss,
     hybrid_loss,
     idlm_loss,
@@ -337,6 +338,41 @@ def test_dflash_by_dpace(variant, expected):
 # Blocks of three: all right; wrong at the second; the second masked and passed over; wrong at once; nothing valid.
 ACCEPTED = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]]).bool()
 DRAFTED = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]])
+
+
+def distilled(**settings):
+    """Blocks of two rows: of odds (1, 2, 1) under a teacher's (2, 1, 1), a = 3/4, kl = ln 2 / 4; the fourth row is idle."""
+    teacher = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).log().repeat(1, 4, 1)
+    logits, targets = with_nan_rows(odds_121(4), [3]), row(1, 0, -100, 0)
+    given = {"block_size": 3, "loss_gamma": 1 / LN2} | settings
+    return draft_distillation_loss(logits, teacher, targets, row(1, 1, 0.5, 0), **given).item()
+
+
+def test_distillation():
+    """The rows weigh 1, 1/2 and 1/2."""
+    assert distilled() == pytest.approx(2 * LN2 / 4)
+    assert distilled(kind="tv", normalize="mean") == pytest.approx(1 / 4)
+    assert distilled(kind="l1", normalize="rows") == pytest.approx(2 * 0.5 / 2.5)
+    assert distilled(kind="teacher_ce", loss_gamma=None, num_tokens=5) == pytest.approx(2.5 * 2 * LN2 / 5)
+    assert distilled(kind={"ce": 0.5, "tv": 2.0}) == pytest.approx(0.5 * (LN2 + 0.5 * 2 * LN2) + 2.0 * 2 / 4)
+    assert distilled(kind="tv", normalize="blocks", decay_from=1) == pytest.approx(1 / 4 / 2)
+    assert distilled(kind="tv", normalize="mean", total_weight=8) == pytest.approx(2 / 4 / 8)
+
+
+def test_distillation_by_dpace():
+    """Confidence 3/4 everywhere is smoothed to 7/8: prefixes 7/8, 49/64 and 7/8."""
+    asked = {"kind": "tv", "position_weights": "prefix", "confidence": "acceptance"}
+    assert distilled(**asked) == pytest.approx((7 / 8 + 49 / 64 + 7 / 16) / 4)
+    asked["confidence"] = "teacher"  # 1/4, smoothed to 5/8
+    assert distilled(**asked) == pytest.approx((5 / 8 + 25 / 64 + 5 / 16) / 4)
+    asked["confidence"] = "target"  # 1/2 and 1/4, and none: 3/4, 5/8, 1
+    assert distilled(**asked) == pytest.approx((3 / 4 + 15 / 32 + 1 / 2) / 4)
+
+
+def test_distillation_of_a_confidence():
+    """Undecided everywhere: ln 2 whatever a is."""
+    found = distilled(kind="tv", confidence_logits=row(0.0, 0.0, 0.0, NAN), confidence_weight=0.5)
+    assert found == pytest.approx(2 / 4 + 0.5 * 2 * LN2)
 
 
 def test_acceptance_length():

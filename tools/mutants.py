@@ -79,6 +79,7 @@ JUDGES = (
     ("*corrupt*", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_statistics.py"),
     ("noise/_grid.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     ("noise/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
+    ("losses/draft_distillation.py", "tests/test_draft_distillation.py tests/test_losses.py -k 'not triton'"),
     (
         "losses/*",
         "tests/test_flags.py tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py"

@@ -3,6 +3,7 @@
 from dllm_kernels.losses._common import DLLMLossOutput
 from dllm_kernels.losses.block_diffusion import BlockDiffusionCrossEntropyLoss
 from dllm_kernels.losses.dflash import DFlashDecayLoss
+from dllm_kernels.losses.draft_distillation import DraftDistillationLoss
 from dllm_kernels.losses.draft_metrics import acceptance_length, draft_accuracy
 from dllm_kernels.losses.encoder_ar import compute_per_token_nll, encoder_ar_loss, encoder_ar_loss_fused
 from dllm_kernels.losses.hybrid import HybridDiffusionLLMLoss
@@ -16,6 +17,7 @@ __all__ = [
     "BlockDiffusionCrossEntropyLoss",
     "DFlashDecayLoss",
     "DLLMLossOutput",
+    "DraftDistillationLoss",
     "HybridDiffusionLLMLoss",
     "IDLMLoss",
     "MDLMCrossEntropyLoss",

@@ -9,19 +9,23 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.losses._common import Count, check_counts, divide
 
-NORMALIZE = ("tokens", "mean", "blocks", "sequences", "sequence_blocks")
+NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
 
 
 class Counts(NamedTuple):
-    """What the caller says of the whole step; None: what this call has. ``blocks``: with "sequence_blocks" ``[B]``."""
+    """What the caller says of the whole step; None: what this call has. ``blocks``: with "sequence_blocks" ``[B]``.
+
+    ``weight``: the sum of the weights, which has no least.
+    """
 
     tokens: Count
     blocks: Count
     sequences: Count
+    weight: float | torch.Tensor | None = None
 
     def check(self, normalize: str, target_ids: torch.Tensor) -> None:
         """Check all three, used or not."""
-        check_counts(num_tokens=self.tokens, num_sequences=self.sequences)
+        check_counts(num_tokens=self.tokens, num_sequences=self.sequences, total_weight=self.weight)
         if normalize != "sequence_blocks" or self.blocks is None:
             check_counts(num_blocks=self.blocks)
             return
@@ -56,7 +60,9 @@ def in_blocks(t: torch.Tensor, rows: int) -> torch.Tensor:
 def normalized(weights: torch.Tensor, mask: torch.Tensor, rows: int, normalize: str, counts: Counts) -> torch.Tensor:
     """Row weights ``[B, T]`` over the denominator. A block of ``rows`` or a sequence counts where its mask has any row."""
     if normalize == "mean":
-        return weights / (weights.sum() + 1e-6)
+        return weights / (weights.sum() + 1e-6) if counts.weight is None else _share(weights, counts.weight)
+    if normalize == "rows":
+        return divide(weights, mask.sum() if counts.tokens is None else counts.tokens)
     if normalize == "tokens":
         return divide(weights, counts.tokens)
     valid = in_blocks(mask != 0, rows).any(-1)
@@ -66,3 +72,9 @@ def normalized(weights: torch.Tensor, mask: torch.Tensor, rows: int, normalize: 
         blocks: Any = valid.sum(1) if counts.blocks is None else counts.blocks
         weights = weights / blocks.detach().clamp(min=1).to(weights.dtype).unsqueeze(1)
     return divide(weights, valid.any(1).sum() if counts.sequences is None else counts.sequences)
+
+
+def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
+    """Row weights over the sum of those of the whole step; over 0 there is none to share."""
+    total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
+    return weights / total.clamp(min=torch.finfo(weights.dtype).tiny)

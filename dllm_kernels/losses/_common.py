@@ -20,22 +20,24 @@ class DLLMLossOutput(NamedTuple):
         total_loss: 0-d, the loss to call ``backward`` on.
         dllm_loss: 0-d, detached: the diffusion part alone, for logging.
         draft_correct_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were the argmax
-            on this rank (DFlash only, else None). Sum over ranks before dividing by ``draft_count_per_pos``.
+            on this rank (DFlash and distillation, else None). Sum over ranks before dividing by ``draft_count_per_pos``.
         draft_count_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were valid on this
-            rank (DFlash only, else None).
+            rank (DFlash and distillation, else None).
         weight_sum: 0-d, detached: what all rows of this call weigh together, before any denominator; a row whose target
             is -100 with them. Of a loss that is a weighted sum of NLLs over one denominator, ``total_loss`` times that
             denominator is ``sum_i w_i nll_i`` and this ``sum_i w_i``: both add up over micro-batches and ranks, so that
             a trainer makes the quotient of the whole step itself, or any other. Of a loss of two parts it is the sum over
             both, the factor between them included. None in an output that was made without it.
         draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict: what
-            :func:`acceptance_length` takes (DFlash only, else None).
+            :func:`acceptance_length` takes (DFlash and distillation, else None). In distillation the argmax is the teacher's.
         row_losses: with ``reduction="none"``, else None: ``[B, L]``, what each row adds to the sum before any denominator,
             ``w_i nll_i``, differentiable with any gradient a row; 0 for rows that are not read. Of a loss of two parts
             ``[B, 2 L]``: I-DLM's masked copy and then its clean copy, the hybrid loss's diffusion rows and then its AR rows
             (``[B, L]`` without an AR part). Row i of a next-token part predicts token i + 1, and the last one is 0.
         row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. They add up to
             ``weight_sum``, those of targets of -100 with them.
+        acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 where there is
+            nothing to predict (distillation with a teacher only, else None).
 
     A trainer that divides by sums of its own forms them from either. From the sums of this call, with the gradient made as
     early as ever: give no count (or a count of 1), and divide the sum of ``total_loss`` over micro-batches and ranks by that of
@@ -53,6 +55,7 @@ class DLLMLossOutput(NamedTuple):
     draft_correct: torch.Tensor | None = None
     row_losses: torch.Tensor | None = None
     row_weights: torch.Tensor | None = None
+    acceptance_rate: torch.Tensor | None = None
 
 
 def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Tensor | None = None) -> DLLMLossOutput:

@@ -9,10 +9,11 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, plain
+from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.rows._call import do
 from dllm_kernels.rows._plan import Job, Options, compute_dtype
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL, RowOp
-from dllm_kernels.rows._results import RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
@@ -102,6 +103,14 @@ class Rows(NamedTuple):
     ) -> RowStats:
         """Statistics of the active rows, differentiable: for what is no sum of NLLs."""
         return self._do(ROW_STATS, ids, active, None, *mix, **asked)  # type: ignore[no-any-return]
+
+    def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **asked: Any) -> Divergence:
+        """The divergence of the rows to the teacher's, logits or hidden states like these, which is checked here."""
+        asked = {**self.options.transform._asdict(), "backend": self.options.backend, **asked}
+        if self.weight is None:
+            return divergence(self.x, teacher, weights, **asked)
+        asked |= {"bias": self.bias, "extra": self.extra, "chunk_size": self.options.chunk_size}
+        return linear_divergence(self.x, self.weight, teacher, weights, **asked)
 
     def _do(self, op: RowOp, *of_rows: torch.Tensor | None, **asked: Any) -> Any:
         job = Job(self.x, self.weight, self.bias, *all_plain(*of_rows))

@@ -6,19 +6,16 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
-from dllm_kernels.losses._blocks import NORMALIZE, Counts, in_blocks, normalized, rows_of_block
+from dllm_kernels.losses._blocks import Counts
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows, weighted_rows
+from dllm_kernels.losses._draft import DraftLoss
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
-from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, check_choice, weights_of_blocks
 from dllm_kernels.rows._call import call
 from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL
 
-POSITION_WEIGHTS = ("decay", *VARIANTS)
 
-
-class DFlashDecayLoss(TransformedLoss):
+class DFlashDecayLoss(DraftLoss):
     r"""Cross-entropy of the drafted tokens, each weighted by how much of its block depends on it.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
@@ -39,9 +36,10 @@ class DFlashDecayLoss(TransformedLoss):
             states or :meth:`forward` with logits. Each method does what its name says whatever this is.
         chunk_size: rows of logits that exist at a time in :meth:`forward_fused`. The default keeps the documented
             memory; larger chunks are faster on a GPU, None chooses.
-        normalize: what N is. "tokens": ``num_tokens``. "mean": the sum of the weights (plus 1e-6). "blocks": the blocks
-            with any valid row, one whose ``block_mask`` is not 0. "sequences": the sequences with any. "sequence_blocks":
-            each sequence's sum is divided by its own valid blocks, and their sum by the sequences with any.
+        normalize: what N is. "tokens": ``num_tokens``. "rows": the same, or without it the sum of ``block_mask``. "mean": the
+            sum of the weights (plus 1e-6). "blocks": the blocks with any valid row, one whose ``block_mask`` is not 0.
+            "sequences": the sequences with any. "sequence_blocks": each sequence's sum is divided by its own valid blocks,
+            and their sum by the sequences with any.
         position_weights: "decay"; or "dpace", "prefix" or "continuation": S, C or S / C of :func:`dpace_weights`, under any of
             its names.
         dpace_alpha: the least smoothed confidence of :func:`dpace_weights`, in [0, 1].
@@ -77,16 +75,11 @@ class DFlashDecayLoss(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         """The arguments are described with the class."""
-        super().__init__(softcap, scale, skip_id, reduction, backend)
-        _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
-        self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
+        super().__init__(
+            loss_gamma, chunk_size, normalize, position_weights=position_weights, dpace_alpha=dpace_alpha,
+            anchor_row=anchor_row, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
+        )  # fmt: skip
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
-        self.chunk_size = chunk_size
-        self.normalize = normalize
-        self.position_weights = position_weights
-        self.dpace_alpha = dpace_alpha
-        self.anchor_row = anchor_row
-        self._check_settings()
 
     def forward(
         self,
@@ -108,8 +101,8 @@ class DFlashDecayLoss(TransformedLoss):
                 ``anchor_row``.
             target_ids: ``[B, T]`` integers; -100 counts as NLL 0 and never as correct.
             block_mask: ``[B, T]``, 0 where there is nothing to predict; fractions are kept as weights, constant ones.
-            num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself. Used with
-                ``normalize="tokens"`` alone.
+            num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, with
+                ``normalize="rows"`` the sum of ``block_mask``. Used with these two alone.
             block_size: positions of a block, the anchor included: the weights restart with each block, and accuracy is
                 counted at each offset. None: one block a sequence, no accuracy.
             num_blocks: divides the sum likewise with ``normalize="blocks"``; None: the valid blocks here. With
@@ -193,56 +186,13 @@ class DFlashDecayLoss(TransformedLoss):
             loss, correct = single_loss(out.loss, weights), out.correct
         else:
             each = rows.per_row(target_ids, block_mask, with_correct=True)
-            weights, correct = self._row_weights(mask, block_size, each.nll), each.correct
+            weights, correct = self._row_weights(mask, block_size, torch.exp(-each.nll.detach())), each.correct
             total = sum_of_rows(each.nll, self._normalized(weights, mask, block_size, counts))
             row_losses = weighted_rows(each.nll, weights) if gives_rows else None
             loss = single_loss(total, weights, row_losses)
         assert correct is not None
         hits, count = self._draft_acc_per_pos(correct, block_mask, self._with_anchor(block_size))
         return loss._replace(draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct)
-
-    def _check_settings(self) -> None:
-        """Also at each call, since they are attributes that may have been assigned since."""
-        _checks.check_constant("loss_gamma", self.loss_gamma)
-        check_choice("normalize", self.normalize, NORMALIZE)
-        check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
-        check_alpha("dpace_alpha", self.dpace_alpha)
-        _checks.checked_bool("anchor_row", self.anchor_row)
-        if self.loss_gamma is not None and not self.loss_gamma > 0:
-            raise ValueError(f"loss_gamma must be positive or None, got {self.loss_gamma}")
-        if self.chunk_size is not None:
-            _checks.check_positive_int("chunk_size", self.chunk_size)
-
-    def _decay_weights(
-        self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype
-    ) -> torch.Tensor:
-        """Decay of T predicted positions ``[T]``, restarting each block; all ones without a gamma."""
-        if self.loss_gamma is None:
-            return torch.ones(T, device=device, dtype=dtype)
-        k_minus_1 = torch.arange(T, device=device) % rows_of_block(T, block_size, self.anchor_row)
-        return torch.exp(-k_minus_1.to(dtype) / self.loss_gamma)
-
-    def _row_weights(self, mask: torch.Tensor, block_size: int | None, nll: torch.Tensor | None = None) -> torch.Tensor:
-        """What each row weighs before the denominator ``[B, T]``, detached; the decay needs no ``nll``."""
-        T = mask.shape[1]
-        if self.position_weights == "decay":
-            return self._decay_weights(T, block_size, mask.device, mask.dtype) * mask
-        assert nll is not None
-        rows = rows_of_block(T, block_size, self.anchor_row)
-        q, valid = in_blocks(torch.exp(-nll.detach()), rows), in_blocks(mask, rows)
-        return weights_of_blocks(q, valid, self.dpace_alpha, VARIANTS[self.position_weights]).reshape(mask.shape)
-
-    def _normalized(
-        self, weights: torch.Tensor, mask: torch.Tensor, block_size: int | None, counts: Counts
-    ) -> torch.Tensor:
-        """Row weights over the denominator; only where it counts blocks there must be a whole number of them."""
-        by_blocks = self.normalize in ("blocks", "sequence_blocks")
-        rows = rows_of_block(mask.shape[1], block_size if by_blocks else None, self.anchor_row)
-        return normalized(weights, mask, rows, self.normalize, counts)
-
-    def _with_anchor(self, block_size: int | None) -> int | None:
-        """The size of a block of as many rows, all of them behind an anchor."""
-        return block_size + 1 if self.anchor_row and block_size is not None else block_size
 
     def _reduce(
         self,
@@ -262,24 +212,10 @@ class DFlashDecayLoss(TransformedLoss):
         one op instead, so overriding these two does not change them.
         """
         mask = block_mask.to(token_nll.dtype)
-        weights, counts = self._row_weights(mask, block_size, token_nll), Counts(num_tokens, num_blocks, num_sequences)
+        weights = self._row_weights(mask, block_size, torch.exp(-token_nll.detach()))
+        counts = Counts(num_tokens, num_blocks, num_sequences)
         out = single_loss(sum_of_rows(token_nll, self._normalized(weights, mask, block_size, counts)), weights)
         return out._replace(draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
-
-    @staticmethod
-    def _draft_acc_per_pos(
-        correct: torch.Tensor, block_mask: torch.Tensor, block_size: int | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sums over batch and blocks of ``correct * block_mask`` and of ``block_mask``, both ``[B, T]``, at each offset.
-
-        Float32; ``correct`` may be bool or float. (None, None) when ``block_size`` is None or at most 1, or T is not a
-        multiple of ``block_size - 1``.
-        """
-        if block_size is None or block_size <= 1 or correct.shape[1] % (block_size - 1) != 0:
-            return None, None
-        valid = block_mask.to(torch.float32).reshape(-1, block_size - 1)
-        hits = torch.where(valid != 0, correct.to(torch.float32).reshape(valid.shape) * valid, 0.0)
-        return hits.sum(dim=0), valid.sum(dim=0)
 
     @staticmethod
     def _chunk_nll(

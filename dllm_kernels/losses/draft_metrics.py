@@ -47,21 +47,25 @@ def acceptance_length(
     *,
     anchor_row: bool = False,
     bonus: bool = False,
+    sampling: bool = False,
     group: Any = None,
 ) -> torch.Tensor:
-    r"""How many drafted tokens of a block are accepted in the mean, by greedy verification.
+    r"""How many drafted tokens of a block are accepted in the mean, by greedy verification or by sampling.
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ or } m_i = 0]
 
     over the N blocks with any valid row: a block is accepted as far as its first wrong token. A row that is not valid is
-    passed over and does not end the accepted prefix.
+    passed over and does not end the accepted prefix. With ``sampling`` it is what speculative sampling accepts in expectation:
+    the rate :math:`a_i` stands in the place of [correct].
 
     Args:
-        output: what :class:`DFlashDecayLoss` returned, or ``[B, T]``, nonzero where the drafted token is the target's own.
+        output: what :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss` returned, or ``[B, T]``, nonzero where the
+            drafted token is the target's own; with ``sampling`` the acceptance rates, in [0, 1].
         mask: ``[B, T]``, the ``block_mask`` of that call: 0 where there is nothing to predict, fractions are kept.
         block_size: as in that call: positions of a block, the anchor included. A block has ``block_size - 1`` rows.
         anchor_row: as in that loss: a block has ``block_size`` rows.
         bonus: add the token that the target itself gives after the accepted ones, 1 a block.
+        sampling: count acceptance rates, which the loss has found where it was given a teacher, and not matches.
         group: process group to sum over before dividing; None: this rank alone.
 
     Returns:
@@ -71,7 +75,8 @@ def acceptance_length(
         TypeError: an argument that should be a tensor, an int or a bool is not.
         ValueError: shapes, dtypes or devices that do not fit, T is no whole number of blocks, or the output of another loss.
     """
-    correct = _correct_of(output)
+    sampling = _checks.checked_bool("sampling", sampling)
+    correct = _rates_of(output) if sampling else _correct_of(output)
     _checks.check_positive_int("block_size", block_size)
     anchor_row, bonus = _checks.checked_bool("anchor_row", anchor_row), _checks.checked_bool("bonus", bonus)
     _checks.check_mask("mask", mask, correct.shape, "that of correct")
@@ -80,7 +85,8 @@ def acceptance_length(
     correct, mask = all_plain(correct, mask)
     rows = rows_of_block(correct.shape[1], block_size, anchor_row)
     valid = in_blocks(mask.detach().to(torch.float32), rows)
-    passed = (in_blocks(correct, rows) != 0) | (valid == 0)
+    rates = (correct.detach() if sampling else correct != 0).to(torch.float32)
+    passed = torch.where(valid == 0, 1.0, in_blocks(rates, rows))
     sums = torch.stack([(passed.cumprod(-1) * valid).sum(), (valid != 0).any(-1).sum().to(torch.float32)])
     if group is not None:
         from dllm_kernels.distributed.reduce import summed_over
@@ -88,6 +94,17 @@ def acceptance_length(
         sums = summed_over(sums, group)
     accepted, blocks = sums.unbind()
     return (accepted + blocks if bonus else accepted) / blocks.clamp(min=1)
+
+
+def _rates_of(output: Any) -> torch.Tensor:
+    """The acceptance rates, of a loss's output or as they were given."""
+    rates = output.acceptance_rate if isinstance(output, DLLMLossOutput) else output
+    if rates is None:
+        raise ValueError(
+            "output must have acceptance_rate, as that of DraftDistillationLoss with a teacher has, got None"
+        )
+    _checks.check_float("correct", rates)
+    return rates
 
 
 def _correct_of(output: Any) -> torch.Tensor:

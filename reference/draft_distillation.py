@@ -1,0 +1,177 @@
+"""Distillation of a block draft model: the divergence of its rows to the target model's, weighted like DFlash's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from reference.dflash import decay_weights
+from reference.divergence import divergence
+from reference.dpace_weights import dpace_weights
+from reference.token_nll import Count, compute_dtype, token_nll
+
+
+def position_weights_of(
+    mask: torch.Tensor, rows: int, q: torch.Tensor, *, gamma: float | None, decay_from: int, variant: str, alpha: float
+) -> torch.Tensor:
+    """``w m`` of each row ``[B, T]``: ``w_k = exp(-(k - decay_from) / gamma)`` from row ``decay_from`` of its block on, or D-PACE's.
+
+    Args:
+        mask: ``[B, T]``.
+        rows: of a block.
+        q: the confidence ``[B, T]``, for D-PACE.
+        gamma: of the decay; None: 1.
+        decay_from: the first row that the decay gives any weight to.
+        variant: ``"decay"`` or a variant of ``dpace_weights``.
+        alpha: its alpha.
+
+    Returns:
+        ``[B, T]``.
+
+    Source: the DFlash paper, Eq. 4; D-PACE, arXiv:2605.18810.
+    """
+    B, T = mask.shape
+    if variant != "decay":
+        blocks = (B, T // rows, rows)
+        return dpace_weights(q.reshape(blocks), mask.reshape(blocks), alpha, variant).reshape(B, T)
+    w = torch.zeros(T, dtype=mask.dtype, device=mask.device)
+    late = [t for t in range(T) if t % rows >= decay_from]
+    per_block = decay_weights(rows, None, gamma, mask.dtype, mask.device)
+    for t in late:
+        w[t] = per_block[t % rows - decay_from]
+    return w * mask
+
+
+def denominator(
+    weights: torch.Tensor,
+    mask: torch.Tensor,
+    rows: int,
+    normalize: str,
+    *,
+    num_tokens: Count | None = None,
+    num_blocks: Count | None = None,
+    num_sequences: Count | None = None,
+    total_weight: Count | None = None,
+) -> torch.Tensor:
+    """What each row's ``weight * value`` is divided by ``[B, 1]``.
+
+    Args:
+        weights: of the rows ``[B, T]``.
+        mask: ``[B, T]``.
+        rows: of a block.
+        normalize: ``"tokens"``, ``"rows"``, ``"mean"``, ``"blocks"``, ``"sequences"`` or ``"sequence_blocks"``.
+        num_tokens: counts of the whole step; None: what is here.
+        num_blocks: likewise; with ``"sequence_blocks"`` ``[B]``.
+        num_sequences: likewise.
+        total_weight: likewise, the sum of the weights.
+
+    Returns:
+        ``[B, 1]``.
+
+    Source: DFlash, SpecForge and speculators, each with a denominator of its own.
+    """
+    B, T = mask.shape
+    ones = torch.ones(B, 1, dtype=weights.dtype, device=weights.device)
+    valid = (mask != 0).reshape(B, T // rows, rows).any(-1)
+
+    def given(count: Count | None, here: torch.Tensor | float) -> torch.Tensor:
+        number = torch.as_tensor(here if count is None else count, device=weights.device)
+        return number.to(weights.dtype).clamp(min=1)
+
+    if normalize == "mean":
+        return ones * (weights.sum() + 1e-6 if total_weight is None else total_weight)
+    if normalize in ("tokens", "rows"):
+        return ones * given(num_tokens, 1.0 if normalize == "tokens" else mask.sum())
+    if normalize == "blocks":
+        return ones * given(num_blocks, valid.sum())
+    sequences = given(num_sequences, valid.any(1).sum())
+    if normalize == "sequence_blocks":
+        return given(num_blocks, valid.sum(1))[:, None] * sequences
+    return ones * sequences
+
+
+def draft_distillation_loss(
+    logits: torch.Tensor,
+    teacher_logits: torch.Tensor,
+    target_ids: torch.Tensor | None,
+    block_mask: torch.Tensor,
+    num_tokens: Count | None = None,
+    block_size: int | None = None,
+    *,
+    kind: str | Mapping[str, float] = "kl",
+    loss_gamma: float | None = 7.0,
+    normalize: str = "tokens",
+    position_weights: str = "decay",
+    dpace_alpha: float = 0.5,
+    confidence: str = "target",
+    anchor_row: bool = False,
+    decay_from: int = 0,
+    confidence_logits: torch.Tensor | None = None,
+    confidence_weight: float = 1.0,
+    num_blocks: Count | None = None,
+    num_sequences: Count | None = None,
+    total_weight: Count | None = None,
+    reduction: str = "total",
+    **options: Any,
+) -> torch.Tensor:
+    """``loss = 1 / N sum_i w_i m_i (D(p_i, q_i) + c BCE(sigmoid(s_i), a_i))``, ``a = sum_v min(p_v, q_v)`` a constant.
+
+    Args:
+        logits: the draft's ``[B, T, V]``, ``T = n_blocks * rows`` of ``block_size - 1`` rows, or ``block_size`` with
+            ``anchor_row``.
+        teacher_logits: the target model's ``[B, T, V]``.
+        target_ids: ``[B, T]``, for kind ``ce`` and the confidence of D-PACE; -100: none.
+        block_mask: valid positions ``[B, T]``, kept as weights when fractional.
+        num_tokens: as in :func:`denominator`.
+        block_size: positions of a block, its anchor included; None for one block.
+        kind: D, as in :func:`divergence`.
+        loss_gamma: how slowly the weights fall, in positions; None for no decay.
+        normalize: what N is.
+        position_weights: ``"decay"``, or a variant of ``dpace_weights``.
+        dpace_alpha: its alpha.
+        confidence: q of D-PACE: the probability of the ``"target"``, of the ``"teacher"``'s argmax, or a (``"acceptance"``).
+        anchor_row: whether the anchor has a row.
+        decay_from: as in :func:`position_weights_of`.
+        confidence_logits: s ``[B, T]``; None: no such part.
+        confidence_weight: c.
+        num_blocks: as in :func:`denominator`.
+        num_sequences: likewise.
+        total_weight: likewise.
+        reduction: "none" for ``w_i m_i (...)`` of each row ``[B, T]``.
+        options: of :func:`divergence`.
+
+    Returns:
+        A scalar, or ``[B, T]``, in float32 (float64 for float64 logits), in nats.
+
+    Source: :func:`divergence`; DSpark for the confidence's part.
+    """
+    dtype = compute_dtype(logits)
+    T = block_mask.shape[1]
+    rows = max(T, 1) if block_size is None else max(block_size - (0 if anchor_row else 1), 1)
+    mask, on = block_mask.to(dtype), block_mask != 0
+    each = divergence(logits, teacher_logits, on.to(dtype), kind=kind, targets=target_ids, reduction="none", **options)
+    if confidence == "target" and target_ids is not None:
+        q = torch.exp(-token_nll(logits, target_ids, active=block_mask)).detach()
+    elif confidence == "teacher":
+        q = torch.exp(-divergence(logits, teacher_logits, on.to(dtype), kind="teacher_ce").value).detach()
+    else:
+        q = each.alpha
+    weights = position_weights_of(
+        mask, rows, q, gamma=loss_gamma, decay_from=decay_from, variant=position_weights, alpha=dpace_alpha
+    )
+    value = each.value
+    if confidence_logits is not None:
+        s = torch.where(on, confidence_logits.to(dtype), 0.0)
+        a = each.alpha.clamp(0, 1)
+        value = value - confidence_weight * (
+            a * torch.nn.functional.logsigmoid(s) + (1 - a) * torch.nn.functional.logsigmoid(-s)
+        )
+    if reduction == "none":
+        return torch.where(weights != 0, weights * value, 0.0)
+    over = denominator(
+        weights, mask, rows, normalize, num_tokens=num_tokens, num_blocks=num_blocks, num_sequences=num_sequences,
+        total_weight=total_weight,
+    )  # fmt: skip
+    return torch.where(weights != 0, weights / over * value, 0.0).sum()
