@@ -23,6 +23,7 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
     sum_gradient_over,
 )
+from dllm_kernels.distributed._teacher import local_pair
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard
 from dllm_kernels.rows._active_rows import choose_chunk, multiprocessors
@@ -52,12 +53,14 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     _checks.check_dtypes(_checks.LINEAR, hidden, weight, bias)
     if u is not None and extra_weight is not None:
         _checks.check_extra_dtypes(_checks.LINEAR, hidden, weight, u, extra_weight)
+    shard = None
     if vocab_dim is not None and isinstance(w, DTensor):
         shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
         check_local_shape("the LM head's weight", w, (shard.size, w.shape[1]))
         if isinstance(second, DTensor):
             check_local_shape("extra[1]", second, (shard.size, second.shape[1]))
         plan = _on_shard(hidden, plan, shard)
+    plan = plan._replace(pair=local_pair(plan.pair, job.x, rows, shard))
     return Job.of((hidden, weight, bias, u, extra_weight), [rows.local(t) for t in job.of_rows]), plan, rows
 
 

@@ -12,7 +12,7 @@ from dllm_kernels.distributed.vocab_parallel import local_logits
 from dllm_kernels.rows import _run
 from dllm_kernels.rows._plan import Job, Plan
 from dllm_kernels.rows._records import RowOp
-from dllm_kernels.rows._results import RowObjective, WeightedNLL
+from dllm_kernels.rows._results import Divergence, RowObjective, WeightedNLL
 from dllm_kernels.rows._route import handles_dtensors
 
 
@@ -28,7 +28,7 @@ def run(op: RowOp, job: Job, plan: Plan) -> Any:
     out = _run.run(op, here, plan)
     if not rows.groups:
         return out
-    if isinstance(out, (WeightedNLL, RowObjective)):
+    if isinstance(out, (WeightedNLL, RowObjective)) or (isinstance(out, Divergence) and not out.loss.dim()):
         return type(out)(sum_over(out.loss, rows.groups), *_whole(rows, out[1:]))  # type: ignore[arg-type]
     return type(out)(*_whole(rows, out))
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from dllm_kernels.base._row_stats import Ask, Coefficients, Found, nll_of_stats
 from dllm_kernels.base._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
 from dllm_kernels.base._transform import Transform
+from dllm_kernels.distributed._divergence import divergence
 from dllm_kernels.distributed._layout import (
     Rows,
     check_contiguous,
@@ -38,6 +39,7 @@ from dllm_kernels.distributed._layout import (
     rows_of,
     shard_dim,
 )
+from dllm_kernels.distributed._teacher import local_pair
 from dllm_kernels.rows._plan import Job, Plan
 
 
@@ -77,7 +79,9 @@ class VocabShard(NamedTuple):
             nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
             return out
 
-        return RowPrimitives(stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, _divergence)
+        return RowPrimitives(
+            stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, self)
+        )
 
     def local_transform(self, transform: Transform) -> Transform:
         """The same transform of these columns, which may not have the skipped one."""
@@ -106,14 +110,18 @@ def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
         ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
     """
     logits = job.x
-    assert isinstance(logits, DTensor)
+    if not isinstance(logits, DTensor):  # the teacher's are
+        whole = Rows(tuple(logits.shape[:-1]), tuple((0, size) for size in logits.shape[:-1]), ())
+        return job, plan._replace(pair=local_pair(plan.pair, logits, whole, None)), whole
     vocab_dim = _vocab_mesh_dim(logits)
     mesh, V = logits.device_mesh, logits.shape[-1]
     rows = rows_of("logits", logits)
     columns = V if vocab_dim is None else local_range(V, mesh, [vocab_dim])[1]
     check_local_shape("logits", logits, (*rows.local_shape, columns))
-    if vocab_dim is not None:
-        plan = plan._replace(rows=vocab_shard(V, mesh, vocab_dim).primitives(plan))
+    shard = None if vocab_dim is None else vocab_shard(V, mesh, vocab_dim)
+    if shard is not None:
+        plan = plan._replace(rows=shard.primitives(plan))
+    plan = plan._replace(pair=local_pair(plan.pair, logits, rows, shard))
     here = local_piece(logits, logits.placements)
     return Job(here, None, None, *map(rows.local, job.of_rows)), plan, rows  # type: ignore[arg-type]
 
@@ -234,7 +242,3 @@ def _backward(
     """The gradient of this rank's columns; no communication."""
     if shard.size:
         local.backward(logits, _local_ask(shard, ask), c, *sums_and_out)
-
-
-def _divergence(*_: object, **__: object) -> Any:
-    raise NotImplementedError("a divergence of rows whose vocabulary is split over ranks")

@@ -39,7 +39,7 @@ def handles_dtensors(run: Run) -> Run:
 
 def route(op: RowOp, job: Job, plan: Plan) -> Any:
     """Do a job."""
-    if not any(is_dtensor(t) for t in job):
+    if not any(is_dtensor(t) for t in (*job, *(plan.pair.tensors if plan.pair is not None else ()))):
         return _run.run(op, job, plan)
     _load()
     return _of_dtensors[0](op, job, plan)

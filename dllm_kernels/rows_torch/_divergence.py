@@ -271,29 +271,6 @@ def _key(feature: Feature, hyper: Hyper) -> Key:
     return feature, hyper if feature.hyper else None
 
 
-class Side(NamedTuple):
-    """The student's rows or the teacher's: where they lie, what they go through."""
-
-    rows: Listed
-    transform: Transform
-
-
-class Row(NamedTuple):
-    """What there is of each row beside its logits, and what is found of it, ``[n, 1]``; below in blocks."""
-
-    weight: Tensor
-    lost: Tensor | None
-    target: Tensor | None
-    value: Tensor
-    alpha: Tensor
-    agree: Tensor
-
-    def blocks(self, size: int) -> list[Row]:
-        count = -(-self.value.shape[0] // size)
-        parts = ([None] * count if t is None else split(t, size) for t in self)
-        return [Row(*part) for part in zip(*parts, strict=True)]
-
-
 class Room(NamedTuple):
     """A thread's buffers: the student's, the teacher's, and blocks to work in."""
 
@@ -302,123 +279,192 @@ class Room(NamedTuple):
     more: Sequence[Tensor]
 
 
+class Block(NamedTuple):
+    """Some rows of both: the transformed logits ``[R, V]``, the slope of the student's, and its buffers."""
+
+    z: Tensor
+    t: Tensor
+    slope: Tensor | float
+    room: Room
+
+    @property
+    def more(self) -> list[Tensor]:
+        """Buffers of the size of the block."""
+        return [top(buffer, self.z) for buffer in self.room.more]
+
+
+class Norms(NamedTuple):
+    """The logarithm of a row's softmax is the row less both: its maximum, log sum e^(z - maximum), ``[R, 1]``; of both sides."""
+
+    row_max: Tensor
+    log_sum: Tensor
+    its_row_max: Tensor
+    its_log_sum: Tensor
+
+
+class Pairs:
+    """The rows of nonzero weight beside those of the teacher, a block at a time, shared out among threads.
+
+    Attributes:
+        rows: which they are, of the N.
+        lost: bool ``[n, 1]``, which of them the teacher has no row for, or None.
+    """
+
+    def __init__(
+        self, logits: Tensor, teacher: Tensor, weights: Tensor, teacher_rows: Tensor | None, buffers: int,
+        transform: Transform, teacher_transform: Transform,
+    ) -> None:  # fmt: skip
+        self.N, self.buffers = weights.shape[0], buffers
+        self.logits, self.teacher = logits, teacher
+        self.transforms = transform, teacher_transform
+        self.rows = (weights != 0).nonzero().squeeze(1)
+        n, self.acc = self.rows.numel(), acc_dtype(logits.dtype)
+        self.threads, size = team(n, logits.shape[-1], self.acc, logits.device)
+        self.size = max(1, size // BUFFERS)
+        self.lost: Tensor | None = None
+        if n:
+            self.student = Listed(logits, self.rows)
+            self.theirs = self._teacher_rows(teacher_rows)
+
+    def _teacher_rows(self, teacher_rows: Tensor | None) -> Listed:
+        if teacher_rows is None:
+            return Listed(self.teacher, self.rows)
+        index = teacher_rows[self.rows]
+        inside = index.clamp(0, self.teacher.shape[0] * self.teacher.shape[1] - 1)
+        self.lost = (index != inside).unsqueeze(1)
+        listed = Listed(self.teacher, inside)
+        listed.together = listed.together and bool((inside.diff() == 1).all())
+        return listed
+
+    def taken(self, t: Tensor | None) -> Tensor | None:
+        """These rows of a tensor with one number a row, ``[n, 1]``."""
+        return None if t is None else (t if self.rows.numel() == self.N else t[self.rows]).unsqueeze(1)
+
+    def placed(self, t: Tensor) -> Tensor:
+        """``[n, 1]`` numbers as ``[N]``, 0 in the other rows."""
+        t = t.squeeze(1)
+        return t if self.rows.numel() == self.N else t.new_zeros(self.N).index_copy_(0, self.rows, t)
+
+    def empty(self, columns: int = 1, dtype: torch.dtype | None = None) -> Tensor:
+        """``[n, columns]`` numbers to be found."""
+        return torch.empty(self.rows.numel(), columns, dtype=dtype or self.acc, device=self.logits.device)
+
+    def each(self, work: Callable[..., Tensor | None], *per_row: Tensor | None, out: Tensor | None = None) -> None:
+        """Call ``work(block, *parts of per_row)`` for every block; with ``out [B, L, V]`` it returns the gradient of its rows."""
+        n, V, device = self.rows.numel(), self.logits.shape[-1], self.logits.device
+        if n == 0:
+            if out is not None:
+                out.zero_()
+            return
+        target = None if out is None else with_zeros_between(out, self.rows, self.size)
+        count = -(-n // self.size)
+        writes = [None] * count if target is None else target.blocks(self.size)
+        parts = zip(*([None] * count if t is None else split(t, self.size) for t in per_row), strict=True)
+        blocks = zip(self.student.blocks(self.size), self.theirs.blocks(self.size), writes, parts, strict=True)
+        spare = 0 if target is None else target.spare
+        in_place = self.student.together and (target is None or target.together)
+        caps = target is not None and self.transforms[0].softcap is not None
+        mine = spaces_for(self.threads, self.size + spare, V, self.logits, wide=True, narrow=not in_place, slope=caps)
+        its = spaces_for(self.threads, self.size, V, self.teacher, wide=True, narrow=not self.theirs.together)
+        rooms = [
+            Room(a, b, [torch.empty(self.size, V, dtype=self.acc, device=device) for _ in range(self.buffers)])
+            for a, b in zip(mine, its, strict=True)
+        ]
+        share_out([partial(self._block, work, target, *here) for here in blocks], rooms)
+
+    def _block(
+        self, work: Callable[..., Tensor | None], target: Listed | Spread | None, mine: Tensor, its: Tensor, to: Any,
+        parts: Sequence[Tensor | None], room: Room,
+    ) -> None:  # fmt: skip
+        transform, its_transform = self.transforms
+        wide, slope = top(room.student.wide, mine), 1.0
+        z = self.student.load(mine, room.student)
+        if target is None:
+            z = transformed(z, transform, wide)
+        else:
+            z, slope = with_slope(z, transform, wide, top(room.student.slope, mine))  # type: ignore[assignment]
+        t = transformed(self.theirs.load(its, room.teacher), its_transform, top(room.teacher.wide, its))
+        block = Block(z, t, slope, room)
+        if target is None:
+            work(block, None, *parts)
+            return
+        grad = work(block, target.room(to, room.student), *parts)
+        assert grad is not None
+        target.store(to, through_(grad, slope, transform), room.student)
+
+
 def divergence(
     logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, teacher_rows: Tensor | None = None,
     targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform = NO_TRANSFORM,
     teacher_transform: Transform = NO_TRANSFORM, with_grad: bool, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """See ``base/_divergence.py``."""
-    N, V, acc = weights.shape[0], logits.shape[-1], acc_dtype(logits.dtype)
-    rows = (weights != 0).nonzero().squeeze(1)
-    value, alpha = (torch.zeros(N, dtype=acc, device=logits.device) for _ in range(2))
-    agree = torch.zeros(N, dtype=torch.bool, device=logits.device)
-    out = logits if out is None else out
-    if rows.numel() == 0:
-        if with_grad:
-            out.zero_()
-        return value, alpha, agree
     program = Program(recipe)
-    n, everything = rows.numel(), rows.numel() == N
-    student = Side(Listed(logits, rows), transform)
-    its, lost = _teacher_rows(teacher, rows, teacher_rows)
-    found = [t if everything else t.new_empty(n) for t in (value, alpha, agree)]
-    each = [t if t is None or everything else t[rows] for t in (weights, targets)]
-    row = Row(*(None if t is None else t.unsqueeze(1) for t in (each[0], lost, each[1], *found)))  # type: ignore[arg-type]
-    threads, size = team(n, V, acc, logits.device)
-    size = max(1, size // BUFFERS)
-    target = with_zeros_between(out, rows, size) if with_grad else None
-    block = partial(_block, program, student, Side(its, teacher_transform), target, mean_alpha)
-    writes = target.blocks(size) if target is not None else [None] * -(-n // size)
-    blocks = zip(student.rows.blocks(size), its.blocks(size), writes, row.blocks(size), strict=True)
-    spare = 0 if target is None else target.spare
-    in_place = student.rows.together and (target is None or target.together)
-    caps = with_grad and transform.softcap is not None
-    rooms = [
-        Room(mine, theirs, [torch.empty(size, V, dtype=acc, device=logits.device) for _ in range(program.buffers)])
-        for mine, theirs in zip(
-            spaces_for(threads, size + spare, V, logits, wide=True, narrow=not in_place, slope=caps),
-            spaces_for(threads, size, V, teacher, wide=True, narrow=not its.together),
-            strict=True,
-        )
-    ]
-    share_out([partial(block, *here) for here in blocks], rooms)
-    if not everything:
-        for whole, part in zip((value, alpha, agree), found, strict=True):
-            whole.index_copy_(0, rows, part)
-    return value, alpha, agree
+    pairs = Pairs(logits, teacher, weights, teacher_rows, program.buffers, transform, teacher_transform)
+    value, alpha, agree = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
+    skips = {transform.skip_id, teacher_transform.skip_id}
+    work = partial(_whole_rows, program, mean_alpha, skips.pop() if len(skips) == 1 else None)
+    per_row = (pairs.taken(weights), pairs.lost, pairs.taken(targets), value, alpha, agree)
+    pairs.each(work, *per_row, out=(logits if out is None else out) if with_grad else None)
+    return pairs.placed(value), pairs.placed(alpha), pairs.placed(agree)
 
 
-def _teacher_rows(teacher: Tensor, rows: Tensor, teacher_rows: Tensor | None) -> tuple[Listed, Tensor | None]:
-    """The teacher's rows beside these, and which of these have none."""
-    count = teacher.shape[0] * teacher.shape[1]
-    if teacher_rows is None:
-        return Listed(teacher, rows), None
-    index = teacher_rows[rows]
-    inside = index.clamp(0, count - 1)
-    listed = Listed(teacher, inside)
-    listed.together = listed.together and bool((inside.diff() == 1).all())
-    return listed, index != inside
-
-
-def _block(
-    program: Program, student: Side, teacher: Side, target: Listed | Spread | None, mean_alpha: Tensor | None,
-    mine: Tensor, its: Tensor, to: Any, row: Row, room: Room,
-) -> None:  # fmt: skip
-    wide = top(room.student.wide, mine)
-    z = student.rows.load(mine, room.student)
-    slope: Tensor | float = 1.0
-    if target is None:
-        z = transformed(z, student.transform, wide)
-    else:
-        z, slope = with_slope(z, student.transform, wide, top(room.student.slope, mine))
-    t = transformed(teacher.rows.load(its, room.teacher), teacher.transform, top(room.teacher.wide, its))
-    more = [top(buffer, mine) for buffer in room.more]
-    (here, best, V) = (*largest(z), z.shape[1])
-    (there, hot) = largest(t)
+def _whole_rows(
+    program: Program, mean_alpha: Tensor | None, skip: int | None, block: Block, out: Tensor | None, weight: Tensor,
+    lost: Tensor | None, y: Tensor | None, value_out: Tensor, alpha_out: Tensor, agree: Tensor,
+) -> Tensor | None:  # fmt: skip
+    """What is to be found of a block, and its gradient."""
+    z, t, more = block.z, block.t, block.more
+    (row_max, best), (its_row_max, hot) = largest(z), largest(t)
     p, q = (a_row_at_a_time(torch.softmax, x, buffer) for x, buffer in zip((z, t), more, strict=False))
-    log_sum = torch.amax(p, 1, keepdim=True).log_().neg_()  # the largest p is 1 / S
+    log_sum, its_log_sum = (torch.amax(x, 1, keepdim=True).log_().neg_() for x in (p, q))  # the largest p is 1 / S
     columns, work = Columns(p, q, None, None), more[2:]
     if program.logs:
-        log_p = torch.sub(z, here, out=more[2]).sub_(log_sum)
-        log_q = torch.sub(t, there, out=more[3]).sub_(torch.amax(q, 1, keepdim=True).log_().neg_())
-        skip = student.transform.skip_id
-        if skip is not None and skip == teacher.transform.skip_id:
-            log_p.select(1, skip).zero_()  # any number but an infinite one
-            log_q.select(1, skip).zero_()
-        columns, work = Columns(p, q, log_p, log_q), more[4:]
-    at_best = None if not program.best else log_sum - (z.gather(1, hot) - here)
-    at_target, on = None, None
-    if row.target is not None:
-        column, inside = column_of(row.target, V)
-        on = inside.to(p.dtype).masked_fill_(~inside & (row.target != SKIP), math.nan)
-        at_target = torch.where(on != 0, (log_sum - (z.gather(1, column) - here)) * on, 0.0)
-    value, c, alpha = _found(program, columns, work, row, mean_alpha, at_best, at_target, on)
-    if program.logs and not math.isfinite(value.sum().item()):  # an infinite logarithm, if nothing worse
-        value, c, alpha = _found(program, columns._replace(careful=True), work, row, mean_alpha, at_best, at_target, on)
-    row.value.copy_(value)
-    row.alpha.copy_(alpha)
-    torch.logical_and(best == hot, ~alpha.isnan(), out=row.agree)
-    if target is None:
-        return
-    grad = program.made(columns, work, c, target.room(to, room.student))
-    if c.best is not None:
-        grad.scatter_add_(1, hot, -c.best)
-    if c.target is not None:
-        grad.scatter_add_(1, column, -c.target)
-    target.store(to, through_(grad, slope, student.transform), room.student)
+        norms = Norms(row_max, log_sum, its_row_max, its_log_sum)
+        columns, work = Columns(p, q, *logarithms(block, norms, more[2:], skip)), more[4:]
+    at_best = at(z, hot, row_max, log_sum)[0] if program.best else None
+    at_target, on = (None, None) if y is None else at(z, y, row_max, log_sum)
+    for careful in (False, True):  # where a logarithm is infinite
+        alpha, *sums = program.summed(columns._replace(careful=careful), work)
+        if lost is not None:
+            alpha = alpha.masked_fill_(lost, math.nan)
+        lam_alpha = mean_alpha if program.mean_alpha and mean_alpha is not None else alpha
+        value, c = program.rows(sums, Numbers(alpha, lam_alpha, at_best, at_target, on), weight)
+        if not program.logs or math.isfinite(value.sum().item()):
+            break
+    value_out.copy_(value)
+    alpha_out.copy_(alpha)
+    torch.logical_and(best == hot, ~alpha.isnan(), out=agree)
+    if out is None:
+        return None
+    grad = program.made(columns, work, c, out)
+    for column, factor in ((hot, c.best), (y, c.target)):
+        if factor is not None and column is not None:
+            subtract_at(grad, column, factor)
+    return grad
 
 
-def _found(
-    program: Program, columns: Columns, work: Sequence[Tensor], row: Row, mean_alpha: Tensor | None,
-    at_best: Tensor | None, at_target: Tensor | None, on: Tensor | None,
-) -> tuple[Tensor, Coefficients, Tensor]:  # fmt: skip
-    """(value, coefficients, a) of a block."""
-    alpha, *sums = program.summed(columns, work)
-    if row.lost is not None:
-        alpha = alpha.masked_fill_(row.lost, math.nan)
-    lam_alpha = mean_alpha if program.mean_alpha and mean_alpha is not None else alpha
-    value, c = program.rows(sums, Numbers(alpha, lam_alpha, at_best, at_target, on), row.weight)
-    return value, c, alpha
+def logarithms(block: Block, norms: Norms, out: Sequence[Tensor], skip: int | None) -> tuple[Tensor, Tensor]:
+    """``log_p`` and ``log_q``; 0 in the column that is skipped on both sides, where no product with it is to be NaN."""
+    log_p = torch.sub(block.z, norms.row_max, out=out[0]).sub_(norms.log_sum)
+    log_q = torch.sub(block.t, norms.its_row_max, out=out[1]).sub_(norms.its_log_sum)
+    if skip is not None:
+        log_p.select(1, skip).zero_()
+        log_q.select(1, skip).zero_()
+    return log_p, log_q
+
+
+def at(z: Tensor, y: Tensor, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    """(-log p of the column y, 0 where it is ``SKIP``; 1, 0 where it is ``SKIP``, NaN where there is no such column)."""
+    column, inside = column_of(y, z.shape[1])
+    on = inside.to(row_max.dtype).masked_fill_(~inside & (y != SKIP), math.nan)
+    return torch.where(on != 0, (log_sum - (z.gather(1, column) - row_max)) * on, 0.0), on
+
+
+def subtract_at(grad: Tensor, y: Tensor, factor: Tensor) -> None:
+    """The factor of each row less in its column y, if it has such a column."""
+    column, inside = column_of(y, grad.shape[1])
+    grad.scatter_add_(1, column, torch.where(inside, -factor, 0.0))
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
