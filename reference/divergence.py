@@ -179,7 +179,8 @@ def divergence(
         value = value + coefficient * row_divergence(
             name, log_p, log_q, y, mean if alpha == "mean" else None, **own_options
         )
-    value = torch.where(on, value * temperature**2, 0.0)
+    there = torch.where(a.isnan(), math.nan, 1.0)  # a row of either side that has no distribution
+    value = torch.where(on, value * there * temperature**2, 0.0)
     loss = torch.where(on, weights * value, 0.0)
     agree = on & ~a.isnan() & (_first_argmax(z) == _first_argmax(t))
     return Divergence(loss.sum() if reduction == "sum" else loss, value, a, agree)

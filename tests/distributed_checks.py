@@ -27,6 +27,9 @@ CHECKS = {2: {}, 4: {}}
 EXHAUSTIVE = {
     (2, "special_row_statistics[-inf in one shard]"),
     (2, "inside_a_compiled_step[logits]"),
+    (2, "tp_divergence[lk, mean]"),
+    (2, "tp_divergence_of_logits[kl]"),
+    (2, "special_rows_of_a_divergence"),
     (4, "a_skipped_column_is_one_of_the_whole_row"),
 }
 # Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.

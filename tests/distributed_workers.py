@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dllm_kernels import ops
 from tests import (  # noqa: F401
     distributed_data,
+    distributed_divergence,
     distributed_extra,
     distributed_fsdp,
     distributed_pipeline,
