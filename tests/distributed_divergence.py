@@ -1,4 +1,4 @@
-"""Checks of the divergences in several processes: split vocabularies, sharded heads, split rows, teachers laid out in their own way."""
+"""Checks of the divergences in several processes: split vocabularies, sharded heads, split rows, teachers laid out otherwise."""
 
 import torch
 import torch.distributed as dist

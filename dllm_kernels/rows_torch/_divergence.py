@@ -37,8 +37,6 @@ from dllm_kernels.rows_torch._workers import share_out
 Tensor = torch.Tensor
 # Columns among which the largest is looked for first: torch finds where it is at a tenth of the speed at which it finds it.
 TILE = 256
-# Buffers of a block's size that are in use at a time, by which a block is the smaller.
-BUFFERS = 4
 
 
 class Columns(NamedTuple):
@@ -319,8 +317,7 @@ class Pairs:
         self.transforms = transform, teacher_transform
         self.rows = (weights != 0).nonzero().squeeze(1)
         n, self.acc = self.rows.numel(), acc_dtype(logits.dtype)
-        self.threads, size = team(n, logits.shape[-1], self.acc, logits.device)
-        self.size = max(1, size // BUFFERS)
+        self.threads, self.size = team(n, logits.shape[-1], self.acc, logits.device)
         self.lost: Tensor | None = None
         if n:
             self.student = Listed(logits, self.rows)
@@ -417,7 +414,7 @@ def _whole_rows(
     z, t, more = block.z, block.t, block.more
     (row_max, best), (its_row_max, hot) = largest(z), largest(t)
     p, q = (a_row_at_a_time(torch.softmax, x, buffer) for x, buffer in zip((z, t), more, strict=False))
-    log_sum, its_log_sum = (torch.amax(x, 1, keepdim=True).log_().neg_() for x in (p, q))  # the largest p is 1 / S
+    log_sum, its_log_sum = (x.gather(1, v).log_().neg_() for x, v in ((p, best), (q, hot)))  # the largest p is 1 / S
     columns, work = Columns(p, q, None, None), more[2:]
     if program.logs:
         norms = Norms(row_max, log_sum, its_row_max, its_log_sum)
@@ -477,7 +474,9 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     of_tile = x[:, :whole].view(-1, whole // TILE, TILE).amax(2)
     if whole < V:
         of_tile = torch.cat([of_tile, x[:, whole:].amax(1, keepdim=True)], 1)
-    tile = of_tile.argmax(1, keepdim=True)
-    columns = torch.arange(TILE, device=x.device).add(tile * TILE)  # beyond the last column: that one once more
-    column = x.gather(1, columns.clamp_(max=V - 1)).argmax(1, keepdim=True).add_(tile * TILE)
-    return of_tile.gather(1, tile), column
+    row_max, tile = torch.max(of_tile, 1, keepdim=True)
+    first = tile * TILE
+    columns = torch.arange(TILE, device=x.device) + first
+    if whole < V:
+        columns.clamp_(max=V - 1)  # beyond the last column: that one once more
+    return row_max, x.gather(1, columns).argmax(1, keepdim=True).add_(first)
