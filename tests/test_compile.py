@@ -559,7 +559,8 @@ def opcheck(op, tensors, plan, tests=TESTS):
     job = Job(*(None if t is None else t.detach() for t in job))
     written = op.forward(job, plan)
     up = [None if t is None else torch.randn_like(t) for t in written[: op.differentiable]]
-    torch.library.opcheck(_compiled._rows_backward, (op.name, list(op.kept(job, written, plan)), up, *plan.pack()))
+    packed = plan.for_backward.pack()[:3]
+    torch.library.opcheck(_compiled._rows_backward, (op.name, list(op.kept(job, written, plan)), up, *packed))
 
 
 @pytest.mark.covering(1)
