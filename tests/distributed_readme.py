@@ -1,17 +1,20 @@
-"""The examples of docs/many-gpus.md, as printed, against plain PyTorch with the whole batch in one process.
+"""What docs/many-gpus.md prints, and the script for several GPUs, against plain PyTorch with the whole batch in one process.
 
 What they are compared with shares no code with them: counts, loss and gradients are worked out here by hand.
 """
+
+import importlib.util
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from dllm_kernels import corrupt_uniform
 from dllm_kernels.distributed import summed_over
 from tests.cases import BY_NAME
 from tests.distributed_checks import D, V, check, close, drawn, same_gradients
-from tests.readme import DOCS, fences, run
+from tests.readme import DOCS, ROOT, fences, run
 
 WORLD = 2
 PAGE = DOCS / "many-gpus.md"
@@ -132,3 +135,30 @@ SCENARIOS = {
 def readme(paragraph):
     """The code as printed: the loss and every gradient are those of one process."""
     SCENARIOS[paragraph](*fences(PAGE.read_text())[paragraph])
+
+
+@check(4)
+def example_fsdp2_tensor_parallel():
+    """The loss of each step of ``examples/fsdp2_tensor_parallel.py`` is that of one process, in float64."""
+    spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "fsdp2_tensor_parallel.py")
+    example = importlib.util.module_from_spec(spec)
+    torch.set_default_dtype(torch.float64)
+    try:
+        spec.loader.exec_module(example)
+        found = example.main(steps=3)
+        model, expected = example.Model(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            samples = step * example.B + torch.arange(example.B)
+            ids = (7 * samples[:, None] + torch.arange(example.L)) % example.MASK
+            noisy, noise, p = corrupt_uniform(ids, torch.ones(ids.shape), example.MASK, eps=0.1, seeds=samples)
+            nll = F.cross_entropy(model.lm_head(model(noisy)).transpose(1, 2), ids, reduction="none")
+            loss = (nll * noise / p).sum() / ids.numel()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert expected[2] < expected[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))

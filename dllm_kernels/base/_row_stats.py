@@ -24,6 +24,9 @@ is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a produc
 
 ``backward(logits, ask, coefficients, row_max, log_sum, out)``
     Writes the gradient in the logits to ``out``, which may be the logits themselves; zeros where a row is off.
+
+``small_backward(logits, ask, found, up)``, or None where a backend has none
+    The same, ``[N, V]``, straight from the upstream gradients, where the call is small enough; None where it is not.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Ask(NamedTuple):
         entropy, correct: whether these are asked for.
         gradients: whether W is.
         whole: whether these are all columns of a row, so that what is found of them is M and S; else a part.
+        lse: whether (M, log S) are asked for. Without, a backend whose backward pass does not need them leaves them out.
     """
 
     ids: torch.Tensor
@@ -62,14 +66,18 @@ class Ask(NamedTuple):
     correct: bool = False
     gradients: bool = False
     whole: bool = True
+    lse: bool = True
 
 
 class Found(NamedTuple):
-    """What there is to say of N rows: ``log_probs [N, K]``, else ``[N]``; in the dtype of sums, ``correct`` bool."""
+    """What there is to say of N rows: ``log_probs [N, K]``, else ``[N]``; in the dtype of sums, ``correct`` bool.
+
+    ``row_max`` and ``log_sum`` are tensors wherever they are asked for.
+    """
 
     log_probs: torch.Tensor
-    row_max: torch.Tensor
-    log_sum: torch.Tensor
+    row_max: Any
+    log_sum: Any
     entropy: torch.Tensor | None = None
     mix: torch.Tensor | None = None
     mix_weight: torch.Tensor | None = None
@@ -138,20 +146,23 @@ def nll_of_stats(
     """
 
     def nll(
-        logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
-    ) -> NLL:
-        found = stats.forward(logits, Ask(targets.unsqueeze(1), targets, transform=transform, correct=with_correct))
+        logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM,
+        with_lse: bool = True,
+    ) -> NLL:  # fmt: skip
+        ask = Ask(targets.unsqueeze(1), targets, transform=transform, correct=with_correct, lse=with_lse)
+        found = stats.forward(logits, ask)
         return 0 - found.log_probs.squeeze(1), found.row_max, found.log_sum, found.correct
 
     def weighted_nll(
         logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, with_correct: bool,
-        transform: Transform = NO_TRANSFORM,
+        transform: Transform = NO_TRANSFORM, with_lse: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
-        found = nll(logits, targets.masked_fill(weights == 0, SKIP), with_correct=with_correct, transform=transform)
+        marks = targets.masked_fill(weights == 0, SKIP)
+        found = nll(logits, marks, with_correct=with_correct, transform=transform, with_lse=with_lse)
         return found[0] * weights, *found
 
     def nll_grad(
-        logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, row_max: torch.Tensor, log_sum: torch.Tensor,
+        logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, row_max: Any, log_sum: Any,
         out: torch.Tensor, *, factor: torch.Tensor | None = None, transform: Transform = NO_TRANSFORM,
     ) -> None:  # fmt: skip
         if factor is not None:

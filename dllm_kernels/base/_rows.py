@@ -13,7 +13,8 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
 
 ``nll(logits, targets, *, with_correct)``
     Reads each active row once. Returns (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or None.
-    ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows.
+    ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows. A backend whose ``nll_grad`` of whole rows
+    reads neither row_max nor log_sum takes ``with_lse=False`` too, and then they are None.
 
 ``weighted_nll(logits, targets, weights, *, with_correct)``
     The same with a weight a row, in acc: a row of weight 0 is inactive too. Returns (weights * nll, nll, row_max, log_sum,
@@ -49,7 +50,7 @@ import torch
 from dllm_kernels.base._divergence import Divergences
 
 SKIP = -100
-NLL = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+NLL = tuple[torch.Tensor, Any, Any, torch.Tensor | None]
 
 
 class StatsPrimitives(NamedTuple):
@@ -58,6 +59,7 @@ class StatsPrimitives(NamedTuple):
     forward: Callable[..., Any]
     mix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     backward: Callable[..., None]
+    small_backward: Callable[..., torch.Tensor | None] | None = None
 
 
 class RowPrimitives(NamedTuple):

@@ -81,8 +81,8 @@ def row_objective(
     """
     ids, active, aux = _checked(fn, logits, aux, LOGITS.rows, ids, active)
     options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_correct=with_correct,
-        entropy=entropy,
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
+        with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     stats = call(ROW_STATS, LOGITS, Job(logits, None, None, ids, active), options, several=True)
     return _combined(fn, aux, stats, active)
@@ -155,7 +155,7 @@ def linear_row_objective(
     ids, active, aux = _checked(fn, hidden, aux, LINEAR.rows, ids, active)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, with_correct=with_correct, entropy=entropy,
+        num_active=num_active, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     job, options = checked(LINEAR, Job(hidden, weight, bias, ids, active), options, extra=extra, several=True)
     if torch.compiler.is_compiling() or not has_values(hidden):

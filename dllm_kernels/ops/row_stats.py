@@ -74,8 +74,8 @@ def row_stats(
     """
     a, b = _parts_of(mix)
     options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_correct=with_correct,
-        entropy=entropy,
+        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
+        with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     return call(ROW_STATS, LOGITS, Job(logits, None, None, ids, active, a=a, b=b), options, several=True)  # type: ignore[no-any-return]
 
@@ -135,7 +135,7 @@ def linear_row_stats(
     a, b = _parts_of(mix)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, with_correct=with_correct, entropy=entropy,
+        num_active=num_active, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     return call(ROW_STATS, LINEAR, Job(hidden, weight, bias, ids, active, a=a, b=b), options, extra=extra, several=True)  # type: ignore[no-any-return]
 

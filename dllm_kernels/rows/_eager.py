@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dllm_kernels.rows._first_order import first_order_only, handle
-from dllm_kernels.rows._plan import Job, Plan, placed
+from dllm_kernels.rows._plan import LEAVES, Job, Plan
 from dllm_kernels.rows._records import RowOp, Tensors
 
 
@@ -16,19 +16,19 @@ def call(op: RowOp, job: Job, plan: Plan) -> Tensors:
     """What the caller gets of the op over N rows, with the gradients that the plan needs."""
     if not any(plan.needs):
         return op.forward(job, plan)[: op.shown]
-    return _Rows.apply(op, plan, *job)[:-1]  # type: ignore[no-untyped-call, no-any-return]
+    return _Rows.apply(op, plan, job, *job.leaves)[:-1]  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, op: RowOp, plan: Plan, *tensors: Any) -> Tensors:
-        job = Job(*tensors)
+    def forward(ctx: Any, op: RowOp, plan: Plan, job: Job, *_: torch.Tensor | None) -> Tensors:
+        """The job's leaves come again by themselves, for autograd to see them."""
         written = op.forward(job, plan)
         hook = handle(written[0])  # type: ignore[arg-type]
         ctx.op, ctx.plan = op, plan.for_backward
         ctx.dtypes, ctx.instead = dtypes(job.leaves), op.instead[job.weight is not None]
-        theirs = written[: op.differentiable]  # which the caller may write into
-        kept = (t.clone() if t is not None and any(t is s for s in theirs) else t for t in op.kept(job, written, plan))
+        theirs = {id(t) for t in written[: op.differentiable] if t is not None}  # which the caller may write into
+        kept = [t.clone() if t is not None and id(t) in theirs else t for t in op.kept(job, written, plan)]
         ctx.save_for_backward(*kept, hook)
         ctx.check = op.before_backward and op.before_backward(job, plan)
         ctx.mark_non_differentiable(*(t for t in written[op.differentiable : op.shown] if t is not None))
@@ -40,11 +40,11 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, saved: Callable[[], Tensors], *grads: torch.Tensor | None) -> tuple[Any, ...]:
         up = upstream(ctx.op, grads)
         if up is None:
-            return (None,) * (2 + len(Job._fields))
+            return (None,) * (3 + LEAVES)
         if ctx.check is not None:
             ctx.check()
         made = ctx.op.backward(saved(), up, ctx.plan)
-        return None, None, *placed(in_dtypes(made, ctx.dtypes))
+        return None, None, None, *in_dtypes(made, ctx.dtypes)
 
 
 def upstream(op: RowOp, grads: Sequence[torch.Tensor | None]) -> Tensors | None:

@@ -37,11 +37,11 @@ def first_order_only(backward: Backward) -> Backward:
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if not torch.is_grad_enabled():
+            return backward(ctx, lambda: ctx.saved_tensors[:-1], *grads)
         saved = functools.cache(lambda: ctx.saved_tensors)
         with torch.no_grad():
             out = backward(ctx, lambda: saved()[:-1], *grads)
-        if not torch.is_grad_enabled():
-            return out
         return without_derivative(out, (saved()[-1], *grads), ctx.instead)
 
     return wrapped

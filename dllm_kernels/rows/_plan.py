@@ -221,6 +221,12 @@ class Plan(NamedTuple):
         """Whether small gradients underflow in the dtype of the logits: float16's least is 6e-8."""
         return self.dtype == torch.float16
 
+    def keeps_lse(self, job: Job) -> bool:
+        """Whether (row_max, log_sum) are made: the caller wants the logsumexp, or what backward runs reads it."""
+        if self.options.with_lse or self.triton or self.rows is not None or job.weight is not None or job.a is not None:
+            return True
+        return self.options.entropy and any(self.needs)
+
     def primitives(self) -> RowPrimitives:
         """The row primitives to work with."""
         return row_primitives(self.triton) if self.rows is None else self.rows

@@ -92,7 +92,8 @@ def row_ids(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
 def _row_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
     """Of (nll, row_max, log_sum, correct)."""
     N = job.ids.shape[0]
-    return (*(((N,), plan.acc),) * 3, ((N,), torch.bool) if plan.options.with_correct else None)
+    row = ((N,), plan.acc)
+    return row, *(row if plan.keeps_lse(job) else None,) * 2, ((N,), torch.bool) if plan.options.with_correct else None
 
 
 def _nll_result(plan: Plan, ids: torch.Size, _: torch.Size, *rows: Tensor | None) -> TokenNLL:
@@ -103,9 +104,12 @@ def _nll_result(plan: Plan, ids: torch.Size, _: torch.Size, *rows: Tensor | None
 
 
 def _nll_forward(job: Job, plan: Plan) -> Tensors:
-    return plan.primitives().nll(
-        as_blv(job.x), job.marks, with_correct=plan.options.with_correct, transform=plan.options.transform
-    )
+    return plan.primitives().nll(as_blv(job.x), job.marks, **_asked_of_nll(job, plan))
+
+
+def _asked_of_nll(job: Job, plan: Plan) -> dict[str, Any]:
+    asked: dict[str, Any] = {"with_correct": plan.options.with_correct, "transform": plan.options.transform}
+    return asked if plan.keeps_lse(job) else {**asked, "with_lse": False}
 
 
 def _kept_rows(job: Job, written: Tensors, _: Plan) -> Tensors:
@@ -238,12 +242,12 @@ def _weighted_nll_forward(job: Job, plan: Plan) -> Tensors:
     """Each operation on ``[N]`` numbers is a launch on a GPU: where the kernels weigh the rows, torch only adds up."""
     assert job.weights is not None
     logits, primitives = as_blv(job.x), plan.primitives()
-    options: dict[str, Any] = {"with_correct": plan.options.with_correct, "transform": plan.options.transform}
+    asked = _asked_of_nll(job, plan)
     found: tuple[Any, ...]
     if plan.read_beyond:
-        found = primitives.nll(logits, job.marks, **options)
+        found = primitives.nll(logits, job.marks, **asked)
     else:
-        weighted, *found = primitives.weighted_nll(logits, job.marks, job.weights, **options)  # type: ignore[assignment]
+        weighted, *found = primitives.weighted_nll(logits, job.marks, job.weights, **asked)  # type: ignore[assignment]
         if not plan.options.round_nll:
             return weighted.sum(), *found
     nll = rounded(found[0], plan)
@@ -324,7 +328,7 @@ LINEAR_TOKEN_NLL = RowOp(
 
 def _stats_forward(job: Job, plan: Plan) -> Tensors:
     found = (_stats.forward if job.weight is None else _stats.linear_forward)(job, plan)
-    lse = found.row_max + found.log_sum
+    lse = found.row_max + found.log_sum if plan.options.with_lse else None
     return (
         found.log_probs, lse, found.entropy, found.mix, found.correct,
         found.row_max, found.log_sum, found.mix_weight,
@@ -348,16 +352,16 @@ def _stats_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
 def _stats_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
     (N, K), acc, mix = job.ids.shape, plan.acc, job.a is not None
     row = ((N,), acc)
+    part = row if plan.keeps_lse(job) else None
     return (
-        ((N, K), acc), row, row if plan.options.entropy else None, row if mix else None,
-        ((N,), torch.bool) if plan.options.with_correct else None, row, row, row if mix and any(plan.needs) else None,
+        ((N, K), acc), row if plan.options.with_lse else None, row if plan.options.entropy else None, row if mix else None,
+        ((N,), torch.bool) if plan.options.with_correct else None, part, part, row if mix and any(plan.needs) else None,
     )  # fmt: skip
 
 
 def _stats_result(_: Plan, ids: torch.Size, rows: torch.Size, log_probs: Tensor, *others: Tensor | None) -> RowStats:
     lse, entropy, mix, correct = (None if t is None else t.view(rows) for t in others)
-    assert lse is not None
-    return RowStats(log_probs.view(ids), lse, entropy, mix, correct)
+    return RowStats(log_probs.view(ids), lse, entropy, mix, correct)  # type: ignore[arg-type]
 
 
 ROW_STATS = RowOp(

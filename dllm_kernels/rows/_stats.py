@@ -25,10 +25,14 @@ def forward(job: Job, plan: Plan) -> Found:
 def backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
     """The gradient of the logits, contiguous, in their dtype."""
     logits, ask = job.x, _ask(job, plan)
+    primitives = plan.primitives().stats
+    made = primitives.small_backward and primitives.small_backward(as_blv(logits), ask, found, up)
+    if made is not None:
+        return Gradients(made.view(logits.shape))
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     c = Coefficients.of(up, ask, found)
     ask = _with_gradient(ask, c.size(up))
-    plan.primitives().stats.backward(as_blv(logits), ask, c, found.row_max, found.log_sum, as_blv(grad))
+    primitives.backward(as_blv(logits), ask, c, found.row_max, found.log_sum, as_blv(grad))
     return Gradients(grad)
 
 
@@ -46,7 +50,7 @@ def linear_forward(job: Job, plan: Plan) -> Found:
                     whole.masked_fill_(rows.overflow, math.nan)
         log_probs, *others = (None if t is None else rows.whole(t) for t in out)
         assert log_probs is not None
-        return Found(log_probs.clone() if log_probs is not out[0] else log_probs, *others)  # type: ignore[arg-type]
+        return Found(log_probs.clone() if log_probs is not out[0] else log_probs, *others)
 
 
 def linear_backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
@@ -125,7 +129,17 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
 def _ask(job: Job, plan: Plan) -> Ask:
     """What the plan asks of rows that are flattened already."""
     o = plan.options
-    return Ask(job.ids, job.marks, job.a, job.b, o.transform, o.entropy, o.with_correct, any(plan.needs))
+    return Ask(
+        job.ids,
+        job.marks,
+        job.a,
+        job.b,
+        o.transform,
+        o.entropy,
+        o.with_correct,
+        any(plan.needs),
+        lse=plan.keeps_lse(job),
+    )
 
 
 def _with_gradient(ask: Ask, size: torch.Tensor) -> Ask:

@@ -14,10 +14,9 @@ import torch
 
 from dllm_kernels.base._row_stats import FARTHEST, Ask, Coefficients, Found
 from dllm_kernels.base._rows import SKIP
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
+from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
+from dllm_kernels.rows_torch import _few
 from dllm_kernels.rows_torch._blocks import (
-    FEW,
-    GRAIN,
     Listed,
     Space,
     Spread,
@@ -103,90 +102,95 @@ def _add_up_mix(
 class _Sums(NamedTuple):
     """What the blocks leave of each row; None where not asked for."""
 
-    row_max: torch.Tensor
+    row_max: torch.Tensor | None
     best: torch.Tensor | None
     log_sum: torch.Tensor | None
     row_sum: torch.Tensor | None
     moment: torch.Tensor | None
     mix: torch.Tensor | None
     mix_weight: torch.Tensor | None
+    log_probs: torch.Tensor | None
 
     @classmethod
-    def empty(
-        cls, n: int, like: torch.Tensor, *, best: bool = False, log_sum: bool = False, row_sum: bool = False,
-        moment: bool = False, mix: bool = False, mix_weight: bool = False,
-    ) -> _Sums:  # fmt: skip
+    def empty(cls, n: int, like: torch.Tensor, ask: Ask) -> _Sums:
+        """A mixture needs e^d, and S by itself; else torch's log-softmax leaves the rest."""
+        with_mix = ask.a is not None
+        wanted = (
+            with_mix or ask.lse or ask.correct, ask.correct, ask.lse and not with_mix, with_mix, ask.entropy, with_mix,
+            with_mix and ask.gradients,
+        )  # fmt: skip
         acc = acc_dtype(like.dtype)
-        wanted, dtypes = (True, best, log_sum, row_sum, moment, mix, mix_weight), (acc, torch.int64, *(acc,) * 5)
-        made = (torch.empty(n, dtype=d, device=like.device) if w else None for d, w in zip(dtypes, wanted, strict=True))
-        return cls(*made)  # type: ignore[arg-type]
+        dtypes = (acc, torch.int64, *(acc,) * 5)
+        made = [
+            torch.empty(n, 1, dtype=d, device=like.device) if w else None for d, w in zip(dtypes, wanted, strict=True)
+        ]
+        log_probs = None if with_mix else torch.empty(n, ask.ids.shape[1], dtype=acc, device=like.device)
+        return cls(*made, log_probs)  # type: ignore[call-arg]
 
-    def blocks(self, size: int) -> list[_Sums]:
-        """Views of ``[size, 1]``."""
-        count = -(-self.row_max.shape[0] // size)
-        parts = ([None] * count if t is None else split(t.unsqueeze(1), size) for t in self)
+    def blocks(self, size: int, count: int) -> list[_Sums]:
+        """Views of ``[size, 1]`` and ``[size, K]``."""
+        parts = ([None] * count if t is None else split(t, size) for t in self)
         return [_Sums(*part) for part in zip(*parts, strict=True)]
 
 
 def _reduce(
-    listed: Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix | None, room: _Room
-) -> None:
+    listed: Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix | None, column: torch.Tensor, room: _Room
+) -> None:  # fmt: skip
     """All sums of a block of rows."""
     wide = top(room.space.wide, block)
     z = transformed(listed.load(block, room.space), transform, wide)
-    if sums.best is None:
+    if sums.best is not None:
+        torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))  # type: ignore[arg-type]
+    elif sums.row_max is not None:
         torch.amax(z, 1, keepdim=True, out=sums.row_max)
-    else:
-        torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))
-    if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
+    if sums.log_probs is not None:
         log_p = a_row_at_a_time(torch.log_softmax, z, wide)
-        torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
+        torch.gather(log_p, 1, column, out=sums.log_probs)
+        if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
+            torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
         if sums.moment is not None:
             p = torch.exp(log_p, out=top(room.more[0], block))
             sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
         return
-    d = torch.sub(z, sums.row_max, out=wide)
+    assert mix is not None
     assert sums.row_sum is not None
+    d = torch.sub(z, sums.row_max, out=wide)  # type: ignore[arg-type]
     e = torch.exp(d, out=top(room.more[0], block))
     sum_rows(e, sums.row_sum)
     _fill_skipped(d, transform, 0)
-    d_sum = sum_rows(d) if mix is not None and bool(mix.none.any()) else None
+    d_sum = sum_rows(d) if bool(mix.none.any()) else None
     if sums.moment is not None:
         sum_rows(d.clamp_(min=FARTHEST).mul_(e), sums.moment)
-    if mix is not None:
-        _add_up_mix(e, d_sum, sums.row_sum, mix, sums, d, transform)
+    _add_up_mix(e, d_sum, sums.row_sum, mix, sums, d, transform)
 
 
 def forward(logits: torch.Tensor, ask: Ask) -> Found:
     """See ``base/_row_stats.py``."""
-    found_at_once = _forward_at_once(logits, ask) if _is_few(logits, ask) else None
-    if found_at_once is not None:
-        return found_at_once
+    if (few := _few.forward(logits, ask)) is not None:
+        return few
     B, L, V = logits.shape
     rows = (ask.marks != SKIP).nonzero().squeeze(1)
-    whole = _nothing(ask, acc_dtype(logits.dtype))
     if rows.numel() == 0:
-        return whole
-    acc = acc_dtype(logits.dtype)
+        return _nothing(ask, acc_dtype(logits.dtype))
+    acc, some = acc_dtype(logits.dtype), rows.numel() < B * L
     with_mix = ask.a is not None
-    listed, sums = Listed(logits, rows), _Sums.empty(
-        rows.numel(), logits, best=ask.correct, log_sum=not with_mix, row_sum=with_mix, moment=ask.entropy,
-        mix=with_mix, mix_weight=with_mix and ask.gradients,
-    )  # fmt: skip
+    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, ask)
+    ids = ask.ids.index_select(0, rows) if some else ask.ids
+    column, inside = column_of(ids, V)
     threads, size = team(rows.numel(), V, acc, logits.device)
-    mix = _Mix.of(ask, rows) if with_mix else None
-    parts = sums.blocks(size)
-    mixes = [None] * len(parts) if mix is None else mix.blocks(size)
-    blocks = zip(listed.blocks(size), parts, mixes, strict=True)
+    columns = split(column, size)
+    parts = sums.blocks(size, len(columns))
+    mixes = _Mix.of(ask, rows).blocks(size) if with_mix else [None] * len(parts)
+    blocks = zip(listed.blocks(size), parts, mixes, columns, strict=True)
     rooms = _rooms(threads, size, V, logits, int(ask.entropy or with_mix), narrow=not listed.together)
     share_out([partial(_reduce, listed, ask.transform, *block) for block in blocks], rooms)
-    ids = ask.ids[rows]
-    column, inside = column_of(ids, V)
-    picked = _at(listed, column).to(acc)
-    picked = transformed(picked, ask.transform.pointwise, picked)
-    found = _finish(sums, ids, picked.masked_fill_(~inside, math.nan))
-    if rows.numel() == B * L:
+    found = _with_mix(sums, listed, column, ask.transform) if with_mix else _of_log_p(sums, ask.lse)
+    found.log_probs.masked_fill_(~inside, math.nan).masked_fill_(ids == SKIP, 0)
+    if sums.best is not None:
+        found = found._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~found.log_probs[:, 0].isnan())
+    if not some:
         return found
+    whole = _nothing(ask, acc)
     for out, part in zip(whole, found, strict=True):
         if out is not None and part is not None:
             out.index_copy_(0, rows, part)
@@ -201,30 +205,35 @@ def _nothing(ask: Ask, acc: torch.dtype) -> Found:
         return ask.marks.new_zeros(ask.marks.shape, dtype=dtype) if wanted else None
 
     log_probs = ask.ids.new_zeros(ask.ids.shape, dtype=acc)
-    rows = (zeros(), zeros(), zeros(ask.entropy), zeros(mix), zeros(mix and ask.gradients))
+    rows = (zeros(ask.lse), zeros(ask.lse), zeros(ask.entropy), zeros(mix), zeros(mix and ask.gradients))
     return Found(log_probs, *rows, zeros(ask.correct, torch.bool))
 
 
-def _at(listed: Listed, columns: torch.Tensor) -> torch.Tensor:
-    """Entries ``[n, K]``, at so many columns of each row."""
-    return listed.flat[listed.index.unsqueeze(1), columns]
+def _with_mix(sums: _Sums, listed: Listed, column: torch.Tensor, transform: Transform) -> Found:
+    """From the sums of e^d and what the logits are in these columns."""
+    assert sums.row_max is not None
+    assert sums.row_sum is not None
+    picked = listed.flat[listed.index.unsqueeze(1), column].to(sums.row_max.dtype)
+    row_max, log_sum = _normalizer(sums.row_max, sums.row_sum.log())
+    log_probs = (transformed(picked, transform.pointwise, picked) - row_max) - log_sum
+    log_probs.masked_fill_(log_sum == -math.inf, math.nan)
+    entropy = None if sums.moment is None else log_sum - sums.moment / sums.row_sum
+    of_rows = (row_max, log_sum, entropy, sums.mix, sums.mix_weight)
+    return Found(log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
 
 
-def _finish(sums: _Sums, ids: torch.Tensor, picked: torch.Tensor) -> Found:
-    """From what the blocks left and the logits of the ids."""
-    nothing = sums.row_max == -math.inf  # -inf + inf is NaN; such a row, or shard of a row, adds up to 0
-    log_sum = (sums.row_sum.log() if sums.log_sum is None else sums.log_sum).masked_fill_(nothing, -math.inf)  # type: ignore[union-attr]
-    row_max = sums.row_max.clamp(min=torch.finfo(sums.row_max.dtype).min)
-    log_probs = ((picked - row_max.unsqueeze(1)) - log_sum.unsqueeze(1)).masked_fill_(nothing.unsqueeze(1), math.nan)
-    correct = None if sums.best is None else (sums.best == ids[:, 0]) & ~log_probs[:, 0].isnan()
-    entropy = None if sums.moment is None else _entropy(sums, log_sum)
-    return Found(log_probs.masked_fill_(ids == SKIP, 0), row_max, log_sum, entropy, sums.mix, sums.mix_weight, correct)
+def _of_log_p(sums: _Sums, lse: bool) -> Found:
+    """From what log-softmax left."""
+    assert sums.log_probs is not None
+    row_max, log_sum = _normalizer(sums.row_max, sums.log_sum) if lse else (None, None)  # type: ignore[arg-type]
+    entropy = None if sums.moment is None else 0 - sums.moment
+    return Found(sums.log_probs, *(None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy)))
 
 
-def _entropy(sums: _Sums, log_sum: torch.Tensor) -> torch.Tensor:
-    """From the sum of p log p, or of e^d d."""
-    assert sums.moment is not None
-    return 0 - sums.moment if sums.row_sum is None else log_sum - sums.moment / sums.row_sum
+def _normalizer(row_max: torch.Tensor, log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """M and log S; of a row, or a shard of it, that is all -inf, M - M is NaN and S is 0."""
+    nothing = row_max == -math.inf
+    return row_max.clamp(min=torch.finfo(row_max.dtype).min), log_sum.masked_fill_(nothing, -math.inf)
 
 
 def mix(
@@ -236,15 +245,19 @@ def mix(
     wanted = (True, ask.gradients)
     out = [torch.zeros(ask.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
     if rows.numel():
-        listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, mix=True, mix_weight=ask.gradients)
+        listed, sums = (
+            Listed(logits, rows),
+            _Sums.empty(rows.numel(), logits, ask._replace(entropy=False, correct=False)),
+        )
         threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
         per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum.exp()))
-        jobs = zip(listed.blocks(size), sums.blocks(size), _Mix.of(ask, rows).blocks(size), *per_row, strict=True)
+        mixes = _Mix.of(ask, rows).blocks(size)
+        jobs = zip(listed.blocks(size), sums.blocks(size, len(mixes)), mixes, *per_row, strict=True)
         rooms = _rooms(threads, size, V, logits, 1, narrow=not listed.together)
         share_out([partial(_mix_block, listed, ask.transform, *job) for job in jobs], rooms)
         for whole, part in zip(out, (sums.mix, sums.mix_weight), strict=True):
             if whole is not None and part is not None:
-                whole.index_copy_(0, rows, part)
+                whole.index_copy_(0, rows, part.squeeze(1))
     assert out[0] is not None
     return out[0], out[1]
 
@@ -345,9 +358,6 @@ def backward(
     logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
 ) -> None:
     """See ``base/_row_stats.py``."""
-    if ask.whole and out.is_contiguous() and _is_few(logits, ask):
-        _backward_at_once(logits, ask, c, row_max, log_sum, out)
-        return
     V, acc = logits.shape[-1], acc_dtype(logits.dtype)
     rows = (ask.marks != SKIP).nonzero().squeeze(1)
     threads, size = team(ask.marks.numel(), V, acc, logits.device)
@@ -372,67 +382,3 @@ def _grad_block(
     z, slope = with_slope(source.load(block, space), transform, top(space.wide, block), top(space.slope, block))
     values = grad.made(z, target.room(to, space), *(top(t, block) for t in room.more))
     target.store(to, through_(values, slope, transform), space)
-
-
-# Few numbers: what a call costs is then the number of operations, so these are all rows at once, in the caller's thread, with
-# no buffers and nothing done for what is not there. The arithmetic is that of the blocks: which way a row goes follows the size
-# of its batch, and its numbers must not.
-
-
-def _is_few(logits: torch.Tensor, ask: Ask) -> bool:
-    """Whether a call is small and asks for nothing unusual; more than one core waits for the others from ``GRAIN`` on."""
-    most = FEW if torch.get_num_threads() == 1 else GRAIN
-    return (
-        logits.numel() <= most and logits.is_cpu and logits.is_contiguous() and ask.a is None and not ask.correct
-        and ask.transform == NO_TRANSFORM
-    )  # fmt: skip
-
-
-def _listed_few(logits: torch.Tensor, ask: Ask) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The active rows in the dtype of sums, which may be memory of the logits, and which they are: None for all."""
-    flat = logits.detach().view(-1, logits.shape[-1])
-    rows = (ask.marks != SKIP).nonzero().squeeze(1)
-    if rows.numel() == flat.shape[0]:
-        return flat.to(acc_dtype(flat.dtype)), None
-    return flat.index_select(0, rows).to(acc_dtype(flat.dtype)), rows
-
-
-def _forward_at_once(logits: torch.Tensor, ask: Ask) -> Found | None:
-    """None where something is out of the ordinary: an id that no column has, a log-probability that is not finite."""
-    z, rows = _listed_few(logits, ask)
-    ids = ask.ids if rows is None else ask.ids.index_select(0, rows)
-    if ids.numel() == 0:
-        return None
-    least, most = torch.aminmax(ids)
-    if least.item() < 0 or most.item() >= z.shape[1]:
-        return None
-    row_max, log_p = z.amax(1, keepdim=True), torch.log_softmax(z, 1)
-    log_sum = log_p.amax(1, keepdim=True).neg_()
-    entropy = 0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST))) if ask.entropy else None
-    log_probs = (z.gather(1, ids) - row_max).sub_(log_sum)
-    if not math.isfinite(log_probs.sum().item()):
-        return None
-    found = [log_probs, *(None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy))]
-    if rows is not None:
-        N = ask.marks.shape[0]
-        found = [None if t is None else t.new_zeros(N, *t.shape[1:]).index_copy_(0, rows, t) for t in found]
-    return Found(*found)  # type: ignore[arg-type]
-
-
-def _backward_at_once(
-    logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
-) -> None:
-    z, rows = _listed_few(logits, ask)
-    n, V = z.shape
-    if n == 0:
-        out.zero_()
-        return
-    grad = _Grad.of(c, ask, row_max, log_sum, rows, V)
-    made = torch.empty(n + (rows is not None), V, dtype=z.dtype, device=z.device)
-    grad.made(z, made[:n], *(() if grad.of_log is None else (torch.empty_like(z),)))
-    if rows is None:
-        out.view(n, V).copy_(made)
-        return
-    made[n].zero_()
-    place = torch.full((ask.marks.shape[0],), n, device=z.device).index_copy_(0, rows, torch.arange(n, device=z.device))
-    torch.index_select(made.to(out.dtype), 0, place, out=out.view(-1, V))

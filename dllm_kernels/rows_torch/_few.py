@@ -1,0 +1,189 @@
+"""Few logits: what a call costs is then the number of operations, so these are all active rows at once, in the caller's thread.
+
+Nothing is done for what is not there, and each function returns None where something is out of the ordinary: an id that no
+column has, a log-probability that is not finite, a transform. Then ``rows_torch/_stats.py`` does the work, a block of rows at a
+time. The arithmetic of both is the same: which way a row goes follows the size of its batch, and its bits must not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from dllm_kernels.base._row_stats import FARTHEST, Ask, Found, Upstream
+from dllm_kernels.base._rows import NLL, SKIP
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels.rows_torch._blocks import FEW, GRAIN, acc_dtype, sum_rows
+
+Rows = torch.Tensor | None
+LONG = 256  # logits of a row
+
+
+def forward(logits: torch.Tensor, ask: Ask) -> Found | None:
+    """The statistics; see ``base/_row_stats.py``."""
+    if ask.a is not None or ask.correct or not _may_be_few(logits, ask.transform):
+        return None
+    rows = None if ask.marks.amin().item() >= 0 else (ask.marks != SKIP).nonzero().squeeze(1)
+    ids = _taken(ask.ids, rows)
+    if (z := _listed(logits, rows, ids)) is None:
+        return None
+    log_p = torch.log_softmax(z, 1)
+    log_probs = log_p.gather(1, ids)
+    if not _finite(log_probs):
+        return None
+    row_max, log_sum = (z.amax(1), log_p.amax(1).neg_()) if ask.lse else (None, None)
+    entropy = (0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST)))).squeeze(1) if ask.entropy else None
+    N = ask.marks.shape[0]
+    return Found(*(None if t is None else _whole(t, rows, N) for t in (log_probs, row_max, log_sum, entropy)))  # type: ignore[arg-type]
+
+
+def weighted_nll(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, transform: Transform, with_lse: bool
+) -> tuple[Any, ...] | None:
+    """The NLL of the rows that weigh anything; see ``base/_rows.py``."""
+    if not _may_be_few(logits, transform):
+        return None
+    rows = _nonzero(weights)
+    ids = _taken(targets, rows).unsqueeze(1)
+    if (z := _listed(logits, rows, ids)) is None:
+        return None
+    log_p = torch.log_softmax(z, 1)
+    log_probs = log_p.gather(1, ids)
+    if not _finite(log_probs):
+        return None
+    N = weights.numel()
+    nll = _whole(0 - log_probs.squeeze(1), rows, N)
+    lse = (_whole(z.amax(1), rows, N), _whole(log_p.amax(1).neg_(), rows, N)) if with_lse else (None, None)
+    return nll * weights, nll, *lse, None
+
+
+def nll_grad(
+    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | None, transform: Transform,
+    out: torch.Tensor,
+) -> bool:  # fmt: skip
+    """The gradient of the NLL; False where nothing was done."""
+    if not (_may_be_few(logits, transform) and out.is_contiguous()):
+        return False
+    if factor is not None and not factor:
+        return False
+    rows = _nonzero(scale)
+    ids = _taken(targets, rows).unsqueeze(1)
+    if (z := _listed(logits, rows, ids)) is None:  # perhaps a row without a target got a gradient
+        rows = _nonzero(scale.masked_fill(targets == SKIP, 0))
+        ids = _taken(targets, rows).unsqueeze(1)
+        if (z := _listed(logits, rows, ids)) is None:
+            return False
+    plain = _taken(scale, rows)
+    plain = (plain if factor is None else plain * factor).unsqueeze(1)
+    _put(torch.softmax(z, 1).mul_(plain).scatter_add_(1, ids, -plain), rows, out)
+    return True
+
+
+def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -> torch.Tensor | None:
+    """The gradient of the statistics in the logits ``[N, V]``, from what ``base/_row_stats.py`` calls (g_k, A, B)."""
+    if ask.a is not None or not ask.whole or not _may_be_few(logits, ask.transform):
+        return None
+    rows = None if ask.marks.amin().item() >= 0 else (ask.marks != SKIP).nonzero().squeeze(1)
+    ids, log_probs = _taken(ask.ids, rows), _taken(found.log_probs, rows)
+    # Of a finite log-probability all of its row is finite or -inf, and a gradient of 0 makes zeros of it.
+    if (z := _listed(logits, rows, ids)) is None or not _finite(log_probs):
+        return None
+    of_ids, of_lse, of_entropy = (None if t is None else _taken(t, rows) for t in up[:3])
+    plain = torch.zeros_like(z[:, 0]) if of_ids is None else -of_ids.sum(1)
+    if of_lse is not None:
+        plain += of_lse
+    if of_entropy is None:
+        grad = torch.softmax(z, 1).mul_(plain.unsqueeze(1))
+    else:
+        row_max, log_sum, entropy = (_taken(t, rows) for t in (found.row_max, found.log_sum, found.entropy))
+        of_log = -of_entropy
+        plain = plain.sub_(of_entropy * entropy).sub_(of_log * log_sum).unsqueeze(1)
+        d = torch.sub(z, row_max.unsqueeze(1)).clamp_(min=FARTHEST)
+        grad = torch.addcmul(plain, d, of_log.unsqueeze(1)).mul_(torch.softmax(z, 1))
+    if of_ids is not None:
+        grad.scatter_add_(1, ids, of_ids)
+    if rows is None:
+        return grad.to(logits.dtype)
+    out = torch.empty(ask.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    _put(grad, rows, out)
+    return out
+
+
+def first(
+    nll: Callable[..., NLL], many: Callable[..., tuple[Any, ...]], grad: Callable[..., None]
+) -> tuple[Callable[..., NLL], Callable[..., tuple[Any, ...]], Callable[..., None]]:
+    """The row primitives of the NLL, those here tried before the ones that are given."""
+
+    def weighted(
+        logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, with_correct: bool,
+        transform: Transform = NO_TRANSFORM, with_lse: bool = True,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        few = None if with_correct else weighted_nll(logits, targets, weights, transform, with_lse)
+        options: dict[str, Any] = {"with_correct": with_correct, "transform": transform, "with_lse": with_lse}
+        return many(logits, targets, weights, **options) if few is None else few
+
+    def gradient(
+        logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, row_max: Any, log_sum: Any, out: torch.Tensor, *,
+        factor: torch.Tensor | None = None, transform: Transform = NO_TRANSFORM,
+    ) -> None:  # fmt: skip
+        if not nll_grad(logits, targets, scale, factor, transform, out):
+            grad(logits, targets, scale, row_max, log_sum, out, factor=factor, transform=transform)
+
+    return nll, weighted, gradient
+
+
+def _may_be_few(logits: torch.Tensor, transform: Transform) -> bool:
+    return logits.is_cpu and 0 < logits.numel() <= 4 * FEW and logits.is_contiguous() and transform == NO_TRANSFORM
+
+
+def _nonzero(t: torch.Tensor) -> Rows:
+    rows = t.nonzero().squeeze(1)
+    return None if rows.numel() == t.numel() else rows
+
+
+def _taken(t: Any, rows: Rows) -> Any:
+    return t if rows is None else t.index_select(0, rows)
+
+
+def _listed(logits: torch.Tensor, rows: Rows, ids: torch.Tensor) -> torch.Tensor | None:
+    """These rows in the dtype of sums, which may be memory of the logits; None unless they are few and their ids are columns."""
+    V = logits.shape[-1]
+    n = ids.shape[0]
+    most = FEW if torch.get_num_threads() == 1 else GRAIN  # more than one core would wait for the others
+    if not 0 < n * V <= most:
+        return None
+    least, largest = torch.aminmax(ids)
+    if least.item() < 0 or largest.item() >= V:
+        return None
+    z: torch.Tensor = _taken(logits.detach().view(-1, V), rows)
+    return z.to(acc_dtype(z.dtype))
+
+
+def _finite(t: torch.Tensor) -> bool:
+    return math.isfinite(t.sum().item())
+
+
+def _whole(t: torch.Tensor, rows: Rows, N: int) -> torch.Tensor:
+    """Of all rows, 0 in the others."""
+    return t if rows is None else t.new_zeros(N, *t.shape[1:]).index_copy_(0, rows, t)
+
+
+def _put(grad: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+    """Write the gradient of these rows to ``out``, and zeros to the others.
+
+    Adding rows to zeros takes half the time of ``index_copy_``, but per row; short ones are gathered, a row of zeros among them.
+    """
+    V = out.shape[-1]
+    if rows is None:
+        out.view(-1, V).copy_(grad)
+    elif V >= LONG:
+        out.zero_().view(-1, V).index_add_(0, rows, grad.to(out.dtype))
+    else:
+        n = len(grad)
+        place = torch.full((out.numel() // V,), n, device=out.device).index_copy_(
+            0, rows, torch.arange(n, device=out.device)
+        )
+        torch.index_select(torch.cat([grad, grad.new_zeros(1, V)]).to(out.dtype), 0, place, out=out.view(-1, V))
