@@ -65,6 +65,8 @@ JUDGES = (
     ("distributed/*", "tests/test_distributed.py -k 'two_processes or counts_without'"),
     ("integrations/_deferred.py", "tests/test_deferred_logits.py"),
     ("integrations/nemo*", "tests/test_integrations_nemo.py"),
+    ("integrations/_hosts.py", "tests/test_integrations_nemo.py tests/test_integrations_speculators.py"),
+    ("integrations/speculators.py", "tests/test_integrations_speculators.py"),
     ("integrations/transformers*", "tests/test_integrations_transformers.py"),
     ("collate.py", "tests/test_flags.py tests/test_collate.py"),
     ("mtp*", "tests/test_flags.py tests/test_mtp.py tests/test_errors.py"),

@@ -27,7 +27,6 @@ import copy
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -40,6 +39,7 @@ from dllm_kernels import losses, mtp
 from dllm_kernels.base._checks import checked_bool
 from dllm_kernels.base._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
+from dllm_kernels.integrations._hosts import differences, loaded
 from dllm_kernels.mtp.head import head_module, unwrapped
 
 HOST = "nemo_automodel"
@@ -234,7 +234,7 @@ def _originals(ours: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     return tuple(
         sorted(
             (module.__name__, name)
-            for module in _loaded()
+            for module in loaded(HOST)
             if module.__name__.startswith(around)
             for name, value in vars(module).items()
             if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__ and name not in KEPT
@@ -268,22 +268,12 @@ def _swap(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
     """In every loaded module of the host, replace each attribute that is the first of a pair by the second."""
     new = {id(old): (old, new) for old, new in pairs}
     done = []
-    for module in _loaded():
+    for module in loaded(HOST):
         for name, value in list(vars(module).items()):
             if id(value) in new:
                 setattr(module, name, new[id(value)][1])
                 done.append((module.__name__, name))
     return tuple(sorted(done))
-
-
-def _loaded() -> list[ModuleType]:
-    """The host's loaded modules, each once: some are there under two names."""
-    found = {
-        id(module): module
-        for name, module in list(sys.modules.items())
-        if isinstance(module, ModuleType) and (name == HOST or name.startswith(HOST + "."))
-    }
-    return list(found.values())
 
 
 def _differences(name: str, original: Any, ours: Any) -> list[str]:
@@ -293,7 +283,7 @@ def _differences(name: str, original: Any, ours: Any) -> list[str]:
         if mine is None:
             problems.append(f"{label}: not offered here")
         else:
-            problems += [f"{label}: {problem}" for problem in _compare(theirs, mine)]
+            problems += [f"{label}: {problem}" for problem in differences(theirs, mine, SAME_DEFAULTS)]
     return problems
 
 
@@ -307,38 +297,6 @@ def _calls(name: str, original: Any, ours: Any) -> Iterator[tuple[str, inspect.S
         if public and inspect.isfunction(value):
             mine = getattr(ours, method, None)
             yield f"{name}.{method}", inspect.signature(value), None if mine is None else inspect.signature(mine)
-
-
-def _compare(theirs: inspect.Signature, ours: inspect.Signature) -> list[str]:
-    positional = [p.name for p in ours.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    problems = []
-    for place, parameter in enumerate(theirs.parameters.values()):
-        mine = ours.parameters.get(parameter.name)
-        if mine is None:
-            problems.append(f"takes {parameter.name}, which ours does not")
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and positional[place : place + 1] != [parameter.name]:
-            problems.append(f"{parameter.name} is argument {place}, ours is {_place(positional, parameter.name)}")
-        elif not _same_default(parameter, mine):
-            problems.append(f"{parameter.name} defaults to {_default(parameter)}, ours to {_default(mine)}")
-    for mine in ours.parameters.values():
-        variadic = mine.kind in (mine.VAR_POSITIONAL, mine.VAR_KEYWORD)
-        if mine.name not in theirs.parameters and mine.default is mine.empty and not variadic:
-            problems.append(f"does not take {mine.name}, which ours needs")
-    return problems
-
-
-def _place(positional: list[str], name: str) -> str:
-    return f"argument {positional.index(name)}" if name in positional else "keyword-only"
-
-
-def _same_default(theirs: inspect.Parameter, ours: inspect.Parameter) -> bool:
-    same = SAME_DEFAULTS.get(theirs.name, ())
-    both_same = theirs.default in same and ours.default in same
-    return both_same or (type(theirs.default) is type(ours.default) and theirs.default == ours.default)
-
-
-def _default(parameter: inspect.Parameter) -> str:
-    return "nothing" if parameter.default is parameter.empty else repr(parameter.default)
 
 
 def _named_like(original: Any, ours: Any) -> Any:

@@ -1,0 +1,473 @@
+"""Switch an installed speculators over to this package's losses with one line, and take its metrics from hidden states.
+
+Example::
+
+    from dllm_kernels.integrations import speculators
+
+    print(speculators.patch())        # before the trainer reads its loss configuration
+    ...
+    speculators.unpatch()
+
+The seven losses of its two tables, fused and eager, become ours, wherever the host holds them: in its modules, in its tables
+and default configurations, in the defaults of its functions. They run on a CPU too, as its fused ones do not. A loss
+configuration that was read before keeps the host's functions.
+
+:func:`speculators_metrics` is its ``compute_metrics`` from hidden states of the draft and the verifier: where ``core.py`` makes
+the logits of both for it, give it what the two LM heads are given, and no logits are ever whole in memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from dllm_kernels import ops
+from dllm_kernels.base import _checks
+from dllm_kernels.integrations._hosts import differences, loaded
+from dllm_kernels.ops.dpace_weights import check_alpha, check_choice
+
+HOST = "speculators"
+TABLES = "losses.utils", "losses.eager"  # the homes of the functions of each, by the same names
+FUSED, EAGER = TABLES
+# The names of its tables -> ours, in the order in which it lists them.
+KINDS = {
+    "kl_div": "kl",
+    "rkl": "rkl",
+    "jsd": "jsd",
+    "ce": "teacher_ce",
+    "tv": "tv",
+    "nla": "nla",
+    "lk_hybrid": "lk",
+}
+WEIGHTS = ("fixed-exp-decay", "dpace")
+EPS = {"loss": 1e-5, "confidence": 1e-8}  # what it adds to the number of valid rows
+FLOOR = 1e-5  # of nla, as in ops.divergence
+Loss = Callable[..., torch.Tensor]
+Metrics = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """What :func:`patch` did.
+
+    Attributes:
+        version: of the host.
+        replaced: ``(module, place)`` of all that was replaced: an attribute, an entry of a table, a default of a function.
+        kept: names of losses that were excluded.
+        already: the host had been patched before, and nothing was done this time.
+    """
+
+    version: str
+    replaced: tuple[tuple[str, str], ...]
+    kept: tuple[str, ...] = ()
+    already: bool = False
+
+    def __str__(self) -> str:
+        """One line for each place."""
+        when = "was patched already" if self.already else "patched"
+        lines = [f"{HOST} {self.version} {when}, {len(self.replaced)} places:"]
+        lines += [f"  {module}.{place}" for module, place in self.replaced]
+        return "\n".join([*lines, *(f"  {name} kept: excluded" for name in self.kept)])
+
+
+@dataclass(frozen=True)
+class _Active:
+    pairs: tuple[tuple[Any, Any], ...]
+    report: PatchReport
+
+
+_active: _Active | None = None
+
+
+def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
+    """Replace the losses of the installed ``speculators``, those of its table "fused" and of its table "eager".
+
+    Each keeps its signature, ``(logits, targets) -> [1, T]``, and its value; the gradient is ours, made from the rows' statistics,
+    without ``[T, V]`` temporaries. The result is float32 (float64 for float64 logits), also of the eager ``ce_loss``, whose own
+    has the dtype of the logits. Where the targets require a gradient, which the fused losses have none for, the eager ones
+    call the host's own. Calling it again does nothing and returns the first report, marked ``already``.
+
+    Args:
+        exclude: names of functions to leave as they are, such as "ce_loss".
+
+    Returns:
+        :class:`PatchReport`; print it.
+
+    Raises:
+        ImportError: ``speculators`` is not installed, or its losses do not import.
+        RuntimeError: a signature of the host's differs from ours; the message lists every difference, and nothing was
+            replaced. Or it is patched already with another ``exclude``.
+        ValueError: ``exclude`` holds a name that is never replaced.
+    """
+    global _active
+    kept = tuple(sorted({exclude} if isinstance(exclude, str) else set(exclude)))
+    if not set(kept) <= OURS.keys():
+        raise ValueError(f"exclude must hold names among {sorted(OURS)}, got {sorted(set(kept) - OURS.keys())}")
+    if _active is not None:
+        if _active.report.kept != kept:
+            raise RuntimeError(f"{HOST} is patched already, with exclude={list(_active.report.kept)}; unpatch() first")
+        return replace(_active.report, already=True)
+    pairs, problems = _pairs(kept)
+    version = importlib.metadata.version(HOST)
+    if problems:
+        listed = "\n  ".join(problems)
+        raise RuntimeError(f"{HOST} {version} differs from what can be replaced; nothing was:\n  {listed}")
+    _active = _Active(pairs, PatchReport(version, _swap(pairs), kept))
+    return _active.report
+
+
+def unpatch() -> tuple[tuple[str, str], ...]:
+    """Put the host's own losses back wherever they were replaced, also in modules imported since.
+
+    Returns:
+        ``(module, place)`` of all that was restored; empty when the host was not patched.
+    """
+    global _active
+    if _active is None:
+        return ()
+    restored = _swap(tuple((ours, original) for original, ours in _active.pairs))
+    _active = None
+    return restored
+
+
+def _pairs(kept: tuple[str, ...]) -> tuple[tuple[tuple[Any, Any], ...], list[str]]:
+    """(original, replacement) of every function, and how the originals differ from what can be replaced."""
+    pairs, problems = [], []
+    for home in TABLES:
+        module = importlib.import_module(f"{HOST}.{home}")
+        for name in OURS.keys() - kept:
+            original = vars(module).get(name)
+            if original is None:
+                problems.append(f"{module.__name__} has no {name}")
+                continue
+            found = differences(inspect.signature(original), inspect.signature(OURS[name]), {})
+            problems += [f"{module.__name__}.{name}: {problem}" for problem in found]
+            pairs.append((original, _of_table(home, original, OURS[name])))
+    return tuple(pairs), sorted(problems)
+
+
+def _of_table(home: str, original: Loss, ours: Loss) -> Loss:
+    """Ours for one of the two tables; an eager loss has a gradient for the targets too, which is left to the host."""
+
+    @functools.wraps(ours)
+    def loss(logits: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wanted = home == EAGER and torch.is_grad_enabled() and targets.requires_grad
+        return (original if wanted else ours)(logits, targets, *args, **kwargs)
+
+    return loss
+
+
+def _swap(pairs: tuple[tuple[Any, Any], ...]) -> tuple[tuple[str, str], ...]:
+    """Wherever the host's loaded modules hold the first of a pair, put the second."""
+    new = {id(old): (old, ours) for old, ours in pairs}
+    done = []
+
+    def swapped(value: Any) -> Any:
+        """The value, or what takes its place; in a tuple too."""
+        if isinstance(value, tuple) and any(id(one) in new for one in value):
+            return tuple(map(swapped, value))
+        return new[id(value)][1] if id(value) in new else value
+
+    for module in loaded(HOST):
+        for name, value in list(vars(module).items()):
+            places = [(name, functools.partial(setattr, module, name), value)]
+            if isinstance(value, dict) and not name.startswith("__"):
+                places = [(f"{name}[{key!r}]", functools.partial(value.__setitem__, key), value[key]) for key in value]
+            elif inspect.isfunction(value) and value.__module__ == module.__name__ and value.__defaults__:
+                places.append(
+                    (f"{name}.__defaults__", functools.partial(setattr, value, "__defaults__"), value.__defaults__)
+                )
+            for place, put, held in places:
+                if (ours := swapped(held)) is not held:
+                    put(ours)
+                    done.append((module.__name__, place))
+    return tuple(sorted(done))
+
+
+# The losses ----------------------------------------------------------------------------------------------------------
+
+
+def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The divergence of each row; of both in the wider of their dtypes."""
+    dtype = torch.promote_types(logits.dtype, targets.dtype)
+    return ops.divergence(logits.to(dtype), targets.to(dtype), kind=kind, reduction="none", **options).loss
+
+
+def kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """KL(q || p) of each row ``[1, T]`` of draft logits p and verifier logits q, ``[1, T, V]``."""
+    return _of_rows("kl", logits, targets)
+
+
+def reverse_kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) of each row, as :func:`kl_div_loss` has them."""
+    return _of_rows("rkl", logits, targets)
+
+
+def js_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(KL(q || m) + KL(p || m)) / 2 of each row, m = (p + q) / 2, as :func:`kl_div_loss` has them."""
+    return _of_rows("jsd", logits, targets)
+
+
+def ce_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """-log p at the verifier's argmax of each row, as :func:`kl_div_loss` has them."""
+    return _of_rows("teacher_ce", logits, targets)
+
+
+def tv_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """1 - a of each row, a = sum min(p, q), as :func:`kl_div_loss` has them."""
+    return _of_rows("tv", logits, targets)
+
+
+def neg_log_acceptance_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """-log(max(a, 1e-5)) of each row, as :func:`kl_div_loss` has them."""
+    return _of_rows("nla", logits, targets)
+
+
+def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float = 3.0) -> torch.Tensor:
+    """Lam KL(q || p) + (1 - lam) (1 - a) of each row, lam = exp(-eta a) a constant, as :func:`kl_div_loss` has them."""
+    return _of_rows("lk", logits, targets, eta=eta)
+
+
+OURS: dict[str, Loss] = {
+    function.__name__: function
+    for function in (
+        kl_div_loss, reverse_kl_div_loss, js_div_loss, ce_loss, tv_loss, neg_log_acceptance_loss, lk_hybrid_loss
+    )
+}  # fmt: skip
+
+
+# Its metrics, from hidden states -------------------------------------------------------------------------------------
+
+
+def speculators_metrics(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    teacher_hidden: torch.Tensor,
+    loss_mask: torch.Tensor,
+    block_size: int = 1,
+    gamma: float = 4.0,
+    loss_config: Mapping[str, Any] | None = None,
+    per_position_loss_weight: str = "fixed-exp-decay",
+    dpace_alpha: float = 0.5,
+    sample_from_anchor: bool = False,
+    *,
+    acceptance: bool = False,
+    confidence_logits: torch.Tensor | None = None,
+    confidence_head_alpha: float = 1.0,
+    bias: torch.Tensor | None = None,
+    extra: _checks.Extra | None = None,
+    teacher_weight: torch.Tensor | None = None,
+    teacher_bias: torch.Tensor | None = None,
+    teacher_extra: _checks.Extra | None = None,
+    teacher_rows: torch.Tensor | None = None,
+    draft_to_target: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, Metrics]:
+    """The loss and metrics of speculators' ``compute_metrics`` from hidden states; logits exist one chunk at a time.
+
+    That of ``models/dflash/metrics.py``, and with ``acceptance`` or ``confidence_logits`` that of ``models/dspark/metrics.py``. The
+    gradient is made in the forward pass, three matrix products with a frozen head. Each term's own loss, a metric where
+    there are several, is free for tv and nla and for one other; each further one takes two products more.
+
+    Rows that weigh nothing are not read: where the anchor predicts nothing (``sample_from_anchor=False``), its row counts in no
+    metric but the number of valid rows, whether it is masked, as the trainer has it, or not.
+
+    Args:
+        hidden: what the draft's LM head is given, ``[1, T, D]``, T whole blocks.
+        weight: its head ``[V, D]``.
+        teacher_hidden: what the verifier's LM head is given, after its norm, ``[1, T, D']``; with ``teacher_rows`` of any
+            number of rows. A constant.
+        loss_mask: ``[1, T]``, 0 or 1.
+        block_size: rows of a block, the anchor's with them.
+        gamma: of the decay.
+        loss_config: ``{name: weight}``, or the host's own ``{name: (function, weight)}``, of which the functions are not called.
+            None: ``{"kl_div": 1.0}``.
+        per_position_loss_weight: "fixed-exp-decay" or "dpace"; the latter of one term, as the trainer asks for.
+        dpace_alpha: the least smoothed confidence of D-PACE.
+        sample_from_anchor: whether the first row of a block predicts, as DSpark's does.
+        acceptance: DSpark's metrics of the acceptance rate too.
+        confidence_logits: ``[1, T]`` of the confidence head; its loss is added, and its metrics.
+        confidence_head_alpha: what that loss is multiplied by.
+        bias: ``[V]`` or None.
+        extra: the second part of the draft's head, (u ``[1, T, r]``, U ``[V, r]``), or None: a Markov head's correction.
+        teacher_weight: the verifier's head ``[V, D']``, a constant; None: the draft's.
+        teacher_bias: ``[V]`` of that head, or None.
+        teacher_extra: the second part of the verifier's head, a constant, or None.
+        teacher_rows: ``[1, T]`` int64, the row of ``teacher_hidden`` for each of the draft's, which ``core.py`` calls
+            ``target_indices``; None: the same.
+        draft_to_target: ``[V]`` int64, the verifier's columns of a draft with a smaller vocabulary, where its head is whole.
+        chunk_size: rows of logits that exist at a time; None chooses.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        ``(loss, metrics)``, the metrics pairs ``*_sum`` and ``*_total`` as there, 0-d tensors.
+
+    Raises:
+        TypeError: an argument that should be a tensor, a number or a bool is not.
+        ValueError: shapes, dtypes or devices that do not fit, an unknown loss, or D-PACE of several.
+
+    Source: speculators 0.9.0, Apache-2.0.
+    """
+    terms = _terms(loss_config)
+    check_choice("per_position_loss_weight", per_position_loss_weight, WEIGHTS)
+    dpace = per_position_loss_weight == "dpace"
+    if dpace and len(terms) > 1:
+        raise ValueError(f"loss_config must have one loss with D-PACE, got {', '.join(terms)}")
+    check_alpha("dpace_alpha", dpace_alpha)
+    _checks.check_number("confidence_head_alpha", confidence_head_alpha)
+    asked: dict[str, Any] = {
+        "bias": bias, "extra": extra, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
+        "teacher_extra": teacher_extra, "teacher_rows": teacher_rows, "draft_to_target": draft_to_target,
+        "chunk_size": chunk_size, "backend": backend,
+    }  # fmt: skip
+    compared = functools.partial(ops.linear_divergence, hidden, weight, teacher_hidden, **asked)
+    first = 0 if _checks.checked_bool("sample_from_anchor", sample_from_anchor) else 1
+    _check_blocks(hidden, loss_mask, block_size, gamma)
+    call = _Metrics(compared, terms, loss_mask, block_size, gamma, first)
+    loss, found, term_losses = call.dpace(dpace_alpha) if dpace else call.decay()
+    metrics: Metrics = {}
+    if confidence_logits is not None:
+        _checks.check_float("confidence_logits", confidence_logits)
+        _checks.check_shape("confidence_logits", confidence_logits, loss_mask.shape, "that of loss_mask")
+        learned, metrics = call.confidence(confidence_logits, found.alpha)
+        loss = loss + confidence_head_alpha * learned
+    metrics |= _counted("loss", loss.detach().clone(), None)
+    for name, value in term_losses.items():
+        metrics |= _counted(f"{name}_loss", value, None)
+    if _checks.checked_bool("acceptance", acceptance) or confidence_logits is not None:
+        metrics |= call.acceptance(found.alpha)
+    return loss, metrics | call.accuracy(found.agree)
+
+
+def _check_blocks(hidden: torch.Tensor, loss_mask: torch.Tensor, block_size: int, gamma: float) -> None:
+    """Check how rows are masked and laid out in blocks."""
+    _checks.check_float("hidden", hidden)
+    _checks.check_ndim("hidden", hidden, 3, "[1, T, D]")
+    _checks.check_mask("loss_mask", loss_mask, hidden.shape[:-1], "that of hidden without its last dimension")
+    _checks.check_positive_int("block_size", block_size)
+    if hidden.shape[1] % block_size:
+        raise ValueError(f"hidden must have whole blocks of block_size={block_size} rows, got {hidden.shape[1]} rows")
+    _checks.check_number("gamma", gamma)
+    if not gamma > 0:
+        raise ValueError(f"gamma must be positive, got {gamma}")
+
+
+def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
+    """Name -> weight of its losses."""
+    if loss_config is None:
+        return {"kl_div": 1.0}
+    if not isinstance(loss_config, Mapping) or not loss_config:
+        raise ValueError(f"loss_config must be a dict of losses and weights, got {loss_config!r}")
+    terms = {}
+    for name, weight in loss_config.items():
+        check_choice("loss_config", name, KINDS)
+        weight = weight[1] if isinstance(weight, tuple) else weight
+        _checks.check_number(f"loss_config[{name!r}]", weight)
+        terms[name] = float(weight)
+    return terms
+
+
+def _counted(name: str, total: torch.Tensor, count: torch.Tensor | None) -> Metrics:
+    """A pair of metrics; of one where there is no count."""
+    return {f"{name}_sum": total, f"{name}_total": torch.ones((), device=total.device) if count is None else count}
+
+
+@dataclass(frozen=True)
+class _Metrics:
+    """One call. ``compared(weights, kind=..., reduction=...)`` is the divergence of its rows, ``first`` the first that predicts."""
+
+    compared: Callable[..., ops.Divergence]
+    terms: dict[str, float]
+    loss_mask: torch.Tensor
+    block_size: int
+    gamma: float
+    first: int
+
+    @property
+    def mask(self) -> torch.Tensor:
+        """In the dtype of sums."""
+        return self.loss_mask.detach().float()
+
+    def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
+        """The loss, the rows, and the loss of each term, where there are several."""
+        weights = self._decayed(self.mask, EPS["loss"])
+        kind = {KINDS[name]: weight for name, weight in self.terms.items()}
+        found = self.compared(weights, kind=kind)
+        return found.loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
+
+    def dpace(self, alpha: float) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
+        """The same, of one term, whose own value makes the confidence."""
+        ((name, weight),) = self.terms.items()
+        found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
+        q = torch.exp(-found.value).reshape(-1, self.block_size)
+        weights = ops.dpace_weights(q, self.mask.reshape(q.shape), alpha=alpha).reshape(self.mask.shape)
+        loss = weight * self._mean(torch.where(weights != 0, found.loss * weights, 0.0), EPS["loss"])
+        return loss, found, {}
+
+    def confidence(self, logits: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+        """The loss of the confidence head, decayed whatever the weights of the divergence, and how well it is calibrated."""
+        mask, learned = self.mask, torch.where(self.mask != 0, logits.float(), 0.0)
+        bce = F.binary_cross_entropy_with_logits(learned, a.float().clamp(0, 1), reduction="none")
+        loss = (bce * self._decayed(mask, EPS["confidence"])).sum()
+        with torch.no_grad():
+            p, total, valid = learned.sigmoid(), mask.sum().clamp(min=1), self._blocks(mask)
+            prefixes = [(self._blocks(rate) * valid).cumprod(-1) for rate in (p, a)]
+            metrics = _counted("confidence_loss", loss.detach().clone(), None)
+            metrics |= _counted("confidence_abs_error", ((p - a).abs() * mask).sum(), total)
+            metrics |= _counted("confidence_pred_mean", (p * mask).sum(), total.clone())
+            bias = ((prefixes[0] - prefixes[1]) * valid).sum()
+            return loss, metrics | _counted("confidence_cumprod_bias", bias, valid.sum().clamp(min=1))
+
+    def acceptance(self, a: torch.Tensor) -> Metrics:
+        """The mean rate, and how many tokens of a block sampling accepts, the verifier's own with them."""
+        mask, valid = self.mask, self._blocks(self.mask)
+        lengths, counts = (self._blocks(a) * valid).cumprod(-1).sum(-1) + 1, (valid.sum(-1) > 0).float()
+        metrics = _counted("accept_rate", (a * mask).sum(), mask.sum().clamp(min=1))
+        return metrics | _counted("accept_len", (lengths * counts).sum(), counts.sum().clamp(min=1))
+
+    def accuracy(self, agree: torch.Tensor) -> Metrics:
+        """Argmax matches at each row of a block, and of a block until the first miss, the verifier's own token with them."""
+        valid = self._blocks(self.loss_mask) != 0
+        correct = self._blocks(agree) & valid
+        hits, counts = correct.float().sum(0), valid.float().sum(0)
+        metrics = _counted("full_acc", hits.sum(), counts.sum())
+        for row in range(hits.numel()):
+            metrics |= _counted(f"position_{row + self.first}_acc", hits[row], counts[row])
+        lengths, blocks = correct.float().cumprod(-1).sum(-1) + 1, valid.any(-1).float()
+        return metrics | _counted("eal", (lengths * blocks).sum(), blocks.sum())
+
+    def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[blocks, rows that predict]``."""
+        return rows.reshape(-1, self.block_size)[:, self.first :]
+
+    def _decayed(self, mask: torch.Tensor, eps: float) -> torch.Tensor:
+        """What each row weighs in the mean over the sequences of the sum over the number of valid rows."""
+        row = torch.arange(mask.shape[1], device=mask.device) % self.block_size - self.first
+        decay = torch.where(row < 0, 0.0, torch.exp(-row.clamp(min=0).float() / self.gamma))
+        return mask * decay / (mask.sum(1, keepdim=True) + eps) / mask.shape[0]
+
+    def _mean(self, rows: torch.Tensor, eps: float) -> torch.Tensor:
+        return (rows.sum(1) / (self.mask.sum(1) + eps)).mean()
+
+    def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss of each term: what a alone makes, then one that is the rest of the sum, or by a pass of its own."""
+        free = {"tv": 1 - found.alpha, "nla": -found.alpha.clamp(min=FLOOR).log()}
+        values = {name: free[name] for name in self.terms if name in free}
+        others = [name for name, weight in self.terms.items() if name not in free and weight != 0]
+        last = others.pop() if others else None
+        with torch.no_grad():
+            for name in self.terms.keys() - values.keys() - {last}:
+                values[name] = self.compared(weights, kind=KINDS[name]).value
+        if last is not None:
+            known = sum(self.terms[name] * value for name, value in values.items())
+            values[last] = (found.value - known) / self.terms[last]
+        return {name: torch.where(weights != 0, values[name] * weights, 0.0).sum() for name in self.terms}
