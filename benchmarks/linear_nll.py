@@ -13,18 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import peers
-from benchmarks.measure import (
-    Candidate,
-    Result,
-    add_shape,
-    arguments,
-    ceilings,
-    chosen,
-    compare,
-    parse,
-    relative_error,
-)  # fmt: skip
+from benchmarks import measure, peers
 from benchmarks.record import report
 from benchmarks.shapes import LINEAR, Shape
 from dllm_kernels import ops
@@ -71,7 +60,7 @@ def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
     return {"ours": ours, **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
 
 
-def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) -> Candidate:
+def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) -> measure.Candidate:
     """One loss in one phase. The last gradients are dropped before, untimed, so that new ones are allocated within."""
 
     def dropped(index: int) -> int:
@@ -87,10 +76,10 @@ def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) 
         with torch.no_grad():
             return loss(hidden, head, targets, weights, shape.chunk)
 
-    return Candidate(both if phase == "both" else evaluate, dropped)
+    return measure.Candidate(both if phase == "both" else evaluate, dropped)
 
 
-def bare_products(inputs: Inputs, shape: Shape, phase: str) -> Candidate:
+def bare_products(inputs: Inputs, shape: Shape, phase: str) -> measure.Candidate:
     """The products of a phase on the active rows and nothing else: what no fused loss can undercut."""
     hidden, head, _, weights, _ = (t.detach() for t in inputs)
     rows = hidden.flatten(0, 1)[weights.flatten() != 0]
@@ -106,7 +95,7 @@ def bare_products(inputs: Inputs, shape: Shape, phase: str) -> Candidate:
         if len(outputs) > 1:
             torch.mm(logits.t(), rows, out=outputs[1])
 
-    return Candidate(run)
+    return measure.Candidate(run)
 
 
 def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape, rows: int) -> dict[str, float]:
@@ -123,7 +112,7 @@ def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape, rows
         trainable = head.clone().requires_grad_(not shape.frozen)
         torch.autograd.backward(loss(copy, trainable, part[1], part[2], shape.chunk), upstream)
         assert copy.grad is not None
-        found[name] = relative_error(copy.grad, exact.grad)
+        found[name] = measure.relative_error(copy.grad, exact.grad)
     return found
 
 
@@ -143,10 +132,10 @@ def floor_memory(shape: Shape, itemsize: int, chunk: int, phase: str) -> int:
 
 def run(
     options: Any, shapes: tuple[Shape, ...], shares: tuple[float, ...]
-) -> tuple[list[Result], dict[str, float], str]:
+) -> tuple[list[measure.Result], dict[str, float], str]:
     """Measure all cases; returns the results, the ceilings and the name of the baseline."""
-    measured = ceilings(options.device, options.dtype, options.size)
-    results: list[Result] = []
+    measured = measure.ceilings(options.device, options.dtype, options.size)
+    results: list[measure.Result] = []
     base = "plain"
     for shape in shapes:
         dense = 3 * shape.rows * shape.vocab * 4 < options.dense_limit
@@ -161,7 +150,7 @@ def run(
                 "head": "frozen" if shape.frozen else "trainable", "active": f"{share:.0%}",
             }  # fmt: skip
             for phase in ("both", "evaluate"):
-                results += compare(
+                results += measure.compare(
                     "linear_nll",
                     case,
                     phase,
@@ -177,7 +166,7 @@ def run(
 
 def main(argv: list[str]) -> int:
     """Print the table and write the JSON."""
-    parser = arguments("linear_nll", __doc__)
+    parser = measure.arguments("linear_nll", __doc__)
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
     parser.add_argument(
@@ -190,9 +179,9 @@ def main(argv: list[str]) -> int:
         "--dense-limit", type=float, default=24e9, help="bytes up to which candidates that hold all logits take part"
     )
     parser.add_argument("--one-pass", action="store_true", help="also ours with the one-pass chunk kernel")
-    add_shape(parser)
-    options = parse(parser, argv)
+    measure.add_shape(parser)
+    options = measure.parse(parser, argv)
     shares = tuple(options.share or {"full": (1.0, 0.5, 0.15), "small": (0.5,), "toy": (0.5,)}[options.size])
-    results, measured, base = run(options, chosen(LINEAR[options.size], options), shares)
+    results, measured, base = run(options, measure.chosen(LINEAR[options.size], options), shares)
     report(results, options, baseline=base, measured_ceilings=measured)
     return 0

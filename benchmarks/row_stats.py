@@ -14,18 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from benchmarks import peers
-from benchmarks.measure import (
-    Candidate,
-    Result,
-    add_shape,
-    arguments,
-    ceilings,
-    chosen,
-    compare,
-    parse,
-    relative_error,
-)  # fmt: skip
+from benchmarks import measure, peers
 from benchmarks.record import report
 from benchmarks.shapes import ACTIVE_SHARES, LINEAR, LOGITS, POLICY, Shape
 from dllm_kernels import ops
@@ -109,7 +98,7 @@ def _backward(out: Outputs, i: Inputs) -> None:
     )
 
 
-def candidate(function: Statistics, i: Inputs, phase: str) -> Candidate:
+def candidate(function: Statistics, i: Inputs, phase: str) -> measure.Candidate:
     """One of them in one phase. The last gradients are dropped before, untimed, so that new ones are allocated within."""
 
     def prepare(_: int) -> None:
@@ -123,7 +112,7 @@ def candidate(function: Statistics, i: Inputs, phase: str) -> Candidate:
     def both(_: None) -> None:
         _backward(function(i), i)
 
-    return Candidate(forward if phase == "forward" else both, prepare)
+    return measure.Candidate(forward if phase == "forward" else both, prepare)
 
 
 def errors(candidates: dict[str, Statistics], inputs: Inputs) -> dict[str, float]:
@@ -136,7 +125,7 @@ def errors(candidates: dict[str, Statistics], inputs: Inputs) -> dict[str, float
         here = inputs.first(ERROR_ROWS, inputs.rows.dtype)
         _backward(function(here), here)
         assert here.rows.grad is not None
-        found[name] = relative_error(here.rows.grad, exact.rows.grad)
+        found[name] = measure.relative_error(here.rows.grad, exact.rows.grad)
     return found
 
 
@@ -150,7 +139,7 @@ def floor(shape: Shape, form: str, active: int, phase: str, measured: dict[str, 
     return moved / measured["copy_bytes_per_s"]
 
 
-def run(options: Any, form: str, shapes: tuple[Shape, ...], measured: dict[str, float]) -> list[Result]:
+def run(options: Any, form: str, shapes: tuple[Shape, ...], measured: dict[str, float]) -> list[measure.Result]:
     """Measure all cases of a form."""
     candidates, results = statistics(options, form), []
     for shape in shapes:
@@ -161,24 +150,24 @@ def run(options: Any, form: str, shapes: tuple[Shape, ...], measured: dict[str, 
             for phase in ("forward", "both"):
                 least = floor(shape, form, active, phase, measured, options.dtype.itemsize)
                 each = {name: candidate(function, inputs, phase) for name, function in candidates.items()}
-                results += compare("row_stats", case, phase, each, options, errors=off, floor_s=least)
+                results += measure.compare("row_stats", case, phase, each, options, errors=off, floor_s=least)
     return results
 
 
 def main(argv: list[str]) -> int:
     """Print the table and write the JSON."""
-    parser = arguments("row_stats", __doc__)
+    parser = measure.arguments("row_stats", __doc__)
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
     parser.add_argument("--form", action="append", choices=("logits", "hidden"), help="default: both")
-    add_shape(parser)
-    options = parse(parser, argv)
-    measured = ceilings(options.device, options.dtype, options.size)
+    measure.add_shape(parser)
+    options = measure.parse(parser, argv)
+    measured = measure.ceilings(options.device, options.dtype, options.size)
     sizes = {
         "logits": LOGITS[options.size] + ((POLICY,) if options.size == "full" else ()),
         "hidden": LINEAR[options.size],
     }
     results = []
     for form in options.form or sizes:
-        results += run(options, form, chosen(sizes[form], options), measured)
+        results += run(options, form, measure.chosen(sizes[form], options), measured)
     report(results, options, baseline="plain", measured_ceilings=measured)
     return 0

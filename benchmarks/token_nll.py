@@ -10,18 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import peers
-from benchmarks.measure import (
-    Candidate,
-    Result,
-    add_shape,
-    arguments,
-    ceilings,
-    chosen,
-    compare,
-    parse,
-    relative_error,
-)  # fmt: skip
+from benchmarks import measure, peers
 from benchmarks.record import report
 from benchmarks.shapes import LOGITS, MDLM_SHARES, Shape
 from dllm_kernels import ops
@@ -48,7 +37,7 @@ def losses(options: Any) -> dict[str, peers.Loss]:
     return {"ours": ours, **peers.logits_losses(options.device, compiled=options.compiled)}
 
 
-def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> Candidate:
+def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> measure.Candidate:
     """One loss in one phase. The last gradient is dropped before, untimed, so that a new one is allocated within."""
 
     def dropped(index: int) -> int:
@@ -66,8 +55,8 @@ def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> Candidate:
         torch.autograd.backward(forward(index), inputs[index][3])
 
     if phase == "backward":
-        return Candidate(backward, lambda index: (forward(dropped(index)), index))
-    return Candidate(both if phase == "both" else forward, dropped)
+        return measure.Candidate(backward, lambda index: (forward(dropped(index)), index))
+    return measure.Candidate(both if phase == "both" else forward, dropped)
 
 
 def errors(candidates: dict[str, peers.Loss], inputs: Inputs, share_of_rows: int) -> dict[str, float]:
@@ -82,7 +71,7 @@ def errors(candidates: dict[str, peers.Loss], inputs: Inputs, share_of_rows: int
         copy = part[0].clone().requires_grad_()
         torch.autograd.backward(loss(copy, part[1], part[2]), upstream)
         assert copy.grad is not None
-        found[name] = relative_error(copy.grad, exact_logits.grad)
+        found[name] = measure.relative_error(copy.grad, exact_logits.grad)
     return found
 
 
@@ -95,11 +84,11 @@ def floor_bytes_moved(shape: Shape, active: int, itemsize: int, phase: str) -> i
 
 def run(
     options: Any, shapes: tuple[Shape, ...], shares: tuple[float, ...]
-) -> tuple[list[Result], dict[str, float], str]:
+) -> tuple[list[measure.Result], dict[str, float], str]:
     """Measure all cases; returns the results, the ceilings and the name of the baseline."""
-    measured = ceilings(options.device, options.dtype, options.size)
+    measured = measure.ceilings(options.device, options.dtype, options.size)
     candidates = losses(options)
-    results: list[Result] = []
+    results: list[measure.Result] = []
     for shape in shapes:
         for share in shares:
             inputs = [make_inputs(shape, share, options.dtype, options.device) for _ in range(options.input_sets)]
@@ -108,7 +97,7 @@ def run(
             case = {"shape": shape.name, "rows": shape.rows, "V": shape.vocab, "active": f"{share:.0%}"}
             for phase in ("forward", "backward", "both"):
                 moved = floor_bytes_moved(shape, active, options.dtype.itemsize, phase)
-                results += compare(
+                results += measure.compare(
                     "token_nll",
                     case,
                     phase,
@@ -124,13 +113,13 @@ def run(
 
 def main(argv: list[str]) -> int:
     """Print the table and write the JSON."""
-    parser = arguments("token_nll", __doc__)
+    parser = measure.arguments("token_nll", __doc__)
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
     parser.add_argument("--input-sets", type=int, default=1, help="sets of inputs to rotate through")
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
-    add_shape(parser)
-    options = parse(parser, argv)
+    measure.add_shape(parser)
+    options = measure.parse(parser, argv)
     shares = tuple(options.share or {"full": MDLM_SHARES, "small": (0.5,), "toy": (0.5,)}[options.size])
-    results, measured, base = run(options, chosen(LOGITS[options.size], options), shares)
+    results, measured, base = run(options, measure.chosen(LOGITS[options.size], options), shares)
     report(results, options, baseline=base, measured_ceilings=measured)
     return 0
