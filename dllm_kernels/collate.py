@@ -32,6 +32,13 @@ class DLLMCollator:
     rows are as long as the longest fill, rounded up to ``lcm(block_size, pad_seq_len_divisible)``, then cut to
     ``max_seq_len``, and at least 1.
 
+    Examples:
+        >>> long = {"input_ids": [7, 8, 9], "loss_mask": [0, 1, 1], "attention_mask": [1, 1, 1]}
+        >>> short = {"input_ids": [5], "loss_mask": [1], "attention_mask": [1]}
+        >>> batch = DLLMCollator(pad_token_id=0, eos_token_id=2, block_size=2)([long, short])
+        >>> batch["input_ids"].tolist(), batch["loss_mask"].tolist()
+        ([[7, 8, 9, 2], [5, 2, 0, 0]], [[0.0, 1.0, 1.0, 1.0], [1.0, 1.0, 0.0, 0.0]])
+
     Args:
         pad_token_id: token of the global pad.
         eos_token_id: token of the block fill; None: the pad token.

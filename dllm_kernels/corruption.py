@@ -207,6 +207,12 @@ def corrupt_blockwise(
     positions that are there, fewer in a short last block. k lies in [1, L] for a sequence, in [0, length] for a block.
     All positions take part; of the chosen ones the unsupervised are dropped afterwards.
 
+    Examples:
+        >>> ids, generator = torch.arange(12).reshape(1, 12), torch.Generator().manual_seed(0)
+        >>> noisy, noise_mask, p_mask = corrupt_blockwise(ids, None, mask_token_id=99, block_size=4, generator=generator)
+        >>> torch.equal(noisy, torch.where(noise_mask, 99, ids)), p_mask.shape
+        (True, torch.Size([1, 12]))
+
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True; None for all.
@@ -393,6 +399,10 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     """The supervised positions that are not masked: the second of a pair of masks that together cover all.
 
     ``supervised and not noise``. A position that was masked with probability p is in it with probability 1 - p.
+
+    Examples:
+        >>> complementary(torch.tensor([[1, 0, 1, 0]]), loss_mask=torch.tensor([[0, 1, 1, 1]])).tolist()
+        [[False, True, False, True]]
 
     Args:
         noise_mask: masked positions ``[B, L]``, bool or number, nonzero is True.

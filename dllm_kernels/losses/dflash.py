@@ -30,6 +30,16 @@ class DFlashDecayLoss(DraftLoss):
     Source: the DFlash paper, eq. 4; defaults of gamma in appendix A.1: 7, 5, 4 for blocks of 16, 10, 8. D-PACE,
     arXiv 2605.18810, for the other weights.
 
+    Examples:
+        >>> target_ids = torch.tensor([[5, 2, 7, 1, 4, 4]])  # two blocks of an anchor and three drafted tokens
+        >>> logits = 9.0 * torch.nn.functional.one_hot(target_ids, 10).float()
+        >>> logits[0, 2] = 0  # the last token of the first block is not known
+        >>> out = DFlashDecayLoss()(logits, target_ids, block_mask=torch.ones(1, 6), block_size=4)
+        >>> {name: round(value.item(), 2) for name, value in draft_accuracy(out).items()}
+        {'draft_acc': 0.83, 'draft_acc_k1': 1.0, 'draft_acc_k2': 1.0, 'draft_acc_k3': 0.5}
+        >>> acceptance_length(out, torch.ones(1, 6), block_size=4).item()
+        2.5
+
     Args:
         loss_gamma: gamma; None weighs all positions alike. The decay alone has one.
         use_fused_linear_ce: for the training loop to read: whether it should call :meth:`forward_fused` with hidden

@@ -17,6 +17,8 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
 
     .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k
 
+    Source: the metrics ``draft_acc`` and ``draft_acc_k`` that DFlash training logs.
+
     Args:
         output: what :class:`DFlashDecayLoss` returned for a ``block_size``.
         group: process group to sum the counts over before dividing; None: this rank alone.
@@ -57,6 +59,8 @@ def acceptance_length(
     over the N blocks with any valid row: a block is accepted as far as its first wrong token. A row that is not valid is
     passed over and does not end the accepted prefix. With ``sampling`` it is what speculative sampling accepts in expectation:
     the rate :math:`a_i` stands in the place of [correct].
+
+    Source: greedy verification and speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, section 2.
 
     Args:
         output: what :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss` returned, or ``[B, T]``, nonzero where the

@@ -26,6 +26,8 @@ def compute_per_token_nll(
 ) -> torch.Tensor:
     r"""Negative log-likelihood of every token, :math:`\log\sum_v e^{z_{iv}} - z_{i,y_i}`.
 
+    Source: cross-entropy with a one-hot target, -log softmax(z)[y].
+
     Args:
         logits: ``[B, L, V]``, any float dtype.
         target_ids: ``[B, L]`` integers; -100 gives 0.
@@ -63,6 +65,14 @@ def encoder_ar_loss(
     .. math:: \text{loss} = \frac{1}{N} \sum_{i < S} m_i m_{i+1} \, \text{nll}(z_i, x_{i+1})
 
     The targets are shifted, not the logits, so no slice of ``[B, S, V]`` is copied or padded.
+
+    Source: the next-token cross-entropy of language models; Bengio et al. 2003, "A Neural Probabilistic Language Model".
+
+    Examples:
+        >>> logits, ids = torch.zeros(1, 4, 10), torch.tensor([[3, 1, 4, 0]])
+        >>> loss = encoder_ar_loss(logits, ids, valid_mask=torch.tensor([[1, 1, 1, 0]]))  # the last is padding: two pairs
+        >>> round((loss / math.log(10)).item(), 4)
+        1.0
 
     Args:
         encoder_logits: ``[B, S, V]``, any float dtype.

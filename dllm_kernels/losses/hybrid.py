@@ -34,6 +34,14 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     Source: Sahoo et al. 2024 (MDLM), eq. 10, for the diffusion part; the sum of both as in Nemotron-Labs-Diffusion.
 
+    Examples:
+        >>> ids, masks = torch.tensor([[3, 1, 4, 1]]), (torch.tensor([[1, 0, 1, 0]]), torch.full((1, 4), 0.5), torch.ones(1, 4))
+        >>> logits = torch.zeros(1, 8, 10)  # the diffusion logits of 4 positions, then their AR logits
+        >>> counts = {"num_diffusion_tokens": 4, "num_ar_tokens": 3}
+        >>> out = HybridDiffusionLLMLoss(alpha=0.5)(logits, ids, *masks, loss_mask_ar=torch.ones(1, 4), **counts)
+        >>> round((out.total_loss / math.log(10)).item(), 4), round((out.dllm_loss / math.log(10)).item(), 4)  # AR + 0.5 diffusion
+        (1.5, 0.5)
+
     Args:
         alpha: weight of the diffusion part, a constant.
         fp32_upcast: as in :class:`MDLMCrossEntropyLoss`.

@@ -22,6 +22,18 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
     Source: Sahoo et al. 2024, "Simple and Effective Masked Diffusion Language Models", eq. 10; Nie et al. 2025, "Large
     Language Diffusion Models", eq. 3.
 
+    Examples:
+        >>> ids, logits = torch.tensor([[3, 1, 4, 1]]), torch.zeros(1, 4, 10)  # all tokens as likely: each NLL is log 10
+        >>> noise_mask, p_mask = torch.tensor([[True, False, True, False]]), torch.full((1, 4), 0.5)
+        >>> loss_fn = MDLMCrossEntropyLoss()
+        >>> out = loss_fn(logits, ids, noise_mask, p_mask, loss_mask=torch.ones(1, 4), num_diffusion_tokens=4)
+        >>> round(out.total_loss.item(), 4)  # two masked tokens of four, 1 / 0.5 each
+        2.3026
+        >>> hidden, weight = torch.zeros(1, 4, 8), torch.zeros(10, 8)  # the same without logits
+        >>> fused = loss_fn.forward_fused(hidden, weight, ids, noise_mask, p_mask, torch.ones(1, 4), num_diffusion_tokens=4)
+        >>> bool(fused.total_loss == out.total_loss)
+        True
+
     Args:
         fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
             to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.

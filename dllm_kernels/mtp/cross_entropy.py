@@ -23,6 +23,8 @@ HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
 class MaskedCrossEntropy(TransformedLoss):
     """Cross-entropy from logits that leaves out ignored and masked positions.
 
+    Source: cross-entropy with one-hot targets, -log softmax(z)[y].
+
     Args:
         fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
             to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
@@ -95,6 +97,9 @@ class MaskedCrossEntropy(TransformedLoss):
 
 class FusedLinearCrossEntropy(TransformedLoss):
     """Cross-entropy from hidden states and the LM head; the logits exist one chunk at a time.
+
+    Source: the loss is :class:`MaskedCrossEntropy`'s; logits a chunk at a time as in Wijmans et al. 2024, "Cut Your Losses in
+    Large-Vocabulary Language Models", arXiv:2411.09009, and Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989.
 
     Args:
         ignore_index: label to leave out; -100 is left out as well.

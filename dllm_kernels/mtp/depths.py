@@ -48,6 +48,8 @@ def mtp_labels(
 ) -> torch.Tensor:
     """Labels of one depth: shifted left by depth + 1, ignored where there is none or it is of another sub-sequence.
 
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k further on.
+
     Args:
         labels: ``[B, S]`` or ``[S]`` integers.
         depth: 0 .. D-1.
@@ -129,6 +131,16 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
 
     With :class:`FusedLinearCrossEntropy` all depths go through one call: one compaction of the rows that count, one pass
     over the LM head, which is gathered once where it is sharded.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, eq. 24 (each depth) and 25 (their mean, scaled).
+
+    Examples:
+        >>> logits = [torch.zeros(1, 4, 10), torch.zeros(1, 4, 10)]  # two depths
+        >>> labels = torch.tensor([[3, 1, 4, 1]])  # depth 0 is held to 1 4 1, depth 1 to 4 1
+        >>> options = {"mtp_per_depth_logits": logits, "labels": labels, "model": torch.nn.Module(), "num_label_tokens": 4}
+        >>> loss = calculate_mtp_loss(MaskedCrossEntropy(), scaling_factor=1.0, **options)
+        >>> round((loss / math.log(10)).item(), 4)  # (3 + 2) / 4, over two depths
+        0.625
 
     Args:
         loss_fn: the base loss, as on the main path.

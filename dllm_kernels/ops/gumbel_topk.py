@@ -32,6 +32,12 @@ def gumbel_topk_mask(
 
     ``score_i = log_w_i - ln(-ln u_i)``; the k largest scores are chosen, the lower index first among equals.
 
+    Examples:
+        >>> log_w = torch.tensor([[0.0, 0.0, -math.inf, 0.0]])  # the third is never chosen
+        >>> chosen = gumbel_topk_mask(log_w, k=3, seeds=torch.tensor([7]))
+        >>> chosen.tolist()
+        [[True, True, False, True]]
+
     Args:
         log_w: log-weights ``[N, D]``, floating, of any strides. A position of log-weight -inf or NaN is never chosen.
         k: how many, an int or an integer tensor ``[N]``. More than the choosable positions means all of them, 0 none.

@@ -56,6 +56,15 @@ def weighted_linear_nll(
     The gradients are made in the forward pass, on the rows of nonzero weight only, and only for what requires them;
     backward scales them by the upstream scalar, in place, which is why it can run only once.
 
+    Examples:
+        >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)  # a frozen LM head
+        >>> targets = torch.tensor([[1, 2, -100], [4, 5, 6]])  # -100: no row
+        >>> weights = torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 0.0]])  # rows of weight 0 are not projected
+        >>> loss = weighted_linear_nll(hidden, weight, targets, weights).loss
+        >>> round((loss / math.log(10)).item(), 4)
+        4.0
+        >>> loss.backward()
+
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.

@@ -45,12 +45,14 @@ def row_objective(
 
     .. math:: \text{loss} = \sum_n \text{fn}(\text{stats}_n, \text{aux}_n)
 
-    Example, the confidence loss of tokens that are predicted right already::
-
-        def entropy_of_correct(stats, weights):
-            return torch.where(stats.correct, stats.entropy, 0.0) * weights
-
-        out = row_objective(logits, targets, entropy_of_correct, weights, entropy=True, with_correct=True)
+    Examples:
+        >>> def entropy_of_correct(stats, weights):  # the confidence loss of tokens that are predicted right already
+        ...     return torch.where(stats.correct, stats.entropy, 0.0) * weights
+        >>> logits, targets, weights = torch.eye(4, requires_grad=True), torch.tensor([0, 1, 3, 3]), torch.ones(4)
+        >>> out = row_objective(logits, targets, entropy_of_correct, weights, entropy=True, with_correct=True)
+        >>> out.correct.tolist(), (out.value > 0).tolist()
+        ([True, True, False, True], [True, True, False, True])
+        >>> out.loss.backward()
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
@@ -112,16 +114,18 @@ def linear_row_objective(
     The gradient is made in the forward pass, where backward only scales it, in place, which is why backward can run only once.
     Under ``torch.compile`` it is :func:`linear_row_stats` followed by ``fn`` in the graph, with one product more.
 
-    Example, the clipped policy ratio with a k3 penalty of GRPO::
-
-        def clipped(stats, old, ref, advantages):
-            ratio = (stats.log_probs - old).exp()
-            gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-            away = ref - stats.log_probs
-            return 0.04 * (away.exp() - away - 1) - gain
-
-        out = linear_row_objective(hidden, lm_head.weight, tokens, clipped, old, ref, advantages, active=completion_mask)
-        (out.loss / completion_mask.sum()).backward()
+    Examples:
+        >>> def clipped(stats, old, ref, advantages):  # the clipped policy ratio with a k3 penalty of GRPO
+        ...     ratio = (stats.log_probs - old).exp()
+        ...     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        ...     away = ref - stats.log_probs
+        ...     return 0.04 * (away.exp() - away - 1) - gain
+        >>> hidden, weight, tokens = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8), torch.tensor([[3, 1, 4]])
+        >>> old, mask, advantages = torch.full((1, 3), -math.log(10)), torch.tensor([[1, 1, 0]]), torch.ones(1, 3)
+        >>> out = linear_row_objective(hidden, weight, tokens, clipped, old, old, advantages, active=mask)
+        >>> round((out.loss / mask.sum()).item(), 4)  # the ratio is 1, nothing is away
+        -1.0
+        >>> out.loss.backward()
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.

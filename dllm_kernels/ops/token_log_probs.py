@@ -50,6 +50,12 @@ def token_log_probs(
     Under ``torch.no_grad``, as for old and reference policies, a head costs one product and nothing is kept. A token whose
     id is -100, or whose entry of ``active`` is zero, is neither read nor projected.
 
+    Examples:
+        >>> hidden, weight, ids = torch.zeros(1, 3, 8), torch.zeros(10, 8), torch.tensor([[3, 1, -100]])
+        >>> out = token_log_probs(hidden, ids, weight=weight, temperature=0.7, with_entropy=True)
+        >>> [round(x, 4) for x in out.log_probs[0].tolist()], [round(x, 4) for x in out.entropy[0].tolist()]
+        ([-2.3026, -2.3026, 0.0], [2.3026, 2.3026, 0.0])
+
     Args:
         logits_or_hidden: logits ``[..., V]`` or, with ``weight``, hidden states ``[..., D]``; float16, bfloat16, float32 or
             float64.
