@@ -36,6 +36,7 @@ from reference.mtp import (
 from reference.row_objective import linear_row_objective, row_objective
 from reference.row_stats import RowStats, linear_row_stats, row_stats
 from reference.scdd import SCDDSchedule, scdd_loss, scdd_schedule
+from reference.soft_embedding import soft_embedding
 from reference.token_nll import argmax_match, compute_per_token_nll, token_lse, token_nll, weighted_nll
 from reference.transform import possible_targets, transformed
 
@@ -86,6 +87,7 @@ __all__ = [
     "scdd_loss",
     "scdd_schedule",
     "seq_idx_from_cu_seqlens",
+    "soft_embedding",
     "token_lse",
     "token_nll",
     "transformed",

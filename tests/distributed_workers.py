@@ -35,6 +35,7 @@ from tests import (  # noqa: F401
     distributed_fsdp,
     distributed_pipeline,
     distributed_readme,
+    distributed_soft_embedding,
     distributed_tensor,
 )
 from tests.distributed_checks import CHECKS

@@ -142,6 +142,8 @@ def odd() -> Iterator[Call]:
         yield partial(divergence, (2, 17, 1), torch.float32, kind=kind)
     for view in (_shifted, _of_longer_rows, _transposed, _misaligned):
         yield partial(divergence, (4, 1025, 126464), torch.bfloat16, view=view)
+    for dtype in DTYPES:  # whose gradient goes through no transform
+        yield partial(soft_embedding, (8, 512, 50257), dtype, softcap=30.0, scale=0.7, skip_id=5)
     for ids, mask in ((torch.int32, torch.bool), (torch.int64, torch.float32)):
         yield partial(corrupt, corrupt_uniform, 8, 4096, ids=ids, mask=mask)
         yield partial(corrupt, corrupt_blockwise, 8, 4096, ids=ids, mask=mask, block_size=32)
@@ -260,6 +262,13 @@ def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int
     hidden, teacher, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, rows, (V,)))
     options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if "ce" in options["kind"] else {}
     ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
+
+
+def soft_embedding(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
+    """``ops.soft_embedding`` with a bump in every row."""
+    *rows, V = shape
+    hidden, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, (V,)))
+    ops.soft_embedding(hidden, head, head, bump=1.0, bump_ids=torch.zeros(rows, dtype=torch.int64), **options)
 
 
 def _mixture(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -251,6 +251,16 @@ def check_extra_dtypes(
             )
 
 
+def check_table_dtype(hidden: torch.Tensor, table: torch.Tensor) -> None:
+    """As :func:`check_dtypes`, of the embedding that probabilities are multiplied with."""
+    if autocasts(hidden) and torch.float64 not in (hidden.dtype, table.dtype):
+        return
+    if table.dtype != hidden.dtype and not is_dtensor(table):
+        raise ValueError(
+            f"embedding must have the dtype of hidden, {hidden.dtype}, unless torch.autocast is on, got {table.dtype}"
+        )
+
+
 def targets_checked(check_targets: bool | None) -> bool:
     """Whether to look for out-of-range targets: the argument, else the environment variable.
 

@@ -23,7 +23,8 @@ is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a produc
     (F, W) of these columns alone, in rows whose (M, log S) is known already.
 
 ``backward(logits, ask, coefficients, row_max, log_sum, out)``
-    Writes the gradient in the logits to ``out``, which may be the logits themselves; zeros where a row is off.
+    Writes the gradient in the logits to ``out``, which may be the logits themselves; zeros where a row is off. In the
+    transformed logits where ``ask.through`` is False: that of lse is then p itself, whatever the transform.
 
 ``small_backward(logits, ask, found, up)``, or None where a backend has none
     The same, ``[N, V]``, straight from the upstream gradients, where the call is small enough; None where it is not.
@@ -55,6 +56,7 @@ class Ask(NamedTuple):
         gradients: whether W is.
         whole: whether these are all columns of a row, so that what is found of them is M and S; else a part.
         lse: whether (M, log S) are asked for. Without, a backend whose backward pass does not need them leaves them out.
+        through: whether the gradient is that in the logits as they are, through the transform.
     """
 
     ids: torch.Tensor
@@ -67,6 +69,7 @@ class Ask(NamedTuple):
     gradients: bool = False
     whole: bool = True
     lse: bool = True
+    through: bool = True
 
 
 class Found(NamedTuple):

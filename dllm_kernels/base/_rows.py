@@ -35,6 +35,9 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
 ``divergence(...)``
     Of rows to a teacher's: ``base/_divergence.py``.
 
+``add_parts(t)``
+    ``t`` with the sum over all parts of a split row in the place of this part's share of it; None where a row is whole.
+
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
 """
@@ -73,6 +76,7 @@ class RowPrimitives(NamedTuple):
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
     divergence: Divergences
     nll_factored_: Callable[..., tuple[NLL, torch.Tensor]] | None = None
+    add_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,8 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     w, b = gather_head(job.weight, job.x), None if job.bias is None else gather_head(job.bias, job.x)
     vocab_dim = _vocab_mesh_dim(w)
     second = None if job.extra_weight is None else gather_head(job.extra_weight, job.x, "extra[1]")
-    _check_like(w, {"the LM head's bias": b, "extra[1]": second})
+    table = w if job.table is job.weight else None if job.table is None else gather_head(job.table, job.x, "embedding")
+    _check_like(w, {"the LM head's bias": b, "extra[1]": second, "embedding": table})
     group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
     hidden, rows = _local_hidden("hidden states", job.x, group)
     u = None if job.extra_x is None else _local_extra_rows(job.extra_x, job.x, group, rows)
@@ -53,15 +54,19 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     _checks.check_dtypes(_checks.LINEAR, hidden, weight, bias)
     if u is not None and extra_weight is not None:
         _checks.check_extra_dtypes(_checks.LINEAR, hidden, weight, u, extra_weight)
+    embedding = weight if table is w else None if table is None else _local_parameter(table, split)
+    if embedding is not None:
+        _checks.check_table_dtype(hidden, embedding)
     shard = None
     if vocab_dim is not None and isinstance(w, DTensor):
         shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
         check_local_shape("the LM head's weight", w, (shard.size, w.shape[1]))
-        if isinstance(second, DTensor):
-            check_local_shape("extra[1]", second, (shard.size, second.shape[1]))
+        for name, t in (("extra[1]", second), ("embedding", table)):
+            if isinstance(t, DTensor):
+                check_local_shape(name, t, (shard.size, t.shape[1]))
         plan = _on_shard(hidden, plan, shard)
     plan = plan._replace(pair=local_pair(plan.pair, job.x, rows, shard))
-    return Job.of((hidden, weight, bias, u, extra_weight), [rows.local(t) for t in job.of_rows]), plan, rows
+    return Job.of((hidden, weight, bias, u, extra_weight), [rows.local(t) for t in job.of_rows], embedding), plan, rows
 
 
 def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:

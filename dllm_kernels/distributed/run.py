@@ -11,7 +11,7 @@ from dllm_kernels.distributed.linear import local_hidden
 from dllm_kernels.distributed.vocab_parallel import local_logits
 from dllm_kernels.rows import _run
 from dllm_kernels.rows._plan import Job, Plan
-from dllm_kernels.rows._records import RowOp
+from dllm_kernels.rows._records import SOFT_EMBEDDING, RowOp
 from dllm_kernels.rows._results import Divergence, RowObjective, WeightedNLL
 from dllm_kernels.rows._route import handles_dtensors
 
@@ -25,6 +25,12 @@ def run(op: RowOp, job: Job, plan: Plan) -> Any:
     here, plan, rows = (local_logits if job.weight is None else local_hidden)(job, plan)
     if plan.objective is not None:
         plan = plan._replace(objective=plan.objective.map(rows.local))
+    if op is SOFT_EMBEDDING and rows.groups:
+        raise ValueError(
+            "hidden must not have its rows split over ranks that have the same columns of the head, got rows "
+            f"{rows.local_shape} of {rows.shape} here; give each rank's own, hidden.to_local(), with a head that is plain or split "
+            "by vocabulary"
+        )
     out = _run.run(op, here, plan)
     if not rows.groups:
         return out

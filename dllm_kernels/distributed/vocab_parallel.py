@@ -80,8 +80,14 @@ class VocabShard(NamedTuple):
             return out
 
         return RowPrimitives(
-            stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, self)
-        )
+            stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, self),
+            add_parts=self.add_parts,
+        )  # fmt: skip
+
+    def add_parts(self, t: torch.Tensor) -> torch.Tensor:
+        """The sum over the group, in the place of this rank's share."""
+        dist.all_reduce(t, group=self.group)
+        return t
 
     def local_transform(self, transform: Transform) -> Transform:
         """The same transform of these columns, which may not have the skipped one."""

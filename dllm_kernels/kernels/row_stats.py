@@ -357,7 +357,7 @@ def _row_stats_mix(
 @triton.jit
 def _store_grad(
     x, out_ptr, i, mask, first, lowest, highest, row, ids_ptr, of_id_ptr, ids, K, transform,
-    WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, ACC: tl.constexpr,
+    WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Write the gradient for the columns i, all of them in [lowest, highest); ``first`` as in ``transformed``."""
     row_max, log_sum, plain, of_log, of_mix, ratio, none = row
@@ -379,7 +379,8 @@ def _store_grad(
         else:
             for k in range(K):
                 grad = tl.where(i == tl.load(ids_ptr + k).to(tl.int32) - zero, grad + tl.load(of_id_ptr + k), grad)
-    grad = through(grad, x, i, transform, ACC, first)
+    if THROUGH:
+        grad = through(grad, x, i, transform, ACC, first)
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -391,7 +392,7 @@ def _store_grad(
 def _row_stats_bwd(
     logits_ptr, ids_ptr, mark_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr, out_ptr,
     L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, gain, rate, skip, TILES, SPLITS,
-    SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, BLOCK_V: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
@@ -439,14 +440,14 @@ def _row_stats_bwd(
             column = first + tile
             _store_grad(
                 x, out_ptr + out_at + tile, i, i < end - tile, column, column, column + BLOCK_V, of_row,
-                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, ACC,
+                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
             )  # fmt: skip
             x = x_ahead
             tile = ahead
         if start == 0:
             _store_grad(
                 x_few, out_ptr + out_row, v, there, None, 0, V, of_row,
-                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, ACC,
+                ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
             )  # fmt: skip
     else:
         for tile in range(start, end, BLOCK_V):
@@ -531,6 +532,7 @@ def backward(
     _row_stats_bwd[(B * L * splits,)](
         logits, ask.ids, ask.marks, c.of_ids, c.plain, c.of_log, c.of_mix, ask.a, ask.b, row_max, log_sum, out,
         *rows, *out_rows[1:], V, ask.ids.shape[1], *arguments(ask.transform), tiles, splits,
-        SAME_STRIDES=rows == out_rows, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None, BLOCK_V=tile.block_v,
-        BLOCK_K=_block_k(ask.ids), ACC=_acc(c.plain.dtype), num_warps=num_warps, **FUSED,
+        SAME_STRIDES=rows == out_rows, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None,
+        THROUGH=ask.through, BLOCK_V=tile.block_v, BLOCK_K=_block_k(ask.ids), ACC=_acc(c.plain.dtype), num_warps=num_warps,
+        **FUSED,
     )  # fmt: skip

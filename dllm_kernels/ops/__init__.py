@@ -6,6 +6,7 @@ from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
 from dllm_kernels.ops.row_objective import linear_row_objective, row_objective
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
+from dllm_kernels.ops.soft_embedding import soft_embedding
 from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
 from dllm_kernels.rows._results import Divergence, RowObjective, RowStats, TokenNLL, WeightedNLL
@@ -26,6 +27,7 @@ __all__ = [
     "linear_token_nll",
     "row_objective",
     "row_stats",
+    "soft_embedding",
     "token_log_probs",
     "token_nll",
     "weighted_linear_nll",

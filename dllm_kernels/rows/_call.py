@@ -42,7 +42,7 @@ def checked(
         IndexError: a bad target was looked for, and found.
     """
     x, weight, bias = job[:3]
-    job = Job.of(job.leaves, all_plain(*job.of_rows))
+    job = Job.of(job.leaves, all_plain(*job.of_rows), job.table)
     V = _checks.check_rows(names, x, job.ids, weight, bias)
     if weight is not None and extra is not None:
         u, second = _checks.checked_extra(names, x, weight, extra)

@@ -31,9 +31,9 @@ def _in_place(op: RowOp, job: Job, plan: Plan, written: Iterable[Tensor]) -> Ten
 def _rows(
     op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, ids: Tensor, active: Tensor | None,
     weights: Tensor | None, a: Tensor | None, b: Tensor | None, extra_x: Tensor | None, extra_weight: Tensor | None,
-    packed: list[int], factors: list[float], changing: Tensor | None, constants: list[Tensor],
+    table: Tensor | None, packed: list[int], factors: list[float], changing: Tensor | None, constants: list[Tensor],
 ) -> list[Tensor]:  # fmt: skip
-    job = Job(x, weight, bias, ids, active, weights, a, b, extra_x, extra_weight)
+    job = Job(x, weight, bias, ids, active, weights, a, b, extra_x, extra_weight, table)
     plan = Plan.unpack(packed, factors, changing, constants)
     return [t for t in ROW_OPS[op].forward(job, plan) if t is not None]
 

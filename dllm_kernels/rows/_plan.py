@@ -39,6 +39,7 @@ class Job(NamedTuple):
         b: likewise.
         extra_x: ``[..., r]``, the rows of the head's second part, or None.
         extra_weight: ``[V, r]``: extra_x extra_weight^T is added to the logits.
+        table: ``[V, E]``, a row for each column, of which the op makes a mean; or None.
     """
 
     x: torch.Tensor
@@ -51,21 +52,22 @@ class Job(NamedTuple):
     b: torch.Tensor | None = None
     extra_x: torch.Tensor | None = None
     extra_weight: torch.Tensor | None = None
+    table: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], of_rows: Sequence[Any]) -> Job:
+    def of(cls, leaves: Sequence[Any], of_rows: Sequence[Any], table: torch.Tensor | None = None) -> Job:
         """The job of these :attr:`leaves` and :attr:`of_rows`."""
-        return cls(*leaves[:3], *of_rows, *leaves[3:])
+        return cls._make((*leaves[:3], *of_rows, *leaves[3:], table))
 
     @property
     def leaves(self) -> tuple[torch.Tensor | None, ...]:
         """What may want a gradient, in the order of :class:`Needs`."""
-        return (*self[:3], *self[-2:])
+        return (*self[:3], self.extra_x, self.extra_weight)
 
     @property
     def of_rows(self) -> tuple[torch.Tensor | None, ...]:
-        """What is known of each row, a constant: the others."""
-        return self[3:-2]
+        """What is known of each row, a constant."""
+        return self[3:8]
 
     @property
     def head(self) -> torch.Tensor:
@@ -92,7 +94,7 @@ class Gradients(NamedTuple):
 
 def placed(gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The gradients of a job's leaves, in their order, where these stand in it."""
-    return Job.of(gradients, (None,) * (len(Job._fields) - LEAVES))
+    return Job.of(gradients, (None,) * OF_ROWS)
 
 
 class Needs(NamedTuple):
@@ -118,6 +120,7 @@ class Needs(NamedTuple):
 
 NO_GRADIENTS = Needs()
 LEAVES = len(Needs._fields)
+OF_ROWS = 5
 
 
 class Options(NamedTuple):

@@ -14,8 +14,8 @@ import torch
 
 from dllm_kernels.base._row_stats import Found, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
-from dllm_kernels.rows import _chunks, _divergence, _stats
-from dllm_kernels.rows._plan import LEAVES, Gradients, Job, Plan
+from dllm_kernels.rows import _chunks, _divergence, _soft_embedding, _stats
+from dllm_kernels.rows._plan import LEAVES, OF_ROWS, Gradients, Job, Plan
 from dllm_kernels.rows._results import Divergence, RowObjective, RowStats, TokenNLL, WeightedNLL, rounded, weighted_sum
 from dllm_kernels.rows._teacher import Teacher
 
@@ -341,7 +341,7 @@ def _stats_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
 
 
 def _stats_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
-    n = len(Job._fields)
+    n = LEAVES + OF_ROWS
     job = Job.of(kept[:LEAVES], kept[LEAVES:n])
     log_probs, row_max, log_sum, entropy, mix_weight = kept[n:]
     found = Found(log_probs, row_max, log_sum, entropy, mix_weight=mix_weight)  # type: ignore[arg-type]
@@ -465,7 +465,26 @@ DIVERGENCE = RowOp(
     before_backward=_once_of_divergence,
 )
 
+
+def _no_gradient(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+    raise AssertionError("its inputs are constants")
+
+
+SOFT_EMBEDDING = RowOp(
+    "soft_embedding",
+    row_ids,
+    lambda job, plan: (_soft_embedding.forward(job, plan),),
+    lambda job, written, _: (),
+    _no_gradient,
+    lambda job, plan: (((job.x.shape[0], _soft_embedding.table_of(job).shape[1]), plan.dtype),),
+    lambda plan, ids, rows, out: out.view(*rows, out.shape[-1]),
+    shown=1,
+    differentiable=0,
+    instead=("", ""),
+)
+
 # Those that can stand in a compiled graph, by name.
 ROW_OPS = {
-    op.name: op for op in (TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS, DIVERGENCE)
+    op.name: op
+    for op in (TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS, DIVERGENCE, SOFT_EMBEDDING)
 }

@@ -42,4 +42,4 @@ def _flat(op: RowOp, job: Job, plan: Plan) -> Job:
     x = job.x if job.weight is None else job.x.reshape(-1, job.x.shape[-1])
     u = None if job.extra_x is None else job.extra_x.reshape(-1, job.extra_x.shape[-1])
     per_row = (None if t is None else t.detach().reshape(-1).to(plan.acc).contiguous() for t in job.of_rows[2:])
-    return Job.of((x, job.weight, job.bias, u, job.extra_weight), (*op.rows(job, plan), *per_row))
+    return Job.of((x, job.weight, job.bias, u, job.extra_weight), (*op.rows(job, plan), *per_row), job.table)

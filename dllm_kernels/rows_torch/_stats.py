@@ -367,18 +367,22 @@ def backward(
     source, target = Listed(logits, rows), with_zeros_between(out, rows, size)
     grad = _Grad.of(c, ask, row_max, log_sum, None if rows.numel() == ask.marks.numel() else rows, V)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
-    jobs = [partial(_grad_block, source, target, ask.transform, *block) for block in blocks]
+    jobs = [partial(_grad_block, source, target, ask, *block) for block in blocks]
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
-    caps = ask.transform.softcap is not None
+    caps = ask.transform.softcap is not None and ask.through
     in_place = source.together and target.together
     rooms = _rooms(threads, size + target.spare, V, logits, more, narrow=not in_place, slope=caps)
     share_out(jobs, rooms)
 
 
 def _grad_block(
-    source: Listed, target: Listed | Spread, transform: Transform, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
+    source: Listed, target: Listed | Spread, ask: Ask, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
 ) -> None:  # fmt: skip
-    space = room.space
-    z, slope = with_slope(source.load(block, space), transform, top(space.wide, block), top(space.slope, block))
+    space, transform = room.space, ask.transform
+    loaded, wide = source.load(block, space), top(space.wide, block)
+    if ask.through:
+        z, slope = with_slope(loaded, transform, wide, top(space.slope, block))
+    else:
+        z, slope = transformed(loaded, transform, wide), 1.0
     values = grad.made(z, target.room(to, space), *(top(t, block) for t in room.more))
     target.store(to, through_(values, slope, transform), space)
