@@ -33,7 +33,7 @@ class Model(nn.Module):
         x = self.embed(ids).transpose(1, 2)
         for layer in self.layers:
             x = x + layer(x).relu()
-        return x.transpose(1, 2)
+        return x.transpose(1, 2).contiguous()
 
 
 def main(steps=20, tp=2):

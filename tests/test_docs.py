@@ -4,6 +4,7 @@ The fences of a page share their names and run in order; then the page's check, 
 plain PyTorch in float64. Those of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by ``test_distributed.py``.
 """
 
+import ast
 import importlib.util
 import inspect
 import math
@@ -352,3 +353,38 @@ def test_what_the_wrong_count_would_do():
     assert abs(right.mean() - 1) < 5 * right.std() / math.sqrt(N)
     t = (torch.arange(100_000).double() + 0.5) / 100_000
     assert round((1 / ((1 - 1e-3) * t + 1e-3)).mean().item()) == round(math.log(1e3) / (1 - 1e-3)) == 7
+
+
+def as_text(node):
+    """A message as it stands in the code, ``{}`` for what is put into it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return as_text(node.left) + as_text(node.right)
+    return "{}"
+
+
+def messages():
+    """Of every error that the package raises."""
+    errors = {"TypeError", "ValueError", "IndexError", "RuntimeError", "NotImplementedError"}
+    for path in (ROOT / "dllm_kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+                if getattr(node.exc.func, "id", "") in errors:
+                    yield as_text(node.exc.args[0]).replace("\n", "⏎")
+            assert not (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn"), path
+
+
+def test_every_error_is_listed_with_its_cause():
+    """Each message fits a row of troubleshooting, and none of these is out of date."""
+    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting.md"], re.MULTILINE)
+    patterns = [
+        p for row in rows for p in re.findall(r"`([^`]+)`", row) if "…" in p or " must " in p or len(p.split()) > 4
+    ]
+    assert len(patterns) > 80
+    found = list(messages())
+    used = {p: re.compile(re.escape(p).replace("…", ".*") + (".*" if p.endswith("…") else "")) for p in patterns}
+    assert [m for m in found if not any(regex.fullmatch(m) for regex in used.values())] == []
+    assert [p for p, regex in used.items() if not any(regex.fullmatch(m) for m in found)] == []
