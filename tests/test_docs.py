@@ -110,6 +110,7 @@ def start(n):
 @page("losses/index.md")
 def quotient(n):
     weights = (n["noise_mask"] / n["p_mask"]).double()
+    same(n["of_sequences"], (plain_nll(n["logits"], n["ids"]) * weights).sum(1).mean() / 8)
     same(n["mean"], (plain_nll(n["logits"], n["ids"]) * weights).sum() / weights.sum())
 
 
@@ -199,6 +200,8 @@ def ops_nll(n):
     same(n["linear_nll"], linear_nll)
     same(n["loss"], (nll * n["weights"]).sum())
     same(n["linear_loss"], (linear_nll * n["weights"]).sum())
+    two_parts = linear + n["u"].double() @ n["U"].double().T
+    same(n["two_parts"], (plain_nll(two_parts, n["ids"]) * n["weights"]).sum())
     same(n["focal"], ((1 - (-nll).exp()) ** 2 * nll).sum())
 
 
@@ -233,6 +236,21 @@ def ops_row_objective(n):
     same(n["head"].grad, w.grad)
     assert not n["policy"].value.requires_grad
     assert n["policy"].value.shape == n["ids"].shape
+
+
+@page("ops/divergence.md")
+def ops_divergence(n):
+    x, q = leaf(n["logits"]), (n["teacher_logits"].double() / 2).softmax(-1)
+    loss = 4 * F.kl_div((x / 2).log_softmax(-1), q, reduction="none").sum(-1).mean()
+    loss.backward()
+    same(n["loss"], loss)
+    same(n["logits"].grad, x.grad)
+    h, w = leaf(n["hidden"]), n["head"].double()
+    p, q = (h @ w.T).softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
+    mixed = 0.1 * plain_nll(h @ w.T, n["ids"]).mean() + 0.9 * (p - q).abs().sum(-1).mean()
+    mixed.backward()
+    same(n["out"].loss, mixed)
+    same(n["hidden"].grad, h.grad)
 
 
 @page("ops/transforms.md")
@@ -371,9 +389,10 @@ def messages():
     errors = {"TypeError", "ValueError", "IndexError", "RuntimeError", "NotImplementedError"}
     for path in (ROOT / "dllm_kernels").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-                if getattr(node.exc.func, "id", "") in errors:
-                    yield as_text(node.exc.args[0]).replace("\n", "⏎")
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                error, arguments = getattr(node.exc.func, "id", ""), node.exc.args
+                if error in errors and arguments:
+                    yield as_text(arguments[0]).replace("\n", "⏎")
             assert not (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn"), path
 
 

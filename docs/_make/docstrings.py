@@ -23,6 +23,7 @@ PAGES = {
 ROLE = re.compile(r":(?:py:)?(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
 INLINE_MATH = re.compile(r":math:`([^`]+)`")
 MATH_BLOCK = re.compile(r"^( *)\.\. math::[ ]*(.*(?:\n(?:\1 +.*|[ ]*(?=\n\1 +\S)))*)", re.MULTILINE)
+RULE = re.compile(r"^( *)=+(?: +=+)+ *$")
 LITERAL_BLOCK = re.compile(r"::$", re.MULTILINE)
 
 
@@ -62,9 +63,35 @@ def markdown(text: str) -> str:
         inner = " ".join(line.strip() for line in match[2].splitlines())
         return f"{match[1]}$$\n{match[1]}{inner.strip()}\n{match[1]}$$\n"
 
-    text = MATH_BLOCK.sub(block, text)
+    text = MATH_BLOCK.sub(block, tables(text))
     text = INLINE_MATH.sub(r"$\1$", text)
     return LITERAL_BLOCK.sub(":", ROLE.sub(reference, text))
+
+
+def tables(text: str) -> str:
+    """The simple tables of reStructuredText, of which each line is a row, as Markdown's."""
+    found, lines = [], text.splitlines()
+    while lines:
+        line = lines.pop(0)
+        if not (rule := RULE.match(line)):
+            found.append(line)
+            continue
+        starts = [match.start() for match in re.finditer("=+", line)]
+        spans = list(zip(starts, [*starts[1:], None], strict=True))
+        rows, rules = [], 1
+        while rules < 3 and lines and (RULE.match(lines[0]) or lines[0].strip()):
+            row = lines.pop(0)
+            if RULE.match(row):
+                rules += 1
+                headed = rules == 2 and bool(lines) and bool(lines[0].strip())
+                if not headed:
+                    break
+            else:
+                rows.append([row[start:end].strip().replace("|", "\\|") for start, end in spans])
+        head = rows.pop(0) if rules > 2 or headed else [""] * len(spans)
+        made = [head, ["---"] * len(spans), *rows]
+        found += ["", *(f"{rule[1]}| {' | '.join(row)} |" for row in made), ""]
+    return "\n".join(found)
 
 
 class Docstrings(griffe.Extension):

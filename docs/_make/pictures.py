@@ -242,7 +242,21 @@ def collator() -> plt.Figure:
     return figure
 
 
+def divergence() -> plt.Figure:
+    p = torch.linspace(0.01, 0.99, 99).double()
+    student, teacher = torch.stack([p.log(), (1 - p).log()], -1), torch.tensor([0.3, 0.7]).double().log().expand(99, 2)
+    figure, axes = plt.subplots(figsize=(7, 2.8))
+    for kind in ("kl", "rkl", "jsd", "tv", "nla", "lk"):
+        axes.plot(
+            p, ours.divergence(student, teacher, kind=kind).value, label=kind, color="#be185d" if kind == "lk" else None
+        )
+    axes.set(xlabel="p of the first token; q is 0.3", ylabel="D", ylim=(0, 2))
+    axes.legend(ncols=2)
+    return figure
+
+
 PICTURES = {
+    "divergence": divergence,
     "mdlm": mdlm, "block-diffusion": block_diffusion, "hybrid": hybrid, "idlm": idlm, "scdd": scdd, "dflash": dflash,
     "encoder-ar": encoder_ar, "mtp": mtp, "corruption": corruption, "levels": levels, "collator": collator,
 }  # fmt: skip
