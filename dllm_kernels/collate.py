@@ -52,7 +52,7 @@ class DLLMCollator:
             the training process; worker processes of a DataLoader leave it to ``DataLoader(pin_memory=True)``.
 
     Raises:
-        TypeError: a token or a size is not an int, or a yes or no no bool.
+        TypeError: a token or a size is not an int, or a flag is not a bool.
         ValueError: a size < 1, or a token of more than 64 bits.
     """
 

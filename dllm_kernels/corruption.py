@@ -14,7 +14,7 @@ launch, beside the draw of a seed; nothing waits for the GPU.
 * ``seeds``: int64 ``[B]``, instead of a generator. Row b is then a function of ``seeds[b]``, of L and of the options
   alone, in whatever batch and on whatever device it is corrupted.
 
-**The level**, the share that is masked, is drawn by the routine, or given as ``level``: ``[B]`` or ``[B, 1]``, one a row,
+**The level**, the fraction of masked tokens, is drawn by the routine, or given as ``level``: ``[B]`` or ``[B, 1]``, one a row,
 or ``[B, num_blocks]`` with blocks; used as it is, without ``eps``. ``sample_level`` draws levels that are spread better
 than independent ones. A level outside [0, 1] is an error on the CPU; on a GPU, where looking would be a host sync, it
 masks nothing or everything.
@@ -152,8 +152,8 @@ def corrupt_uniform(
     """Mask each supervised position independently, with one probability for each sequence.
 
     ``p_b = (1 - eps) t_b + eps``, ``t_b`` uniform in (0, 1); position i is masked where ``u_{b,i} < p_b``.
-    With ``exact`` it is not coins that decide: of the n supervised positions of a row exactly ``round(p_b n)`` (half to
-    even; at least one where n and p_b are not 0) are masked, every such set as likely as any other.
+    With ``exact`` the number of masked positions is not random: of the n supervised positions of a row exactly ``round(p_b n)``
+    (half to even; at least one where n and p_b are not 0) are masked. Every such set is equally likely.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
@@ -162,7 +162,7 @@ def corrupt_uniform(
         eps: smallest probability, in [0, 1).
         generator: what to draw from, see the module.
         level: the p_b instead of drawn ones, floating ``[B]`` or ``[B, 1]``, in [0, 1], see the module.
-        exact: mask an exact share instead of throwing coins.
+        exact: mask an exact number of positions instead of drawing each independently.
         seeds: int64 ``[B]`` instead, one a row, see the module.
         backend: "auto", "triton" or "torch".
 
@@ -200,7 +200,7 @@ def corrupt_blockwise(
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask an exact share of every sequence or block, later positions first when the share is small.
+    """Mask an exact fraction of every sequence or block; later positions are likelier where the fraction is small.
 
     ``m = (1 - eps) U + eps``, ``k = round(m length)`` (half to even), and k positions without replacement with
     ``log w_i = ln 2 / (half_life_ratio size) (1 - m) i``. ``size`` is L or ``block_size``; ``length`` counts the
@@ -218,8 +218,8 @@ def corrupt_blockwise(
         loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True; None for all.
         mask_token_id: the token that masks.
         block_size: positions of a block; None for whole sequences.
-        eps: smallest share, in [0, 1).
-        half_life_ratio: distance over which a weight doubles as m goes to 0, as a share of ``size``; above 0.
+        eps: smallest fraction of masked tokens, in [0, 1).
+        half_life_ratio: distance over which a weight doubles as m goes to 0, as a fraction of ``size``; above 0.
         generator: what to draw from, see the module.
         level: the m instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
@@ -347,8 +347,8 @@ def corrupt_mix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask some supervised positions and replace others by a different token, with two probabilities for each sequence.
 
-    One u a position: MASK where ``u < mask_prob``; where ``mask_prob <= u < mask_prob + uniform_prob`` a token uniform
-    over the ``vocab_size - 2`` that are neither MASK nor the clean one, never where the clean one is MASK already.
+    One u is drawn for each position. Where ``u < mask_prob`` it becomes MASK. Where ``mask_prob <= u < mask_prob + uniform_prob``
+    it becomes a token uniform over the ``vocab_size - 2`` that are neither MASK nor the clean one, unless the clean one is MASK.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
@@ -396,9 +396,10 @@ def corrupt_mix(
 
 
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """The supervised positions that are not masked: the second of a pair of masks that together cover all.
+    """The supervised positions that are not masked: ``supervised and not noise``.
 
-    ``supervised and not noise``. A position that was masked with probability p is in it with probability 1 - p.
+    The two masks of such a pair together cover every supervised position once. A position that was masked with probability p is
+    in the complement with probability 1 - p.
 
     Examples:
         >>> complementary(torch.tensor([[1, 0, 1, 0]]), loss_mask=torch.tensor([[0, 1, 1, 1]])).tolist()
@@ -442,7 +443,7 @@ def sample_level(
     device: torch.device | str | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Levels for the routines above, one a row, spread as evenly as ``method`` says.
+    """Levels (fractions of masked tokens) for the corruption routines, one per row.
 
     ========== ===================================================================================================
     uniform    independent ``u_b``
@@ -450,8 +451,9 @@ def sample_level(
     stratified ``(u + b / B) mod 1`` with one u: each B-th of [0, 1) holds one, and each level alone is uniform
     ========== ===================================================================================================
 
-    scaled to [low, high]. The mean of B levels has variance 1 / (12 B), under "stratified" 1 / (12 B^2): what a loss owes
-    to the levels of its batch varies less from step to step. What it owes to the coins stays.
+    They are scaled to [low, high]. The mean of B independent levels has variance 1 / (12 B), that of "stratified" ones
+    1 / (12 B^2). So the part of a loss's variance that comes from the levels is smaller; the part that comes from which positions
+    are masked is unchanged.
 
     Args:
         B: how many.

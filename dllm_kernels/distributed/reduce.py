@@ -24,7 +24,7 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
 def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """How many entries of a mask are nonzero over all ranks: the denominator of a loss split over them.
 
-    Of masked and of block diffusion that is the number of supervised tokens, corrupted or not.
+    For masked and block diffusion it is the number of supervised tokens, corrupted or not.
 
     Args:
         mask: this rank's mask, such as ``loss_mask``, any shape and dtype.

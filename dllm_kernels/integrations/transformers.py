@@ -127,16 +127,16 @@ def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 class MaskedDiffusionCollator:
-    """Samples to a batch of corrupted tokens and the labels of :func:`pack_labels`.
+    """Makes samples into a batch of corrupted tokens, with the labels of :func:`pack_labels`.
 
-    **Noise.** Each row is corrupted under a seed of its own. Without ``seed_field`` the seeds are drawn, in the process
-    that loads the data from torch's default generator, in a worker of a ``DataLoader`` from one seeded as the worker is,
-    and mixed with ``rank``. So no two rows, ranks, workers or epochs share their noise; the same ``manual_seed`` gives the
-    same noise again, and so does a restored state of the generator. A ``Trainer`` that resumes within an epoch has drawn
-    a batch before it restores that state, so its noise is other than it would have been.
+    **Noise.** Each row is corrupted under a seed of its own. Without ``seed_field`` the seeds are drawn and mixed with ``rank``. A
+    process that loads the data itself draws them from torch's default generator; a worker of a ``DataLoader`` draws them from
+    a generator that is seeded as the worker is. So no two rows, ranks, workers or epochs share their noise. The same
+    ``manual_seed`` gives the same noise again, and so does a restored state of the generator. A ``Trainer`` that resumes within
+    an epoch draws a batch before it restores that state, so its noise differs from that of an uninterrupted run.
 
     With ``seed_field`` the noise of a sample is a function of its seed, of the epoch (:meth:`set_epoch`) and of the length
-    of the batch alone, on whichever rank and worker: a run resumed is the run that was interrupted, to the bit.
+    of the batch alone, on any rank and worker. A resumed run then equals the uninterrupted one to the bit.
 
     Args:
         mask_token_id: the token that masks.
@@ -182,10 +182,10 @@ class MaskedDiffusionCollator:
         self._generator: tuple[int, torch.Generator] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Other noise for samples with a ``seed_field``: call it before each epoch, as that of a sampler.
+        """Give samples with a ``seed_field`` other noise: call it before each epoch, like a sampler's ``set_epoch``.
 
-        The mixin does, for the batches that it trains on. In epoch 0, where one begins and evaluates, the seed of a sample
-        is used as it is.
+        The mixin calls it for the batches that it trains on. In epoch 0, the first one and that of evaluation, the seed of a
+        sample is used as it is.
 
         Raises:
             TypeError: ``epoch`` is no int.
@@ -429,7 +429,7 @@ def _linear_head(model: nn.Module) -> nn.Linear:
 
 
 class MaskedDiffusionTrainerMixin:
-    r"""The masked-diffusion loss with a fused LM head, in front of a ``transformers.Trainer``.
+    r"""The masked-diffusion loss with a fused LM head; put it before ``transformers.Trainer`` among the base classes.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{masked}} \frac{\text{nll}_i}{p_i}
 

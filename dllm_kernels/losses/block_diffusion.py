@@ -13,8 +13,8 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{supervised}} \text{nll}_i
 
-    Corruption replaces tokens by random ones (D3PM with a uniform kernel), which has no 1/t weight, so the loss is flat
-    whatever ``p_mask`` says. N is ``num_diffusion_tokens`` or else the number of supervised positions here.
+    Corruption replaces tokens by random ones (D3PM with a uniform kernel). Its loss has no weight 1/t, so every supervised
+    position weighs 1 and ``p_mask`` is not used. N is ``num_diffusion_tokens`` or else the number of supervised positions here.
 
     Source: Austin et al. 2021, "Structured Denoising Diffusion Models in Discrete State-Spaces", sections 3.1 and 3.4
     (uniform kernel, cross-entropy term).

@@ -20,12 +20,12 @@ class DFlashDecayLoss(DraftLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
 
-    k = 1, 2, ... counts the predicted positions of a block, the anchor before them being given. An early mistake costs
-    every later token of the block, hence the decay. Rows with ``block_mask`` 0 are not read.
+    k = 1, 2, ... counts the predicted positions of a block; the anchor before them is given. An early mistake costs every
+    later token of the block, hence the decay. Rows whose ``block_mask`` is 0 are not read.
 
     With other ``position_weights`` than the decay, :func:`dpace_weights` makes ``w m`` from the draft's own probability of
-    each target token, :math:`q = e^{-\text{nll}}`, which is taken as a constant. It is known only after the forward pass: from
-    hidden states with a trainable head the logits are then made twice, with a frozen one once, as ever.
+    each target token, :math:`q = e^{-\text{nll}}`, which is taken as a constant. These weights are known only after the
+    forward pass. So from hidden states with a trainable head the logits are made twice; with a frozen head they are made once.
 
     Source: the DFlash paper, eq. 4; defaults of gamma in appendix A.1: 7, 5, 4 for blocks of 16, 10, 8. D-PACE,
     arXiv 2605.18810, for the other weights.

@@ -25,7 +25,7 @@ class IDLMLoss(TransformedLoss):
         \text{loss} = \text{CE}(z^{noisy}) + \alpha \, \text{CE}(z^{clean}), \qquad
         \text{CE}(z) = \frac{1}{N} \sum_{i < L,\; i + 1\,\in\,\text{answer} \cap \text{valid}} \text{nll}(z_i, x_{i+1})
 
-    The first term teaches to decode masked tokens, the second to verify them. N is ``num_diffusion_tokens`` or else the
+    The first term trains the model to decode masked tokens, the second to verify them. N is ``num_diffusion_tokens`` or else the
     number of scored positions here. Both halves are one call over the whole ``[B, 2 L, V]``: the targets are shifted, not
     the logits, and nothing is cut. Rows that are not scored are not read.
 

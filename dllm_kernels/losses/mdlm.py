@@ -13,11 +13,12 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{noise} \cap \text{supervised}} \frac{\text{nll}_i}{p_i}
 
-    with :math:`p_i` the probability with which position i was masked, at least 1e-8, and N ``num_diffusion_tokens``: the
-    supervised tokens of the whole step, masked or not, since 1/p makes up for those that were not. (Over the masked ones
-    alone it is neither the bound on the likelihood nor of the same size from step to step.)
-    Positions outside the masks are not read: NaN there reaches neither the loss nor the gradient (an implementation that
-    multiplies by 0 returns NaN).
+    :math:`p_i` is the probability with which position i was masked, at least 1e-8. N is ``num_diffusion_tokens``: the number of
+    supervised tokens of the whole step, masked or not, because 1/p accounts for those that were not masked. Divided by the
+    number of masked tokens instead, the loss is no bound on the likelihood, and its size changes with the masking level.
+
+    Positions outside the masks are not read: a NaN there reaches neither the loss nor the gradient. (An implementation that
+    multiplies by 0 returns NaN.)
 
     Source: Sahoo et al. 2024, "Simple and Effective Masked Diffusion Language Models", eq. 10; Nie et al. 2025, "Large
     Language Diffusion Models", eq. 3.

@@ -28,14 +28,14 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class SCDDSchedule:
-    """What has become of a token at a time t: :func:`scdd_schedule`.
+    """The marginal distribution of a token at time t, as :func:`scdd_schedule` computes it.
 
     Attributes:
-        clean_mass: probability that it is still itself.
-        uniform_mass: that it was drawn anew among all tokens but MASK.
-        absorbed_mass: that it is MASK.
-        gamma: that it is not MASK, ``clean_mass + uniform_mass``.
-        rho: that it is still itself if it is not MASK, ``clean_mass / gamma``.
+        clean_mass: probability that the token is still the clean one.
+        uniform_mass: probability that it was drawn uniformly from all tokens but MASK.
+        absorbed_mass: probability that it is MASK.
+        gamma: probability that it is not MASK, ``clean_mass + uniform_mass``.
+        rho: probability that it is the clean one given that it is not MASK, ``clean_mass / gamma``.
     """
 
     clean_mass: torch.Tensor
@@ -46,7 +46,7 @@ class SCDDSchedule:
 
 
 def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
-    r"""The marginal of the noise at time t, as ``corrupt_mix`` draws it (``mask_prob`` the absorbed mass).
+    r"""The marginal distribution of a noisy token at time t, for ``corrupt_mix`` (its ``mask_prob`` is the absorbed mass).
 
     .. math::
         \text{clean} = \frac{1 - t}{1 + c}, \quad \text{uniform} = \frac{c}{1 + c}, \quad \text{absorbed} = \frac{t}{1 + c},
@@ -112,9 +112,9 @@ class SCDDLoss(DiffusionLoss):
     schedule of :func:`scdd_schedule`. The sum over positions is divided by ``num_diffusion_tokens`` or else by the number of
     supervised positions here. Rows that are not supervised are not read.
 
-    It is one call of ``row_stats``, log p at x and z and the sum over the vocabulary, and arithmetic on numbers a position;
-    no ``[B, L, V]`` tensor is made but the gradient. ``max_ratio=0`` is :class:`MDLMCrossEntropyLoss` with
-    ``skip_id=mask_token_id`` and the weight 1/t, and costs what it costs. The ``weight_sum`` of its output is T for each
+    It is one call of ``row_stats`` (log p at x and at z, and the sum over the vocabulary) and arithmetic on a few numbers per
+    position. No ``[B, L, V]`` tensor is made but the gradient. ``max_ratio=0`` is :class:`MDLMCrossEntropyLoss` with
+    ``skip_id=mask_token_id`` and the weight 1/t, at the same cost. The ``weight_sum`` of its output is T for each
     supervised position, whatever the noise.
 
     Source: Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9.

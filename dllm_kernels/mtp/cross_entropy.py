@@ -21,7 +21,7 @@ HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
 
 
 class MaskedCrossEntropy(TransformedLoss):
-    """Cross-entropy from logits that leaves out ignored and masked positions.
+    """Cross-entropy from logits over the positions that are neither ignored nor masked.
 
     Source: cross-entropy with one-hot targets, -log softmax(z)[y].
 

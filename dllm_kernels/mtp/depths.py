@@ -46,7 +46,7 @@ class MTPLossOutput:
 def mtp_labels(
     labels: torch.Tensor, depth: int, ignore_index: int = PADDING, seq_idx: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Labels of one depth: shifted left by depth + 1, ignored where there is none or it is of another sub-sequence.
+    """Labels of one depth: shifted left by depth + 1; ignored at the end and where they come from another sub-sequence.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k further on.
 
@@ -129,7 +129,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
     .. math:: L = \frac{\text{scaling\_factor}}{D} \sum_{k=0}^{D-1} \text{loss\_fn}(\text{depth } k,\;
               \text{labels shifted left by } k + 1)
 
-    With :class:`FusedLinearCrossEntropy` all depths go through one call: one compaction of the rows that count, one pass
+    With :class:`FusedLinearCrossEntropy` all depths go through one call: one compaction of the rows that count and one pass
     over the LM head, which is gathered once where it is sharded.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, eq. 24 (each depth) and 25 (their mean, scaled).

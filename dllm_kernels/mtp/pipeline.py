@@ -24,8 +24,8 @@ def mtp_loss_scaling_factor(model: nn.Module, default: float = 0.1) -> float:
 class PipelineCausalLMLoss(nn.Module):
     """The loss of a pipeline schedule's last stage: the main cross-entropy, and MTP while the model trains.
 
-    Each micro-batch brings its own ``seq_idx`` as the last element of the stage's output, a 2-d int32 tensor, which is
-    how it reaches the loss whatever the schedule.
+    Each micro-batch brings its own ``seq_idx`` as the last element of the stage's output, a 2-d int32 tensor, so
+    that it reaches the loss under any schedule.
 
     Args:
         loss_fn: the base loss.

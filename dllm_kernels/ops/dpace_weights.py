@@ -31,10 +31,10 @@ def dpace_weights(
         \tilde q_i = (1 - \alpha) \, q_i + \alpha, \qquad C_j = \prod_{i \le j} \tilde q_i, \qquad
         S_j = \sum_{m \ge j} C_m \, \text{mask}_m
 
-    with :math:`\tilde q_i = 1` where the mask is 0. The prefix C is the smoothed probability that a block is accepted as far
-    as j. The suffix S is the expected number of accepted tokens from j on, and S / C that number given that all before
-    were. An early position weighs more because more depends on it, a position behind an unsure one less. The weights are
-    constants: no gradient goes through them.
+    with :math:`\tilde q_i = 1` where the mask is 0. The prefix C is the smoothed probability that a block is accepted up to j.
+    The suffix S is the expected number of accepted tokens from j on, and S / C is that number given that all tokens before j
+    were accepted. An early position weighs more because more tokens depend on it. A position after an unsure one weighs less.
+    The weights are constants: no gradient goes through them.
 
     Source: D-PACE, arXiv 2605.18810.
 

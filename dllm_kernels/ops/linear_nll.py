@@ -53,8 +53,8 @@ def weighted_linear_nll(
 
     .. math:: \text{loss} = \sum_i w_i \, \text{nll}_i
 
-    The gradients are made in the forward pass, on the rows of nonzero weight only, and only for what requires them;
-    backward scales them by the upstream scalar, in place, which is why it can run only once.
+    The gradients are made in the forward pass, on the rows of nonzero weight only, and only for the inputs that require them.
+    Backward scales them by the upstream gradient, in place. So backward can run only once.
 
     Examples:
         >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)  # a frozen LM head

@@ -43,10 +43,10 @@ def row_stats(
         \log p_k, \qquad \text{lse} = \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log p_v, \qquad
         F = \sum_v \log(a + b p_v)
 
-    F runs over the columns that are not skipped. A row whose entry of ``active`` is zero is not read: its results and its
-    gradient are 0 even where it holds NaN, and so is the gradient of a row to which no upstream gradient comes. NaN stays
-    in its own row. A logit of ``-inf`` is a probability of 0, which adds nothing to H and log a to F; a row of nothing else
-    gives NaN, and ``lse`` -inf.
+    F sums over the columns that are not skipped. A row whose entry of ``active`` is zero is not read: its results and its
+    gradient are 0 even where it holds NaN. A row whose upstream gradients are 0 has the gradient 0. A NaN stays in its own row.
+    A logit of ``-inf`` is a probability of 0: it adds nothing to H, and log a to F. A row of only ``-inf`` gives NaN, and an
+    ``lse`` of -inf.
 
     Examples:
         >>> logits, ids = torch.zeros(2, 10, requires_grad=True), torch.tensor([[3, 4], [5, -100]])
@@ -108,8 +108,8 @@ def linear_row_stats(
 ) -> RowStats:
     r"""Statistics of ``softmax(weight @ hidden + bias)`` of each active row; the logits exist one chunk at a time.
 
-    As :func:`row_stats`. Backward makes the logits again, so that nothing of a row's length is kept: 3 products with a
-    frozen head, 4 with a trainable one, 1 where nothing wants a gradient.
+    As :func:`row_stats`. Backward makes the logits again, so that nothing of the vocabulary's size is kept. It takes 3 matrix
+    products with a frozen head, 4 with a trainable one, and 1 where nothing requires a gradient.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.

@@ -47,7 +47,7 @@ def token_log_probs(
 ) -> TokenLogProbs:
     r"""``log softmax(z / temperature)[id]`` of each token, from logits or from hidden states and the LM head.
 
-    Under ``torch.no_grad``, as for old and reference policies, a head costs one product and nothing is kept. A token whose
+    Under ``torch.no_grad``, as for old and reference policies, a head costs one matrix product and nothing is kept. A token whose
     id is -100, or whose entry of ``active`` is zero, is neither read nor projected.
 
     Examples:

@@ -93,7 +93,7 @@ def weighted_nll(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> WeightedNLL:
-    r"""Weighted sum of per-token negative log-likelihoods, the one idea under every loss here.
+    r"""Weighted sum of the negative log-likelihood of each target.
 
     .. math:: \text{loss} = \sum_i w_i \, \text{nll}_i
 

@@ -25,7 +25,7 @@ class TokenNLL(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """What was asked of each row of logits, all but ``correct`` differentiable together; 0 / False for inactive rows.
+    """Statistics of each row of logits; all but ``correct`` are differentiable together. 0 or False for inactive rows.
 
     Float32 (float64 for float64 logits), in nats; of the shape of the rows but for the first.
 
@@ -46,7 +46,7 @@ class RowStats(NamedTuple):
 
 
 class RowObjective(NamedTuple):
-    """An objective, and what it was made of; all but ``loss`` detached, of the shape of the rows but for ``log_probs``.
+    """An objective and the statistics behind it. All but ``loss`` are detached, and all but ``log_probs`` have the rows' shape.
 
     Attributes:
         loss: sum of ``value``, 0-d, float32 (float64 for float64 logits), differentiable.
@@ -66,7 +66,7 @@ class RowObjective(NamedTuple):
 
 
 class WeightedNLL(NamedTuple):
-    """A weighted sum and what it was made of.
+    """A weighted sum of NLLs, and the results of each row.
 
     Attributes:
         loss: sum of weights * nll, 0-d, float32 (float64 for float64 logits), differentiable.
