@@ -52,7 +52,7 @@ def acceptance_length(
     sampling: bool = False,
     group: Any = None,
 ) -> torch.Tensor:
-    r"""How many drafted tokens of a block are accepted in the mean, by greedy verification or by sampling.
+    r"""The mean number of drafted tokens of a block that are accepted, by greedy verification or by sampling.
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ or } m_i = 0]
 
