@@ -176,6 +176,21 @@ def dflash(n):
     same(n["accepted"], correct.long().cumprod(-1).sum(-1).double().mean())
 
 
+@page("losses/draft-distillation.md")
+def draft_distillation(n):
+    weights = torch.exp(-(torch.arange(n["T"]) % 7).double() / 4).expand(2, -1)
+    h, w = leaf(n["hidden"]), n["head"].double()
+    log_p, q = (h @ w.T).log_softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
+    kl = F.kl_div(log_p, q, reduction="none").sum(-1)
+    loss = (kl * weights).sum() / (weights.sum() + 1e-6)
+    loss.backward()
+    same(n["out"].total_loss, loss)
+    same(n["hidden"].grad, h.grad)
+    agree, a = log_p.argmax(-1) == q.argmax(-1), torch.minimum(log_p.exp(), q).sum(-1)
+    same(n["greedy"], agree.double().view(2, 3, 7).cumprod(-1).sum(-1).mean())
+    same(n["sampled"], a.view(2, 3, 7).cumprod(-1).sum(-1).mean())
+
+
 @page("losses/encoder-ar.md")
 def encoder_ar(n):
     pairs = n["valid"][:, :-1] & n["valid"][:, 1:]

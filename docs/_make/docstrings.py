@@ -87,7 +87,11 @@ def tables(text: str) -> str:
                 if not headed:
                     break
             else:
-                rows.append([row[start:end].strip().replace("|", "\\|") for start, end in spans])
+                cells = [row[start:end].strip().replace("|", "\\|") for start, end in spans]
+                if cells[0] or not rows:
+                    rows.append(cells)
+                else:  # the row before it goes on
+                    rows[-1] = [f"{a} {b}".strip() for a, b in zip(rows[-1], cells, strict=True)]
         head = rows.pop(0) if rules > 2 or headed else [""] * len(spans)
         made = [head, ["---"] * len(spans), *rows]
         found += ["", *(f"{rule[1]}| {' | '.join(row)} |" for row in made), ""]
