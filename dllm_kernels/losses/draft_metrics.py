@@ -56,8 +56,8 @@ def acceptance_length(
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ or } m_i = 0]
 
-    over the N blocks with any valid row: a block is accepted as far as its first wrong token. A row that is not valid is
-    passed over and does not end the accepted prefix. With ``sampling`` it is what speculative sampling accepts in expectation:
+    The mean is over the N blocks with any valid row. A block is accepted up to its first wrong token. A row that is not valid is
+    skipped and does not end the accepted prefix. With ``sampling`` it is what speculative sampling accepts in expectation:
     the rate :math:`a_i` stands in the place of [correct].
 
     Source: greedy verification and speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, section 2.

@@ -59,7 +59,7 @@ def row_objective(
         ids: ``[...]`` or ``[..., K]``, as in :func:`row_stats`.
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the others
             ``[R]``) and the same rows of each tensor of ``aux``; returns ``[R]``, made by torch operations. It may be called
-            several times, on some rows each, and with rows that are not active, of which it is dropped what it returns.
+            several times, with some of the rows each time. Inactive rows may be among them; what it returns for these is dropped.
         aux: tensors ``[..., *]`` with an entry a row, constants.
         entropy: ``fn`` needs the entropy.
         active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
@@ -111,7 +111,7 @@ def linear_row_objective(
 ) -> RowObjective:
     r""":func:`row_objective` from hidden states and the LM head; the logits exist one chunk at a time, and are made once.
 
-    The gradient is made in the forward pass, where backward only scales it, in place, which is why backward can run only once.
+    The gradient is made in the forward pass; backward only scales it, in place. So backward can run only once.
     Under ``torch.compile`` it is :func:`linear_row_stats` followed by ``fn`` in the graph, with one product more.
 
     Examples:
