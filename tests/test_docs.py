@@ -16,6 +16,8 @@ import torch.nn.functional as F
 
 import dllm_kernels as ours
 import reference
+from dllm_kernels.integrations import speculators
+from tests import trainers
 from tests.distributed_checks import CHECKS
 from tests.distributed_workers import distributed_readme
 from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes
@@ -60,10 +62,38 @@ def trainer(code):
     assert callable(names["MaskedDiffusionCollator"])
 
 
+def patched_speculators(code):
+    """Its losses are then ours, as its tables hold them."""
+    with trainers.loaded(trainers.SPECULATORS, "losses.utils") as host:
+        theirs = dict(host.utils._EAGER_LOSS_FN_MAP)
+        try:
+            run(code, {})
+            assert not set(theirs.values()) & set(host.utils._EAGER_LOSS_FN_MAP.values())
+        finally:
+            speculators.unpatch()
+        assert theirs == host.utils._EAGER_LOSS_FN_MAP
+
+
+def metrics_of_speculators(code):
+    """KL with the decay from row 1 on, over the valid rows; the acceptance rate of the rows that predict."""
+    torch.manual_seed(0)
+    n = {}
+    run(code, n)
+    h, w = leaf(n["hidden"]), n["head"].double()
+    log_p, q = (h @ w.T).log_softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
+    k = torch.arange(n["T"]) % n["block_size"]
+    kl = F.kl_div(log_p, q, reduction="none").sum(-1)
+    loss = (kl * torch.exp(-(k - 1).double() / 4) * (k > 0)).sum() / (n["T"] + 1e-5)
+    loss.backward()
+    same(n["loss"], loss)
+    same(n["hidden"].grad, h.grad)
+    same(n["metrics"]["accept_rate_sum"], torch.minimum(log_p.exp(), q).sum(-1)[:, k > 0].sum())
+
+
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
 WHOLE = {
-    "frameworks.md": (framework, trainer),
+    "frameworks.md": (framework, trainer, patched_speculators, metrics_of_speculators),
     "migrate/nemo-automodel.md": (drop_in,),
 }  # what runs each fence, and judges it
 SHELL = {"sh", "console"}

@@ -18,6 +18,7 @@ PAGES = {
     "mtp": "dllm_kernels.mtp",
     "distributed": "dllm_kernels.distributed",
     "nemo_automodel": "dllm_kernels.integrations.nemo_automodel",
+    "speculators": "dllm_kernels.integrations.speculators",
     "transformers": "dllm_kernels.integrations.transformers",
 }
 ROLE = re.compile(r":(?:py:)?(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
@@ -37,13 +38,22 @@ def public(module: str) -> dict[str, Any]:
     return {name: getattr(loaded, name) for name in names if not name.startswith("_")}
 
 
-#: Public name -> the place of its definition, which is its anchor in the API reference.
-PUBLIC = {
-    name: f"{value.__module__}.{value.__qualname__}"
-    for module in PAGES.values()
-    for name, value in public(module).items()
-    if inspect.isclass(value) or inspect.isfunction(value)
-}
+def place(value: Any) -> str:
+    """Where a class or function is defined, which is its anchor in the API reference."""
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def documented(module: str) -> dict[str, str]:
+    """The public classes and functions of a module, and their places."""
+    names = public(module).items()
+    return {name: place(value) for name, value in names if inspect.isclass(value) or inspect.isfunction(value)}
+
+
+#: Public name -> its place. Of a name that several integrations have, that of the first.
+PUBLIC: dict[str, str] = {}
+for _module in PAGES.values():
+    PUBLIC = documented(_module) | PUBLIC
+PLACES = {where for module in PAGES.values() for where in documented(module).values()}
 LINK = re.compile(r"\]\[(\w+)\]")
 
 
@@ -52,12 +62,14 @@ def linked(text: str) -> str:
     return LINK.sub(lambda match: f"][{PUBLIC.get(match[1], match[1])}]", text)
 
 
-def markdown(text: str) -> str:
-    """One docstring, as Markdown."""
+def markdown(text: str, module: str = "") -> str:
+    """One docstring, as Markdown; what it refers to is looked for in its own module first."""
 
     def reference(match: re.Match[str]) -> str:
         name = match[1].rpartition(".")[2] if match[1].startswith("dllm_kernels.") else match[1]
-        return f"[`{name}`][{PUBLIC[name]}]" if name in PUBLIC else f"`{name}`"
+        own = f"{module}.{name}"
+        target = own if own in PLACES else PUBLIC.get(name)
+        return f"[`{name}`][{target}]" if target else f"`{name}`"
 
     def block(match: re.Match[str]) -> str:
         inner = " ".join(line.strip() for line in match[2].splitlines())
@@ -106,4 +118,4 @@ class Docstrings(griffe.Extension):
         if obj.name == "__init__":
             obj.docstring = None  # which sends the reader of ``help()`` to the class, whose page this is
         if obj.docstring is not None:
-            obj.docstring.value = markdown(obj.docstring.value)
+            obj.docstring.value = markdown(obj.docstring.value, obj.module.path if not obj.is_module else obj.path)

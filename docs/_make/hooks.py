@@ -40,15 +40,14 @@ def on_files(files: Any, config: Any) -> Any:
 def api_page(page: str, module: str) -> str:
     """Every public name of a module; one without a docstring is an error."""
     lines = [f"# `{module}`\n"]
-    for name, value in docstrings.public(module).items():
-        if name not in docstrings.PUBLIC:
-            continue
+    for name, where in docstrings.documented(module).items():
+        value = docstrings.public(module)[name]
         if not inspect.getdoc(value):
             log.warning("%s.%s has no docstring", module, name)
         options = ["      heading: " + name]
         if inspect.isclass(value) and any(hasattr(value, method) for method in ("forward", "forward_fused")):
             options.append("      inherited_members: [forward, forward_fused]")
-        lines.append("\n".join([f"::: {docstrings.PUBLIC[name]}", "    options:", *options, ""]))
+        lines.append("\n".join([f"::: {where}", "    options:", *options, ""]))
     return "\n".join(lines)
 
 
