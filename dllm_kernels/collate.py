@@ -181,7 +181,7 @@ class DLLMCollator:
 
 
 def _length(i: int, sample: Mapping[str, Any]) -> int:
-    """The length that all fields of sample i share."""
+    """The common length of the fields of sample i; raises where they differ."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"sample {i} must be a dict, got {type(sample).__name__}")
     for field in FIELDS:

@@ -104,7 +104,7 @@ def main_loss(model, base):
 
 def one_depth(model, base):
     hidden, labels = inputs()
-    targets = [labels]  # not shifted, so that every door gives one loss
+    targets = [labels]  # not shifted, so that every entry gives one loss
     return mtp.calculate_mtp_loss(
         base(), mtp_per_depth_h=[hidden], mtp_per_depth_targets=targets, labels=labels, model=model, scaling_factor=1.0
     )
@@ -117,7 +117,7 @@ def pipeline(model, base):
 
 INSIDE = {"loss_in_head": in_head, "LossHead.of": loss_head}
 BY_WEIGHT = {"calculate_loss": main_loss, "calculate_mtp_loss": one_depth, "PipelineCausalLMLoss": pipeline}
-DOORS = INSIDE | BY_WEIGHT
+ENTRY_POINTS = INSIDE | BY_WEIGHT
 ADVICE = {
     "loss_in_head": "compute_loss_func=mdlm_loss_func",
     "LossHead.of": "call the head itself and give its logits to the loss",
@@ -130,40 +130,40 @@ def expected(head):
 
 
 @pytest.mark.parametrize("kind", MORE)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_head_that_does_more_is_not_bypassed(door, kind):
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+def test_a_head_that_does_more_is_not_bypassed(entry, kind):
     make, what = MORE[kind]
-    with pytest.raises(ValueError, match=rf"must do no more than an nn\.Linear.*, got {what}.*{ADVICE[door]}"):
-        DOORS[door](Model(make()), FUSED)
+    with pytest.raises(ValueError, match=rf"must do no more than an nn\.Linear.*, got {what}.*{ADVICE[entry]}"):
+        ENTRY_POINTS[entry](Model(make()), FUSED)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("kind", MORE)
-@pytest.mark.parametrize("door", BY_WEIGHT)
-def test_from_logits_the_head_itself_is_called_and_trains(door, kind):
+@pytest.mark.parametrize("entry", BY_WEIGHT)
+def test_from_logits_the_head_itself_is_called_and_trains(entry, kind):
     model = Model(MORE[kind][0]())
-    loss = BY_WEIGHT[door](model, FROM_LOGITS)
+    loss = BY_WEIGHT[entry](model, FROM_LOGITS)
     torch.testing.assert_close(loss, expected(model.lm_head))
     loss.backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 @pytest.mark.parametrize("make", [nn.Linear, NamedOnly, LossHead])
-@pytest.mark.parametrize("door", DOORS)
-def test_a_head_that_is_a_linear_layer_is_used(door, make):
+@pytest.mark.parametrize("entry", ENTRY_POINTS)
+def test_a_head_that_is_a_linear_layer_is_used(entry, make):
     model = Model(make(H, V))
-    loss = DOORS[door](model, FUSED)
+    loss = ENTRY_POINTS[entry](model, FUSED)
     torch.testing.assert_close(loss, expected(model.lm_head))
     loss.backward()
     assert all(p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("door", ["loss_in_head", *BY_WEIGHT])
-def test_a_parametrized_weight_trains_what_it_is_made_of(door):
+@pytest.mark.parametrize("entry", ["loss_in_head", *BY_WEIGHT])
+def test_a_parametrized_weight_trains_what_it_is_made_of(entry):
     head = parametrizations.weight_norm(nn.Linear(H, V))
     model = Model(head)
     wanted = torch.autograd.grad(expected(head), list(model.parameters()))
-    loss = DOORS[door](model, FUSED)
+    loss = ENTRY_POINTS[entry](model, FUSED)
     torch.testing.assert_close(loss, expected(head))
     loss.backward()
     for p, grad in zip(model.parameters(), wanted, strict=True):
@@ -230,10 +230,10 @@ class FoundByName(nn.Module):
 
 
 @pytest.mark.parametrize("model", [Model(NormHead()), FoundByName(NormHead())])
-@pytest.mark.parametrize("door", BY_WEIGHT)
-def test_a_head_of_another_class_is_not_bypassed(door, model):
+@pytest.mark.parametrize("entry", BY_WEIGHT)
+def test_a_head_of_another_class_is_not_bypassed(entry, model):
     with pytest.raises(ValueError, match=r"got NormHead with a forward of its own"):
-        BY_WEIGHT[door](model, FUSED)
+        BY_WEIGHT[entry](model, FUSED)
 
 
 @pytest.mark.parametrize("name", ["lm_head", "my_lm_head"])
@@ -245,30 +245,30 @@ def test_a_head_of_another_class_is_not_bypassed(door, model):
         (nn.ModuleList([LoRALinear(H, V)]), "LoRALinear with a forward of its own"),
     ],
 )
-@pytest.mark.parametrize("door", BY_WEIGHT)
-def test_a_parameter_inside_a_head_does_not_stand_for_it(door, head, what, name):
+@pytest.mark.parametrize("entry", BY_WEIGHT)
+def test_a_parameter_inside_a_head_does_not_stand_for_it(entry, head, what, name):
     with pytest.raises(ValueError, match=f"got {what}"):
-        BY_WEIGHT[door](FoundByName(head, name), FUSED)
+        BY_WEIGHT[entry](FoundByName(head, name), FUSED)
 
 
 @pytest.mark.parametrize("make", [lambda h: nn.ModuleList([h]), lambda h: nn.ModuleDict({"a": h}), lambda h: h.weight])
-@pytest.mark.parametrize("door", BY_WEIGHT)
-def test_a_parameter_that_is_all_of_the_head_is_used(door, make):
+@pytest.mark.parametrize("entry", BY_WEIGHT)
+def test_a_parameter_that_is_all_of_the_head_is_used(entry, make):
     head = nn.Linear(H, V, bias=False)
-    torch.testing.assert_close(BY_WEIGHT[door](FoundByName(make(head), "my_lm_head"), FUSED), expected(head))
+    torch.testing.assert_close(BY_WEIGHT[entry](FoundByName(make(head), "my_lm_head"), FUSED), expected(head))
 
 
 @pytest.mark.parametrize(
-    ("door", "base"), [*((door, FUSED) for door in BY_WEIGHT), ("calculate_mtp_loss", FROM_LOGITS)]
+    ("entry", "base"), [*((entry, FUSED) for entry in BY_WEIGHT), ("calculate_mtp_loss", FROM_LOGITS)]
 )
-def test_a_tied_embedding_and_a_mere_holder_are_used(door, base):
+def test_a_tied_embedding_and_a_mere_holder_are_used(entry, base):
     """Neither has a forward that takes hidden states; a hook on an embedding is its own affair."""
     embedding, holder = nn.Embedding(V, H), nn.Module()
     embedding.register_forward_hook(lambda *_: None)
     holder.weight = nn.Parameter(embedding.weight.detach().clone())
     for head in (embedding, holder):
         wanted = expected(lambda hidden, w=head.weight: hidden @ w.t())
-        torch.testing.assert_close(BY_WEIGHT[door](Model(head), base), wanted)
+        torch.testing.assert_close(BY_WEIGHT[entry](Model(head), base), wanted)
 
 
 def test_a_head_without_a_weight_is_named():

@@ -666,7 +666,7 @@ def test_labels_of_a_narrow_type(base, dtype, packing):
 
 
 def calculate_loss_of(loss_fn, first, labels, rest):
-    """The same through both doors."""
+    """The same called directly and through ``calculate_loss``."""
     direct = loss_fn(first, labels, *rest)
     named = {"hidden_states": first, "lm_weight": rest[0]} if rest else {"logits": first}
     assert torch.equal(calculate_loss(loss_fn, labels=labels, **named), direct)

@@ -132,7 +132,7 @@ def check_local_shape(name: str, t: DTensor, expected: Sequence[int]) -> None:
 
 
 class _SumOver(torch.autograd.Function):
-    """Sum over ranks forward, identity backward: every rank goes on with the same sum of which each made a part."""
+    """All-reduce (sum) forward, identity backward: partial sums become a replicated sum."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
@@ -147,7 +147,7 @@ class _SumOver(torch.autograd.Function):
 
 
 class _SumGradientOver(torch.autograd.Function):
-    """Identity forward, sum over ranks backward: every rank uses the same tensor for a part of the result."""
+    """Identity forward, all-reduce (sum) backward: a replicated tensor that each rank uses for part of the result."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -189,13 +189,13 @@ def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tenso
 
 
 def sum_over(t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """The sum over ranks of the parts each made; the gradient passes as it is."""
+    """All-reduce (sum) of partial results; the gradient passes through unchanged."""
     out: torch.Tensor = _SumOver.apply(t, groups)  # type: ignore[no-untyped-call]
     return out
 
 
 def sum_gradient_over(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor itself; its gradient is summed over ranks."""
+    """The tensor itself; its gradient is all-reduced (summed)."""
     out: torch.Tensor = _SumGradientOver.apply(t, group)  # type: ignore[no-untyped-call]
     return out
 

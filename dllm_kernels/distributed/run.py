@@ -1,4 +1,4 @@
-"""Any row op where a tensor of its job is a DTensor: made local, done, and its results made whole again."""
+"""Runs a row op whose job contains DTensors: on local tensors, with results of the global shape."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dllm_kernels.rows._route import handles_dtensors
 
 @handles_dtensors
 def run(op: RowOp, job: Job, plan: Plan) -> Any:
-    """What the op returns: plain tensors of the global shape, the same on every rank that shares its rows.
+    """The op's results as plain tensors of the global shape, equal on every rank that shares the rows.
 
-    All that is differentiable stays so.
+    Differentiable outputs stay differentiable.
     """
     here, plan, rows = (local_logits if job.weight is None else local_hidden)(job, plan)
     if plan.objective is not None:

@@ -1,4 +1,4 @@
-"""Logits that an LM head has not made yet: a loss that knows them takes the hidden states, anybody else gets the logits.
+"""Deferred logits of an LM head: our losses take the hidden states from them, any other use materializes the logits.
 
 Model and framework code between head and loss may cast or cap the logits, and passes them on in an output. So the head
 returns a stand-in, which remembers the hidden states. A cast to another floating dtype and a soft cap ``c tanh(z / c)`` it
@@ -25,7 +25,7 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Cap(NamedTuple):
-    """How far ``c * tanh(z / c)`` has come."""
+    """State of a soft cap ``c * tanh(z / c)`` that is applied in three operations."""
 
     c: float
     done: int  # 1: divided, 2: its tanh, 3: all of it
@@ -77,7 +77,7 @@ class DeferredLogits:
         return None if self.cap is None else self.cap.c
 
     def made(self) -> torch.Tensor:
-        """The logits themselves, made at the first call."""
+        """The logits, materialized at the first call."""
         if self._made is None:
             self._made = self.head.logits(self.hidden)
             for step in self.steps:
@@ -189,7 +189,7 @@ class _Head:
         self.making = False
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        """In the place of the module's own."""
+        """Replaces the module's own forward."""
         if self.making or torch.compiler.is_compiling():
             return type(self.module).forward(self.module, hidden)
         return DeferredLogits(hidden, self, _dtype_of_logits(hidden))

@@ -277,7 +277,7 @@ def _swap(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
 
 
 def _differences(name: str, original: Any, ours: Any) -> list[str]:
-    """Why a call that the original takes might not be taken, or be taken otherwise, by ours."""
+    """Why a call that the original accepts might be rejected, or read differently, by ours."""
     problems = []
     for label, theirs, mine in _calls(name, original, ours):
         if mine is None:
@@ -300,13 +300,13 @@ def _calls(name: str, original: Any, ours: Any) -> Iterator[tuple[str, inspect.S
 
 
 def _named_like(original: Any, ours: Any) -> Any:
-    """Under the original's name, by which the host finds its configuration and pickle finds the class."""
+    """Renamed like the original: the host's configuration and pickle look classes up by name."""
     ours.__name__, ours.__qualname__, ours.__module__ = original.__name__, original.__qualname__, original.__module__
     return ours
 
 
 def _masked_cross_entropy(original: Any) -> Any:
-    """Of the host's own type, for its isinstance checks, and as free with the layout of labels as the host's is."""
+    """A subclass of the host's class, for its isinstance checks, that accepts every label layout the host accepts."""
 
     class MaskedCrossEntropy(mtp.MaskedCrossEntropy, original):  # type: ignore[misc]
         __doc__ = mtp.MaskedCrossEntropy.__doc__
@@ -326,7 +326,7 @@ def _masked_cross_entropy(original: Any) -> Any:
 
 
 def _beside(logits: torch.Tensor, entries: Any) -> Any:
-    """One entry per row of logits, on their device and in their layout: packed labels come flat, offloaded ones afar."""
+    """One entry per row of logits, moved to their device and reshaped: packed labels come flat, offloaded ones from the CPU."""
     if entries is None:
         return None
     entries = entries.to(logits.device)
@@ -335,7 +335,7 @@ def _beside(logits: torch.Tensor, entries: Any) -> Any:
 
 
 def _fused_linear_cross_entropy(original: Any) -> Any:
-    """Of the host's own type, so that its recipes ask the model for hidden states; the head is gathered their way."""
+    """A subclass of the host's class, so that recipes ask the model for hidden states; the head is gathered as the host does."""
 
     class FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy, original):  # type: ignore[misc]
         __doc__ = mtp.FusedLinearCrossEntropy.__doc__
@@ -363,7 +363,7 @@ def _fused_linear_cross_entropy(original: Any) -> Any:
 
 
 def _in_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A head gathered in the dtype it is stored in, in the dtype it is computed with."""
+    """A gathered head cast from its storage dtype to the compute dtype."""
     return weight if torch.is_autocast_enabled(hidden.device.type) else weight.to(hidden.dtype)
 
 
@@ -393,7 +393,7 @@ def _calculate_mtp_loss(original: Any) -> Any:
 
 
 def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
-    """A loss from hidden states that has no soft cap of its own, under the cap that the model puts on its logits.
+    """A hidden-state loss without a soft cap of its own, given the model's.
 
     The host's takes the uncapped ones, which is another loss than that of the model's logits.
     """
@@ -478,7 +478,7 @@ HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
 
 
 def _fused_loss(original: Any) -> Any:
-    """Our loss, which takes hidden states and head in the place of logits that nobody has made."""
+    """Our loss, called with hidden states and the head instead of deferred logits."""
     ours: Any = getattr(losses, original.__name__)
     signature = inspect.signature(ours.forward)
 

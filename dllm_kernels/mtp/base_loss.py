@@ -1,4 +1,4 @@
-"""Any base loss, this package's or the user's own, called with what its forward takes."""
+"""Calls any base loss, this package's or the user's own, with the arguments that its forward accepts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
 
 
 def required(kwargs: Mapping[str, Any], name: str, loss_fn: nn.Module) -> Any:
-    """The argument of this name, which a loss cannot do without."""
+    """The argument of this name; raises where it is missing."""
     if kwargs.get(name) is None:
         raise ValueError(f"{name} is needed by {type(loss_fn).__name__}, got None")
     return kwargs[name]
@@ -89,7 +89,7 @@ def is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
 
 
 def ignore_index_of(loss_fn: nn.Module) -> int:
-    """The label that the loss leaves out."""
+    """The loss's ignore index."""
     value = getattr(loss_fn, "ignore_index", PADDING)
     return int(value) if isinstance(value, numbers.Integral) else PADDING
 

@@ -221,7 +221,7 @@ def _checked_index(ignore_index: Any) -> int:
 
 
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
-    """Shape of the rows of logits, which that of labels equals once adjacent dimensions of the one are merged."""
+    """Row shape of the logits, checked to equal the labels' shape up to merged adjacent dimensions."""
     rows = logits.shape[:-1]
     if not (_merges(rows, labels.shape) or _merges(labels.shape, rows)):
         _checks.check_shape("labels", labels, rows, "that of logits without its last dimension")
@@ -230,13 +230,13 @@ def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
 
 
 def _merges(fine: torch.Size, coarse: torch.Size) -> bool:
-    """Whether dimensions of ``fine`` that lie side by side, merged, are ``coarse``."""
+    """Whether ``coarse`` is ``fine`` with adjacent dimensions merged."""
     ends = list(itertools.accumulate(fine, operator.mul, initial=1))
     return fine.numel() == coarse.numel() and all(e in ends for e in itertools.accumulate(coarse, operator.mul))
 
 
 def check_sum_only(reduction: str, **options: object) -> None:
-    """Check what only a sum can be divided or weighted by."""
+    """Raise where an argument that needs ``reduction="sum"`` is given with another reduction."""
     for name, value in options.items():
         if value is not None and reduction != "sum":
             raise ValueError(f"{name} is only supported when reduction is 'sum', got reduction={reduction!r}")
@@ -271,20 +271,20 @@ def position_weights(
 
 
 def targets_of(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Labels as the ops take them, -100 where they are ignored; a label that the loss ignores is no bad target."""
+    """Labels as targets of the ops: -100 where ignored, so that the target check passes over them."""
     labels = widened(labels)
     return labels if ignore_index == PADDING else labels.masked_fill(labels == ignore_index, PADDING)
 
 
 def widened(labels: torch.Tensor) -> torch.Tensor:
-    """Labels, whole, as int64: a narrower type may not hold -100, and 156 equals it as uint8."""
+    """Labels as a plain int64 tensor: a narrower dtype may not hold -100, and uint8 156 would compare equal to it."""
     (labels,) = all_plain(labels)
     _checks.check_ids("labels", labels)
     return labels.long()
 
 
 def normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
-    """Weights over their denominator; a denominator of 0 gives weights of 0, never NaN."""
+    """Weights divided by their denominator; a denominator of 0 gives weights of 0, never NaN."""
     if reduction == "mean":
         return weights / weights.sum().clamp(min=1)
     count = plain_count(num_label_tokens)

@@ -256,7 +256,7 @@ def _given_targets(
 
 
 def _check_targets(loss_fn: nn.Module, targets: torch.Tensor, V: int, name: str, shift: int) -> None:
-    """On request, look for bad targets of one depth; the message says where the caller's own tensor has them."""
+    """With target checks on, raise for the first bad target of one depth, at its position in the caller's tensor."""
     if isinstance(loss_fn, MaskedCrossEntropy | FusedLinearCrossEntropy):
         y = targets_of(targets, loss_fn.ignore_index)
         _checks.check_target_range(None, name, y, V, shift=shift, skip_id=loss_fn.skip_id)
@@ -290,7 +290,7 @@ def _fused_depths(
     num_label_tokens: Count,
     loss_weights: torch.Tensor | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All depths stacked along a new first dimension and sent through one call."""
+    """All depths in one call, stacked along a new first dimension."""
     check_sum_only(loss_fn.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
     weights = [
         normalized(

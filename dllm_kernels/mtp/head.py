@@ -1,4 +1,4 @@
-"""The LM head of a model: where it is, and whether a loss may use its weight in its place."""
+"""Finds a model's LM head, and checks whether a loss may use its weight directly instead of calling it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def head_weight(model: nn.Module | None) -> torch.Tensor:
 
 
 def _check_owners(model: nn.Module | None, name: str) -> None:
-    """Raise unless a parameter stands for the modules around it, from the one with ``lm_head`` in its name inwards."""
+    """Raise unless each module around the parameter, from the one named ``lm_head`` inwards, is a plain head."""
     module, within = model, False
     for part in name.split(".")[:-1]:
         module, within = getattr(module, part), within or "lm_head" in part
@@ -65,7 +65,7 @@ def head_bias(model: nn.Module | None) -> torch.Tensor | None:
 
 
 def logits_of(hidden: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """Logits through the head module, whose own forward gathers it where it is sharded."""
+    """Logits from the head module's own forward, which gathers a sharded weight."""
     head = head_module(model)
     if head is not None and projects(head):
         logits: torch.Tensor = head(hidden)

@@ -55,7 +55,7 @@ def level(draws: Array, eps: float) -> Array:
 
 
 def coin_bits(draws: Array) -> Array:
-    """The q of each position's coin."""
+    """The 23 random bits q of each position's coin."""
     return draws >> (32 - COIN_BITS)
 
 
@@ -96,7 +96,7 @@ def number_to_mask(level: Array, length: Array, at_least: Array | int) -> Array:
 
 
 def log_weights(level: Array, rate: float, place: Array) -> Array:
-    """The bias towards the later places of a block."""
+    """Log-weights that favour later positions of a block."""
     return ((1.0 - level) * rate) * place
 
 

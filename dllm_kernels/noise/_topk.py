@@ -75,7 +75,7 @@ def choose(
 
 
 def counts(k: torch.Tensor | int, log_w: torch.Tensor) -> torch.Tensor:
-    """How many of each row, as a tensor ``[N]``."""
+    """The k of each row, as a tensor ``[N]``."""
     return torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
 
 
