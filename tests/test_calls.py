@@ -135,8 +135,11 @@ def test_a_small_call_takes_the_short_way(monkeypatch):
     taken, listed = [], _few._listed
     monkeypatch.setattr(_few, "_listed", lambda *args: (taken.append(listed(*args)), taken[-1])[1])
     for op in OPS:
+        taken.clear()
         outputs(op, *rows(torch.float32))
-    assert sum(z is not None for z in taken) == 2 * len(OPS)  # forward and backward
+        assert len(taken) >= 2  # forward and backward
+        assert taken[0] is not None
+        assert taken[-1] is not None
 
 
 def test_a_small_call_keeps_logits_that_were_changed_from_backward():

@@ -13,15 +13,31 @@ import torch
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
 _INTS = frozenset((torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8))
+_MASKS = _INTS | {torch.bool}
 
 
 def is_regular(logits: Any, ids: Any, backend: Any) -> bool:
     """Whether logits ``[..., V]`` and ids ``[...]``, all of tokens, would pass every check and run on the torch path."""
     return (
-        type(logits) in _PLAIN and type(ids) in _PLAIN and not torch.compiler.is_compiling()
-        and logits.is_cpu and ids.is_cpu and logits.dtype in _FLOATS and ids.dtype in _INTS
-        and logits.numel() > 0 and logits.shape[:-1] == ids.shape
-        and "DLLM_KERNELS_CHECK" not in os.environ
+        are_regular(logits, ids) and logits.shape[:-1] == ids.shape
         and (backend == "torch" or (backend == "auto" and "DLLM_KERNELS_BACKEND" not in os.environ))
         and ids.min().item() >= 0
+    )  # fmt: skip
+
+
+def are_regular(logits: Any, ids: Any) -> bool:
+    """Whether rows of logits and ids would pass the checks but for those of their shapes."""
+    return (
+        not torch.compiler.is_compiling() and type(logits) in _PLAIN and type(ids) in _PLAIN
+        and logits.is_cpu and ids.is_cpu and logits.dtype in _FLOATS and ids.dtype in _INTS and logits.numel() > 0
+        and "DLLM_KERNELS_CHECK" not in os.environ
+    )  # fmt: skip
+
+
+def are_regular_masks(ids: Any, p: Any, *masks: Any) -> bool:
+    """Whether a constant p and masks without fractions, all of the shape of ``ids``, would pass every check of their kind."""
+    return (
+        not torch.compiler.is_compiling() and type(p) is torch.Tensor and p.dtype in _FLOATS and not p.requires_grad
+        and all(type(m) is torch.Tensor and m.dtype in _MASKS and m.is_cpu and m.shape == ids.shape for m in masks)
+        and ids.is_cpu and p.is_cpu and p.shape == ids.shape
     )  # fmt: skip

@@ -11,6 +11,7 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, values_are_there
+from dllm_kernels.base._regular import are_regular_masks
 from dllm_kernels.base._target_range import first_fraction, first_true
 from dllm_kernels.losses._common import (
     Count,
@@ -56,9 +57,10 @@ class Batch(NamedTuple):
 
     def check_noise(self) -> None:
         """Check the masks of a loss that reads all three: shape, device, swapped, a constant, in range."""
-        check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
-        self.check_not_swapped()
-        _checks.check_constant("p_mask", self.p_mask)
+        if not are_regular_masks(self.target_ids, self.p_mask, self.noise_mask, self.loss_mask):
+            check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
+            self.check_not_swapped()
+            _checks.check_constant("p_mask", self.p_mask)
         self._check_probabilities()
 
     def check_not_swapped(self) -> None:
@@ -82,8 +84,8 @@ class Batch(NamedTuple):
     def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
         """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever p_mask holds there."""
         self.check_noise()
-        inverse = self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN).reciprocal()
-        return inverse.masked_fill_(~(self.noise_mask.bool() & self.loss_mask.bool()), 0.0)
+        inverse = self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN).reciprocal_()
+        return inverse.masked_fill_((self.noise_mask.bool() & self.loss_mask.bool()).logical_not_(), 0.0)
 
     def _check_probabilities(self) -> None:
         """Raise where they are out of range; on a GPU that would cost a sync, so not there."""

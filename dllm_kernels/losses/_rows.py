@@ -9,6 +9,7 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, plain
+from dllm_kernels.base._regular import are_regular
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.rows._call import do
 from dllm_kernels.rows._plan import Job, Options, compute_dtype
@@ -67,6 +68,10 @@ class Rows(NamedTuple):
         ``shift``: how many positions before a token stands the row that it is the target of.
         """
         names, x = self.names, self.x
+        if self.weight is None and are_regular(x, target_ids) and x.dim() == 3 and target_ids.dim() == 2:
+            B, L = target_ids.shape
+            if x.shape[0] == B and x.shape[1] == (L if width is None else width):
+                return
         V = _checks.check_rows(names, x, target_ids, self.weight, self.bias)
         _checks.check_ndim(names.rows, x, 3, "[B, L, D]" if self.fused else "[B, L, V]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")

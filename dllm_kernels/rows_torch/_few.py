@@ -1,8 +1,8 @@
 """Few logits: what a call costs is then the number of operations, so these are all active rows at once, in the caller's thread.
 
-Nothing is done for what is not there, and each function returns None where something is out of the ordinary: an id that no
-column has, a log-probability that is not finite, a transform. Then ``rows_torch/_stats.py`` does the work, a block of rows at a
-time. The arithmetic of both is the same: which way a row goes follows the size of its batch, and its bits must not.
+Nothing is done for what is not there, and each function returns None where something is out of the ordinary: a transform, an id
+that no column has (which torch refuses), a row of which nothing is finite. Then ``rows_torch/_stats.py`` does the work, a block
+of rows at a time. The arithmetic of both is the same: which way a row goes follows the size of its batch, and its bits must not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from dllm_kernels.base._row_stats import FARTHEST, Ask, Found, Upstream
 from dllm_kernels.base._rows import NLL, SKIP
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
-from dllm_kernels.rows_torch._blocks import FEW, GRAIN, acc_dtype, sum_rows
+from dllm_kernels.rows_torch._blocks import FEW, GRAIN, sum_rows
 
 Rows = torch.Tensor | None
 LONG = 256  # logits of a row
@@ -28,16 +28,19 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found | None:
         return None
     rows = None if ask.marks.amin().item() >= 0 else (ask.marks != SKIP).nonzero().squeeze(1)
     ids = _taken(ask.ids, rows)
-    if (z := _listed(logits, rows, ids)) is None:
+    if (z := _listed(logits, rows)) is None:
         return None
-    log_p = torch.log_softmax(z, 1)
-    log_probs = log_p.gather(1, ids)
-    if not _finite(log_probs):
+    log_p, N = torch.log_softmax(z, 1), ask.marks.shape[0]
+    try:
+        log_probs = log_p.gather(1, ids)
+    except (IndexError, RuntimeError):  # an id that no column has
         return None
-    row_max, log_sum = (z.amax(1), log_p.amax(1).neg_()) if ask.lse else (None, None)
+    lse = (None, None) if not ask.lse else _normalizer(z, log_p, rows, N)
+    if lse is None:
+        return None
     entropy = (0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST)))).squeeze(1) if ask.entropy else None
-    N = ask.marks.shape[0]
-    return Found(*(None if t is None else _whole(t, rows, N) for t in (log_probs, row_max, log_sum, entropy)))  # type: ignore[arg-type]
+    row_max, log_sum = lse
+    return Found(_whole(log_probs, rows, N), row_max, log_sum, None if entropy is None else _whole(entropy, rows, N))
 
 
 def weighted_nll(
@@ -47,17 +50,17 @@ def weighted_nll(
     if not _may_be_few(logits, transform):
         return None
     rows = _nonzero(weights)
-    ids = _taken(targets, rows).unsqueeze(1)
-    if (z := _listed(logits, rows, ids)) is None:
+    ids = _taken(targets, rows)
+    if (z := _listed(logits, rows)) is None:
         return None
-    log_p = torch.log_softmax(z, 1)
-    log_probs = log_p.gather(1, ids)
-    if not _finite(log_probs):
+    log_p, N = torch.log_softmax(z, 1), weights.numel()
+    try:
+        found = torch.nn.functional.nll_loss(log_p, ids, ignore_index=SKIP, reduction="none")
+    except (IndexError, RuntimeError):  # a target that no column has
         return None
-    N = weights.numel()
-    nll = _whole(0 - log_probs.squeeze(1), rows, N)
-    lse = (_whole(z.amax(1), rows, N), _whole(log_p.amax(1).neg_(), rows, N)) if with_lse else (None, None)
-    return nll * weights, nll, *lse, None
+    nll = found.add_(0.0) if rows is None else found.new_zeros(N).index_add_(0, rows, found)  # either way no -0
+    lse = (None, None) if not with_lse else _normalizer(z, log_p, rows, N)
+    return None if lse is None else (nll * weights, nll, *lse, None)
 
 
 def nll_grad(
@@ -69,16 +72,25 @@ def nll_grad(
         return False
     if factor is not None and not factor:
         return False
+    return _nll_grad(logits, targets, scale, factor, out) or _nll_grad(
+        logits, targets, scale.masked_fill(targets == SKIP, 0), factor, out
+    )
+
+
+def _nll_grad(
+    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor
+) -> bool:
     rows = _nonzero(scale)
-    ids = _taken(targets, rows).unsqueeze(1)
-    if (z := _listed(logits, rows, ids)) is None:  # perhaps a row without a target got a gradient
-        rows = _nonzero(scale.masked_fill(targets == SKIP, 0))
-        ids = _taken(targets, rows).unsqueeze(1)
-        if (z := _listed(logits, rows, ids)) is None:
-            return False
-    plain = _taken(scale, rows)
-    plain = (plain if factor is None else plain * factor).unsqueeze(1)
-    _put(torch.softmax(z, 1).mul_(plain).scatter_add_(1, ids, -plain), rows, out)
+    if (z := _listed(logits, rows)) is None:
+        return False
+    ids, plain = _taken(targets, rows).unsqueeze(1), _taken(scale, rows).unsqueeze(1)
+    if factor is not None:
+        plain = plain * factor
+    try:
+        grad = torch.softmax(z, 1).mul_(plain).scatter_add_(1, ids, -plain)
+    except (IndexError, RuntimeError):  # a target that no column has, or none at all
+        return False
+    _put(grad, rows, out)
     return True
 
 
@@ -89,7 +101,7 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
     rows = None if ask.marks.amin().item() >= 0 else (ask.marks != SKIP).nonzero().squeeze(1)
     ids, log_probs = _taken(ask.ids, rows), _taken(found.log_probs, rows)
     # Of a finite log-probability all of its row is finite or -inf, and a gradient of 0 makes zeros of it.
-    if (z := _listed(logits, rows, ids)) is None or not _finite(log_probs):
+    if (z := _listed(logits, rows)) is None or not _finite(log_probs):
         return None
     of_ids, of_lse, of_entropy = (None if t is None else _taken(t, rows) for t in up[:3])
     plain = torch.zeros_like(z[:, 0]) if of_ids is None else -of_ids.sum(1)
@@ -104,7 +116,10 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
         d = torch.sub(z, row_max.unsqueeze(1)).clamp_(min=FARTHEST)
         grad = torch.addcmul(plain, d, of_log.unsqueeze(1)).mul_(torch.softmax(z, 1))
     if of_ids is not None:
-        grad.scatter_add_(1, ids, of_ids)
+        try:
+            grad.scatter_add_(1, ids, of_ids)
+        except (IndexError, RuntimeError):
+            return None
     if rows is None:
         return grad.to(logits.dtype)
     out = torch.empty(ask.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
@@ -136,7 +151,7 @@ def first(
 
 
 def _may_be_few(logits: torch.Tensor, transform: Transform) -> bool:
-    return logits.is_cpu and 0 < logits.numel() <= 4 * FEW and logits.is_contiguous() and transform == NO_TRANSFORM
+    return logits.is_cpu and 0 < logits.numel() <= 2 * FEW and logits.is_contiguous() and transform == NO_TRANSFORM
 
 
 def _nonzero(t: torch.Tensor) -> Rows:
@@ -148,18 +163,20 @@ def _taken(t: Any, rows: Rows) -> Any:
     return t if rows is None else t.index_select(0, rows)
 
 
-def _listed(logits: torch.Tensor, rows: Rows, ids: torch.Tensor) -> torch.Tensor | None:
-    """These rows in the dtype of sums, which may be memory of the logits; None unless they are few and their ids are columns."""
+def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor | None:
+    """These rows in the dtype of sums, which may be memory of the logits; None unless they are few."""
     V = logits.shape[-1]
-    n = ids.shape[0]
     most = FEW if torch.get_num_threads() == 1 else GRAIN  # more than one core would wait for the others
-    if not 0 < n * V <= most:
-        return None
-    least, largest = torch.aminmax(ids)
-    if least.item() < 0 or largest.item() >= V:
+    if not 0 < (logits.numel() if rows is None else rows.numel() * V) <= most:
         return None
     z: torch.Tensor = _taken(logits.detach().view(-1, V), rows)
-    return z.to(acc_dtype(z.dtype))
+    return z if z.dtype in (torch.float32, torch.float64) else z.float()
+
+
+def _normalizer(z: torch.Tensor, log_p: torch.Tensor, rows: Rows, N: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """M and log S; None where a row is all -inf."""
+    row_max = z.amax(1)
+    return (_whole(row_max, rows, N), _whole(log_p.amax(1).neg_(), rows, N)) if _finite(row_max) else None
 
 
 def _finite(t: torch.Tensor) -> bool:
