@@ -109,8 +109,9 @@ class Needs(NamedTuple):
     @classmethod
     def of(cls, *inputs: torch.Tensor | None) -> Needs:
         """Asked in the public function: inside a Function's forward they would seem to, even under ``torch.no_grad``."""
-        grad = torch.is_grad_enabled()
-        return cls(*(t is not None and t.requires_grad and grad for t in inputs))
+        if not torch.is_grad_enabled():
+            return NO_GRADIENTS
+        return cls(*[t is not None and t.requires_grad for t in inputs])
 
     @property
     def frozen(self) -> bool:
@@ -162,6 +163,10 @@ class Options(NamedTuple):
             TypeError: one of the wrong type.
             ValueError: one out of range. What the backend is is found out by ``use_triton``.
         """
+        (softcap, scale, skip_id), ignore_index, _, _, chunk_size, num_active, *flags = self
+        given = (softcap, scale, skip_id, chunk_size, num_active)
+        if type(ignore_index) is int and all(g is None for g in given) and all(type(flag) is bool for flag in flags):
+            return self
         _checks.check_flags(
             with_lse=self.with_lse, with_correct=self.with_correct, entropy=self.entropy, round_nll=self.round_nll,
             inplace_backward=self.inplace_backward,
