@@ -152,16 +152,16 @@ def test_a_small_call_keeps_logits_that_were_changed_from_backward():
 
 
 def test_operations_of_small_calls():
-    """No more than these; plain PyTorch makes 2, some 20, and some 40 of a masked loss."""
+    """No more than some above what they are; plain PyTorch makes 2, some 20, and some 40 of a masked loss."""
     logits, ids = torch.randn(1, 1, 100, device="cpu"), torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-    assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 30
+    assert operations(lambda: token_log_probs(logits, ids, backend="torch")) <= 15
 
     def both():
         out = token_log_probs(x, ids, with_entropy=True, backend="torch")
         (out.log_probs + out.entropy).sum().backward()
 
     x = logits.clone().requires_grad_()
-    assert operations(both) <= 106
+    assert operations(both) <= 65
     logits, ids = torch.randn(2, 64, 1000, device="cpu", requires_grad=True), torch.zeros(2, 64, dtype=torch.int64)
     noise, p_mask = torch.arange(128).view(2, 64) % 2 == 0, torch.full((2, 64), 0.5)
     loss = MDLMCrossEntropyLoss(backend="torch")
@@ -171,4 +171,4 @@ def test_operations_of_small_calls():
         count = operations(lambda: loss(logits, ids, noise, p_mask, torch.ones_like(noise)).total_loss.backward())
     finally:
         torch.set_num_threads(before)
-    assert count <= 108
+    assert count <= 64

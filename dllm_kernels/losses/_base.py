@@ -55,13 +55,16 @@ class Batch(NamedTuple):
             if value is not None:
                 _checks.check_tensor(name, value)
 
-    def check_noise(self) -> None:
-        """Check the masks of a loss that reads all three: shape, device, swapped, a constant, in range."""
+    def check_noise(self) -> bool:
+        """Check the masks of a loss that reads all three: shape, device, swapped, a constant, in range.
+
+        Returns whether each probability is known to be in range, used or not.
+        """
         if not are_regular_masks(self.target_ids, self.p_mask, self.noise_mask, self.loss_mask):
             check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
             self.check_not_swapped()
             _checks.check_constant("p_mask", self.p_mask)
-        self._check_probabilities()
+        return self._check_probabilities()
 
     def check_not_swapped(self) -> None:
         """Raise where a mask can only be another one, read or not: by its dtype, and on CPU by its values."""
@@ -83,24 +86,28 @@ class Batch(NamedTuple):
 
     def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
         """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever p_mask holds there."""
-        self.check_noise()
+        finite = self.check_noise()
         inverse = self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN).reciprocal_()
-        return inverse.masked_fill_((self.noise_mask.bool() & self.loss_mask.bool()).logical_not_(), 0.0)
+        noise, supervised = self.noise_mask.bool(), self.loss_mask.bool()
+        if finite:  # a CPU branches at every entry of a mask that it fills
+            return inverse.mul_(noise).mul_(supervised)
+        return inverse.masked_fill_(~(noise & supervised), 0.0)
 
-    def _check_probabilities(self) -> None:
-        """Raise where they are out of range; on a GPU that would cost a sync, so not there."""
+    def _check_probabilities(self) -> bool:
+        """Raise where they are out of range; on a GPU that would cost a sync, so not there. Whether all are known to be in it."""
         p_mask, noise_mask = self.p_mask, self.noise_mask
         if not values_are_there(p_mask):
-            return
+            return False
         if p_mask.numel():
             least, most = torch.aminmax(p_mask.detach())
-            if least.item() >= 0 and most.item() <= 1:  # all of them, used or not
-                return
+            if least.item() >= 0 and most.item() <= 1:
+                return True
         where = first_true(self.loss_mask.bool() & noise_mask.bool() & ~((p_mask >= 0) & (p_mask <= 1)))
         if where is not None:
             raise ValueError(
                 f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
             )
+        return False
 
 
 def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:

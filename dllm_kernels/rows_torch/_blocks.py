@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dllm_kernels.rows_torch._workers import how_many
@@ -36,6 +37,16 @@ class Space(NamedTuple):
     wide: torch.Tensor
     narrow: torch.Tensor
     slope: torch.Tensor
+
+
+def places(t: torch.Tensor) -> torch.Tensor:
+    """The numbers of the entries of ``[N]`` that are not 0.
+
+    On a CPU torch branches at every entry, and of 32,768 random ones takes 325 us where NumPy takes 40 (AMD EPYC).
+    """
+    if t.is_cpu and t.numel() >= 4096:
+        return torch.from_numpy(np.flatnonzero((t != 0).numpy()))
+    return t.nonzero().squeeze(1)
 
 
 def split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:

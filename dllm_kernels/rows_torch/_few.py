@@ -16,7 +16,7 @@ import torch
 from dllm_kernels.base._row_stats import FARTHEST, Ask, Found, Upstream
 from dllm_kernels.base._rows import NLL, SKIP
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
-from dllm_kernels.rows_torch._blocks import FEW, GRAIN, sum_rows
+from dllm_kernels.rows_torch._blocks import FEW, GRAIN, places, sum_rows
 
 Rows = torch.Tensor | None
 LONG = 256  # logits of a row
@@ -26,7 +26,7 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found | None:
     """The statistics; see ``base/_row_stats.py``."""
     if ask.a is not None or ask.correct or not _may_be_few(logits, ask.transform):
         return None
-    rows = None if ask.marks.amin().item() >= 0 else (ask.marks != SKIP).nonzero().squeeze(1)
+    rows = None if ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
     ids = _taken(ask.ids, rows)
     if (z := _listed(logits, rows)) is None:
         return None
@@ -86,11 +86,12 @@ def _nll_grad(
     ids, plain = _taken(targets, rows).unsqueeze(1), _taken(scale, rows).unsqueeze(1)
     if factor is not None:
         plain = plain * factor
+    grad, made = _room(z, rows, out.dtype)
     try:
-        grad = torch.softmax(z, 1).mul_(plain).scatter_add_(1, ids, -plain)
+        torch.softmax(z, 1, out=grad).mul_(plain).scatter_add_(1, ids, -plain)
     except (IndexError, RuntimeError):  # a target that no column has, or none at all
         return False
-    _put(grad, rows, out)
+    _put(made, rows, out)
     return True
 
 
@@ -98,7 +99,7 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
     """The gradient of the statistics in the logits ``[N, V]``, from what ``base/_row_stats.py`` calls (g_k, A, B)."""
     if ask.a is not None or not ask.whole or not _may_be_few(logits, ask.transform):
         return None
-    rows = None if ask.marks.amin().item() >= 0 else (ask.marks != SKIP).nonzero().squeeze(1)
+    rows = None if ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
     ids, log_probs = _taken(ask.ids, rows), _taken(found.log_probs, rows)
     # Of a finite log-probability all of its row is finite or -inf, and a gradient of 0 makes zeros of it.
     if (z := _listed(logits, rows)) is None or not _finite(log_probs):
@@ -107,14 +108,15 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
     plain = torch.zeros_like(z[:, 0]) if of_ids is None else -of_ids.sum(1)
     if of_lse is not None:
         plain += of_lse
+    grad, made = _room(z, rows, logits.dtype)
     if of_entropy is None:
-        grad = torch.softmax(z, 1).mul_(plain.unsqueeze(1))
+        torch.softmax(z, 1, out=grad).mul_(plain.unsqueeze(1))
     else:
         row_max, log_sum, entropy = (_taken(t, rows) for t in (found.row_max, found.log_sum, found.entropy))
         of_log = -of_entropy
         plain = plain.sub_(of_entropy * entropy).sub_(of_log * log_sum).unsqueeze(1)
         d = torch.sub(z, row_max.unsqueeze(1)).clamp_(min=FARTHEST)
-        grad = torch.addcmul(plain, d, of_log.unsqueeze(1)).mul_(torch.softmax(z, 1))
+        torch.addcmul(plain, d, of_log.unsqueeze(1), out=grad).mul_(torch.softmax(z, 1))
     if of_ids is not None:
         try:
             grad.scatter_add_(1, ids, of_ids)
@@ -123,7 +125,7 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
     if rows is None:
         return grad.to(logits.dtype)
     out = torch.empty(ask.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
-    _put(grad, rows, out)
+    _put(made, rows, out)
     return out
 
 
@@ -155,7 +157,7 @@ def _may_be_few(logits: torch.Tensor, transform: Transform) -> bool:
 
 
 def _nonzero(t: torch.Tensor) -> Rows:
-    rows = t.nonzero().squeeze(1)
+    rows = places(t)
     return None if rows.numel() == t.numel() else rows
 
 
@@ -188,19 +190,30 @@ def _whole(t: torch.Tensor, rows: Rows, N: int) -> torch.Tensor:
     return t if rows is None else t.new_zeros(N, *t.shape[1:]).index_copy_(0, rows, t)
 
 
-def _put(grad: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
-    """Write the gradient of these rows to ``out``, and zeros to the others.
+def _room(z: torch.Tensor, rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(memory for the gradient of rows z, the same with a row of zeros behind it where :func:`_put` wants one)."""
+    n, V = z.shape
+    if rows is None or (V >= LONG and z.dtype == dtype):
+        grad = torch.empty_like(z)
+        return grad, grad
+    made = torch.empty(n + 1, V, dtype=z.dtype, device=z.device)
+    made[n].zero_()
+    return made[:n], made
 
-    Adding rows to zeros takes half the time of ``index_copy_``, but per row; short ones are gathered, a row of zeros among them.
+
+def _put(made: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
+    """Write rows of :func:`_room` to ``out``, and zeros to the others.
+
+    Adding rows to zeros takes half the time of ``index_copy_``, but some per row, and longer where the dtype is a narrow one:
+    then all rows are gathered, a row of zeros among them.
     """
     V = out.shape[-1]
     if rows is None:
-        out.view(-1, V).copy_(grad)
-    elif V >= LONG:
-        out.zero_().view(-1, V).index_add_(0, rows, grad.to(out.dtype))
+        out.view(-1, V).copy_(made)
+    elif len(made) == len(rows):
+        out.zero_().view(-1, V).index_add_(0, rows, made)
     else:
-        n = len(grad)
-        place = torch.full((out.numel() // V,), n, device=out.device).index_copy_(
-            0, rows, torch.arange(n, device=out.device)
-        )
-        torch.index_select(torch.cat([grad, grad.new_zeros(1, V)]).to(out.dtype), 0, place, out=out.view(-1, V))
+        n = len(rows)
+        place = torch.full((out.numel() // V,), n, device=out.device)
+        place.index_copy_(0, rows, torch.arange(n, device=out.device))
+        torch.index_select(made.to(out.dtype), 0, place, out=out.view(-1, V))

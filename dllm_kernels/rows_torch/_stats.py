@@ -23,6 +23,7 @@ from dllm_kernels.rows_torch._blocks import (
     a_row_at_a_time,
     acc_dtype,
     column_of,
+    places,
     spaces_for,
     split,
     sum_rows,
@@ -169,7 +170,7 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found:
     if (few := _few.forward(logits, ask)) is not None:
         return few
     B, L, V = logits.shape
-    rows = (ask.marks != SKIP).nonzero().squeeze(1)
+    rows = places(ask.marks != SKIP)
     if rows.numel() == 0:
         return _nothing(ask, acc_dtype(logits.dtype))
     acc, some = acc_dtype(logits.dtype), rows.numel() < B * L
@@ -241,7 +242,7 @@ def mix(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``base/_row_stats.py``."""
     V = logits.shape[-1]
-    rows = (ask.marks != SKIP).nonzero().squeeze(1)
+    rows = places(ask.marks != SKIP)
     wanted = (True, ask.gradients)
     out = [torch.zeros(ask.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
     if rows.numel():
@@ -359,7 +360,7 @@ def backward(
 ) -> None:
     """See ``base/_row_stats.py``."""
     V, acc = logits.shape[-1], acc_dtype(logits.dtype)
-    rows = (ask.marks != SKIP).nonzero().squeeze(1)
+    rows = places(ask.marks != SKIP)
     threads, size = team(ask.marks.numel(), V, acc, logits.device)
     if rows.numel() == 0:
         out.zero_()
