@@ -1,9 +1,11 @@
-"""The project's addresses in the metadata: those of the repository that it is built in, which GitHub's runners name.
+"""What the metadata says of where the project lives: in the repository that it is built in, which GitHub's runners name.
 
-Built anywhere else, the metadata has none.
+Built anywhere else, it has no addresses, and README's links are left as they are.
 """
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
@@ -14,15 +16,34 @@ PAGES = {
     "Changelog": "/blob/main/CHANGELOG.md",
     "Security": "/security/policy",
 }
+CODE = r"(?s:```.*?```)|`[^`\n]*`"
+RELATIVE_LINK = re.compile(CODE + r"|(!?)(\[[^\[\]]*\])\((?!\w+:|#)([^()\s]+)\)")
 
 
 class Addresses(MetadataHookInterface):
-    """Fills in ``project.urls``."""
+    """Fills in ``project.urls``, and ``project.readme`` with links that lead somewhere from an index's page too."""
 
     PLUGIN_NAME = "custom"
 
     def update(self, metadata: dict[str, Any]) -> None:
         """Called by hatchling with the table ``project`` of pyproject.toml."""
         server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")
-        of = f"{server}/{repository}" if server and repository else None
-        metadata["urls"] = {name: of + page for name, page in PAGES.items()} if of else {}
+        readme = Path(self.root, "README.md").read_text(encoding="utf-8")
+        metadata["urls"] = {}
+        if server and repository:
+            home, version = f"{server}/{repository}", os.environ.get("GITHUB_REF_NAME") or "main"
+            metadata["urls"] = {name: home + page for name, page in PAGES.items()}
+            readme = absolute(readme, home, version)
+        metadata["readme"] = {"content-type": "text/markdown", "text": readme}
+
+
+def absolute(text: str, home: str, version: str) -> str:
+    """Markdown whose links to files, and pictures, are those of a version in the repository."""
+
+    def link(match: re.Match[str]) -> str:
+        picture, label, path = match.groups()
+        if path is None:  # code, which holds no links
+            return match[0]
+        return f"{picture}{label}({home}/{'raw' if picture else 'blob'}/{version}/{path})"
+
+    return RELATIVE_LINK.sub(link, text)

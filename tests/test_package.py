@@ -1,4 +1,6 @@
 import os
+import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -15,7 +17,11 @@ from dllm_kernels.rows import _records
 ROOT = Path(__file__).parent.parent
 
 
-REPOSITORY = {"GITHUB_SERVER_URL": "https://forge.example", "GITHUB_REPOSITORY": "who/what"}
+REPOSITORY = {
+    "GITHUB_SERVER_URL": "https://forge.example",
+    "GITHUB_REPOSITORY": "who/what",
+    "GITHUB_REF_NAME": "v1.2.3",
+}
 
 
 def run(folder, *command, **environment):
@@ -86,7 +92,24 @@ def test_the_sdist_makes_the_same_wheel_and_knows_its_repository(release, wheel)
         same = {name for name in built.namelist() if name.startswith("dllm_kernels/")}
         assert same == {name for name in wheel.namelist() if name.startswith("dllm_kernels/")}
         assert all(built.read(name) == wheel.read(name) for name in same)
-        assert "Project-URL: Issues, https://forge.example/who/what/issues\n" in metadata_of(built)
+        metadata = metadata_of(built)
+    assert "Project-URL: Issues, https://forge.example/who/what/issues\n" in metadata
+    _, _, readme = metadata.partition("\n\n")
+    links = re.findall(r"\]\(([^)]*)\)", readme)
+    assert "https://forge.example/who/what/blob/v1.2.3/CONTRIBUTING.md" in links
+    assert all(re.match("https?://|#", link) for link in links)
+    _, _, elsewhere = metadata_of(wheel).partition("\n\n")
+    assert elsewhere.strip() == (ROOT / "README.md").read_text().strip()
+
+
+def test_links_of_the_readme_lead_somewhere_from_elsewhere():
+    pytest.importorskip("hatchling")
+    absolute = runpy.run_path(str(ROOT / "hatch_build.py"))["absolute"]
+    text = "[a](docs/a.md#b), ![c d](e/f.png) [g](https://h.example) [i](#j) `x[0](y)` [`k`](l)\n```\nx[0](y)\n```\n"
+    assert absolute(text, "https://f.example/o/r", "v1") == (
+        "[a](https://f.example/o/r/blob/v1/docs/a.md#b), ![c d](https://f.example/o/r/raw/v1/e/f.png) [g](https://h.example) "
+        "[i](#j) `x[0](y)` [`k`](https://f.example/o/r/blob/v1/l)\n```\nx[0](y)\n```\n"
+    )
 
 
 @pytest.mark.exhaustive
