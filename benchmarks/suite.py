@@ -22,7 +22,7 @@ from benchmarks import linear_nll, measure, record, shapes, token_nll
 from benchmarks.shapes import Shape
 
 Record = dict[str, Any]
-STEMS = ("token_nll", "linear_nll", "row_stats", "losses", "corruption", "collate")
+STEMS = ("token_nll", "linear_nll", "row_stats", "divergence", "losses", "corruption", "collate")
 SHARES = (1.0, 0.5, 0.15)
 #: The case that the sweeps vary, by size: large enough to fill the device, small enough for the plain code.
 CENTRES = {
@@ -39,7 +39,11 @@ def subject_commands(options: argparse.Namespace) -> dict[str, list[str]]:
     shared += ["--warmup", str(options.warmup), "--cache", options.cache, "--seed", str(options.seed)]
     if options.threads:
         shared += ["--threads", str(options.threads)]
-    own = {stem: ["--compiled"] for stem in ("token_nll", "linear_nll", "losses")} if options.compiled else {}
+    own = (
+        {stem: ["--compiled"] for stem in ("token_nll", "linear_nll", "divergence", "losses")}
+        if options.compiled
+        else {}
+    )
     return {stem: [stem, *shared, *own.get(stem, [])] for stem in STEMS}
 
 

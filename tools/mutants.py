@@ -56,6 +56,8 @@ JUDGES = (
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
     ),
     ("kernels/divergence.py", "tests/test_divergence_kernel.py"),
+    ("*divergence*", "tests/test_divergence.py"),
+    ("rows/_teacher.py", "tests/test_divergence.py"),
     ("kernels/row_stats.py", "tests/test_bounds.py tests/test_row_stats.py -k 'triton or (beside and stats)'"),
     (
         "kernels/*",
