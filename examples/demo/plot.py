@@ -76,6 +76,20 @@ def _accuracy(axes: Any, curves: Mapping[str, Any]) -> None:
     axes.legend(frameon=False, title="offset in the block", ncols=2)
 
 
+def _accepted(axes: Any, curves: Mapping[str, Any]) -> None:
+    """Solid by sampling, dashed greedily."""
+    import matplotlib as mpl
+
+    colours = mpl.colormaps["viridis"]
+    for place, (name, values) in enumerate(curves["accepted"].items()):
+        for way, style in enumerate(("-", "--")):
+            line = [gained[way] for gained in values]
+            label = None if way else name
+            axes.plot(curves["eval_steps"], line, style, color=colours(0.4 * place), marker=".", label=label)
+    axes.set(xlabel="step", ylabel="held-out tokens a check", ylim=(1, None))
+    axes.legend(frameon=False, title="trained with; by sampling, -- greedy")
+
+
 def _memory(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
     largest = max(row["peak_bytes"] for row in rows)
     unit, divisor = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
@@ -124,7 +138,8 @@ def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float, rows: 
         path: where to.
         title: above the picture.
         curves: ``eval_steps``, and for "reference" and "ours" a dict of ``train`` (one loss a step),
-            ``heldout`` and ``accuracy`` (one per evaluation; accuracies by offset, or empty).
+            ``heldout`` and ``accuracy`` (one per evaluation; accuracies by offset, or empty). ``accepted``: what was
+            trained with -> at each evaluation the tokens gained by a check, by sampling and greedily.
         guess: the held-out loss of someone who knows the tokens' frequencies alone.
         rows: of the table, the reference's and ours, with ``loss`` (the name), ``peak_bytes``, ``step_seconds`` and
             ``loss_seconds``.
@@ -134,7 +149,7 @@ def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float, rows: 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    last = "accuracy" if curves["ours"]["accuracy"] else "time"
+    last = "accepted" if curves["accepted"] else "accuracy" if curves["ours"]["accuracy"] else "time"
     layout: list[Any] = [["loss", "memory"], ["loss", "time"], ["difference", last]]
     with pyplot.rc_context({"font.size": 11, "axes.titlesize": 11, "legend.fontsize": 9.5}):
         figure, panels = pyplot.subplot_mosaic(
@@ -142,7 +157,7 @@ def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float, rows: 
         )
         for panel in panels.values():
             panel.spines[["top", "right"]].set_visible(False)
-        for name in ("loss", "difference", "accuracy"):
+        for name in ("loss", "difference", "accuracy", "accepted"):
             if name in panels:
                 panels[name].grid(alpha=0.25)
         _curves(panels["loss"], curves, guess)
@@ -151,6 +166,8 @@ def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float, rows: 
         _time(panels["time"], rows)
         if "accuracy" in panels:
             _accuracy(panels["accuracy"], curves)
+        if "accepted" in panels:
+            _accepted(panels["accepted"], curves)
         figure.suptitle(f"{title}: two trainings from one seed, the plain loss and ours", fontsize=12)
         figure.savefig(path, dpi=130)
         pyplot.close(figure)

@@ -27,11 +27,19 @@ FILLED = 0.3  # share of the tokens that are masked where the demo shows what th
 
 
 class Loss(NamedTuple):
-    """A loss to minimise, and counts for accuracy: argmax matches and rows at each offset of a block."""
+    """A loss to minimise, and what is counted on the way.
+
+    Attributes:
+        total: the loss.
+        hits: argmax matches at each offset of a block.
+        rows: rows at each offset.
+        accepted: tokens that one check by a target model gains in the mean, by sampling and greedily.
+    """
 
     total: torch.Tensor
     hits: torch.Tensor | None = None
     rows: torch.Tensor | None = None
+    accepted: torch.Tensor | None = None
 
 
 class Batch(NamedTuple):
@@ -83,6 +91,9 @@ class Task(ABC):
     #: What the demo's table calls the loss, and where it is from.
     title = ""
     source = ""
+    #: Further trainings of the same model on the same batches by ours: their names, and what each of them minimises. In a
+    #: mode that has any, "ours" stands among them.
+    objectives: ClassVar[dict[str, str]] = {}
 
     def __init__(self, options: argparse.Namespace, corpus: Corpus) -> None:
         self.options = options
@@ -129,6 +140,11 @@ class Task(ABC):
     def implementation(self, name: str) -> Callable[[Outputs, Batch], Loss]:
         """The loss by name: "reference" or "ours"."""
         return {"reference": self.reference, "ours": self.ours}[name]
+
+    @property
+    def beside(self) -> list[str]:
+        """The names of the further trainings."""
+        return [name for name in self.objectives if name != "ours"]
 
     def _split(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Prompt and what follows it, in whole blocks, within the length the model was trained at."""
@@ -452,9 +468,10 @@ class DFlash(Task):
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         with torch.no_grad():
-            features = self._features(batch.ids)
+            layers = self.target.features(batch.ids, causal=True)
             anchors = self.target.embedded(batch.ids.gather(1, batch.starts))
-        return model(anchors, batch.starts, features), self.target.lm_head.weight
+            further = self._further(layers)
+        return model(anchors, batch.starts, self._chosen(layers)), self.target.lm_head.weight, *further
 
     def reference(self, outputs: Outputs, batch: Batch) -> Loss:
         hidden, head = outputs
@@ -498,14 +515,80 @@ class DFlash(Task):
         return Sample(self.corpus.decode(prompt.tolist()), [], made, self.corpus.decode(truth.tolist()), note)
 
     def _features(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the draft model sees of a text."""
+        return self._chosen(self.target.features(ids, causal=True))
+
+    def _chosen(self, layers: list[torch.Tensor]) -> torch.Tensor:
         """Hidden states of the target's middle and last layer, ``[B, L, 2 D]``."""
-        found = self.target.features(ids, causal=True)
-        return torch.cat([found[(len(found) - 1) // 2], found[-1]], dim=-1)
+        return torch.cat([layers[(len(layers) - 1) // 2], layers[-1]], dim=-1)
+
+    def _further(self, layers: list[torch.Tensor]) -> Outputs:
+        """What else the loss takes of the target."""
+        return ()
 
     def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
         offsets = torch.arange(1, self.options.draft_block, device=batch.ids.device)
         at = (batch.starts[..., None] + offsets).flatten(1)
         return batch.ids.gather(1, at), torch.ones_like(at, dtype=torch.float32), at.numel()
+
+
+class Distillation(DFlash):
+    """The same draft model, taught by the target's distributions: ``--mode distill``.
+
+    Beside KL, which both losses train, ours trains it with L1 and with the cross-entropy of ``--mode dflash``.
+    """
+
+    title = "DraftDistillationLoss.forward_fused"
+    source = "KL as in Hinton et al. 2015, arXiv:1503.02531; L1 as in arXiv:2602.23881"
+    objectives: ClassVar[dict[str, str]] = {"ours": "kl", "l1": "l1", "ce": "ce"}
+
+    def reference(self, outputs: Outputs, batch: Batch) -> Loss:
+        hidden, head, teacher = outputs
+        targets, mask, count = self._targets(batch)
+        logits, its_logits = F.linear(hidden, head), F.linear(teacher, head).flatten(0, 1)[self._rows(batch)]
+        block = self.options.draft_block
+        loss = reference.draft_distillation_loss(
+            logits, its_logits, targets, mask, count, block, kind=self.objectives["ours"], loss_gamma=self.GAMMA
+        )
+        correct = reference.argmax_match(logits, its_logits.argmax(-1))
+        return Loss(loss, *reference.draft_accuracy_per_position(correct, mask, block))
+
+    def ours(self, outputs: Outputs, batch: Batch) -> Loss:
+        return self._taught("ours", outputs, batch)
+
+    def implementation(self, name: str) -> Callable[[Outputs, Batch], Loss]:
+        """Also of the further trainings."""
+        if name in self.beside:
+            return lambda outputs, batch: self._taught(name, outputs, batch)
+        return super().implementation(name)
+
+    def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
+        targets, mask, count = self._targets(batch)
+        its_logits = self.target(batch.ids, causal=True).flatten(0, 1)[self._rows(batch)]
+        logits = log_unigram.to(its_logits).expand(its_logits.shape)
+        given, kind = (targets, mask, count, self.options.draft_block), self.objectives["ours"]
+        return float(reference.draft_distillation_loss(logits, its_logits, *given, kind=kind, loss_gamma=self.GAMMA))
+
+    def _taught(self, name: str, outputs: Outputs, batch: Batch) -> Loss:
+        from dllm_kernels.losses import DraftDistillationLoss, acceptance_length
+
+        hidden, head, teacher = outputs
+        targets, mask, count = self._targets(batch)
+        block = self.options.draft_block
+        loss = DraftDistillationLoss(self.objectives[name], self.GAMMA, backend=self.options.backend)
+        out = loss.forward_fused(hidden, head, teacher, targets, mask, count, block, teacher_rows=self._rows(batch))
+        ways = [acceptance_length(out, mask, block, bonus=True, sampling=way) for way in (True, False)]
+        return Loss(out.total_loss, out.draft_correct_per_pos, out.draft_count_per_pos, torch.stack(ways))
+
+    def _rows(self, batch: Batch) -> torch.Tensor:
+        """Of all positions of the batch, the one before each drafted token: its row of the target predicts it."""
+        offsets = torch.arange(self.options.draft_block - 1, device=batch.ids.device)
+        B, L = batch.ids.shape
+        first = L * torch.arange(B, device=batch.ids.device)[:, None]
+        return first + (batch.starts[..., None] + offsets).flatten(1)
+
+    def _further(self, layers: list[torch.Tensor]) -> Outputs:
+        return (self.target.norm(layers[-1]),)
 
 
 class MultiToken(Task):
@@ -574,5 +657,6 @@ TASKS: dict[str, type[Task]] = {
     "scdd": Correcting,
     "idlm": Introspective,
     "dflash": DFlash,
+    "distill": Distillation,
     "mtp": MultiToken,
 }

@@ -47,11 +47,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "blocks": 32, "lr": 2e-3,
     },
 }  # fmt: skip
-#: A step of some modes costs more: hybrid runs the model twice, idlm on two copies of the text, mtp the head three times.
+#: A step of some modes costs more: hybrid runs the model twice, idlm on two copies of the text, mtp the head three times,
+#: distill trains four models.
 #: Shares of "steps".
-STEPS_SHARE = {"hybrid": 0.5, "idlm": 0.5, "mtp": 0.4}
+STEPS_SHARE = {"hybrid": 0.5, "idlm": 0.5, "distill": 0.5, "mtp": 0.4}
 #: Modes whose model drafts for another, which is trained first.
-WITH_TARGET = ("dflash",)
+WITH_TARGET = ("dflash", "distill")
 #: Of a training of so many minutes, however few they are.
 LEAST_STEPS = 10
 #: Where not 1: the tokenizer begins with 256 bytes and 2 special tokens, a drafted block with a token that is known.
@@ -154,12 +155,12 @@ def _check(options: argparse.Namespace) -> None:
     if options.width % (2 * options.heads):
         _refuse("heads", f"must divide --width {options.width} into even parts, got {options.heads}")
     # A causal model writes on from a prompt of one token at least, a draft fills what comes after one.
-    causal = options.mode in ("idlm", "dflash", "mtp")
+    causal = options.mode in ("idlm", "mtp", *WITH_TARGET)
     most, named = (
         options.length - causal,
         f"--length less 1, {options.length - 1}" if causal else f"--length {options.length}",
     )
-    for name in ("block_size", "draft_block") if options.mode in ("idlm", "dflash") else ("block_size",):
+    for name in ("block_size", "draft_block") if options.mode in ("idlm", *WITH_TARGET) else ("block_size",):
         if getattr(options, name) > most:
             _refuse(name.replace("_", "-"), f"must be at most {named}, got {getattr(options, name)}")
 
@@ -180,6 +181,7 @@ class Run:
     train: list[float] = field(default_factory=list)
     heldout: list[float] = field(default_factory=list)
     accuracy: list[list[float]] = field(default_factory=list)
+    accepted: list[list[float]] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     loss_seconds: list[float] = field(default_factory=list)
     peak_bytes: int = 0
@@ -251,8 +253,8 @@ def train_step(task: Task, run: Run, batch: Batch, lr: float) -> None:
 
 @torch.no_grad()
 def evaluate(task: Task, run: Run, batches: Sequence[Batch]) -> None:
-    """Held-out loss, and draft accuracy at each offset where the loss counts it; recorded."""
-    losses, hits, counts = [], [], []
+    """Held-out loss, and what the loss counts of a draft: accuracy at each offset, tokens a check; recorded."""
+    losses, hits, counts, accepted = [], [], [], []
     for batch in batches:
         with _autocast(task.options):
             loss = task.implementation(run.name)(task.outputs(run.model, batch), batch)
@@ -260,9 +262,14 @@ def evaluate(task: Task, run: Run, batches: Sequence[Batch]) -> None:
         if loss.hits is not None and loss.rows is not None:
             hits.append(loss.hits)
             counts.append(loss.rows)
+        if loss.accepted is not None:
+            accepted.append(loss.accepted)
     run.heldout.append(sum(losses) / len(losses))
     if hits:
         run.accuracy.append((torch.stack(hits).sum(0) / torch.stack(counts).sum(0)).tolist())
+    if accepted:
+        sizes = torch.tensor([[float(len(batch.ids))] for batch in batches], device=accepted[0].device)
+        run.accepted.append(((torch.stack(accepted) * sizes).sum(0) / sizes.sum()).tolist())
 
 
 def peak_of_a_step(task: Task, run: Run, batch: Batch) -> int:
@@ -301,9 +308,14 @@ def new_run(task: Task, name: str, seed: int) -> Run:
     return Run(name, model, new_optimizer(model))
 
 
+def new_runs(task: Task, seed: int) -> list[Run]:
+    """The reference's, ours, and the further ones of the mode."""
+    return [new_run(task, name, seed) for name in (*NAMES, *task.beside)]
+
+
 def train(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> tuple[list[Run], list[int], float]:
-    """Both runs, step by step in turn; returns them, the steps evaluated at, the guess's held-out loss."""
-    runs = [new_run(task, name, options.seed) for name in NAMES]
+    """All runs, step by step in turn; returns them, the steps evaluated at, the guess's held-out loss."""
+    runs = new_runs(task, options.seed)
     held = heldout_batches(task, corpus, options)
     log_unigram = corpus.log_unigram()
     guess = sum(task.guess(batch, log_unigram) for batch in held) / len(held)
@@ -334,7 +346,7 @@ def steps_within(task: Task, corpus: data.Corpus, options: argparse.Namespace) -
         start = _now(task.device)
         task.prepare(train_target(task, corpus, argparse.Namespace(**{**vars(options), "steps": few})))
         target_seconds = (_now(task.device) - start) / few
-    runs, held = [new_run(task, name, options.seed) for name in NAMES], heldout_batches(task, corpus, options)
+    runs, held = new_runs(task, options.seed), heldout_batches(task, corpus, options)
     for step in range(few + 1):
         ids = data.random_windows(corpus.train, options.batch, options.length, step)
         batch = task.batch(ids.to(task.device), step)
@@ -417,6 +429,13 @@ def look_at(result: dict[str, Any]) -> str:
         f"time: the loss takes {ours['loss_seconds'] / plain['loss_seconds']:.2f}x the reference's, and so the whole step "
         f"{ours['step_seconds'] / plain['step_seconds']:.2f}x; the model's part is the same",
     ]
+    if accepted := result["curves"]["accepted"]:
+        gains = "; ".join(
+            f"{name} {values[-1][0]:.2f} by sampling, {values[-1][1]:.2f} greedily" for name, values in accepted.items()
+        )
+        lines.append(
+            f"what the draft model is trained with: tokens for each check by the target, held-out text: {gains}"
+        )
     return "What to look at\n" + "\n".join(f"- {line}" for line in lines)
 
 
@@ -467,7 +486,7 @@ def report(
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     """Print the table and what was learnt; write picture, curves and text; returns what was written as JSON."""
-    rows = [summary(run, options) for run in runs]
+    both, rows = runs[:2], [summary(run, options) for run in runs[:2]]
     result = {
         "mode": options.mode,
         "environment": record.environment(options.device),
@@ -475,10 +494,14 @@ def report(
             key: value if isinstance(value, int | float) else str(value) for key, value in vars(options).items()
         },
         "table": rows,
-        "largest_difference": largest_difference(runs),
-        "largest_difference_first_tenth": largest_difference(runs, _tenth(runs[0].train)),
+        "largest_difference": largest_difference(both),
+        "largest_difference_first_tenth": largest_difference(both, _tenth(both[0].train)),
         "frequency_guess": guess,
-        "curves": {"eval_steps": eval_steps, **{run.name: run.curves() for run in runs}},
+        "curves": {
+            "eval_steps": eval_steps,
+            **{run.name: run.curves() for run in both},
+            "accepted": {task.objectives[run.name]: run.accepted for run in runs if run.accepted},
+        },
     }
     title = f"{options.mode}: {task.title}, {record.device_name(options.device)}"
     options.out.mkdir(parents=True, exist_ok=True)
