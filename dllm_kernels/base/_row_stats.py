@@ -55,6 +55,7 @@ class Ask(NamedTuple):
         entropy, correct: whether these are asked for.
         gradients: whether W is.
         whole: whether these are all columns of a row, so that what is found of them is M and S; else a part.
+        all_on: whether no row is known to be off.
         lse: whether (M, log S) are asked for. Without, a backend whose backward pass does not need them leaves them out.
         through: whether the gradient is that in the logits as they are, through the transform.
     """
@@ -68,6 +69,7 @@ class Ask(NamedTuple):
     correct: bool = False
     gradients: bool = False
     whole: bool = True
+    all_on: bool = False
     lse: bool = True
     through: bool = True
 

@@ -111,7 +111,7 @@ def token_log_probs(
 @functools.cache
 def _plan(dtype: torch.dtype, with_entropy: bool, needs: Needs) -> Plan:
     """The plan of a regular call."""
-    return Plan(dtype, False, Options(entropy=with_entropy), needs)
+    return Plan(dtype, False, Options(entropy=with_entropy), needs, all_on=True)
 
 
 def _checked_temperature(temperature: Any) -> float:

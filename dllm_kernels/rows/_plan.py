@@ -189,6 +189,7 @@ class Plan(NamedTuple):
         options: those that were asked for.
         needs: which inputs want a gradient.
         read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
+        all_on: of row statistics, no row is off, so that nobody has to look.
         one_pass: read a chunk of logits once, where the backend and the dtype allow; unproven, see ``_backend.one_pass``.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
         pair: the teacher and how rows are compared with its, where a divergence is asked for.
@@ -200,6 +201,7 @@ class Plan(NamedTuple):
     options: Options = Options()
     needs: Needs = NO_GRADIENTS
     read_beyond: bool = False
+    all_on: bool = False
     one_pass: bool = False
     rows: RowPrimitives | None = None
     pair: Pair | None = None

@@ -138,6 +138,7 @@ def _ask(job: Job, plan: Plan) -> Ask:
         o.entropy,
         o.with_correct,
         any(plan.needs),
+        all_on=plan.all_on,
         lse=plan.keeps_lse(job),
     )
 

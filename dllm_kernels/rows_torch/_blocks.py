@@ -158,10 +158,10 @@ def with_zeros_between(out: torch.Tensor, rows: torch.Tensor, size: int) -> List
 def sum_rows(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     """The sum of each row of ``[R, V]``, ``[R, 1]``: to the bit that of the same row among others.
 
-    A sum that is a single number torch cuts into one part a thread, so that its roundings follow the number of threads. Of
-    one row, therefore, the sum is made twice.
+    A long sum that is a single number torch cuts into one part a thread, so that its roundings follow the number of threads.
+    Of one such row, therefore, the sum is made twice.
     """
-    if x.shape[0] != 1:
+    if x.shape[0] != 1 or x.numel() < GRAIN:
         return torch.sum(x, 1, keepdim=True, out=out)
     total = x.expand(2, -1).sum(1, keepdim=True)[:1]
     return total if out is None else out.copy_(total)

@@ -26,7 +26,7 @@ def forward(logits: torch.Tensor, ask: Ask) -> Found | None:
     """The statistics; see ``base/_row_stats.py``."""
     if ask.a is not None or ask.correct or not _may_be_few(logits, ask.transform):
         return None
-    rows = None if ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
+    rows = None if ask.all_on or ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
     ids = _taken(ask.ids, rows)
     if (z := _listed(logits, rows)) is None:
         return None
@@ -99,7 +99,7 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
     """The gradient of the statistics in the logits ``[N, V]``, from what ``base/_row_stats.py`` calls (g_k, A, B)."""
     if ask.a is not None or not ask.whole or not _may_be_few(logits, ask.transform):
         return None
-    rows = None if ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
+    rows = None if ask.all_on or ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
     ids, log_probs = _taken(ask.ids, rows), _taken(found.log_probs, rows)
     # Of a finite log-probability all of its row is finite or -inf, and a gradient of 0 makes zeros of it.
     if (z := _listed(logits, rows)) is None or not _finite(log_probs):
