@@ -8,6 +8,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dllm_kernels.base import _compiled_checks
+from dllm_kernels.base._divergence import checked_recipe
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._common import divide
@@ -29,7 +30,15 @@ from dllm_kernels.ops import (
 )
 from dllm_kernels.rows import _compiled
 from dllm_kernels.rows._plan import Job, Needs, Options, Plan
-from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels.rows._records import (
+    DIVERGENCE,
+    LINEAR_TOKEN_NLL,
+    ROW_STATS,
+    TOKEN_NLL,
+    WEIGHTED_LINEAR_NLL,
+    WEIGHTED_NLL,
+)
+from dllm_kernels.rows._teacher import Pair, Teacher
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE, every_time
 
@@ -655,6 +664,23 @@ def test_opcheck_linear_row_stats(dtype, needs, num_active):
     plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
     opcheck(ROW_STATS, (*leaves, *statistics_of(5, 2, mix=True)), plan, tests)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_opcheck_divergence(dtype, needs, per_row, form):
+    leaves, (ids, marks), weights = linear_inputs(dtype, needs)
+    if form == "logits":
+        leaves = [torch.randn(5, V, device=DEVICE).to(dtype).requires_grad_(needs[0]), None, None]
+    teacher = Teacher(torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype), rows=marks.clamp(0, 3))
+    recipe = checked_recipe({"ce": 0.1, "lk": 0.9}, alpha="mean")
+    pair = Pair(teacher, recipe, Transform(3.0, 0.7, 1), 4.0, per_row, linear=form == "hidden")
+    plan = Plan(dtype, False, Options(chunk_size=2), Needs(*(needs if form == "hidden" else needs[:1])), pair=pair)
+    tests = TESTS if dtype == torch.float32 else TESTS[:3]
+    opcheck(DIVERGENCE, (*leaves, ids, marks.masked_fill(weights == 0, -100), weights.float()), plan, tests)
 
 
 @pytest.mark.parametrize("trains_head", [False, True])

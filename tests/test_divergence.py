@@ -1,5 +1,6 @@
 """Divergences to a teacher: against float64 autograd of the oracle, with three products, and at every edge of the definitions."""
 
+import importlib.util
 import math
 
 import pytest
@@ -82,8 +83,7 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 @every_kind
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize(("transform", "reduction"), list(zip(TRANSFORMS, ("sum", "none", "sum", "none"), strict=True)))
 def test_parity_from_logits(name, dtype, transform, reduction, backend):
     weights, rows = drawn(2, 5)
     ours, oracle = options_of(name, 2, 5)
@@ -96,13 +96,31 @@ def test_parity_from_logits(name, dtype, transform, reduction, backend):
     )
 
 
+SETTINGS = {  # of hidden states: (chunk_size, num_active, reduction, the teacher's head)
+    "chunks of a row": (1, None, "sum", "shared"),
+    "of a prime, a bound": (3, 10, "none", "its own"),
+    "one chunk": (None, None, "sum", "some of its columns"),
+    "a longer one": (64, None, "none", "shared"),
+}
+
+
 @every_kind
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("chunk_size", "num_active"), [(1, None), (3, 10), (None, None), (64, None)])
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("head", ["shared", "its own", "some of its columns"])
-def test_parity_from_hidden_states(name, dtype, chunk_size, num_active, reduction, head, backend):
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_parity_from_hidden_states(name, dtype, setting):
+    parity_from_hidden_states(name, dtype, setting, "torch")
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_parity_from_hidden_states_through_the_kernel(dtype, setting):
+    parity_from_hidden_states("many", dtype, setting, "triton")
+
+
+def parity_from_hidden_states(name, dtype, setting, backend):
+    chunk_size, num_active, reduction, head = SETTINGS[setting]
     weights, rows = drawn(2, 5)
     ours, oracle = options_of(name, 2, 5)
     teacher = torch.randn(R, D, device=DEVICE).to(dtype)
@@ -431,7 +449,7 @@ def test_meta_tensors():
 
 
 def test_names():
-    """Every kind has functions on the torch path; aliases, twice tv and the ends of jsd are kinds that there are already."""
+    """Every kind has functions on both paths; aliases, twice tv and the ends of jsd are kinds that there are already."""
     assert set(torch_rows.KINDS) == set(KINDS)
     assert (
         checked_recipe("kl_div") == checked_recipe("kl") == checked_recipe("jsd", beta=0) == checked_recipe({"kl": 1})
@@ -439,6 +457,8 @@ def test_names():
     assert checked_recipe("rkl") == checked_recipe("jsd", beta=1.0)
     assert checked_recipe("lk_hybrid", alpha="mean").mean_alpha
     assert checked_recipe({"l1": 0.5, "tv": 1, "kl": 0}) == checked_recipe({"tv": 2.0})
+    if importlib.util.find_spec("triton"):
+        assert tuple(KINDS) == importlib.import_module("dllm_kernels.kernels.divergence").KINDS
     recipe = checked_recipe(MANY, beta=0.3, base="soft_ce")
     assert Recipe.of(recipe.indices, recipe.numbers) == recipe
 
