@@ -189,3 +189,10 @@ def test_llada2_confidence():
         torch.testing.assert_close(found, exact)
     without, with_it = example.main(steps=60)
     assert with_it < without
+
+
+def test_speculators_draft():
+    """The acceptance rate rises; ``test_integrations_speculators.py`` holds loss and metrics to speculators' own."""
+    example = load("speculators_draft")
+    first, last = example.main(steps=100, weighting="dpace")
+    assert last > 2 * first
