@@ -298,6 +298,15 @@ def ops_divergence(n):
     same(n["hidden"].grad, h.grad)
 
 
+@page("ops/soft-embedding.md")
+def ops_soft_embedding(n):
+    logits, table = n["hidden"].double() @ n["head"].double().T, n["embedding"].double()
+    skipped = torch.where(torch.arange(100) == 99, -math.inf, logits / 0.8)
+    same(n["guess"], skipped.softmax(-1) @ table)
+    bumped = logits + 20.0 * F.one_hot(n["decided"].clamp(min=0), 100) * (n["decided"] >= 0)[..., None]
+    same(n["certain"], bumped.softmax(-1) @ table)
+
+
 @page("ops/transforms.md")
 def ops_transforms(n):
     x = leaf(n["logits"])
