@@ -363,7 +363,18 @@ def test_the_code_runs_as_printed(name):
     CHECK[name](names)
 
 
-@pytest.mark.parametrize(("name", "fence"), [(name, i) for name, runners in WHOLE.items() for i in range(len(runners))])
+# What imports NeMo AutoModel takes longer than all the others; the same line is in test_integrations_nemo.py.
+LONG = {framework: pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize(
+    ("name", "fence"),
+    [
+        pytest.param(name, i, marks=LONG.get(runner, ()))
+        for name, runners in WHOLE.items()
+        for i, runner in enumerate(runners)
+    ],
+)
 def test_the_code_of_a_framework_runs_as_printed(name, fence):
     codes = python(PAGES[name])
     assert len(codes) == len(WHOLE[name])
