@@ -1,7 +1,8 @@
 """Divergence of hidden states to a teacher's through a frozen head that both share, forward and backward, kind by kind.
 
 Ours beside what anybody would write (two ``linear``, the softmax of each, the divergence and its autograd), that compiled
-(``--compiled``), and the three products that are left when all else costs nothing: two that make logits, one the gradient.
+(``--compiled``), speculators' losses and Liger's where they run (Liger's is the mean over the rows, without their weights), and
+the three products that are left when all else costs nothing: two that make logits, one the gradient.
 Whoever takes more products than these pays for it in what he takes beyond them, which is printed below the table.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from benchmarks import peers
 from benchmarks.measure import (
     Candidate,
     Result,
@@ -106,7 +108,11 @@ def losses(kind: str, options: Any) -> dict[str, Loss]:
     if options.compiled:
         torch._dynamo.reset()
         out["compiled"] = torch.compile(plain)
-    return out
+
+    def called(loss: Callable[..., torch.Tensor]) -> Loss:
+        return lambda i: loss(i.hidden, i.teacher, i.head, i.weights)
+
+    return out | {name: called(loss) for name, loss in peers.divergence_losses(kind, options.device).items()}
 
 
 def products(i: Inputs) -> torch.Tensor:
@@ -129,11 +135,14 @@ def candidate(loss: Loss, i: Inputs) -> Candidate:
 
 
 def errors(candidates: dict[str, Loss], inputs: Inputs) -> dict[str, float]:
-    """Each one's gradient of the hidden states against the plain form's in float64, on the first rows."""
+    """Each one's gradient of the hidden states against the plain form's in float64, on the first rows.
+
+    Not that of what is compiled, which would be compiled once more, nor Liger's, which has no weights.
+    """
     exact = inputs.first(ERROR_ROWS, torch.float64)
     torch.autograd.backward(candidates["plain"](exact))
     found = {}
-    for name in ("ours", "plain"):
+    for name in candidates.keys() - {"compiled", "liger"}:
         here = inputs.first(ERROR_ROWS, inputs.hidden.dtype)
         torch.autograd.backward(candidates[name](here))
         assert here.hidden.grad is not None
@@ -160,8 +169,8 @@ def run(options: Any, shapes: tuple[Shape, ...], measured: dict[str, float]) -> 
 def beyond(results: list[Result]) -> list[str]:
     """A line a case: what ours and the plain form take beyond the products, which is kept with the results."""
     lines = []
-    for bare, *others in (results[i : i + 4] for i in _starts(results)):
-        took = {r.name: r for r in others if r.case == bare.case}
+    for bare in (r for r in results if r.name == "products"):
+        took = {r.name: r for r in results if r.case == bare.case and r is not bare}
         if bare.timing is None or any(took[name].timing is None for name in ("ours", "plain")):
             continue
         for r in took.values():
@@ -174,10 +183,6 @@ def beyond(results: list[Result]) -> list[str]:
             f"beyond the products, {case}: ours {1e3 * ours:.1f} ms, plain {1e3 * plain:.1f} ms, {share} of it"
         )
     return lines
-
-
-def _starts(results: list[Result]) -> list[int]:
-    return [i for i, r in enumerate(results) if r.name == "products"]
 
 
 def main(argv: list[str]) -> int:

@@ -179,6 +179,54 @@ def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
     return losses
 
 
+#: Divergences by their names in ops.divergence: what speculators calls its functions, and Liger's beta, 0 for KL(q || p).
+SPECULATORS = {
+    "kl": "kl_div_loss",
+    "rkl": "reverse_kl_div_loss",
+    "jsd": "js_div_loss",
+    "tv": "tv_loss",
+    "nla": "neg_log_acceptance_loss",
+}
+LIGER_BETA = {"kl": 0.0, "jsd": 0.5, "rkl": 1.0}
+
+
+def _speculators_divergence(loss: Loss) -> Loss:
+    """Of the logits of both, which its trainer makes whole."""
+
+    def run(hidden: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            targets = F.linear(teacher, head)
+        rows = loss(F.linear(hidden, head).unsqueeze(0), targets.unsqueeze(0))
+        return (rows.squeeze(0) * weights).sum()
+
+    return run
+
+
+def _liger_divergence(peer: Any, beta: float) -> Loss:
+    loss = peer.LigerFusedLinearJSD(jsd_beta=beta)
+
+    def run(hidden: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = loss(
+            hidden, head, teacher, head, None
+        )  # the mean over the rows: it has no weight per row
+        return total
+
+    return run
+
+
+def divergence_losses(kind: str, device: torch.device | str) -> dict[str, Loss]:
+    """Name -> loss(hidden [N, D], teacher [N, D], head [V, D], weights [N]) of that kind for what can run here."""
+    losses: dict[str, Loss] = {}
+    on_gpu = torch.device(device).type == "cuda"
+    if kind in SPECULATORS and (peer := module("speculators.losses.eager")) is not None:
+        losses["speculators, eager"] = _speculators_divergence(getattr(peer, SPECULATORS[kind]))
+    if on_gpu and kind in SPECULATORS and (peer := module("speculators.losses.utils")) is not None:
+        losses["speculators, fused"] = _speculators_divergence(getattr(peer, SPECULATORS[kind]))
+    if on_gpu and kind in LIGER_BETA and (peer := module("liger_kernel.transformers.fused_linear_jsd")) is not None:
+        losses["liger"] = _liger_divergence(peer, LIGER_BETA[kind])
+    return losses
+
+
 def baseline(losses: Mapping[str, Any]) -> str:
     """What ratios refer to: the original where it is installed, else the plain code."""
     return "original" if "original" in losses else "plain"

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from benchmarks import __main__ as command
 from benchmarks import measure, peers, record
+from dllm_kernels import ops
+from tests import trainers
 
 CPU = torch.device("cpu")
 
@@ -140,6 +142,20 @@ def test_what_errors_are_measured_against_is_float64(name):
     for form, z in {"logits": logits.double(), "hidden": hidden.double() @ head.double().T}.items():
         nll = z.logsumexp(-1) - z.gather(-1, targets[..., None])[..., 0]
         torch.testing.assert_close(found[form], (nll * weights.double()).sum(), rtol=1e-14, atol=0)
+
+
+def test_a_trainers_divergences_are_those_they_are_measured_beside():
+    torch.manual_seed(0)
+    hidden, teacher, head, weights = torch.randn(6, 4), torch.randn(6, 4), torch.randn(11, 4), torch.rand(6)
+    try:
+        with trainers.loaded(trainers.SPECULATORS, "losses.eager"):
+            peers.module.cache_clear()
+            for kind in peers.SPECULATORS:
+                found = peers.divergence_losses(kind, "cpu")["speculators, eager"](hidden, teacher, head, weights)
+                torch.testing.assert_close(found, ops.linear_divergence(hidden, head, teacher, weights, kind=kind).loss)
+    finally:
+        peers.module.cache_clear()
+    assert peers.divergence_losses("l1", "cpu") == {}
 
 
 def test_table_and_json(options, capsys):

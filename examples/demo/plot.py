@@ -86,8 +86,9 @@ def _accepted(axes: Any, curves: Mapping[str, Any]) -> None:
             line = [gained[way] for gained in values]
             label = None if way else name
             axes.plot(curves["eval_steps"], line, style, color=colours(0.4 * place), marker=".", label=label)
-    axes.set(xlabel="step", ylabel="held-out tokens a check", ylim=(1, None))
-    axes.legend(frameon=False, title="trained with; by sampling, -- greedy")
+    most = max(tokens for values in curves["accepted"].values() for gained in values for tokens in gained)
+    axes.set(xlabel="step", ylabel="held-out tokens a check", ylim=(1, 1 + 1.5 * max(most - 1, 0.1)))
+    axes.legend(frameon=False, loc="upper left", ncols=3, title="solid: by sampling, dashed: greedy")
 
 
 def _memory(axes: Any, rows: Sequence[Mapping[str, Any]]) -> None:
