@@ -40,7 +40,7 @@ from benchmarks.verdicts import verdicts
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (
     "token_nll", "linear_nll", "row_kernels", "row_stats", "losses", "mtp", "corruption", "corruption_levels", "gumbel_topk", "philox",
-    "compile",
+    "compile", "divergence", "divergence_kernel",
 )  # fmt: skip
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
 TOY = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
@@ -94,6 +94,7 @@ def steps(work: Path, model: Path | None = None) -> list[Step]:
         some = (
             "tests/test_row_kernels.py",
             "tests/test_gumbel_topk.py",
+            "tests/test_divergence_kernel.py",
             "-m",
             "not exhaustive",
         )
@@ -114,6 +115,7 @@ def steps(work: Path, model: Path | None = None) -> list[Step]:
         measured("linear_nll", 2.5, *dflash, *short, "--one-pass", "--share", "0.5", "--share", "1.0"),
         measured("row_stats", 1.5, *policy, *dflash, "--share", "1.0"),
         measured("corruption", 1.5),
+        measured("divergence", 0.8, "--kind", "kl", "--kind", "l1", "--samples", "5"),
         tests("gpu_tests", 3.0, "-n", "6", "-m", "gpu", *with_gpu_marks),
         tests("parity", 5.0, "-n", "8", "-m", "not exhaustive", "-x", *(f"tests/test_{name}.py" for name in NUMBERS)),
         sanitized("memcheck"),

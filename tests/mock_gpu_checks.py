@@ -4,6 +4,7 @@ In a process of their own, where Triton compiles instead of interpreting; ``test
 """
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -20,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels import corruption, ops
+from dllm_kernels.base import _divergence
+from dllm_kernels.kernels import divergence
 from tests.cases import CASES
 from tests.offsets import narrow_offsets
 from tests.test_corruption import ROUTINES, batch
@@ -161,6 +164,8 @@ def rows_in_place(columns, dtype, **options):
     for one_pass in (False, True):
         launches.from_hidden((2, 16, columns), dtype, D=16, frozen=True, one_pass=one_pass, **options)
     launches.row_stats((2, 16, columns), dtype, entropy=True, mix=True, **options)
+    for kind in ("kl", "l1"):
+        launches.divergence_from_hidden((2, 16, columns), dtype, D=16, kind=kind, **options)
 
 
 @check
@@ -177,7 +182,7 @@ def no_program_has_more_threads_than_a_tile_columns(gpu):
     assert [(s.kernel, s.constants["BLOCK_V"]) for s in seen if s.constants["BLOCK_V"] < threads[s]] == []
 
 
-IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "linear_nll_rows_once", "row_stats_bwd")
+IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "linear_nll_rows_once", "row_stats_bwd", "divergence_rows")
 
 
 @check
@@ -191,23 +196,62 @@ def in_place_kernels_have_read_what_they_write_over():
     kernels = {s.kernel: s for s in gpu.specimens}
     for kernel in IN_PLACE:
         code = kernels[kernel].compile().asm["ttgir"]
-        waiting, ragged, layouts = False, 0, set()
+        waiting, ragged, parts = False, 0, [set()]
         for line in code.splitlines():
             of_row = re.search(r"tt\.(load|store) .*tensor<(\d+)x!tt\.ptr<bf16>, (#\w+)>", line)
             if of_row and int(of_row[2]) > 16:
-                layouts.add(of_row[3])
+                parts[-1].add(of_row[3])
             elif of_row and of_row[1] == "load":
                 waiting, ragged = True, ragged + 1
-            waiting &= "barrier" not in line
+            if "barrier" in line:
+                waiting = False
+                parts.append(set())
             assert not (waiting and of_row and of_row[1] == "store"), (kernel, line)
         assert ragged, kernel
-        assert len(layouts) == 1, (kernel, layouts)
+        assert max(map(len, parts)) == 1, (kernel, parts)
+
+
+@check
+@on_each("sm_90", "gfx942")
+def recipes_have_kernels_of_their_own_and_numbers_have_none(gpu):
+    """Whatever Triton keeps compiled kernels by, in memory or on disk, tells recipes apart."""
+    pairs = [dict.fromkeys(pair, 0.5) for pair in itertools.combinations(_divergence.KINDS.keys() - {"lk_soft_ce"}, 2)]
+    recipes = [*map(_divergence.checked_recipe, (*_divergence.KINDS.keys() - {"lk_soft_ce"}, *pairs))]
+    recipes += [_divergence.checked_recipe("lk", base="soft_ce")]
+    logits = torch.empty(1, 16, 4096, dtype=torch.bfloat16)
+    for recipe in recipes:
+        divergence.divergence(logits, logits, torch.ones(16), recipe, targets=torch.zeros(16).long(), with_grad=True)
+    assert len(recipes) == len(gpu.specimens) == len({s.key for s in gpu.specimens})
+    assert len(recipes) == len({s.source.hash() for s in gpu.specimens})
+    for numbers in ({"beta": 0.25, "eta": 0.0}, {"beta": 1 / 3, "kl_scale": 0.0}, {"floor": 1e-3, "eta": 16.0}):
+        for coefficient in (1.0, 0.1, 2.0**-60, 3.0):
+            kinds = dict.fromkeys(("jsd", "nla", "lk"), coefficient)
+            recipe = _divergence.checked_recipe(kinds, **numbers)
+            divergence.divergence(logits, logits, torch.ones(16), recipe, with_grad=True)
+    assert len(gpu.specimens) == len(recipes) + 1
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_of_divergences_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, lambda: launches.divergence((4, 512, 32000), torch.bfloat16, kind="l1"))
+    needs_nothing_new(gpu, lambda: launches.divergence_from_hidden((4, 512, 32000), torch.bfloat16, kind="kl"))
 
 
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
 STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_bwd"}
 OBJECTIVE = STATISTICS - {"row_stats_mix"}, STATISTICS - {"row_stats_mix"} | {"scale_inplace"}  # which has no mixture
+TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NLLs, where a target's are rows' weights
+
+
+def expected_of(case):
+    """What a case may launch from logits, and from hidden states."""
+    if case.name.startswith("distillation"):
+        return TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]
+    if case.name == "row_objective":
+        return OBJECTIVE[:1], OBJECTIVE[1:]
+    return ([STATISTICS], [STATISTICS]) if case.statistics else ([FROM_LOGITS], [FROM_LOGITS, *FROM_HIDDEN])
 
 
 @check
@@ -218,15 +262,12 @@ def every_loss_launches_kernels_forward_and_backward(gpu):
         inputs, rows = case.draw(B, L, V), case.width * L
         shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
         t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
+        from_logits, from_hidden = expected_of(case)
         case.logits_form(t["logits"], inputs).sum().backward()
-        from_logits, from_hidden = OBJECTIVE if case.name == "row_objective" else (STATISTICS, STATISTICS)
-        assert launched(gpu) == (from_logits if case.statistics else FROM_LOGITS), (case.name, launched(gpu))
+        assert launched(gpu) in from_logits, (case.name, launched(gpu))
         gpu.launches.clear()
         case.hidden_form(t["hidden"], t["weight"], t["bias"], inputs).sum().backward()
-        assert launched(gpu) in ((from_hidden,) if case.statistics else (FROM_LOGITS, *FROM_HIDDEN)), (
-            case.name,
-            launched(gpu),
-        )
+        assert launched(gpu) in from_hidden, (case.name, launched(gpu))
         gpu.launches.clear()
         assert all(tensor.grad is not None for tensor in t.values()), case.name
 
@@ -415,6 +456,11 @@ def far_apart():
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
         yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_correct=True)
+    for kind in ("kl", "l1"):
+        yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)
+        yield functools.partial(
+            launches.divergence_from_hidden, (1, 2**17, 50257), torch.bfloat16, kind=kind, chunk_size=2**17
+        )
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
     yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)

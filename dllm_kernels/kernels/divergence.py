@@ -263,9 +263,12 @@ def _of_row(lanes, tail):
 @triton.jit
 def _argmax(row_ptr, wide, lanes, tail, row_max, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     """The first column that has the maximum: the first tile with it is read again. NOWHERE where there is none."""
+    WIDE: tl.constexpr = tail.shape[0]
     lane_max, _, lane_tile = lanes
     tile = tl.min(tl.where(lane_max == row_max, lane_tile, NOWHERE), 0)
-    tile = tl.where(tile == NOWHERE, wide, tile)  # the tail has it
+    tile = (
+        tl.where(tile == NOWHERE, wide, tile) // WIDE * WIDE
+    )  # in the tail, if in no lane; a multiple, as the compiler sees
     i = tl.arange(0, BLOCK_V)
     x = tl.load(row_ptr + tile + i, mask=i < wide - tile, other=float("nan"))
     x = transformed(x, tile + i, transform, ACC)
