@@ -122,6 +122,7 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(size.width)
         self.lm_head = nn.Linear(size.width, size.vocab, bias=False)
         _initialise(self)
+        nn.init.normal_(self.embed.weight, std=0.02)  # logits near 0: a training begins at log V, not above
         self.lm_head.weight = self.embed.weight
 
     def get_output_embeddings(self) -> nn.Linear:

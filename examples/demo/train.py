@@ -37,9 +37,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "lr": 1e-2,
     },
     "cpu": {
-        "steps": 240, "batch": 8, "length": 128, "width": 128, "layers": 2, "heads": 4, "vocab": 8192,
+        "steps": 500, "batch": 8, "length": 128, "width": 128, "layers": 2, "heads": 4, "vocab": 8192,
         "corpus_bytes": 3_000_000, "evals": 6, "heldout": 64, "block_size": 16, "draft_block": 8,
-        "blocks": 8, "lr": 5e-3,
+        "blocks": 8, "lr": 3e-3,
     },
     "gpu": {
         "steps": 1000, "batch": 32, "length": 512, "width": 512, "layers": 6, "heads": 8, "vocab": 16384,
