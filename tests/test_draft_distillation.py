@@ -53,6 +53,13 @@ def assert_same(ours, theirs, *leaves):
         torch.testing.assert_close(a, b)
 
 
+def labelled(value):
+    """The name of a parameter in a test's: the same in each process, whatever random numbers it holds."""
+    if isinstance(value, dict):
+        return ",".join(f"{k}={labelled(v)}" for k, v in value.items()) or "default"
+    return f"tensor{list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
+
+
 # The trainers' objectives --------------------------------------------------------------------------------------------
 
 
@@ -394,7 +401,7 @@ def test_the_mean_of_a_in_lk():
 
 
 @forms
-@pytest.mark.parametrize("settings", [{}, {"position_weights": "dpace", "confidence": "acceptance"}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"position_weights": "dpace", "confidence": "acceptance"}], ids=labelled)
 def test_the_confidence_learns_the_acceptance_rate_alone(form, settings):
     """Its logits get no gradient through a, and what is not valid is not looked at."""
     i = drawn()
@@ -458,7 +465,7 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings", "products"), PRODUCTS, ids=str)
+@pytest.mark.parametrize(("kind", "settings", "products"), PRODUCTS, ids=labelled)
 def test_products_with_a_frozen_head(kind, settings, products):
     i = drawn()
     i.mask = torch.ones_like(i.mask)
@@ -513,7 +520,7 @@ def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
         (ValueError, "normalize must be one of tokens, rows, mean, blocks, ", {"normalize": "sum"}),
         (ValueError, "loss_gamma must be positive or None, got 0.0", {"loss_gamma": 0.0}),
     ],
-    ids=str,
+    ids=labelled,
 )
 def test_bad_settings(error, message, settings):
     """At construction, and at a call for what was assigned since."""
@@ -565,14 +572,14 @@ def call(form, settings, **changes):
 
 
 @forms
-@pytest.mark.parametrize(("message", "settings", "changes"), NEEDED, ids=str)
+@pytest.mark.parametrize(("message", "settings", "changes"), NEEDED, ids=labelled)
 def test_what_the_settings_need(form, message, settings, changes):
     with pytest.raises(ValueError, match="^" + re.escape(message.format(form))):
         call(form, settings, **changes)
 
 
 @forms
-@pytest.mark.parametrize(("error", "message", "changes"), WRONG, ids=str)
+@pytest.mark.parametrize(("error", "message", "changes"), WRONG, ids=labelled)
 def test_bad_arguments(form, error, message, changes):
     size = X.shape[-1] if form == "logits" else H.shape[-1]
     message = message.format(form) if "teacher_{}" in message else message.format(form, size, size)
@@ -591,7 +598,7 @@ def test_bad_arguments(form, error, message, changes):
         ("teacher_bias must be None without teacher_weight", {"teacher_bias": W[:, 0]}),
         ("teacher_weight must have shape [V, D]", {"teacher_weight": W[0]}),
     ],
-    ids=str,
+    ids=labelled,
 )
 def test_a_wrong_teacher(message, changes):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
