@@ -111,7 +111,7 @@ def _tried(device: str, backend: str) -> str:
 
 def _logits(device: str) -> torch.Tensor:
     """``[8, 100]``, the same everywhere."""
-    return torch.sin(torch.arange(800.0, dtype=torch.float64)).float().view(8, 100).mul(3).to(device)
+    return torch.sin(torch.arange(800.0, dtype=torch.float64, device="cpu")).float().view(8, 100).mul(3).to(device)
 
 
 if __name__ == "__main__":

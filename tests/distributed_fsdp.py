@@ -518,7 +518,7 @@ def fsdp_output_dtype_of_counts():
         model(ids)
         out = model.lm_head(hidden, loss)
         assert type(out) is type(expected)
-        for got, plain in zip(out, expected, strict=True):
+        for got, plain in [(a, b) for a, b in zip(out, expected, strict=True) if b is not None]:
             assert got.dtype == plain.dtype != torch.bfloat16
             close(got, plain.detach())
         assert not alone or model.lm_head(hidden).dtype == torch.bfloat16

@@ -68,7 +68,7 @@ class Rows(NamedTuple):
         ``shift``: how many positions before a token stands the row that it is the target of.
         """
         names, x = self.names, self.x
-        if self.weight is None and are_regular(x, target_ids) and x.dim() == 3 and target_ids.dim() == 2:
+        if not self.fused and are_regular(x, target_ids) and x.dim() == 3 and target_ids.dim() == 2:
             B, L = target_ids.shape
             if x.shape[0] == B and x.shape[1] == (L if width is None else width):
                 return
