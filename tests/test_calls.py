@@ -95,6 +95,11 @@ def of_weighted(x, ids, active):
     return out.loss, out.nll
 
 
+def of_weighted_with_lse(x, ids, active):
+    out = weighted_nll(x, ids, active * 0.3, with_lse=True, backend="torch")
+    return out.loss, out.nll, out.lse
+
+
 def of_stats(x, ids, active):
     return row_stats(x, torch.stack([ids, ids], -1), entropy=True, active=active, backend="torch")[:3]
 
@@ -107,7 +112,7 @@ def of_every_token(x, ids, _):
     return token_log_probs(x.nan_to_num(0), ids, with_entropy=True, backend="torch")
 
 
-OPS = (of_nll, of_weighted, of_stats, of_log_probs, of_every_token)
+OPS = (of_nll, of_weighted, of_weighted_with_lse, of_stats, of_log_probs, of_every_token)
 
 
 def outputs(op, x, *others):

@@ -401,6 +401,55 @@ def test_the_mean_of_a_in_lk():
 
 
 @forms
+@pytest.mark.parametrize(
+    ("settings", "alike"),
+    [
+        ({"normalize": "mean", "decay_from": 1}, False),
+        ({"normalize": "sequence_blocks"}, False),
+        ({"position_weights": "prefix"}, True),
+        ({"position_weights": "dpace", "confidence": "acceptance"}, True),
+    ],
+    ids=labelled,
+)
+def test_the_mean_of_a_is_the_same_whatever_is_returned(form, settings, alike):
+    """Of rows by their decay, or with D-PACE's weights of all valid rows alike."""
+    i = drawn(1)
+    found = []
+    for reduction in ("total", "none"):
+        h, w = (t.clone().requires_grad_() for t in (i.hidden, i.head))
+        loss = DraftDistillationLoss("lk", 2.0, anchor_row=True, alpha="mean", reduction=reduction, **settings)
+        out = total(loss, form, i, h, w, block_size=BLOCK, confidence_logits=i.confidence)
+        found.append((out, *torch.autograd.grad(out.total_loss, (h, w))))
+    (out, *grads), (rows, *grads_of_rows) = found
+    torch.testing.assert_close(rows.total_loss, out.total_loss)
+    torch.testing.assert_close(grads_of_rows, grads)
+    a = out.acceptance_rate
+    shares = torch.where(i.mask, 1.0, 0.0) if alike else rows.row_weights
+    if settings.get("normalize") == "sequence_blocks":
+        shares = shares / i.mask.view(B, N, BLOCK).any(-1).sum(1, keepdim=True)
+    z, t = F.linear(i.hidden, i.head), F.linear(i.teacher, i.head)
+    kl, tv = (reference.divergence(z, t, i.mask.float(), kind=kind).value for kind in ("kl", "tv"))
+    lam = torch.exp(-3 * (a * shares).sum() / shares.sum())
+    bce = F.binary_cross_entropy_with_logits(i.confidence, a, reduction="none")
+    expected = rows.row_weights * (lam * kl + (1 - lam) * tv + bce)
+    torch.testing.assert_close(rows.row_losses, expected)
+
+
+@forms
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+@pytest.mark.parametrize("reduction", ["total", "none"])
+def test_rows_before_the_decay_predict_nothing(form, kind, reduction):
+    """Also where they are not masked: they are no misses, and have no acceptance rate."""
+    i = drawn(2)
+    loss = DraftDistillationLoss(kind, 2.0, normalize="mean", anchor_row=True, decay_from=1, reduction=reduction)
+    expected = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
+    i.mask[:, ::BLOCK] = True
+    out = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
+    for name in ("total_loss", "draft_correct", "draft_correct_per_pos", "draft_count_per_pos", "acceptance_rate"):
+        torch.testing.assert_close(getattr(out, name), getattr(expected, name))
+
+
+@forms
 @pytest.mark.parametrize("settings", [{}, {"position_weights": "dpace", "confidence": "acceptance"}], ids=labelled)
 def test_the_confidence_learns_the_acceptance_rate_alone(form, settings):
     """Its logits get no gradient through a, and what is not valid is not looked at."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dllm_kernels.base import _checks
 from dllm_kernels.base._divergence import Recipe, checked_recipe
 from dllm_kernels.base._plain import all_plain
-from dllm_kernels.losses._blocks import Counts
+from dllm_kernels.losses._blocks import Counts, rows_of_block
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows, weighted_rows
 from dllm_kernels.losses._draft import DraftLoss
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
@@ -378,10 +378,14 @@ class DraftDistillationLoss(DraftLoss):
             total = total + self.confidence_weight * sum_of_rows(learned, found.shares)
             value = None if value is None else value + self.confidence_weight * learned
         row_losses = None if value is None or not gives_rows else weighted_rows(value, found.weights)
-        hits, count = self._draft_acc_per_pos(found.correct, block_mask, self._with_anchor(block_size))
+        correct, a, mask = found.correct, found.a, block_mask
+        if self.position_weights == "decay" and self.decay_from:
+            mask = torch.where(call.predicts, mask, 0)
+            correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
+        hits, count = self._draft_acc_per_pos(correct, mask, self._with_anchor(block_size))
         return single_loss(found.loss, found.weights, row_losses)._replace(
-            total_loss=total, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=found.correct,
-            acceptance_rate=found.a,
+            total_loss=total, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct,
+            acceptance_rate=a,
         )  # fmt: skip
 
     def _checked_recipe(self) -> Recipe:
@@ -405,11 +409,13 @@ class DraftDistillationLoss(DraftLoss):
         needs_targets += [f"confidence={confidence!r}"] if confidence == "target" else []
         if target_ids is None and needs_targets:
             raise ValueError(f"target_ids must be given for {' and '.join(needs_targets)}, got None")
+        if teacher.x is not None:
+            return
         needs_teacher = [] if all(part.kind == "ce" for part in recipe.parts) else [f"kind={self.kind!r}"]
         needs_teacher += [f"confidence={confidence!r}"] if confidence in ("teacher", "acceptance") else []
         needs_teacher += [] if confidence_logits is None else ["confidence_logits"]
         needs_teacher += [] if self.temperature == 1 else [f"temperature={self.temperature}"]
-        if teacher.x is None and needs_teacher:
+        if needs_teacher:
             raise ValueError(f"{teacher.name} must be given for {' and '.join(needs_teacher)}, got None")
 
 
@@ -460,6 +466,15 @@ class _Call:
         return self.block_mask.detach().to(self.rows.acc)
 
     @property
+    def predicts(self) -> torch.Tensor:
+        """``[T]``, which rows predict anything: not those before the decay, which weigh nothing and need not be read."""
+        T = self.block_mask.shape[1]
+        row = torch.arange(T, device=self.block_mask.device) % rows_of_block(
+            T, self.block_size, self.settings.anchor_row
+        )
+        return row >= self.settings.decay_from
+
+    @property
     def confidence(self) -> str | None:
         """What D-PACE asks for, None with the decay."""
         return None if self.settings.position_weights == "decay" else self.settings.confidence
@@ -468,7 +483,10 @@ class _Call:
         """The weighted sum, or where that is too late the divergence of each row."""
         if self.teacher.x is None:
             return self._cross_entropy(summed)
-        if not summed or self.confidence in ("teacher", "acceptance"):
+        alike = (
+            self.settings.alpha == "mean" and self.confidence is not None
+        )  # in the mean of a, whatever the rows weigh
+        if not summed or alike or self.confidence in ("teacher", "acceptance"):
             return self._rows()
         q = None if self.confidence is None else self._of_targets()
         weights, shares = self._weights(q)
@@ -492,9 +510,18 @@ class _Call:
 
     def _rows(self) -> _Found:
         """The divergence of each row, whose weights may be made of it."""
+        if self.settings.alpha == "mean" and self.confidence is None:
+            return self._rows_beside_their_mean()
         each = self._divergence(self._on, reduction="none")
         weights, shares = self._weights(self._confidence(each))
         return _Found(sum_of_rows(each.loss, shares), weights, shares, each.agree, each.alpha, each.loss)
+
+    def _rows_beside_their_mean(self) -> _Found:
+        """The same where the mean of a is that of rows whose weights are known, as it is for their sum."""
+        weights, shares = self._weights(None)
+        each = self._divergence(shares, reduction="none")
+        value = each.loss / torch.where(shares != 0, shares, 1.0)  # each.loss is 0 there
+        return _Found(each.loss.sum(), weights, shares, each.agree, each.alpha, value)
 
     @property
     def _on(self) -> torch.Tensor:

@@ -49,7 +49,8 @@ def weighted_nll(
     """The NLL of the rows that weigh anything; see ``base/_rows.py``."""
     if not _may_be_few(logits, transform):
         return None
-    rows = _nonzero(weights)
+    # A row without a target adds 0 by itself; its logsumexp does not, and is that of no row that is read.
+    rows = _nonzero(weights.masked_fill(targets == SKIP, 0) if with_lse else weights)
     ids = _taken(targets, rows)
     if (z := _listed(logits, rows)) is None:
         return None
