@@ -135,6 +135,19 @@ def test_a_small_call_makes_the_numbers_of_a_large_one(op, dtype, special, monke
         assert torch.equal(got.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.parametrize("held", [math.nan, -math.inf])
+@pytest.mark.parametrize("output", ["lse", "entropy"])
+def test_a_row_without_an_id_or_a_gradient_may_hold_anything(output, held):
+    logits, ids = torch.randn(3, V, device="cpu"), torch.tensor([4, -100, 2], device="cpu")
+    logits[1] = held
+    logits.requires_grad_()
+    found = getattr(row_stats(logits, ids, entropy=True, backend="torch"), output)
+    (grad,) = torch.autograd.grad(found[[0, 2]].sum(), logits)
+    assert (grad[1] == 0).all()
+    assert grad.isfinite().all()
+    assert grad[[0, 2]].count_nonzero() == 2 * V
+
+
 def test_a_small_call_takes_the_short_way(monkeypatch):
     """Else the test above would compare a way with itself."""
     taken, listed = [], _few._listed

@@ -294,6 +294,15 @@ def test_metrics_of_dspark(host, weighting, confident):
     assert_same(ours, theirs, [i.hidden, i.head, *([i.confidence] if confident else [])])
 
 
+@pytest.mark.parametrize("weight", [1e-2, 1e-4, 1e-9])
+def test_the_loss_of_a_term_is_its_own_however_little_it_weighs(weight):
+    i = sequence()
+    _, alone = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config={"kl_div": 1})
+    config = {"nla": 1, "ce": 2, "kl_div": weight}
+    _, metrics = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config=config)
+    torch.testing.assert_close(metrics["kl_div_loss_sum"], alone["loss_sum"])
+
+
 def test_metrics_without_the_host():
     """Rows of the verifier where they lie, its own head, a Markov head's correction; beside the same from all logits."""
     i, columns = sequence(), torch.randperm(V + 3, device=DEVICE)[:V]

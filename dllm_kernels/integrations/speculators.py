@@ -462,7 +462,9 @@ class _Metrics:
         """The loss of each term: what a alone makes, then one that is the rest of the sum, or by a pass of its own."""
         free = {"tv": 1 - found.alpha, "nla": -found.alpha.clamp(min=FLOOR).log()}
         values = {name: free[name] for name in self.terms if name in free}
-        others = [name for name, weight in self.terms.items() if name not in free and weight != 0]
+        # The rest of a sum is made of its digits: of a term that is a small part of it few would be left.
+        least = 0.01 * max(self.terms.values())
+        others = [name for name, weight in self.terms.items() if name not in free and weight > least]
         last = others.pop() if others else None
         with torch.no_grad():
             for name in self.terms.keys() - values.keys() - {last}:

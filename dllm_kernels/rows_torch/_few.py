@@ -106,6 +106,9 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
     if (z := _listed(logits, rows)) is None or not _finite(log_probs):
         return None
     of_ids, of_lse, of_entropy = (None if t is None else _taken(t, rows) for t in up[:3])
+    # Of an id that is none it is 0 whatever the row holds; where a gradient comes to one, ``scatter_add_`` refuses it below.
+    if of_ids is None and not _finite(_taken(found.row_max + found.log_sum, rows)):
+        return None
     plain = torch.zeros_like(z[:, 0]) if of_ids is None else -of_ids.sum(1)
     if of_lse is not None:
         plain += of_lse
