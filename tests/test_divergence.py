@@ -441,6 +441,23 @@ def test_coefficients_that_change_from_step_to_step_are_one_graph():
     assert len(graphs) <= 2
 
 
+@pytest.mark.parametrize("kinds", [{"jsd": 1.0}, {"jsd": 0.5, "kl": 1.0}], ids=["jsd", "with kl"])
+def test_a_beta_that_comes_to_an_end_in_one_graph(kinds):
+    """It is kl at 0 and rkl at 1, whose limits jsd's own formula does not have."""
+    torch.manual_seed(0)
+    z, t = (torch.randn(4, 9, device=DEVICE) for _ in range(2))
+    step = torch.compile(
+        lambda z, beta: divergence(z, t, kind=kinds, beta=beta).loss, backend="aot_eager", fullgraph=True
+    )
+    for beta in (0.5, 0.25, 0.0, 1.0):
+        found = []
+        for function in (step, lambda z, beta: divergence(z, t, kind=kinds, beta=beta).loss):
+            x = z.clone().requires_grad_()
+            loss = function(x, beta)
+            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+        torch.testing.assert_close(*found)
+
+
 def test_meta_tensors():
     z, t = (torch.empty(2, 5, V, device="meta") for _ in range(2))
     out = divergence(z.requires_grad_(), t, kind="tv")

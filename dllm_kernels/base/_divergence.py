@@ -130,6 +130,18 @@ class Recipe(NamedTuple):
         return any(part.kind == "ce" for part in self.parts)
 
     @property
+    def settled(self) -> Recipe:
+        """The same where all numbers are known: a ``jsd`` whose beta has become 0 or 1 in a compiled graph is kl or rkl."""
+        if not any(part.kind == "jsd" and part.hyper[0] in (0, 1) for part in self.parts):
+            return self
+        parts: dict[tuple[str, Hyper], float] = {}
+        for kind, coefficient, hyper in self.parts:
+            end = kind == "jsd" and hyper[0] in (0, 1)
+            own = (("kl", "rkl")[int(hyper[0])], NO_HYPER) if end else (kind, hyper)
+            parts[own] = parts.get(own, 0.0) + coefficient
+        return self._replace(parts=tuple(Part(kind, c, hyper) for (kind, hyper), c in parts.items()))
+
+    @property
     def indices(self) -> list[int]:
         """The integers of :meth:`of`."""
         return [int(self.mean_alpha), *(_ORDER.index(part.kind) for part in self.parts)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _checks
+from dllm_kernels.base import _changing, _checks
 from dllm_kernels.base._plain import plain
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
@@ -124,6 +124,6 @@ def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:
         _checks.check_same_device("hidden", hidden, bump=bump)
         return bump  # type: ignore[no-any-return]
     _checks.check_number("bump", bump, "a number or a tensor")
-    if not math.isfinite(bump):
-        raise ValueError(f"bump must be finite, got {bump}")
+    if not -math.inf < bump < math.inf:
+        raise ValueError(f"bump must be finite, got {_changing.shown(bump)}")
     return torch.full(rows, float(bump), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)

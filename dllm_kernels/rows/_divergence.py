@@ -131,6 +131,7 @@ def _passed(
     """(chunk, value, alpha, agree); the products with the gradient are made on the way."""
     plan, job, take = chunks.plan, chunks.job, chunks.rows.take
     pair, teacher = pair_of(plan), _TeacherChunks(chunks)
+    recipe = pair.recipe.settled
     options = {
         "mean_alpha": mean_alpha,
         "transform": plan.options.transform,
@@ -140,7 +141,7 @@ def _passed(
         s = take(scale, chunk).masked_fill(marks == SKIP, 0)
         y = take(job.ids[:, 0], chunk) if pair.recipe.wants_targets else None
         found = chunks.primitives.divergence(
-            logits[None], teacher.logits(chunk)[None], s, pair.recipe, targets=y, with_grad=with_grad, **options
+            logits[None], teacher.logits(chunk)[None], s, recipe, targets=y, with_grad=with_grad, **options
         )
         if with_grad:
             chunks.add_gradients(chunk, h, marks, logits, s)
@@ -211,6 +212,7 @@ def _rows_of_logits(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(value, alpha, agree) of N rows, the gradient in ``grad``."""
     pair, teacher = pair_of(plan), _teacher_of(plan)
+    recipe = pair.recipe.settled
     options: dict[str, Any] = {"mean_alpha": mean_alpha, "with_grad": grad is not None}
     options |= {"transform": plan.options.transform, "teacher_transform": pair.teacher_transform}
     y = job.ids[:, 0].contiguous() if pair.recipe.wants_targets else None
@@ -218,7 +220,7 @@ def _rows_of_logits(
     out = None if grad is None else as_blv(grad)
     if teacher.columns is None:
         rows = teacher.rows
-        return call(logits, theirs, scale, pair.recipe, teacher_rows=rows, targets=y, out=out, **options)
+        return call(logits, theirs, scale, recipe, teacher_rows=rows, targets=y, out=out, **options)
     found = [scale.new_empty(scale.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=torch.bool)]
     for n, b, length in _pieces(logits):
         here = slice(n, n + length.stop - length.start)
@@ -226,7 +228,7 @@ def _rows_of_logits(
         t = _rows_at(theirs, index).index_select(1, teacher.columns.clamp(0, theirs.shape[2] - 1))
         t.masked_fill_(teacher.columns != teacher.columns.clamp(0, theirs.shape[2] - 1), math.nan)
         part = call(
-            logits[b : b + 1, length], t[None], scale[here], pair.recipe, targets=None if y is None else y[here],
+            logits[b : b + 1, length], t[None], scale[here], recipe, targets=None if y is None else y[here],
             out=None if out is None else out[b : b + 1, length], **options,
         )  # fmt: skip
         for whole, of_rows in zip(found, part, strict=True):
