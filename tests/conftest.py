@@ -97,11 +97,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("covering") and not item.get_closest_marker("exhaustive"):
             large[item.path, item.originalname].append(item)
+    left_out = set()
     for cases in large.values():
-        everyday = set(covering(cases, *cases[0].get_closest_marker("covering").args))
+        mark = cases[0].get_closest_marker("covering")
+        everyday = set(covering(cases, *mark.args))
+        if "most" in mark.kwargs:
+            kept = everyday.union(covering(cases, mark.kwargs["most"]))
+            left_out.update(item for item in cases if item not in kept)
         for item in cases:
             if item not in everyday:
                 item.add_marker("exhaustive")
+    items[:] = [item for item in items if item not in left_out]
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:
         if "gpu" in item.keywords and DEVICE == "cpu":

@@ -83,10 +83,13 @@ def assert_as_good_as_plain(
         assert worst <= allowed, f"{label}: error {worst:.3g} above one rounding step, {allowed:.3g} is allowed"
 
 
-def assert_parity(ours: Function, plain: Function, draw: Callable[[int], Draw]) -> None:
+def assert_parity(
+    ours: Function, plain: Function, draw: Callable[[int], Draw], constants: Collection[int] = ()
+) -> None:
     """Value and every gradient of ``ours`` against ``plain``, where ``draw(seed)`` is (leaves, upstream gradient).
 
     Also the dtype of the value, float32 (float64 for float64 leaves); autograd itself sees to that of a gradient.
+    ``constants``: the sizes of sums over what is no leaf, beside those that the leaves show.
     """
     draws = [draw(seed) for seed in range(PLAIN_DRAWS)]
     results = [value_and_grads(ours, *one) for one in draws[:OUR_DRAWS]]
@@ -97,7 +100,8 @@ def assert_parity(ours: Function, plain: Function, draw: Callable[[int], Draw]) 
     for place in range(len(results[0])):
         got, p, e = ([run[place] for run in runs] for runs in (results, same_dtype, exact))
         label = f"gradient {place}" if place else "value"
-        assert_as_good_as_plain(got, e, largest_error(p, e), label, reduction_sizes(draws[0][0]))
+        sizes = [*reduction_sizes(draws[0][0]), *constants]
+        assert_as_good_as_plain(got, e, largest_error(p, e), label, sizes)
 
 
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:

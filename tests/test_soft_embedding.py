@@ -53,7 +53,7 @@ def judge(ours, theirs, dtype, label=""):
     assert_as_good_as_plain(got, exact, largest_error(plain, exact), label, reduction_sizes(draws[0][0]))
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
 @pytest.mark.parametrize("chunk", [1, 5, 100, None])
