@@ -58,7 +58,8 @@ def soft_embedding(
         extra: as in :func:`weighted_linear_nll`.
         bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` behind the transform, as for a token that has been
             decided already. A token of probability p with a bump leaves 1 - p + p e^t of the row: for a t far below 0 and nearly
-            all of the probability this is a difference of two numbers near 1, and the result has as few digits.
+            all of the probability this is a difference of two numbers near 1, and the result has as few digits: its relative
+            error is about eps / (1 - p + p e^t), and where that nears 1 its weights do not sum to 1.
         bump_ids: ``[...]`` integers, k; -100: none in this row. Anything else outside of ``[0, V)``, or ``skip_id``, gives NaN
             in its own row. Given if ``bump`` is, and only then.
         active: ``[...]``, bool or numeric; a row whose entry is zero is not projected, and zeros. None: every row counts.
