@@ -73,13 +73,15 @@ def linear_nll_rows_once(V: int, itemsize: int) -> Tile:
     return Tile(block, _warps(block, itemsize))
 
 
-def divergence_rows(V: int, itemsize: int, small: bool = False) -> Tile:
+def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool = False) -> Tile:
     """A pair of rows by one program, read twice or three times: tiles of 16 KiB of each, 16 warps.
 
-    Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers otherwise.
+    Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers otherwise,
+    and of 4 KiB for more than five kinds, of which ten spill on AMD with 8.
 
     Its registers leave room for one such program a multiprocessor. Tiles of 32 KiB save 0.6 of 15 slots a pair of columns in the
     first pass, and spill with a column to skip.
     """
-    block = _bytes_to_block(itemsize, 8192 if small else 16384, V)
-    return Tile(block, at_most_a_thread_a_column(_warps(block * (4 if small else 2), itemsize), block))
+    tile_bytes = 4096 if kinds > 5 else 8192 if with_steps or kinds > 2 else 16384
+    block = _bytes_to_block(itemsize, tile_bytes, V)
+    return Tile(block, at_most_a_thread_a_column(_warps(block * (32768 // tile_bytes), itemsize), block))

@@ -586,7 +586,7 @@ def divergence(
     flat = _flat(logits) and (out is None or _flat(out))
     rows, out_rows = _rows_of(logits, flat), (0, 0) if out is None else _rows_of(out, flat)[1:]
     steps = (*transform[::2], *teacher_transform[::2])
-    tile = _tiles.divergence_rows(V, logits.element_size(), small=steps != (None,) * 4 or len(recipe.parts) > 2)
+    tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(recipe.parts), with_steps=steps != (None,) * 4)
     parts = {part.kind: part for part in recipe.parts}
     coefficients = (bits_of(parts[kind].coefficient) if kind in parts else None for kind in KINDS)
     _divergence_rows[(N,)](
