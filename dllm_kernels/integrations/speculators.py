@@ -38,15 +38,7 @@ HOST = "speculators"
 TABLES = "losses.utils", "losses.eager"  # the homes of the functions of each, by the same names
 FUSED, EAGER = TABLES
 # The names of its tables -> ours, in the order in which it lists them.
-KINDS = {
-    "kl_div": "kl",
-    "rkl": "rkl",
-    "jsd": "jsd",
-    "ce": "teacher_ce",
-    "tv": "tv",
-    "nla": "nla",
-    "lk_hybrid": "lk",
-}
+KINDS = {"kl_div": "kl", "rkl": "rkl", "jsd": "jsd", "ce": "teacher_ce", "tv": "tv", "nla": "nla", "lk_hybrid": "lk"}
 WEIGHTS = ("fixed-exp-decay", "dpace")
 EPS = {"loss": 1e-5, "confidence": 1e-8}  # what it adds to the number of valid rows
 FLOOR = 1e-5  # of nla, as in ops.divergence

@@ -12,19 +12,10 @@ import triton.language as tl
 from dllm_kernels.kernels import _corruption_tiles
 from dllm_kernels.kernels._launch import on_its_device
 from dllm_kernels.kernels._philox import draws, fine_uniform, level_draws, token_of, uniform, words
-from dllm_kernels.kernels._select import (
-    NEVER,
-    chosen_of_tile,
-    keys,
-    score,
-    threshold_in_memory,
-    topk,
-    widen,
-)
+from dllm_kernels.kernels._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
-_MASK = tl.constexpr(0)
-_TOKENS = tl.constexpr(1)
-_ALL = tl.constexpr(2)
+_WHAT = {"mask": 0, "tokens": 1, "all": 2}
+_MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
 # The largest sum of two probabilities that passes for 1, as noise/_rules.py has it.
 _MOST = tl.constexpr(1.0 + 1e-5)
 
@@ -310,69 +301,32 @@ def _level_strides(level: torch.Tensor | None) -> tuple[int, int]:
     return level.stride(0), level.stride(1) if level.shape[1] > 1 else 0
 
 
-def _launch_independent(
+@on_its_device
+def corrupt_independent(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor,
-    seed: torch.Tensor | None,
-    level: torch.Tensor | None,
     token: int,
     blocks: int,
     size: int,
     eps: float,
-    what: int,
+    level: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    what: str,
 ) -> Corrupted:
+    """Launch ``noise._corrupt``'s ``mask_tokens``, ``replace_tokens`` (``token`` is then V) or ``mask_all``, as ``what`` says."""
     B, L = input_ids.shape
     out = _outputs(input_ids)
-    tokens = what == _TOKENS.value
+    tokens = what == "tokens"
     R, block, share, num_warps = _corruption_tiles.independent(blocks, size, 4 if tokens else 8)
     grid = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
     _corrupt_independent[grid](
         input_ids, loss_mask, seed, level, *out, B, L, blocks, size, _stride(blocks, L, tokens), token,
         *input_ids.stride(), *loss_mask.stride(), *_level_strides(level), eps, 1.0 - eps,
-        WHAT=what, SHARED_SEED=seed is not None and seed.dim() == 0, HAS_LEVEL=level is not None,
+        WHAT=_WHAT[what], SHARED_SEED=seed is not None and seed.dim() == 0, HAS_LEVEL=level is not None,
         SHARE=share, R=R, BLOCK=block,
         num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return out
-
-
-@on_its_device
-def mask_tokens(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    mask_token_id: int,
-    eps: float,
-    exact: bool,
-    level: torch.Tensor | None,
-    seed: torch.Tensor,
-) -> Corrupted:
-    """``noise._corrupt.mask_tokens``."""
-    L = input_ids.shape[1]
-    if exact:
-        return _launch_topk(input_ids, loss_mask, mask_token_id, 1, L, eps, 0.0, 0, level, seed, exact=True)
-    return _launch_independent(input_ids, loss_mask, seed, level, mask_token_id, 1, L, eps, _MASK.value)
-
-
-@on_its_device
-def replace_tokens(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    vocab_size: int,
-    blocks: int,
-    size: int,
-    eps: float,
-    level: torch.Tensor | None,
-    seed: torch.Tensor,
-) -> Corrupted:
-    """``noise._corrupt.replace_tokens``."""
-    return _launch_independent(input_ids, loss_mask, seed, level, vocab_size, blocks, size, eps, _TOKENS.value)
-
-
-@on_its_device
-def mask_all(input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int) -> Corrupted:
-    """``noise._corrupt.mask_all``."""
-    L = input_ids.shape[1]
-    return _launch_independent(input_ids, loss_mask, None, None, mask_token_id, 1, L, 0.0, _ALL.value)
 
 
 @on_its_device
@@ -401,25 +355,7 @@ def mix_tokens(
 
 
 @on_its_device
-def mask_topk(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    mask_token_id: int,
-    blocks: int,
-    size: int,
-    eps: float,
-    rate: float,
-    at_least: int,
-    level: torch.Tensor | None,
-    seed: torch.Tensor,
-) -> Corrupted:
-    """``noise._corrupt.mask_topk``."""
-    return _launch_topk(
-        input_ids, loss_mask, mask_token_id, blocks, size, eps, rate, at_least, level, seed, exact=False
-    )
-
-
-def _launch_topk(
+def corrupt_topk(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,
     mask_token_id: int,
@@ -431,8 +367,9 @@ def _launch_topk(
     level: torch.Tensor | None,
     seed: torch.Tensor,
     *,
-    exact: bool,
+    exact: bool = False,
 ) -> Corrupted:
+    """Launch ``noise._corrupt.mask_topk``, or with ``exact`` its ``mask_tokens`` of an exact number of supervised positions."""
     B, L = input_ids.shape
     out = _outputs(input_ids)
     tile = _corruption_tiles.select(size, _corruption_tiles.CORRUPT_IN_MEMORY)
@@ -463,16 +400,8 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
     if out.numel():
         _complement[(B * triton.cdiv(L, 1024),)](
-            noise_mask,
-            loss_mask,
-            out,
-            B,
-            L,
-            *noise_mask.stride(),
-            *loss_mask.stride(),
-            BLOCK=1024,
-            enable_fp_fusion=False,
-        )
+            noise_mask, loss_mask, out, B, L, *noise_mask.stride(), *loss_mask.stride(), BLOCK=1024, enable_fp_fusion=False
+        )  # fmt: skip
     return out
 
 

@@ -36,10 +36,7 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
         hits, count = summed_over(torch.stack([hits, count]), group).unbind()
     overall = hits.sum() / count.sum().clamp(min=torch.finfo(torch.float32).tiny)
     per_offset = torch.where(count > 0, hits / count.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
-    return {
-        "draft_acc": overall,
-        **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)},
-    }
+    return {"draft_acc": overall, **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)}}
 
 
 def acceptance_length(

@@ -210,10 +210,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
 
 
 def _depth_outputs(
-    loss_fn: nn.Module,
-    hidden: list[torch.Tensor] | None,
-    logits: list[torch.Tensor] | None,
-    labels: torch.Tensor,
+    loss_fn: nn.Module, hidden: list[torch.Tensor] | None, logits: list[torch.Tensor] | None, labels: torch.Tensor
 ) -> tuple[list[torch.Tensor], bool]:
     if (hidden is None) == (logits is None):
         got = "neither" if hidden is None else "both"

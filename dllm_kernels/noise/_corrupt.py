@@ -34,9 +34,12 @@ def mask_tokens(
     """Mask each position with its row's probability; see :func:`dllm_kernels.corruption.corrupt_uniform`."""
     check_level(level)
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import mask_tokens as kernel
+        from dllm_kernels.kernels.corruption import corrupt_independent, corrupt_topk
 
-        return kernel(input_ids, loss_mask, mask_token_id, eps, exact, level, seed)
+        L = input_ids.shape[1]
+        if exact:
+            return corrupt_topk(input_ids, loss_mask, mask_token_id, 1, L, eps, 0.0, 0, level, seed, exact=True)
+        return corrupt_independent(input_ids, loss_mask, mask_token_id, 1, L, eps, level, seed, "mask")
     grid = Grid.of(input_ids, None)
 
     def body(rows: Rows) -> Change:
@@ -60,9 +63,9 @@ def replace_tokens(
     check_level(level)
     grid = Grid.of(input_ids, block_size)
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import replace_tokens as kernel
+        from dllm_kernels.kernels.corruption import corrupt_independent
 
-        return kernel(input_ids, loss_mask, vocab_size, grid.blocks, grid.size, eps, level, seed)
+        return corrupt_independent(input_ids, loss_mask, vocab_size, grid.blocks, grid.size, eps, level, seed, "tokens")
 
     def body(rows: Rows) -> Change:
         m = _level(rows, level, eps)
@@ -77,9 +80,9 @@ def mask_all(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask every supervised position; see :func:`dllm_kernels.corruption.corrupt_all_masked`."""
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import mask_all as kernel
+        from dllm_kernels.kernels.corruption import corrupt_independent
 
-        return kernel(input_ids, loss_mask, mask_token_id)
+        return corrupt_independent(input_ids, loss_mask, mask_token_id, 1, input_ids.shape[1], 0.0, None, None, "all")
     if on_host(input_ids):
         return _host.mask_all(input_ids, loss_mask, mask_token_id)
     noise = loss_mask != 0
@@ -104,9 +107,11 @@ def mask_topk(
     rate = position_rate(half_life_ratio, grid.L if block_size is None else block_size)
     at_least = int(block_size is None)
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import mask_topk as kernel
+        from dllm_kernels.kernels.corruption import corrupt_topk
 
-        return kernel(input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed)
+        return corrupt_topk(
+            input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed
+        )
     topk_of_blocks = _host.topk_of_blocks if on_host(input_ids) else _topk_of_blocks
 
     def body(rows: Rows) -> Change:

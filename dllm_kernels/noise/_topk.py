@@ -56,11 +56,7 @@ LOG_COEFFICIENTS = tuple(
 
 
 def choose(
-    log_w: torch.Tensor,
-    k: torch.Tensor | int,
-    uniform: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    backend: str,
+    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None, backend: str
 ) -> torch.Tensor:
     """``gumbel_topk_mask`` of checked arguments, the seed drawn."""
     if use_triton(backend, log_w):
