@@ -8,12 +8,12 @@ Example::
     ...
     speculators.unpatch()
 
-The seven losses of its two tables, fused and eager, become ours, wherever the host holds them: in its modules, in its tables
-and default configurations, in the defaults of its functions. They run on a CPU too, as its fused ones do not. A loss
-configuration that was read before keeps the host's functions.
+speculators has seven losses in two tables, "fused" and "eager". :func:`patch` replaces both, wherever speculators holds them: in its
+modules, in its tables and default configurations, and in the defaults of its functions. A loss configuration that was read before the
+call keeps the original functions. Ours run on a CPU too, which its fused ones do not.
 
-:func:`speculators_metrics` is its ``compute_metrics`` from hidden states of the draft and the verifier: where ``core.py`` makes
-the logits of both for it, give it what the two LM heads are given, and no logits are ever whole in memory.
+:func:`speculators_metrics` is speculators' ``compute_metrics`` from hidden states of the draft and the verifier. ``core.py`` makes the
+logits of both models and passes them on. Pass the inputs of the two LM heads instead, and no logits are ever whole in memory.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class PatchReport:
     """What :func:`patch` did.
 
     Attributes:
-        version: of the host.
-        replaced: ``(module, place)`` of all that was replaced: an attribute, an entry of a table, a default of a function.
+        version: the version of speculators.
+        replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a function.
         kept: names of losses that were excluded.
-        already: the host had been patched before, and nothing was done this time.
+        already: speculators was patched before, and this call did nothing.
     """
 
     version: str
@@ -80,12 +80,13 @@ _active: _Active | None = None
 
 
 def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
-    """Replace the losses of the installed ``speculators``, those of its table "fused" and of its table "eager".
+    """Replace the losses of the installed ``speculators``, both the "fused" and the "eager" ones.
 
-    Each keeps its signature, ``(logits, targets) -> [1, T]``, and its value; the gradient is ours, made from the rows' statistics,
-    without ``[T, V]`` temporaries. The result is float32 (float64 for float64 logits), also of the eager ``ce_loss``, whose own
-    has the dtype of the logits. Where the targets require a gradient, which the fused losses have none for, the eager ones
-    call the host's own. Calling it again does nothing and returns the first report, marked ``already``.
+    Each keeps its signature, ``(logits, targets) -> [1, T]``, and its value. The gradient is computed from statistics of each row,
+    without temporaries ``[T, V]``. The result is float32 (float64 for float64 logits), also that of the eager ``ce_loss``, whose
+    original returns the dtype of the logits. Where the targets require a gradient, the eager losses call the original, because
+    ours, like the fused ones, take the targets as constants. A second call does nothing and returns the first report with
+    ``already=True``.
 
     Args:
         exclude: names of functions to leave as they are, such as "ce_loss".
@@ -94,9 +95,9 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
         :class:`PatchReport`; print it.
 
     Raises:
-        ImportError: ``speculators`` is not installed, or its losses do not import.
-        RuntimeError: a signature of the host's differs from ours; the message lists every difference, and nothing was
-            replaced. Or it is patched already with another ``exclude``.
+        ImportError: ``speculators`` is not installed, or its losses cannot be imported.
+        RuntimeError: a signature in speculators differs from ours; the message lists every difference, and nothing is replaced.
+            Or speculators is patched already with another ``exclude``.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     global _active
@@ -117,10 +118,10 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
-    """Put the host's own losses back wherever they were replaced, also in modules imported since.
+    """Restore the original losses wherever they were replaced, also in modules imported since.
 
     Returns:
-        ``(module, place)`` of all that was restored; empty when the host was not patched.
+        ``(module, place)`` of each restored place; empty if speculators was not patched.
     """
     global _active
     if _active is None:
@@ -194,37 +195,37 @@ def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: 
 
 
 def kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """KL(q || p) of each row ``[1, T]`` of draft logits p and verifier logits q, ``[1, T, V]``."""
+    """KL(q || p) of each row, ``[1, T]``, from logits ``[1, T, V]``: p is the draft's softmax, q the verifier's."""
     return _of_rows("kl", logits, targets)
 
 
 def reverse_kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) of each row, as :func:`kl_div_loss` has them."""
+    """KL(p || q) of each row, with p and q as in :func:`kl_div_loss`."""
     return _of_rows("rkl", logits, targets)
 
 
 def js_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(KL(q || m) + KL(p || m)) / 2 of each row, m = (p + q) / 2, as :func:`kl_div_loss` has them."""
+    """(KL(q || m) + KL(p || m)) / 2 of each row, m = (p + q) / 2, with p and q as in :func:`kl_div_loss`."""
     return _of_rows("jsd", logits, targets)
 
 
 def ce_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log p at the verifier's argmax of each row, as :func:`kl_div_loss` has them."""
+    """-log p at the verifier's argmax of each row, with p and q as in :func:`kl_div_loss`."""
     return _of_rows("teacher_ce", logits, targets)
 
 
 def tv_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """1 - a of each row, a = sum min(p, q), as :func:`kl_div_loss` has them."""
+    """1 - a of each row, a = sum min(p, q), with p and q as in :func:`kl_div_loss`."""
     return _of_rows("tv", logits, targets)
 
 
 def neg_log_acceptance_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log(max(a, 1e-5)) of each row, as :func:`kl_div_loss` has them."""
+    """-log(max(a, 1e-5)) of each row, with a as in :func:`tv_loss`."""
     return _of_rows("nla", logits, targets)
 
 
 def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float = 3.0) -> torch.Tensor:
-    """Lam KL(q || p) + (1 - lam) (1 - a) of each row, lam = exp(-eta a) a constant, as :func:`kl_div_loss` has them."""
+    """``lam KL(q || p) + (1 - lam) (1 - a)`` of each row with the constant lam = exp(-eta a), and a as in :func:`tv_loss`."""
     return _of_rows("lk", logits, targets, eta=eta)
 
 
@@ -266,46 +267,48 @@ def speculators_metrics(
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss and metrics of speculators' ``compute_metrics`` from hidden states; logits exist one chunk at a time.
 
-    That of ``models/dflash/metrics.py``, and with ``acceptance`` or ``confidence_logits`` that of ``models/dspark/metrics.py``. The
-    gradient is made in the forward pass, three matrix products with a frozen head. Each term's own loss, a metric where
-    there are several, is free for tv and nla and for one other; each further one takes two products more.
+    Without ``acceptance`` and ``confidence_logits`` it is that of ``models/dflash/metrics.py``, with either that of
+    ``models/dspark/metrics.py``. The gradient is made in the forward pass, in three matrix products with a frozen head. Where
+    ``loss_config`` has several terms, the loss of each is a metric. It costs nothing for tv, nla and one other term, and two more
+    products for each further term, or for one of small weight.
 
-    Rows that weigh nothing are not read: where the anchor predicts nothing (``sample_from_anchor=False``), its row counts in no
-    metric but the number of valid rows, whether it is masked, as the trainer has it, or not.
+    Rows of weight 0 are not read. With ``sample_from_anchor=False`` the anchor's row predicts nothing: it counts in no metric but the
+    number of valid rows, whether ``loss_mask`` masks it, as the trainer does, or not.
 
     Args:
-        hidden: what the draft's LM head is given, ``[1, T, D]``, T whole blocks.
-        weight: its head ``[V, D]``.
-        teacher_hidden: what the verifier's LM head is given, after its norm, ``[1, T, D']``; with ``teacher_rows`` of any
-            number of rows. A constant.
+        hidden: the input of the draft's LM head, ``[1, T, D]``, T a whole number of blocks.
+        weight: the draft's LM head ``[V, D]``.
+        teacher_hidden: the input of the verifier's LM head, after its norm, ``[1, T, D']``, a constant. With ``teacher_rows`` it
+            may have any number of rows.
         loss_mask: ``[1, T]``, 0 or 1.
-        block_size: rows of a block, the anchor's with them.
-        gamma: of the decay.
-        loss_config: ``{name: weight}``, or the host's own ``{name: (function, weight)}``, of which the functions are not called.
+        block_size: rows of a block, including the anchor's.
+        gamma: gamma of the decay.
+        loss_config: ``{name: weight}``, or speculators' own ``{name: (function, weight)}``, whose functions are not called.
             None: ``{"kl_div": 1.0}``.
-        per_position_loss_weight: "fixed-exp-decay" or "dpace"; the latter of one term, as the trainer asks for.
-        dpace_alpha: the least smoothed confidence of D-PACE.
-        sample_from_anchor: whether the first row of a block predicts, as DSpark's does.
-        acceptance: DSpark's metrics of the acceptance rate too.
-        confidence_logits: ``[1, T]`` of the confidence head; its loss is added, and its metrics.
-        confidence_head_alpha: what that loss is multiplied by.
+        per_position_loss_weight: "fixed-exp-decay" or "dpace". As in speculators, "dpace" takes one term only.
+        dpace_alpha: alpha of :func:`dpace_weights`.
+        sample_from_anchor: whether the first row of a block predicts, as in DSpark.
+        acceptance: whether to add DSpark's metrics of the acceptance rate.
+        confidence_logits: ``[1, T]`` of the confidence head, or None. Its loss is added, and its metrics.
+        confidence_head_alpha: the coefficient of that loss.
         bias: ``[V]`` or None.
-        extra: the second part of the draft's head, (u ``[1, T, r]``, U ``[V, r]``), or None: a Markov head's correction.
-        teacher_weight: the verifier's head ``[V, D']``, a constant; None: the draft's.
-        teacher_bias: ``[V]`` of that head, or None.
-        teacher_extra: the second part of the verifier's head, a constant, or None.
-        teacher_rows: ``[1, T]`` int64, the row of ``teacher_hidden`` for each of the draft's, which ``core.py`` calls
-            ``target_indices``; None: the same.
-        draft_to_target: ``[V]`` int64, the verifier's columns of a draft with a smaller vocabulary, where its head is whole.
-        chunk_size: rows of logits that exist at a time; None chooses.
+        extra: a low-rank second part of the draft's head, (u ``[1, T, r]``, U ``[V, r]``), or None, as for a Markov head.
+        teacher_weight: the verifier's head ``[V, D']``, a constant; None: it shares the draft's.
+        teacher_bias: ``[V]``, the bias of ``teacher_weight``, or None.
+        teacher_extra: a low-rank second part of the verifier's head, a constant, or None.
+        teacher_rows: ``[1, T]`` int64, the row of ``teacher_hidden`` for each row of ``hidden``, called ``target_indices`` in
+            ``core.py``; None: the two have the same layout.
+        draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary and a verifier's head of the whole vocabulary: the
+            verifier's column of each of the draft's tokens.
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``(loss, metrics)``, the metrics pairs ``*_sum`` and ``*_total`` as there, 0-d tensors.
+        ``(loss, metrics)``. The metrics are pairs ``*_sum`` and ``*_total`` of 0-d tensors, named as in speculators.
 
     Raises:
         TypeError: an argument that should be a tensor, a number or a bool is not.
-        ValueError: shapes, dtypes or devices that do not fit, an unknown loss, or D-PACE of several.
+        ValueError: shapes, dtypes or devices do not fit, a loss is unknown, or "dpace" is used with several terms.
 
     Source: speculators 0.9.0, Apache-2.0.
     """

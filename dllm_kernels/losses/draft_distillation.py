@@ -1,4 +1,4 @@
-"""Distillation of a block drafter: the divergence of its distributions to the target model's, weighed as DFlash weighs."""
+"""Distillation of a block drafter: the divergence of its distributions to the target model's, with DFlash's weights."""
 
 from __future__ import annotations
 
@@ -79,64 +79,70 @@ class _Found(NamedTuple):
 
 
 class DraftDistillationLoss(DraftLoss):
-    r"""Divergence of a block drafter to its target model, each position weighed by how much of its block depends on it.
+    r"""Divergence of a block drafter to its target model, each position weighted by how much of its block depends on it.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_i m_i \left( D(p_i, q_i) + c \, \text{BCE}(\sigma(s_i), a_i) \right),
         \qquad a_i = \sum_v \min(p_{iv}, q_{iv})
 
-    p is the draft's distribution, q the target model's, the teacher's, which is a constant. a is the probability that
-    speculative sampling accepts the drafted token. The second part is there where the drafter has a confidence head, whose
-    logits are s: it learns a, a constant here. Rows with ``block_mask`` 0 are not read, the teacher's neither.
+    p is the draft's distribution. q is the distribution of the target model, the teacher, and is taken as a constant. a is the
+    probability that speculative sampling accepts the drafted token. m is ``block_mask``. The second term exists only where the
+    drafter has a confidence head with logits s: the head learns to predict a, which is a constant there. Rows whose ``block_mask``
+    is 0 are not read, neither the draft's nor the teacher's.
 
-    From hidden states neither model's logits are ever whole in memory, and the gradient is made in the forward pass: three
-    matrix products where both share a frozen head.
+    From hidden states, the logits of neither model are ever whole in memory. The gradient is made in the forward pass, in three
+    matrix products where both models share a frozen head.
 
-    ``DraftDistillationLoss.preset(name)`` has the settings of trainers' objectives: "specforge-dflash", "specforge-dpace",
-    "specforge-dspark", "speculators-dflash" and "speculators-dspark", each in its trainer's defaults. What a trainer divides
-    by that no single call knows, it is given: see :meth:`preset`.
+    ``DraftDistillationLoss.preset(name)`` gives the objective of a trainer with that trainer's default settings:
+    "specforge-dflash", "specforge-dpace", "specforge-dspark", "speculators-dflash" or "speculators-dspark". Some of them divide by a
+    count of the whole step, which is an argument of the call: :meth:`preset` says which.
 
     Source: DSpark for the sum of cross-entropy, L1 and confidence; arXiv:2602.23881 for losses of the acceptance rate; the
     DFlash paper, eq. 4, and D-PACE, arXiv 2605.18810, for the weights.
 
     Args:
-        kind: D, a kind of :func:`divergence` or a dict of kinds and coefficients: "kl", "rkl", "jsd", "tv", "l1", "nla", "lk",
-            "soft_ce", "teacher_ce" and "ce", the cross-entropy of ``target_ids``, which alone needs no teacher.
-        loss_gamma: gamma of the decay, ``w = e^(-(k - 1) / gamma)`` of the k-th row of a block; None weighs all alike. The
-            decay alone has one.
-        normalize: what N is. "tokens": ``num_tokens``. "rows": the same, or without it the sum of ``block_mask``. "mean": the
-            sum of the weights, ``total_weight``, or without it that of this call (plus 1e-6). "blocks": the blocks with any
-            valid row, one whose ``block_mask`` is not 0. "sequences": the sequences with any. "sequence_blocks": each
-            sequence's sum is divided by its own valid blocks, and their sum by the sequences with any.
-        position_weights: "decay"; or "dpace", "prefix" or "continuation": S, C or S / C of :func:`dpace_weights`, under any of
-            its names.
-        dpace_alpha: the least smoothed confidence of :func:`dpace_weights`, in [0, 1].
-        confidence: what D-PACE takes for the draft's confidence: its probability of the "target" token, of the "teacher"'s
-            most likely one, or a, the "acceptance" rate. The last is found on the way; the first costs one product more from
-            hidden states, the second two, but nothing where ``kind`` is "teacher_ce".
-        anchor_row: a block has ``block_size`` rows and not one less, the first of them the anchor's.
-        decay_from: the row of its block, counted from 0, that the decay begins at; rows before it weigh nothing. 1 with
-            ``anchor_row`` where the anchor's row is there but predicts nothing. The decay alone has one.
-        confidence_weight: c, of the confidence's part.
-        temperature: T > 0, by which the logits of both are divided; D counts T^2 times then, and a is that of the tempered
-            distributions.
-        beta: as in :func:`divergence`, of kind "jsd".
-        floor: likewise, of "nla".
-        eta: likewise, of "lk".
-        kl_scale: likewise, of "lk".
-        alpha: likewise, of "lk": "row" or "mean". With D-PACE's weights all valid rows count alike in the mean.
-        base: likewise, of "lk": "kl" or "soft_ce".
-        chunk_size: rows of logits that exist at a time in :meth:`forward_fused`; None chooses.
-        softcap: as in :class:`MDLMCrossEntropyLoss`, of the draft's logits and, without ``teacher_transform``, the teacher's.
-        scale: likewise.
-        skip_id: likewise.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits; None: the draft's.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. "none" takes a product more from hidden states where the head trains.
+        kind: D, a kind of :func:`divergence` or a dict of kinds and coefficients. The kinds are "kl", "rkl", "jsd", "tv", "l1",
+            "nla", "lk", "soft_ce", "teacher_ce" and "ce". "ce" is the cross-entropy of ``target_ids``, and the only one that
+            needs no teacher.
+        loss_gamma: gamma of the decay: the k-th row of a block has the weight ``w = e^(-(k - 1) / gamma)``. None: every row has
+            the weight 1. Used with ``position_weights="decay"`` only.
+        normalize: what N is. "tokens": ``num_tokens``; without it the loss is a sum. "rows": ``num_tokens``, or without it the sum
+            of ``block_mask``. "mean": ``total_weight``, or without it the sum of this call's weights plus 1e-6. "blocks": the
+            number of blocks with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences
+            with a valid row. "sequence_blocks": the sum of each sequence is divided by the number of its blocks with a valid row,
+            and the sum of these by the number of sequences with a valid row.
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S / C. The
+            trainers' names for them are accepted too.
+        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
+        confidence: the confidence from which D-PACE makes its weights. "target": the draft's probability of the target token.
+            "teacher": its probability of the teacher's most likely token. "acceptance": a. From hidden states with a frozen head
+            they cost one more matrix product, two more (none where ``kind`` is "teacher_ce") and none. With a trainable head
+            "teacher" and "acceptance" cost two products on top of that, since the logits are made again in backward.
+        anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's. False: it has ``block_size - 1``
+            rows, without the anchor's.
+        decay_from: the row of a block, counted from 0, that has k = 1. The rows before it have the weight 0. Set it to 1 with
+            ``anchor_row=True`` where the anchor's row is there but predicts nothing. Used with the decay only.
+        confidence_weight: c, the coefficient of the confidence term.
+        temperature: T > 0. The logits of both models are divided by T, and D is multiplied by T^2. a is then the acceptance rate
+            of the distributions at this temperature.
+        beta: of kind "jsd", as in :func:`divergence`.
+        floor: of kind "nla", as in :func:`divergence`.
+        eta: of kind "lk", as in :func:`divergence`.
+        kl_scale: of kind "lk", as in :func:`divergence`.
+        alpha: of kind "lk", "row" or "mean", as in :func:`divergence`. With D-PACE all valid rows have the same weight in the mean.
+        base: of kind "lk", "kl" or "soft_ce", as in :func:`divergence`.
+        chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`; None: chosen from the sizes.
+        softcap: as in :class:`MDLMCrossEntropyLoss`, for the draft's logits, and for the teacher's unless ``teacher_transform`` is
+            given.
+        scale: as in :class:`MDLMCrossEntropyLoss`, for the same logits.
+        skip_id: as in :class:`MDLMCrossEntropyLoss`, for the same logits.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits; None: as for the draft's.
+        reduction: as in :class:`MDLMCrossEntropyLoss`. From hidden states with a trainable head "none" takes two more products.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: a setting of another type.
-        ValueError: a setting out of range, an unknown ``kind``, ``normalize``, ``position_weights`` or ``confidence``, or an
-            option that belongs to none of the kinds. All also at a call, for attributes assigned since.
+        TypeError: a setting has the wrong type.
+        ValueError: a setting is out of range, ``kind``, ``normalize``, ``position_weights`` or ``confidence`` is unknown, or an
+            option belongs to none of the kinds. A call checks the settings again, since attributes can be assigned.
     """
 
     def __init__(
@@ -187,28 +193,30 @@ class DraftDistillationLoss(DraftLoss):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DraftDistillationLoss:
-        """The loss with the settings of a trainer's objective.
+        """The loss with the default settings of a trainer's objective.
 
         ============================  ======================================================================================
-        "specforge-dflash"            cross-entropy of ``target_ids`` over the sum of the weights; ``loss_gamma`` as the run's
-        "specforge-dpace"             the same with D-PACE, over the sequences; give ``num_sequences`` where one may have none
-        "specforge-dspark"            0.1 ce + 0.9 l1 + 1.0 BCE of the confidence, the decay from row 0, over the sum of the
-                                      weights: give ``total_weight``, that of all ranks, and multiply by their number where
-                                      gradients are averaged over them
-        "speculators-dflash"          cross-entropy at the teacher's argmax, D-PACE of its probability, over the valid rows;
-                                      with ``position_weights="decay"`` the decay from row 1 on
-        "speculators-dspark"          kl + 1.0 BCE of the confidence, the decay from row 0, over the valid rows
+        "specforge-dflash"            cross-entropy of ``target_ids``, divided by the sum of the weights; set ``loss_gamma`` as
+                                      in the run
+        "specforge-dpace"             the same with D-PACE, divided by the number of sequences; give ``num_sequences`` where a
+                                      sequence may have no valid row
+        "specforge-dspark"            0.1 ce + 0.9 l1 + 1.0 BCE of the confidence, the decay from row 0, divided by the sum of
+                                      the weights: give the sum over all ranks as ``total_weight``, and multiply the loss by
+                                      the number of ranks where gradients are averaged over them
+        "speculators-dflash"          cross-entropy of the teacher's argmax, D-PACE from its probability, divided by the number
+                                      of valid rows; with ``position_weights="decay"`` the decay from row 1
+        "speculators-dspark"          kl + 1.0 BCE of the confidence, the decay from row 0, divided by the number of valid rows
         ============================  ======================================================================================
 
-        All have ``anchor_row=True``: their blocks hold the anchor's row, and mask it where it predicts nothing. speculators
-        adds 1e-5 to the number of valid rows: ``num_tokens=loss_mask.sum() + 1e-5`` is its denominator to the bit.
+        All have ``anchor_row=True``: their blocks include the anchor's row, masked where it predicts nothing. speculators
+        divides by the number of valid rows plus 1e-5: ``num_tokens=loss_mask.sum() + 1e-5`` gives exactly that.
 
         Source: specforge 0.2.0, ``algorithms/common/dflash_family_model.py``; speculators 0.9.0, ``models/dflash/metrics.py``
         and ``models/dspark/metrics.py``, with the defaults of ``train/config/schema.py``.
 
         Args:
             name: one of these.
-            changes: arguments of the class that are to be others than the trainer's defaults.
+            changes: arguments of the class, which replace the trainer's defaults.
 
         Returns:
             The loss.
@@ -235,44 +243,45 @@ class DraftDistillationLoss(DraftLoss):
         num_sequences: int | torch.Tensor | None = None,
         total_weight: float | torch.Tensor | None = None,
     ) -> DLLMLossOutput:
-        """Compute the loss, a and the draft accuracy from logits.
+        """Compute the loss, the acceptance rates and the draft accuracy from logits.
 
-        Given the counts of the whole step, the losses of its micro-batches and ranks add up to that of the whole.
+        Where each call is given the counts of the whole step, the losses of its micro-batches and ranks add up to the loss of the
+        whole step.
 
         Args:
-            logits: the draft's ``[B, T, V]``, T = blocks * (block_size - 1), or blocks * block_size with ``anchor_row``.
-            teacher_logits: the target model's ``[B, T, V]`` for the same positions, a constant; with ``teacher_rows`` of any
-                number of rows. None: there is no teacher, which ``kind="ce"`` allows.
-            target_ids: ``[B, T]`` integers; -100: no target. None where there are none; they are used by kind "ce" and as
-                D-PACE's confidence alone.
-            block_mask: ``[B, T]``, 0 where there is nothing to predict; fractions are kept as weights, constant ones.
-            num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, with
-                ``normalize="rows"`` the sum of ``block_mask``. Used with "tokens" and "rows" alone.
-            block_size: positions of a block, the anchor included: the weights restart with each block, and accuracy is
-                counted at each offset. None: one block a sequence, no accuracy.
-            teacher_rows: ``[B, T]`` int64, which row of the teacher's, counted through all its dimensions but the last,
-                belongs to each of the draft's; None: the same.
-            draft_to_target: ``[V]`` int64, the teacher's columns of a draft with a smaller vocabulary, over which the
-                teacher is normalised; ``target_ids`` are then the draft's.
-            confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Its gradient is of the confidence's
-                part alone.
-            num_blocks: divides the sum likewise with ``normalize="blocks"``; None: the valid blocks here. With
-                "sequence_blocks" ``[B]``, the valid blocks of each sequence, for calls that have a part of each. Not used
-                with others.
-            num_sequences: divides the sum likewise with "sequences" and "sequence_blocks"; None: the sequences with any
-                valid row here. Not used with others.
-            total_weight: divides the sum with "mean", as it is: ``weight_sum`` of the whole step. None: that of this call.
-                Not used with others.
+            logits: the draft's ``[B, T, V]``. T is blocks * (block_size - 1), or blocks * block_size with ``anchor_row``.
+            teacher_logits: the target model's ``[B, T, V]`` for the same positions, a constant. With ``teacher_rows`` it may have
+                any number of rows. None: no teacher, which ``kind="ce"`` allows.
+            target_ids: ``[B, T]`` integers; -100: no target at this position. Used by kind "ce" and by ``confidence="target"``
+                only; otherwise it may be None.
+            block_mask: ``[B, T]``, 0 where there is nothing to predict. Fractions are weights, taken as constants.
+            num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with ``normalize``.
+                Used with "tokens" and "rows" only.
+            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy is
+                counted at each offset. None: each sequence is one block, and no accuracy is counted.
+            teacher_rows: ``[B, T]`` int64, the teacher's row that belongs to each of the draft's rows. The teacher's rows are
+                numbered through all dimensions but the last. None: the two have the same layout.
+            draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary: the teacher's column of each of its tokens. The
+                teacher's softmax is over these columns, and ``target_ids`` are ids of the draft's vocabulary.
+            confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Only the confidence term has a gradient for
+                it.
+            num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row. With
+                "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls that hold
+                a part of them. Not used otherwise.
+            num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call with a
+                valid row. Not used otherwise.
+            total_weight: N with "mean", without a minimum: the sum of ``weight_sum`` over the whole step. None: that of this call.
+                Not used otherwise.
 
         Returns:
-            :class:`DLLMLossOutput`: ``dllm_loss`` is the loss without the confidence's part, ``draft_correct`` where the
-            draft's argmax is the teacher's (without a teacher, the target), ``acceptance_rate`` a, and ``weight_sum`` the sum
-            of ``w m``.
+            :class:`DLLMLossOutput`. ``dllm_loss`` is the loss without the confidence term. ``draft_correct`` says where the
+            draft's argmax is the teacher's argmax, or without a teacher the target. ``acceptance_rate`` is a, and ``weight_sum``
+            the sum of ``w m``.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, T is no whole number of blocks, or the teacher or the
-                targets are not there and needed.
+            ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
+                are needed and None.
         """
         rows = Rows(_names(LOGITS, target_ids), self._options(), logits)
         teacher = _Teacher.of(
@@ -303,42 +312,42 @@ class DraftDistillationLoss(DraftLoss):
         total_weight: float | torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
     ) -> DLLMLossOutput:
-        """Compute the same from hidden states and LM heads; the logits of both exist one chunk at a time.
+        """Compute the same from hidden states and LM heads; the logits of both models exist one chunk at a time.
 
-        The gradient is made in the forward pass, on the active rows only: three matrix products with a frozen head, four with
-        a trainable one.
+        The gradient is made in the forward pass, for the rows that are not masked: three matrix products with a frozen head, four
+        with a trainable one. Some settings of ``confidence``, ``alpha`` and ``reduction`` take more.
 
         Args:
             hidden: the draft's ``[B, T, D]``.
             lm_head_weight: its head ``[V, D]``.
-            teacher_hidden: the target model's ``[B, T, D']``, a constant; with ``teacher_rows`` of any number of rows, such as
-                all positions of the sequences that the blocks were drawn from. None as in :meth:`forward`.
+            teacher_hidden: the target model's ``[B, T, D']``, a constant. With ``teacher_rows`` it may have any number of rows,
+                such as all positions of the sequences from which the blocks were drawn. None: as in :meth:`forward`.
             target_ids: as in :meth:`forward`.
             block_mask: as in :meth:`forward`.
             num_tokens: as in :meth:`forward`.
             block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
-            teacher_weight: the target model's head ``[V, D']``, a constant; None: ``lm_head_weight``, with its bias, but without
-                ``extra``.
-            teacher_bias: ``[V]`` of the teacher's own head, or None.
-            teacher_extra: the second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V, r]``), a
+            teacher_weight: the target model's head ``[V, D']``, a constant. None: it shares ``lm_head_weight`` and
+                ``lm_head_bias``, but not ``extra``.
+            teacher_bias: ``[V]``, the bias of ``teacher_weight``, or None.
+            teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V, r]``), a
                 constant, or None.
-            teacher_rows: as in :meth:`forward`; the rows are read where they are.
+            teacher_rows: as in :meth:`forward`. The rows are copied one chunk at a time.
             draft_to_target: as in :meth:`forward`.
             confidence_logits: as in :meth:`forward`.
             num_blocks: as in :meth:`forward`.
             num_sequences: as in :meth:`forward`.
             total_weight: as in :meth:`forward`.
-            extra: the second part of the draft's head, (u ``[B, T, r]``, U ``[V, r]``), or None: ``U u`` is added to its
-                logits, as a Markov head adds it, u being a row of a table for the token before.
+            extra: a low-rank second part of the draft's head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the
+                logits. In a drafter's Markov head, u is the embedding of the token before.
 
         Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`. Accuracy is judged on logits rounded to the compute dtype.
+            :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, T is no whole number of blocks, or the teacher or the
-                targets are not there and needed.
+            ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
+                are needed and None.
         """
         names, options = _names(HIDDEN, target_ids), self._options(chunk_size=self.chunk_size)
         rows = Rows(names, options, hidden, lm_head_weight, lm_head_bias, extra)

@@ -1,4 +1,4 @@
-"""How well a block drafter drafts: accuracy at each offset, and how many tokens of a block are accepted."""
+"""Metrics of a block drafter: its accuracy at each offset, and how many tokens of a block are accepted."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from dllm_kernels.losses._common import DLLMLossOutput
 
 
 def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
-    r"""Draft accuracy overall and at each block offset, from the raw sums of one loss call.
+    r"""Draft accuracy, overall and at each offset in a block, from the counts of one loss call.
 
     .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k
+
+    c_k is the number of correct tokens at offset k, n_k the number of valid ones.
 
     Source: the metrics ``draft_acc`` and ``draft_acc_k`` that DFlash training logs.
 
     Args:
-        output: what :class:`DFlashDecayLoss` returned for a ``block_size``.
-        group: process group to sum the counts over before dividing; None: this rank alone.
+        output: what :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss` returned, called with a ``block_size``.
+        group: process group over which the counts are summed before dividing; None: the counts of this rank only.
 
     Returns:
         ``draft_acc`` and ``draft_acc_k{k}`` for k = 1 .. block_size - 1, 0-d float32 tensors; 0 where nothing was
-        counted. Empty when the output has no counts.
+        counted. The dict is empty if the output has no counts.
     """
     hits, count = output.draft_correct_per_pos, output.draft_count_per_pos
     if hits is None or count is None:
@@ -53,28 +55,29 @@ def acceptance_length(
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ or } m_i = 0]
 
-    The mean is over the N blocks with any valid row. A block is accepted up to its first wrong token. A row that is not valid is
-    skipped and does not end the accepted prefix. With ``sampling`` it is what speculative sampling accepts in expectation:
-    the rate :math:`a_i` stands in the place of [correct].
+    m is ``mask``; a row is valid where it is not 0. The mean is over the N blocks with a valid row. A block is accepted up to its
+    first wrong token. A row that is not valid is skipped and does not end the accepted prefix. With ``sampling`` the result is the
+    number that speculative sampling accepts in expectation: the acceptance rate :math:`a_i` replaces [correct].
 
     Source: greedy verification and speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, section 2.
 
     Args:
-        output: what :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss` returned, or ``[B, T]``, nonzero where the
-            drafted token is the target's own; with ``sampling`` the acceptance rates, in [0, 1].
-        mask: ``[B, T]``, the ``block_mask`` of that call: 0 where there is nothing to predict, fractions are kept.
+        output: what :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss` returned. Or a tensor ``[B, T]``, nonzero where
+            the drafted token is the target model's; with ``sampling``, the acceptance rates in [0, 1].
+        mask: ``[B, T]``, the ``block_mask`` of that call: 0 where there is nothing to predict. Fractions are weights.
         block_size: as in that call: positions of a block, the anchor included. A block has ``block_size - 1`` rows.
         anchor_row: as in that loss: a block has ``block_size`` rows.
-        bonus: add the token that the target itself gives after the accepted ones, 1 a block.
-        sampling: count acceptance rates, which the loss has found where it was given a teacher, and not matches.
-        group: process group to sum over before dividing; None: this rank alone.
+        bonus: count also the token that the target model itself gives after the accepted ones, 1 for each block.
+        sampling: use acceptance rates instead of matches. :class:`DraftDistillationLoss` returns them if it has a teacher.
+        group: process group over which the sums are made before dividing; None: this rank only.
 
     Returns:
         0-d float32, detached; 0 where no block has a valid row.
 
     Raises:
         TypeError: an argument that should be a tensor, an int or a bool is not.
-        ValueError: shapes, dtypes or devices that do not fit, T is no whole number of blocks, or the output of another loss.
+        ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or ``output`` is that of another
+            loss.
     """
     sampling = _checks.checked_bool("sampling", sampling)
     correct = _rates_of(output) if sampling else _correct_of(output)

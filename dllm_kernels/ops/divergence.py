@@ -1,11 +1,11 @@
-r"""Divergence of a student's rows to a teacher's, weighted: distillation and acceptance losses without logits in memory.
+r"""Weighted divergence of a student's rows to a teacher's: losses of distillation and acceptance without whole logits in memory.
 
-p is the softmax of a row of the student's logits, q that of the teacher's, a constant, a = sum_v min(p_v, q_v) the rate at which
-speculative decoding accepts what the student draws. Per chunk of rows of nonzero weight: one product makes the student's
-logits, one the teacher's, one pass over both leaves the divergence, a and whether the argmax agrees, and writes the gradient over
-the student's; one product more gives the gradient of the hidden states and, if the head trains, one that of the head. So
-with a frozen head, which a draft model shares with its target, there are three products and two chunks of memory, where
-logits of both models, a softmax of each and the autograd of these take five and many times ``[N, V]``.
+p is the softmax of a row of the student's logits. q is that of the teacher's, a constant. a = sum_v min(p_v, q_v) is the rate at
+which speculative decoding accepts what the student draws. From hidden states, for each chunk of rows of nonzero weight: one
+product makes the student's logits and one the teacher's. One pass over both gives the divergence, a and whether the argmax agrees,
+and writes the gradient over the student's logits. One more product gives the gradient of the hidden states, and, if the head is
+trained, one more that of the head. So a frozen head that a draft model shares with its target takes three products and the memory
+of two chunks. Logits of both models, their softmax and autograd take five products and many times ``[N, V]``.
 
 The kinds and their gradients stand in ``base/_divergence.py``.
 """
@@ -80,36 +80,38 @@ def divergence(
     ce         -log p at the target
     ========== =======================================================================================
 
-    The teacher is a constant. A row of weight 0 is not read on either side, and NaN stays in its own row. A logit of ``-inf`` is
-    a probability of 0. p and q that are equal but for rounding, 2**-18, count as p <= q in the gradient of a. The logits are
-    read once forward and once backward, where the gradient is made, so that backward can run again.
+    The teacher is a constant. A row of weight 0 is read on neither side. A NaN affects its own row only. A logit of ``-inf`` is a
+    probability of 0. In the gradient of a, p and q that differ by less than a relative 2**-18 (rounding) count as p <= q. The
+    logits are read once in forward and once in backward, which makes the gradient and can run more than once.
 
     Args:
         logits: the student's ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
         teacher_logits: ``[..., V]``, of the dtype of ``logits`` and with as many rows, unless ``teacher_rows`` is given.
         weights: ``[...]``, bool or numeric, taken as constants (detached); None: ones.
-        kind: a name, or a dict of names and coefficients, all of them from one pass: ``{"ce": 0.1, "l1": 0.9}``. A
-            coefficient of 0 leaves its kind out.
-        targets: ``[...]`` integers in ``[0, V)``, for ``ce``; -100: none, ``ce`` is 0 there. Anything else gives NaN.
-        teacher_rows: ``[...]`` integers: which of the teacher's rows, counted through all its dimensions but the last, belongs
-            to each of the student's. Any order, any number of times. One that there is not gives NaN in its own row.
-        draft_to_target: ``[V]`` integers: the teacher's columns that are those of a student with a smaller vocabulary. q is
-            normalised over them. None: all.
-        temperature: T > 0, which divides both sides' logits; value and loss are multiplied by T squared.
-        reduction: "sum", or "none": ``loss`` is ``[...]``, each row's weighted value, which takes any upstream gradient.
-        beta: of ``jsd``, in [0, 1]; None: 0.5.
-        floor: of ``nla``; None: 1e-5.
-        eta: of ``lk``; None: 3.
-        kl_scale: of ``lk``, in [0, 1]; None: 1.
-        alpha: of ``lk``: "row", lam from each row's a, or "mean", from the weighted mean of a over the call, which takes a pass
-            over the logits before. None: "row".
-        base: of ``lk``, "kl" or "soft_ce"; None: "kl".
+        kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass. A kind
+            with the coefficient 0 is left out.
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives NaN in
+            its own row.
+        teacher_rows: ``[...]`` integers: the teacher's row that belongs to each row of the student. The teacher's rows are numbered
+            through all dimensions but the last, and may be used in any order and any number of times. A number out of range gives
+            NaN in its own row. None: the two have the same layout.
+        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: the teacher's column of each of its tokens. The
+            teacher's softmax is over these columns only. None: both have the same vocabulary.
+        temperature: T > 0. Both sides' logits are divided by T, and value and loss are multiplied by T squared.
+        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient per row.
+        beta: beta of ``jsd``, in [0, 1]; None: 0.5.
+        floor: floor of ``nla``; None: 1e-5.
+        eta: eta of ``lk``; None: 3.
+        kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
+        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a over the
+            call, which takes one more pass over the logits. None: "row".
+        base: of ``lk``: "kl" or "soft_ce", what lam multiplies; None: "kl".
         softcap: of the student's logits, as in :func:`token_nll`.
-        scale: likewise; before the temperature.
-        skip_id: likewise: the column counts as -inf.
-        teacher_transform: the teacher's own ``{"softcap": ..., "scale": ..., "skip_id": ...}``, ``{}`` for none; columns are
-            counted after ``draft_to_target``. None: what the student's logits go through.
-        check_targets: raise an IndexError that names the first bad target, row or column; reads them back to the host.
+        scale: of the student's logits, as in :func:`token_nll`; applied before the temperature.
+        skip_id: of the student's logits, as in :func:`token_nll`: the column counts as -inf.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none. Its
+            ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
+        check_targets: raise an IndexError that names the first target, row or column out of range; reads them back to the host.
             None follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
 
@@ -117,10 +119,10 @@ def divergence(
         :class:`Divergence`.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, an option of another kind, an unknown
-            kind or backend.
-        IndexError: ``check_targets`` found a bad target, row or column.
+        TypeError: an argument that should be a tensor or a number is not.
+        ValueError: shapes, dtypes or devices do not fit, a number is out of range, an option belongs to another kind, or a kind
+            or the backend is unknown.
+        IndexError: ``check_targets`` is on and a target, row or column is out of range.
 
     Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2 (a);
     arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
@@ -171,28 +173,31 @@ def linear_divergence(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> Divergence:
-    r""":func:`divergence` from hidden states of both and the LM head; the logits of each exist one chunk at a time.
+    r""":func:`divergence` from both models' hidden states and LM heads; the logits of each exist one chunk at a time.
 
-    The gradients are made in the forward pass, on the rows of nonzero weight only, and only for what requires them;
-    backward scales them by the upstream scalar, in place, which is why it can run only once. Products with a head: 3 where
-    it is frozen, 4 where it trains, 2 where nothing wants a gradient; ``alpha="mean"`` takes 2 more. With
-    ``reduction="none"`` a frozen head takes 3 too, and a trainable one 6, since its logits are made again in backward.
+    The gradients are made in the forward pass, for rows of nonzero weight and for tensors that require them. Backward scales them
+    in place by the upstream gradient, so it can run only once. A call takes 3 matrix products with a frozen head, 4 with a
+    trainable one, and 2 where no gradient is required. ``alpha="mean"`` takes 2 more. With ``reduction="none"`` a frozen head
+    takes 3 as well, and a trainable one 6, since the logits are made again in backward.
 
     Args:
         hidden: the student's ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, its LM head, of the dtype of ``hidden`` unless autocast is on.
-        teacher_hidden: ``[..., D']``, likewise; with as many rows, unless ``teacher_rows`` is given. A constant.
+        teacher_hidden: ``[..., D']``, of the dtype of ``hidden`` and with as many rows, unless ``teacher_rows`` is given. A
+            constant.
         weights: ``[...]``, as in :func:`divergence`.
         bias: ``[V]`` or None.
-        extra: the second part of the student's head, (u ``[..., r]``, U ``[V, r]``), or None: ``U u`` is added to its logits,
-            before any transform of them. It has its gradient beside the others.
-        teacher_weight: ``[V', D']``, the teacher's LM head; None: the student's, with its bias, but without ``extra``.
-        teacher_bias: ``[V']`` of the teacher's own head, or None.
-        teacher_extra: the second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V', r]``), a constant.
+        extra: a low-rank second part of the student's head, (u ``[..., r]``, U ``[V, r]``), or None. ``U u`` is added to the
+            student's logits before any transform. u and U may require gradients.
+        teacher_weight: ``[V', D']``, the teacher's LM head. None: it shares ``weight`` and ``bias``, but not ``extra``.
+        teacher_bias: ``[V']``, the bias of ``teacher_weight``, or None.
+        teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V', r]``), or
+            None. A constant.
         kind: as in :func:`divergence`.
         targets: as in :func:`divergence`.
-        teacher_rows: as in :func:`divergence`: rows of ``teacher_hidden``, of which a chunk's are copied at a time.
-        draft_to_target: as in :func:`divergence`; the rows of the teacher's head are copied once a call, and multiplied alone.
+        teacher_rows: as in :func:`divergence`: rows of ``teacher_hidden``. They are copied one chunk at a time.
+        draft_to_target: as in :func:`divergence`. These rows of the teacher's head are copied once a call, and only they are
+            multiplied.
         temperature: as in :func:`divergence`.
         reduction: as in :func:`divergence`.
         beta: as in :func:`divergence`.
@@ -201,8 +206,8 @@ def linear_divergence(
         kl_scale: as in :func:`divergence`.
         alpha: as in :func:`divergence`.
         base: as in :func:`divergence`.
-        chunk_size: rows of logits that exist at a time, of each of the two; None chooses.
-        num_active: an upper bound of the number of rows whose weight is not 0, which saves reading it back from a GPU. Too
+        chunk_size: number of rows whose logits exist at a time, for each of the two models; None: chosen from the sizes.
+        num_active: an upper bound of the number of rows of nonzero weight. Without it the number is read back from a GPU. Too
             small a bound gives NaN.
         softcap: as in :func:`divergence`.
         scale: as in :func:`divergence`.
@@ -212,12 +217,12 @@ def linear_divergence(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`Divergence`, its ``loss`` differentiable in hidden, weight, bias and extra.
+        :class:`Divergence`. ``loss`` is differentiable in hidden, weight, bias and extra.
 
     Raises:
         TypeError: as in :func:`divergence`.
         ValueError: as in :func:`divergence`, and ``chunk_size`` < 1.
-        IndexError: ``check_targets`` found a bad target, row or column.
+        IndexError: as in :func:`divergence`.
         RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
     """
     recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)

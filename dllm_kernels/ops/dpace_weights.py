@@ -1,4 +1,4 @@
-"""D-PACE: how much each position of a drafted block matters, given how sure the draft is of its tokens."""
+"""D-PACE: weights of the positions of a drafted block, from the draft's confidence in its tokens."""
 
 from __future__ import annotations
 
@@ -31,29 +31,29 @@ def dpace_weights(
         \tilde q_i = (1 - \alpha) \, q_i + \alpha, \qquad C_j = \prod_{i \le j} \tilde q_i, \qquad
         S_j = \sum_{m \ge j} C_m \, \text{mask}_m
 
-    with :math:`\tilde q_i = 1` where the mask is 0. The prefix C is the smoothed probability that a block is accepted up to j.
-    The suffix S is the expected number of accepted tokens from j on, and S / C is that number given that all tokens before j
-    were accepted. An early position weighs more because more tokens depend on it. A position after an unsure one weighs less.
-    The weights are constants: no gradient goes through them.
+    with :math:`\tilde q_i = 1` where the mask is 0. The prefix product C is the smoothed probability that a block is accepted up
+    to j. The suffix sum S is the expected number of accepted tokens from j on. S / C is that number given that all tokens up to j
+    are accepted. An early position has a larger weight because more tokens depend on it. A position after one of low confidence
+    has a smaller weight. The weights are constants: no gradient goes through them.
 
     Source: D-PACE, arXiv 2605.18810.
 
     Args:
-        confidence: ``[..., k]`` floating, one block a row, in [0, 1]: the draft's probability of each target token,
-            ``exp(-nll)``, or its acceptance rate. Not looked at where the mask is 0.
-        mask: ``[..., k]``, 0 where there is nothing to predict; fractions are kept as weights.
-        alpha: the least smoothed confidence, in [0, 1]. 1 takes every token as accepted: S is then the number of tokens
-            from j on. With 0, a token of probability 0 leaves nothing to all that follow it.
-        variant: "dpace" is S, "prefix" C and "continuation" S / C, each times the mask. The trainers' names
-            "dpace-cumulative-confidence-only" and "dpace-continuation-value-only" mean the last two.
+        confidence: ``[..., k]`` floating, in [0, 1], each row one block: the draft's probability of each target token,
+            ``exp(-nll)``, or its acceptance rate. Not read where the mask is 0.
+        mask: ``[..., k]``, 0 where there is nothing to predict. Fractions are weights.
+        alpha: the smoothing, in [0, 1], which is also the smallest value of the smoothed confidence. With 1, S is the number of
+            tokens from j on. With 0, all tokens after one of probability 0 have the weight 0.
+        variant: "dpace" is S, "prefix" is C and "continuation" is S / C, each times the mask. The trainers' names
+            "dpace-cumulative-confidence-only" and "dpace-continuation-value-only" mean "prefix" and "continuation".
 
     Returns:
         ``[..., k]``, float32 (float64 for float64 confidence), detached.
 
     Raises:
-        TypeError: an argument that should be a tensor is not, or ``alpha`` is no number.
-        ValueError: shapes, dtypes or devices that do not fit; an ``alpha`` outside [0, 1] or another ``variant``; on CPU,
-            a confidence outside [0, 1] by more than rounding where it is used.
+        TypeError: ``confidence`` or ``mask`` is not a tensor, or ``alpha`` is not a number.
+        ValueError: shapes, dtypes or devices do not fit, ``alpha`` is outside [0, 1], or ``variant`` is unknown. On CPU also a
+            confidence outside [0, 1] by more than rounding where the mask is not 0.
     """
     _checks.check_float("confidence", confidence)
     _checks.check_mask("mask", mask, confidence.shape, "that of confidence")

@@ -2,9 +2,8 @@ r"""An objective in which each row needs only its own statistics: policy ratios,
 
     loss = sum_n fn(log p_n, lse_n, H_n, ...; aux_n).
 
-From hidden states the gradient of the statistics is asked of ``fn`` as soon as a chunk of logits exists, so that the logits
-are made once: two products with a frozen head, three with a trainable one, where statistics that are combined afterwards cost
-three and four.
+From hidden states, ``fn`` and its gradient are evaluated as soon as the statistics of a chunk exist. So the logits are made once:
+two products with a frozen head, three with a trainable one. Statistics that are combined after the call take three and four.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ def row_objective(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> RowObjective:
-    r"""Sum over the active rows of an objective of each row's statistics.
+    r"""Sum over rows of a function of each row's statistics, such as log-probabilities and entropy.
 
     .. math:: \text{loss} = \sum_n \text{fn}(\text{stats}_n, \text{aux}_n)
 
@@ -58,12 +57,12 @@ def row_objective(
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
         ids: ``[...]`` or ``[..., K]``, as in :func:`row_stats`.
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the others
-            ``[R]``) and the same rows of each tensor of ``aux``; returns ``[R]``, made by torch operations. It may be called
-            several times, with some of the rows each time. Inactive rows may be among them; what it returns for these is dropped.
-        aux: tensors ``[..., *]`` with an entry a row, constants.
-        entropy: ``fn`` needs the entropy.
-        active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
-        with_correct: ``fn`` needs to know whether the first id is the argmax.
+            ``[R]``) and the same rows of each tensor of ``aux``. It returns ``[R]``, made by torch operations. It may be called
+            several times, each time with some of the rows. Inactive rows may be among them; their results are dropped.
+        aux: tensors ``[..., *]`` with one entry for each row, constants.
+        entropy: whether ``fn`` uses ``stats.entropy``.
+        active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum. None: all rows.
+        with_correct: whether ``fn`` uses ``stats.correct``, which says if the first id is the argmax.
         softcap: as in :func:`token_nll`.
         scale: as in :func:`token_nll`; a temperature T is 1 / T.
         skip_id: as in :func:`token_nll`.
@@ -71,13 +70,13 @@ def row_objective(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`RowObjective`: ``loss`` differentiable in the logits, the rest detached.
+        :class:`RowObjective`: ``loss`` is differentiable in the logits, the rest is detached.
 
     Raises:
-        TypeError: ``fn`` cannot be called or returns no floating tensor; an argument of the wrong type.
-        ValueError: ``fn`` returns another shape, or uses a tensor that requires a gradient; shapes, dtypes or devices that do
-            not fit, an aux tensor that requires a gradient, a number out of range, or an unknown backend.
-        IndexError: ``check_targets`` found a bad id.
+        TypeError: ``fn`` is not callable or returns no floating tensor, or an argument has the wrong type.
+        ValueError: ``fn`` returns another shape or uses a tensor that requires a gradient, a tensor of ``aux`` requires a
+            gradient, shapes, dtypes or devices do not fit, a number is out of range, or the backend is unknown.
+        IndexError: ``check_targets`` is on and an id is out of range.
 
     Source: the definition; policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """
@@ -111,8 +110,8 @@ def linear_row_objective(
 ) -> RowObjective:
     r""":func:`row_objective` from hidden states and the LM head; the logits exist one chunk at a time, and are made once.
 
-    The gradient is made in the forward pass; backward only scales it, in place. So backward can run only once.
-    Under ``torch.compile`` it is :func:`linear_row_stats` followed by ``fn`` in the graph, with one product more.
+    The gradient is made in the forward pass, and backward only scales it in place, so it can run only once. Under
+    ``torch.compile`` the call is :func:`linear_row_stats` followed by ``fn`` in the graph, which takes one more product.
 
     Examples:
         >>> def clipped(stats, old, ref, advantages):  # the clipped policy ratio with a k3 penalty of GRPO
@@ -123,23 +122,23 @@ def linear_row_objective(
         >>> hidden, weight, tokens = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8), torch.tensor([[3, 1, 4]])
         >>> old, mask, advantages = torch.full((1, 3), -math.log(10)), torch.tensor([[1, 1, 0]]), torch.ones(1, 3)
         >>> out = linear_row_objective(hidden, weight, tokens, clipped, old, old, advantages, active=mask)
-        >>> round((out.loss / mask.sum()).item(), 4)  # the ratio is 1, nothing is away
+        >>> round((out.loss / mask.sum()).item(), 4)  # the ratio is 1, the penalty 0
         -1.0
         >>> out.loss.backward()
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: as in :func:`row_objective`, and so what is not described here.
-        fn: as in :func:`row_objective`; called once a chunk, on the rows of it.
+        ids: as in :func:`row_objective`.
+        fn: as in :func:`row_objective`; called once for each chunk of rows.
         aux: as in :func:`row_objective`.
         bias: ``[V]`` or None.
         extra: as in :func:`weighted_linear_nll`.
         entropy: as in :func:`row_objective`.
-        active: ``[...]``, rows to project; None: all.
-        with_correct: as in :func:`row_objective`, of the logits as rounded to the compute dtype.
-        chunk_size: rows of logits that exist at a time; None chooses.
-        num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a bound
+        active: as in :func:`row_objective`; rows left out are not projected.
+        with_correct: as in :func:`row_objective`, for logits rounded to the compute dtype.
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a bound
             gives a NaN loss.
         softcap: as in :func:`token_nll`.
         scale: as in :func:`token_nll`.
@@ -148,12 +147,12 @@ def linear_row_objective(
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`RowObjective`: ``loss`` differentiable in hidden, weight, bias and extra, the rest detached.
+        :class:`RowObjective`: ``loss`` is differentiable in hidden, weight, bias and extra, the rest is detached.
 
     Raises:
         TypeError: as in :func:`row_objective`.
         ValueError: as in :func:`row_objective`, and ``chunk_size`` < 1.
-        IndexError: ``check_targets`` found a bad id.
+        IndexError: as in :func:`row_objective`.
         RuntimeError: a second backward pass through the same loss.
     """
     ids, active, aux = _checked(fn, hidden, aux, LINEAR.rows, ids, active)

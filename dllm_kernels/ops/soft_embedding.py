@@ -1,9 +1,9 @@
-r"""The mean embedding of what a model predicts: how a denoiser is told its own last guess (self-conditioning).
+r"""The mean embedding of what a model predicts, which self-conditioning gives back to a denoiser as its last prediction.
 
-    e_i = sum_v p_iv E_v,      p_i = softmax(transform(W h_i + b) + t_i onehot(b_i)).
+    e_i = sum_v p_iv E_v,      p_i = softmax(transform(W h_i + b) + t_i onehot(k_i)).
 
-The probabilities exist one chunk at a time, where its logits were: two products, and in between two passes over the chunk, one
-that reads it and one that writes p over it.
+The probabilities exist one chunk at a time, in the memory of its logits. A chunk takes two products. Between them are two passes
+over the chunk: one reads it, one writes p over it.
 """
 
 from __future__ import annotations
@@ -42,46 +42,45 @@ def soft_embedding(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    r"""Mean of the rows of ``embedding`` under each row's distribution, from hidden states and the LM head.
+    r"""Mean of the rows of ``embedding``, weighted by each position's predicted distribution, from hidden states and the LM head.
 
     .. math:: e_i = \sum_v p_{iv} E_v, \qquad p_i = \text{softmax}(\text{transform}(W h_i + b) + t_i \, \text{onehot}(k_i))
 
-    All tensors are taken as constants: the result has no gradient, whatever requires one, as self-conditioning uses it. The
-    logits exist one chunk at a time and are never written out; two products.
+    Self-conditioning adds this to the input of the next denoising step. The result has no gradient, even where the inputs require
+    one: all tensors are taken as constants. The logits exist one chunk at a time. The op takes two matrix products.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        embedding: ``[V, E]``, likewise; the head itself where both are tied. A factor that the model has behind its embedding
-            is left to the caller.
+        embedding: ``[V, E]``, of the same dtype. Where embedding and head are tied, pass the head. A factor that the model
+            applies to its embeddings is left to the caller.
         bias: ``[V]`` or None.
         extra: as in :func:`weighted_linear_nll`.
-        bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` behind the transform, as for a token that has been
-            decided already. A token of probability p with a bump leaves 1 - p + p e^t of the row: for a t far below 0 and nearly
-            all of the probability this is a difference of two numbers near 1, and the result has as few digits: its relative
-            error is about eps / (1 - p + p e^t), and where that nears 1 its weights do not sum to 1.
-        bump_ids: ``[...]`` integers, k; -100: none in this row. Anything else outside of ``[0, V)``, or ``skip_id``, gives NaN
-            in its own row. Given if ``bump`` is, and only then.
-        active: ``[...]``, bool or numeric; a row whose entry is zero is not projected, and zeros. None: every row counts.
-        chunk_size: rows of logits that exist at a time; None chooses.
-        num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a bound
+        bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for instance of a token that is
+            already decided. For a strongly negative t on a token of probability p near 1, digits are lost: the relative error is
+            about eps / (1 - p + p e^t). Where that nears 1, the weights of the row do not sum to 1.
+        bump_ids: ``[...]`` integers, k; -100: no bump in this row. Any other value outside of ``[0, V)``, or ``skip_id``, gives
+            NaN in its own row. ``bump`` and ``bump_ids`` go together.
+        active: ``[...]``, bool or numeric. A row whose entry is 0 is not projected, and its result is 0. None: all rows.
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a bound
             gives NaN.
         softcap: as in :func:`token_nll`.
         scale: as in :func:`token_nll`; a temperature T is 1 / T.
         skip_id: as in :func:`token_nll`.
-        check_targets: raise an IndexError that names the first bad one of ``bump_ids``; reads them back to the host. None
-            follows the environment variable ``DLLM_KERNELS_CHECK``.
+        check_targets: raise an IndexError that names the first of ``bump_ids`` that is out of range; reads them back to the host.
+            None follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``[..., E]``, detached, in the dtype of ``hidden``, or that of autocast. DTensors: a head split by vocabulary, with an
-        ``embedding`` split alike, gives the whole on every rank, a plain tensor.
+        ``[..., E]``, detached, in the dtype of ``hidden`` or that of autocast. With DTensors, head and embedding must be split
+        by vocabulary in the same way, and every rank gets the whole result as a plain tensor.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, one of ``bump`` and ``bump_ids`` without
-            the other, rows split over ranks that are not the head's, or an unknown backend.
-        IndexError: ``check_targets`` found a bad id.
+        TypeError: an argument that should be a tensor or a number is not.
+        ValueError: shapes, dtypes or devices do not fit, a number is out of range, only one of ``bump`` and ``bump_ids`` is given,
+            rows and head are split over ranks in ways that do not fit, or the backend is unknown.
+        IndexError: ``check_targets`` is on and one of ``bump_ids`` is out of range.
 
     Source: the self-conditioning of DiffusionGemma; Chen et al. 2022, arXiv 2208.04202, section 3.2, for the idea.
     """
