@@ -312,8 +312,8 @@ def corrupt_all_masked(
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
         mask_token_id: the token that masks.
-        generator: not used, since nothing is drawn; there so that all routines are called alike.
-        seeds: not used, likewise.
+        generator: not used, since nothing is drawn. Accepted so that all routines take the same arguments.
+        seeds: not used.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -357,16 +357,16 @@ def corrupt_mix(
         vocab_size: how many tokens there are, MASK among them; from 3 to 2^31. Where MASK was added behind a tokenizer's
             own vocabulary, one more than that: an embedding's ``num_embeddings``, not the tokenizer's ``vocab_size``.
         mask_prob: probability of MASK, floating ``[B]`` or ``[B, 1]``.
-        uniform_prob: probability of another token, likewise. Each lies in [0, 1], and the sum too, but for rounding (1e-5).
+        uniform_prob: probability of another token, of the same shape. Each lies in [0, 1], and so does the sum, up to 1e-5.
         generator: what to draw from, see the module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
-        check: look at the probabilities on a GPU too, which waits for it. Without that a row whose sum is too large is left
-            unchanged there, and a negative one counts as 0; on the CPU both are always an error.
+        check: check the probabilities on a GPU too, which waits for it. Without the check, a row whose sum is too large is left
+            unchanged on a GPU, and a negative probability counts as 0. On the CPU both are always an error.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``(noisy_input_ids, noise_mask)``, each ``[B, L]``; ``noise_mask`` is True where either channel took the position,
-        so also where MASK took a clean MASK.
+        ``(noisy_input_ids, noise_mask)``, each ``[B, L]``; ``noise_mask`` is True where a position was masked or replaced,
+        also where MASK replaced a clean MASK.
 
     Raises:
         TypeError: an argument of the wrong type.
@@ -407,7 +407,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
     Args:
         noise_mask: masked positions ``[B, L]``, bool or number, nonzero is True.
-        loss_mask: supervised positions ``[B, L]``, likewise.
+        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
         backend: "auto", "triton" or "torch".
 
     Returns:

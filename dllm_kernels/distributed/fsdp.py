@@ -111,8 +111,8 @@ LINEAR_FORWARDS.add(LossHead.forward)
 def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Parameter], factor: float) -> None:
     """What the gradient of a sharded head is divided by when it is gathered here, like FSDP2's method of that name.
 
-    FSDP2 keeps its factor where a parameter cannot be asked for it, so a training loop that changes it, as by
-    ``model.set_gradient_divide_factor(1.0)``, has to say so here too.
+    FSDP2's own factor cannot be read from a parameter. So a training loop that changes it, for instance by
+    ``model.set_gradient_divide_factor(1.0)``, must set it here too.
 
     Args:
         head: the module, such as ``model.lm_head``, after ``fully_shard``: the factor holds for whatever parameters stand in

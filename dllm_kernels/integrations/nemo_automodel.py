@@ -93,12 +93,12 @@ class PatchReport:
     """What :func:`patch` did.
 
     Attributes:
-        version: of the host.
+        version: the version of ``nemo_automodel``.
         replaced: ``(module, name)`` of every attribute that was replaced.
-        kept: ``(name, reason)`` of what the host keeps of its own.
-        original: ``(module, name)`` of every other loss, and function beside one, that still runs the host's code.
+        kept: ``(name, reason)`` of each name that was not replaced.
+        original: ``(module, name)`` of every other loss, and of functions next to them, that still run the framework's code.
         fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
-        already: the host had been patched before, and nothing was done this time.
+        already: ``nemo_automodel`` was patched before, and this call did nothing.
     """
 
     version: str
@@ -132,20 +132,20 @@ _active: _Active | None = None
 def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchReport:
     """Replace the losses, corruption routines, collator and MTP functions of the installed ``nemo_automodel``.
 
-    Calling it again does nothing and returns the first report, marked ``already``.
+    A second call does nothing and returns the first report with ``already=True``.
 
     Args:
         exclude: names to leave as they are.
-        fuse_head: have the recipes of diffusion LMs hand hidden states and LM head to the loss instead of logits, wherever the
-            head is no more than an ``nn.Linear`` and nothing but a cast and a soft cap is done with what it returns; else
-            the logits are made as before. Imports the recipes.
+        fuse_head: make the recipes of diffusion LMs pass hidden states and LM head to the loss instead of logits. They do so
+            where the head is a plain ``nn.Linear`` and the model applies no more than a cast and a soft cap to its output;
+            elsewhere the logits are made as before. Imports the recipes.
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
-        ImportError: ``nemo_automodel`` is not installed, or one of its home modules does not import.
-        RuntimeError: a signature of the host's differs from ours; the message lists every difference, and nothing was
+        ImportError: ``nemo_automodel`` is not installed, or one of its modules cannot be imported.
+        RuntimeError: a signature of the framework differs from ours; the message lists every difference, and nothing is
             replaced. Or it is patched already with another ``exclude`` or ``fuse_head``.
         TypeError: ``fuse_head`` is no bool.
         ValueError: ``exclude`` holds a name that is never replaced.
@@ -177,10 +177,10 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
-    """Put the host's own names back wherever they were replaced, also in modules imported since.
+    """Restore the framework's own names wherever they were replaced, also in modules imported since.
 
     Returns:
-        ``(module, name)`` of every attribute that was restored; empty when the host was not patched.
+        ``(module, name)`` of every attribute that was restored; empty if the framework was not patched.
     """
     global _active
     if _active is None:

@@ -86,8 +86,8 @@ def pack_labels(
 ) -> torch.Tensor:
     """Clean tokens, masks and probabilities in one tensor of labels.
 
-    A position that is not supervised holds -100; a supervised one its token in the low 31 bits, the 31 bits of the float32
-    probability that it was masked with above them, and above those one that says whether it was. Nothing is lost, and
+    A position that is not supervised holds -100. A supervised one holds its token in the low 31 bits, then the 31 bits of the
+    float32 probability with which it was masked, then one bit that says whether it was. Nothing is lost, and
     ``(labels != -100).sum()`` counts the supervised tokens.
 
     Args:
@@ -303,9 +303,9 @@ def mdlm_loss_func(
 
     Another loss is ``compute_loss_func=functools.partial(mdlm_loss_func, loss=...)``.
 
-    What the mixin does besides is left to the caller: a callback that hands each epoch to the collator's ``set_epoch``,
-    where its samples have seeds; and a causal model's labels are counted from position 1 on, which leaves out a first token
-    only if that is supervised.
+    Unlike the mixin, it leaves one thing to the caller: where the samples have seeds, a callback must pass each epoch to the
+    collator's ``set_epoch``. For a causal model, the ``Trainer`` counts labels from position 1 on, which misses a supervised first
+    token.
 
     Args:
         outputs: of the model: with ``logits`` ``[B, L, V]``, or a tuple that begins with them.
@@ -435,7 +435,7 @@ class MaskedDiffusionTrainerMixin:
 
     with N the supervised tokens of the whole batch: of all micro-batches, and of all ranks with
     ``average_tokens_across_devices``. For batches of :class:`MaskedDiffusionCollator`. Evaluation without metrics is fused
-    too; where predictions are asked for, the logits are made.
+    too; where predictions are wanted, the logits are made.
 
     Not for ``nn.DataParallel`` (start one process per GPU instead), nor for sequences split over processes. What a model
     would add to its own loss (the balance of a router) is not added to this one.
@@ -446,9 +446,9 @@ class MaskedDiffusionTrainerMixin:
             constructed: one with other options, :class:`dllm_kernels.BlockDiffusionCrossEntropyLoss` for random-token
             corruption, :class:`dllm_kernels.SCDDLoss` for noise of both kinds (``corrupt`` of the collator draws it), or a class
             of your own that derives from one. Or a function of ``target_ids``, ``noise_mask``, ``p_mask`` and
-            ``loss_mask``, each ``[B, L]``, that returns what the NLL of each row weighs before the division by N ``[B, L]``;
-            ``p_mask`` is known at every supervised position, masked or not, and rows that are not supervised weigh 0 whatever
-            it returns. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part alone.
+            ``loss_mask``, each ``[B, L]``, that returns the weight of each row's NLL before the division by N, ``[B, L]``.
+            ``p_mask`` is known at every supervised position, masked or not. Rows that are not supervised have the weight 0
+            whatever it returns. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part only.
         **kwargs: of the ``Trainer``.
 
     Raises:
@@ -502,7 +502,7 @@ class MaskedDiffusionTrainerMixin:
             return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.get_test_dataloader``, likewise."""
+        """As ``Trainer.get_test_dataloader``, with noise that is the same each time (``seed_field``)."""
         with self._noise_of_epoch_0():
             return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
 

@@ -128,13 +128,13 @@ class DiffusionLoss(TransformedLoss):
         softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
-            NLL of a target equal to it is NaN. None: all columns are.
+            NLL of a target equal to it is NaN. None: every column can be predicted.
         reduction: "total", or "none" for what each row adds, as :class:`MDLMCrossEntropyLoss` describes it.
         backend: "auto", "triton" or "torch".
 
     Raises:
         TypeError: ``fp32_upcast`` is no bool.
-        ValueError: ``reduction`` is no such word. Both also at a call, for attributes assigned since.
+        ValueError: ``reduction`` is unknown. A call checks them again.
     """
 
     chunk_size: int | None = None
@@ -180,7 +180,7 @@ class DiffusionLoss(TransformedLoss):
                 part (hybrid).
             num_diffusion_tokens: divides the diffusion sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, for
                 block diffusion and SCDD the number of supervised positions here.
-            num_ar_tokens: divides the AR sum likewise (hybrid).
+            num_ar_tokens: divides the AR sum in the same way (hybrid).
             causal_logits: ``[B, L, V]`` AR logits of their own; None: those in ``logits``, if it has them (hybrid).
             noisy_input_ids: ``[B, L]`` integers, the tokens that the model saw (SCDD, which needs them).
 
@@ -232,7 +232,7 @@ class DiffusionLoss(TransformedLoss):
             lm_head_bias: ``[V]`` or None.
             extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None: ``U u`` is added
                 to the logits. Not beside ``causal_hidden``.
-            chunk_size: rows of logits that exist at a time; None chooses, or takes the loss's own (SCDD).
+            chunk_size: number of rows whose logits exist at a time; None: the loss's own (SCDD), or chosen from the sizes.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.

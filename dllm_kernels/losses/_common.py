@@ -23,28 +23,28 @@ class DLLMLossOutput(NamedTuple):
             on this rank (DFlash and distillation, else None). Sum over ranks before dividing by ``draft_count_per_pos``.
         draft_count_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were valid on this
             rank (DFlash and distillation, else None).
-        weight_sum: 0-d, detached: what all rows of this call weigh together, before any denominator; a row whose target
-            is -100 with them. Of a loss that is a weighted sum of NLLs over one denominator, ``total_loss`` times that
-            denominator is ``sum_i w_i nll_i`` and this ``sum_i w_i``: both add up over micro-batches and ranks, so that
-            a trainer makes the quotient of the whole step itself, or any other. Of a loss of two parts it is the sum over
-            both, the factor between them included. None in an output that was made without it.
-        draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict: what
-            :func:`acceptance_length` takes (DFlash and distillation, else None). In distillation the argmax is the teacher's.
+        weight_sum: 0-d, detached: the sum of the weights of all rows of this call, before any denominator. Rows with a target of
+            -100 are included. For a loss that is a weighted sum of NLLs over one denominator, ``total_loss`` times that
+            denominator is ``sum_i w_i nll_i``, and this is ``sum_i w_i``. Both add up over micro-batches and ranks, so that a
+            trainer can form the quotient of the whole step. For a loss of two parts it is the sum over both, including the factor
+            between them. None in an output that was made without it.
+        draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict. Input of
+            :func:`acceptance_length` (DFlash and distillation, else None). In distillation the argmax is the teacher's.
         row_losses: with ``reduction="none"``, else None: ``[B, L]``, what each row adds to the sum before any denominator,
-            ``w_i nll_i``, differentiable with any gradient a row; 0 for rows that are not read. Of a loss of two parts
+            ``w_i nll_i``, differentiable with any gradient per row; 0 for rows that are not read. For a loss of two parts it is
             ``[B, 2 L]``: I-DLM's masked copy and then its clean copy, the hybrid loss's diffusion rows and then its AR rows
             (``[B, L]`` without an AR part). Row i of a next-token part predicts token i + 1, and the last one is 0.
         row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. They add up to
-            ``weight_sum``, those of targets of -100 with them.
+            ``weight_sum``, rows with a target of -100 included.
         acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 where there is
             nothing to predict (distillation with a teacher only, else None).
 
-    A trainer that divides by sums of its own forms them from either. From the sums of this call, with the gradient made as
-    early as ever: give no count (or a count of 1), and divide the sum of ``total_loss`` over micro-batches and ranks by that of
-    ``weight_sum``. From the rows, where each sequence has a denominator of its own, or rows are weighed again: construct the
-    loss with ``reduction="none"`` and reduce ``row_losses``, for the mean over each sequence and then over the batch by
-    ``(row_losses.sum(1) / tokens_of_each.clamp(min=1)).mean()``. The plain NLL of a row is ``row_losses / row_weights`` where
-    that weight is not 0.
+    A trainer with its own denominators has two ways. The first uses the sums of each call, and the gradient is still made in the
+    forward pass: give no count (or a count of 1), and divide the sum of ``total_loss`` over micro-batches and ranks by the sum of
+    ``weight_sum``. The second uses the rows, for instance where each sequence has its own denominator: construct the loss with
+    ``reduction="none"`` and reduce ``row_losses``. The mean over each sequence and then over the batch is
+    ``(row_losses.sum(1) / tokens_of_each.clamp(min=1)).mean()``. The plain NLL of a row is ``row_losses / row_weights`` where the
+    weight is not 0.
     """
 
     total_loss: torch.Tensor

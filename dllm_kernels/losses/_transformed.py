@@ -25,7 +25,7 @@ class TransformedLoss(nn.Module):
 
     Raises:
         TypeError: one of them is no number, or ``skip_id`` no int.
-        ValueError: one of them is out of range, or ``reduction`` is no such word; of that also at a call.
+        ValueError: one of them is out of range, or ``reduction`` is unknown; a call checks ``reduction`` again.
     """
 
     def __init__(

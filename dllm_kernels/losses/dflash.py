@@ -20,8 +20,8 @@ class DFlashDecayLoss(DraftLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
 
-    k = 1, 2, ... counts the predicted positions of a block; the anchor before them is given. An early mistake costs every
-    later token of the block, hence the decay. Rows whose ``block_mask`` is 0 are not read.
+    k = 1, 2, ... counts the predicted positions of a block; the anchor before them is given. m is ``block_mask``. An early mistake
+    costs every later token of the block, so early positions have larger weights. Rows whose ``block_mask`` is 0 are not read.
 
     With other ``position_weights`` than the decay, :func:`dpace_weights` makes ``w m`` from the draft's own probability of
     each target token, :math:`q = e^{-\text{nll}}`, which is taken as a constant. These weights are known only after the
@@ -33,7 +33,7 @@ class DFlashDecayLoss(DraftLoss):
     Examples:
         >>> target_ids = torch.tensor([[5, 2, 7, 1, 4, 4]])  # two blocks of an anchor and three drafted tokens
         >>> logits = 9.0 * torch.nn.functional.one_hot(target_ids, 10).float()
-        >>> logits[0, 2] = 0  # the last token of the first block is not known
+        >>> logits[0, 2] = 0  # the last token of the first block is wrong
         >>> out = DFlashDecayLoss()(logits, target_ids, block_mask=torch.ones(1, 6), block_size=4)
         >>> {name: round(value.item(), 2) for name, value in draft_accuracy(out).items()}
         {'draft_acc': 0.83, 'draft_acc_k1': 1.0, 'draft_acc_k2': 1.0, 'draft_acc_k3': 0.5}
@@ -41,31 +41,32 @@ class DFlashDecayLoss(DraftLoss):
         2.5
 
     Args:
-        loss_gamma: gamma; None weighs all positions alike. The decay alone has one.
-        use_fused_linear_ce: for the training loop to read: whether it should call :meth:`forward_fused` with hidden
-            states or :meth:`forward` with logits. Each method does what its name says whatever this is.
-        chunk_size: rows of logits that exist at a time in :meth:`forward_fused`. The default keeps the documented
-            memory; larger chunks are faster on a GPU, None chooses.
-        normalize: what N is. "tokens": ``num_tokens``. "rows": the same, or without it the sum of ``block_mask``. "mean": the
-            sum of the weights (plus 1e-6). "blocks": the blocks with any valid row, one whose ``block_mask`` is not 0.
-            "sequences": the sequences with any. "sequence_blocks": each sequence's sum is divided by its own valid blocks,
-            and their sum by the sequences with any.
-        position_weights: "decay"; or "dpace", "prefix" or "continuation": S, C or S / C of :func:`dpace_weights`, under any of
-            its names.
-        dpace_alpha: the least smoothed confidence of :func:`dpace_weights`, in [0, 1].
-        anchor_row: the anchor's own row predicts too, the token behind it: a block has ``block_size`` rows and not one less,
-            and its k-th row still predicts its k-th token.
+        loss_gamma: gamma of the decay; None: every row has the weight 1. Used with ``position_weights="decay"`` only.
+        use_fused_linear_ce: a setting for the training loop to read: whether it should call :meth:`forward_fused` with hidden
+            states or :meth:`forward` with logits. It does not change what these methods do.
+        chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`. Larger chunks take more memory and mean
+            fewer, larger matrix products. None: chosen from the sizes.
+        normalize: what N is. "tokens": ``num_tokens``; without it the loss is a sum. "rows": ``num_tokens``, or without it the sum
+            of ``block_mask``. "mean": the sum of the weights plus 1e-6. "blocks": the number of blocks with a valid row, which is
+            one whose ``block_mask`` is not 0. "sequences": the number of sequences with a valid row. "sequence_blocks": the sum
+            of each sequence is divided by the number of its blocks with a valid row, and the sum of these by the number of
+            sequences with a valid row.
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S / C. The
+            trainers' names for them are accepted too.
+        dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
+        anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token after it. The
+            k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1`` rows.
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
         skip_id: as in :class:`MDLMCrossEntropyLoss`.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are ``w m nll``, their weights ``w m``: with
-            ``draft_correct`` what a trainer of draft models divides by sums of its own.
+        reduction: as in :class:`MDLMCrossEntropyLoss`. With "none", ``row_losses`` is ``w m nll`` and
+            ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".
 
     Raises:
         TypeError: ``chunk_size`` is not an int, ``dpace_alpha`` no number, ``use_fused_linear_ce`` or ``anchor_row`` no bool.
         ValueError: ``normalize`` or ``position_weights`` is none of these, ``dpace_alpha`` outside [0, 1], or ``chunk_size``
-            < 1. All also at a call, for attributes assigned since.
+            < 1. A call checks them again.
     """
 
     def __init__(
@@ -104,22 +105,23 @@ class DFlashDecayLoss(DraftLoss):
     ) -> DLLMLossOutput:
         """Compute the loss and the draft accuracy from logits.
 
-        Given the counts of the whole step, the losses of its micro-batches and ranks add up to that of the whole.
+        Where each call is given the counts of the whole step, the losses of its micro-batches and ranks add up to the loss of the
+        whole step.
 
         Args:
-            logits: ``[B, T, V]`` of the predicted positions, T = blocks * (block_size - 1), or blocks * block_size with
+            logits: ``[B, T, V]`` of the predicted positions. T is blocks * (block_size - 1), or blocks * block_size with
                 ``anchor_row``.
-            target_ids: ``[B, T]`` integers; -100 counts as NLL 0 and never as correct.
-            block_mask: ``[B, T]``, 0 where there is nothing to predict; fractions are kept as weights, constant ones.
-            num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, with
-                ``normalize="rows"`` the sum of ``block_mask``. Used with these two alone.
-            block_size: positions of a block, the anchor included: the weights restart with each block, and accuracy is
-                counted at each offset. None: one block a sequence, no accuracy.
-            num_blocks: divides the sum likewise with ``normalize="blocks"``; None: the valid blocks here. With
-                "sequence_blocks" ``[B]``, the valid blocks of each sequence, for calls that have a part of each. Not used
-                with others.
-            num_sequences: divides the sum likewise with "sequences" and "sequence_blocks"; None: the sequences with any
-                valid row here. Not used with others.
+            target_ids: ``[B, T]`` integers. A target of -100 has NLL 0 and never counts as correct.
+            block_mask: ``[B, T]``, 0 where there is nothing to predict. Fractions are weights, taken as constants.
+            num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with ``normalize``.
+                Used with "tokens" and "rows" only.
+            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy is
+                counted at each offset. None: each sequence is one block, and no accuracy is counted.
+            num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row. With
+                "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls that hold
+                a part of them. Not used otherwise.
+            num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call with a
+                valid row. Not used otherwise.
 
         Returns:
             :class:`DLLMLossOutput` with ``total_loss == dllm_loss`` and the counts, or None for them where
@@ -148,9 +150,9 @@ class DFlashDecayLoss(DraftLoss):
     ) -> DLLMLossOutput:
         """Compute the same from hidden states and the LM head; the logits exist one chunk at a time.
 
-        The gradient is made in the forward pass, on the active rows only: two matrix products with a frozen head, whatever
-        the weights. With a trainable one it is three with the decay, and four, the logits made again, with other weights;
-        with a frozen one and a trainable ``extra[1]``, two and three.
+        The gradient is made in the forward pass, for the rows that are not masked. With a frozen head this takes two matrix
+        products. With a trainable head it takes three with the decay, and four with other weights, since the logits are then made
+        again. With a frozen head and a trainable ``extra[1]`` it takes two and three.
 
         Args:
             hidden: ``[B, T, D]`` of the predicted positions.
@@ -162,11 +164,11 @@ class DFlashDecayLoss(DraftLoss):
             lm_head_bias: ``[V]`` or None.
             num_blocks: as in :meth:`forward`.
             num_sequences: as in :meth:`forward`.
-            extra: the second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None: ``U u`` is added to the logits, as
-                a Markov head adds it, u being a row of a table for the token before.
+            extra: a low-rank second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the logits. In
+                a drafter's Markov head, u is the embedding of the token before.
 
         Returns:
-            :class:`DLLMLossOutput` as in :meth:`forward`. Accuracy is judged on logits rounded to the compute dtype.
+            :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.

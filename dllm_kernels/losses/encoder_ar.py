@@ -34,7 +34,7 @@ def compute_per_token_nll(
         softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
-            NLL of a target equal to it is NaN. None: all columns are.
+            NLL of a target equal to it is NaN. None: every column can be predicted.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -82,17 +82,17 @@ def encoder_ar_loss(
         softcap: as in :func:`compute_per_token_nll`.
         scale: as in :func:`compute_per_token_nll`.
         skip_id: as in :func:`compute_per_token_nll`.
-        reduction: "total", the loss; or "none", the NLL of each row, 0 where it is not scored, for a trainer with a denominator
-            of its own. Row i predicts token i + 1. Not divided by ``num_tokens``, which is looked at all the same.
+        reduction: "total", the loss; or "none", the NLL of each row, 0 where it is not scored, for a trainer with its own
+            denominator. Row i predicts token i + 1. It is not divided by ``num_tokens``, which is checked nevertheless.
         backend: "auto", "triton" or "torch".
 
     Returns:
         0-d loss, float32 (float64 for float64 logits); with ``reduction="none"`` ``[B, S]``, differentiable with any gradient
-        a row.
+        per row.
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is no such word.
+        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is unknown.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
     rows = Rows(_checks.Names("encoder_logits", "input_ids"), options, encoder_logits)
@@ -125,7 +125,7 @@ def encoder_ar_loss_fused(
         num_tokens: as in :func:`encoder_ar_loss`.
         lm_head_bias: ``[V]`` or None.
         extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
-        chunk_size: rows of logits that exist at a time; None chooses.
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         softcap: as in :func:`compute_per_token_nll`.
         scale: as in :func:`compute_per_token_nll`.
         skip_id: as in :func:`compute_per_token_nll`.
@@ -137,7 +137,7 @@ def encoder_ar_loss_fused(
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is no such word.
+        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is unknown.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size)
     rows = Rows(HIDDEN._replace(targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)

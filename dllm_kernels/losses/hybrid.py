@@ -92,8 +92,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             noisy_input_ids: not used.
             lm_head_bias: ``[V]`` or None.
             extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None. With two
-                branches hand them over in ``hidden``, not one in ``causal_hidden``.
-            chunk_size: rows of logits that exist at a time; None chooses.
+                branches pass both in ``hidden``, not one in ``causal_hidden``.
+            chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.

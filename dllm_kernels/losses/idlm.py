@@ -45,7 +45,7 @@ class IDLMLoss(TransformedLoss):
 
     Raises:
         TypeError: ``clean_loss_weight`` is no number, ``auto_balance`` no bool.
-        ValueError: ``clean_loss_weight`` is not finite. Both also at a call, for attributes assigned since.
+        ValueError: ``clean_loss_weight`` is not finite. A call checks them again.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class IDLMLoss(TransformedLoss):
             num_diffusion_tokens: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
             extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
-            chunk_size: rows of logits that exist at a time; None chooses.
+            chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.

@@ -15,7 +15,8 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
 
     :math:`p_i` is the probability with which position i was masked, at least 1e-8. N is ``num_diffusion_tokens``: the number of
     supervised tokens of the whole step, masked or not, because 1/p accounts for those that were not masked. Divided by the
-    number of masked tokens instead, the loss is no bound on the likelihood, and its size changes with the masking level.
+    number of masked tokens instead, the loss is not a bound on the likelihood, and its size changes with the fraction of masked
+    tokens.
 
     Positions outside the masks are not read: a NaN there reaches neither the loss nor the gradient. (An implementation that
     multiplies by 0 returns NaN.)
@@ -24,7 +25,7 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
     Language Diffusion Models", eq. 3.
 
     Examples:
-        >>> ids, logits = torch.tensor([[3, 1, 4, 1]]), torch.zeros(1, 4, 10)  # all tokens as likely: each NLL is log 10
+        >>> ids, logits = torch.tensor([[3, 1, 4, 1]]), torch.zeros(1, 4, 10)  # equal probabilities: each NLL is log 10
         >>> noise_mask, p_mask = torch.tensor([[True, False, True, False]]), torch.full((1, 4), 0.5)
         >>> loss_fn = MDLMCrossEntropyLoss()
         >>> out = loss_fn(logits, ids, noise_mask, p_mask, loss_mask=torch.ones(1, 4), num_diffusion_tokens=4)
@@ -41,10 +42,10 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
-            NLL of a target equal to it is NaN. None: all columns are.
-        reduction: "total" gives the loss and nothing of its rows. "none" gives ``row_losses`` and ``row_weights`` beside it
-            (:class:`DLLMLossOutput`), for a trainer with denominators of its own: :math:`\text{nll}_i / p_i`, not yet divided by
-            N, with any gradient a row. From hidden states with a trainable head the logits are then made twice.
+            NLL of a target equal to it is NaN. None: every column can be predicted.
+        reduction: "total" gives the loss only. "none" also gives ``row_losses`` and ``row_weights`` of :class:`DLLMLossOutput`,
+            for a trainer with its own denominators: here :math:`\text{nll}_i / p_i` before the division by N, differentiable with
+            any gradient per row. From hidden states with a trainable head the logits are then made twice.
         backend: "auto", "triton" or "torch".
     """
 

@@ -125,17 +125,17 @@ class SCDDLoss(DiffusionLoss):
         max_ratio: as in :func:`scdd_schedule`.
         gamma_shape: as in :func:`scdd_schedule`.
         t_peak: as in :func:`scdd_schedule`.
-        chunk_size: rows of logits that exist at a time in :meth:`forward_fused`, unless it is given another; None chooses.
-            From logits there are no chunks.
+        chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`, unless that is given its own; None:
+            chosen from the sizes. From logits there are no chunks.
         softcap: as in :class:`MDLMCrossEntropyLoss`.
         scale: as in :class:`MDLMCrossEntropyLoss`.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are T times what a position costs in one step, their
-            weights T.
+        reduction: as in :class:`MDLMCrossEntropyLoss`. With "none", ``row_losses`` is T times the term of each position,
+            and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
 
     Raises:
         TypeError: an argument that should be an int or a number is not.
-        ValueError: one out of range. Both also at a call, for attributes assigned since.
+        ValueError: one out of range. A call checks them again.
     """
 
     def __init__(

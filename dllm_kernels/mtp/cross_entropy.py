@@ -108,7 +108,7 @@ class FusedLinearCrossEntropy(TransformedLoss):
         impl: accepted so that a configuration written for another implementation still loads; there is one here.
         scale: as in :class:`MDLMCrossEntropyLoss`.
         skip_id: as in :class:`MDLMCrossEntropyLoss`.
-        chunk_size: rows of logits that exist at a time; None chooses.
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         backend: "auto", "triton" or "torch".
 
     Raises:

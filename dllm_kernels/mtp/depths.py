@@ -53,8 +53,8 @@ def mtp_labels(
     Args:
         labels: ``[B, S]`` or ``[S]`` integers.
         depth: 0 .. D-1.
-        ignore_index: what marks a position that does not count.
-        seq_idx: as ``labels``; equal numbers mark one packed sub-sequence. None: no packing.
+        ignore_index: the label of a position that does not count.
+        seq_idx: as ``labels``; positions with equal numbers belong to one packed sub-sequence. None: no packing.
 
     Returns:
         A new int64 tensor of the shape of ``labels``.
@@ -136,7 +136,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
 
     Examples:
         >>> logits = [torch.zeros(1, 4, 10), torch.zeros(1, 4, 10)]  # two depths
-        >>> labels = torch.tensor([[3, 1, 4, 1]])  # depth 0 is held to 1 4 1, depth 1 to 4 1
+        >>> labels = torch.tensor([[3, 1, 4, 1]])  # the labels of depth 0 are 1 4 1, those of depth 1 are 4 1
         >>> options = {"mtp_per_depth_logits": logits, "labels": labels, "model": torch.nn.Module(), "num_label_tokens": 4}
         >>> loss = calculate_mtp_loss(MaskedCrossEntropy(), scaling_factor=1.0, **options)
         >>> round((loss / math.log(10)).item(), 4)  # (3 + 2) / 4, over two depths
@@ -156,7 +156,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
         ignore_index: -100, or that of ``loss_fn``; either way positions without a label do not count.
         cu_seqlens: ``[num_seqs + 1]`` offsets of packed sub-sequences; a boundary belongs to the new one.
         seq_idx: ``[B, S]`` or ``[S]``, equal numbers within a packed sub-sequence; wins over ``cu_seqlens``.
-        lm_weight: ``[V, H]``, the head, when the caller has gathered it already or vouches for one of another class.
+        lm_weight: ``[V, H]``, the head, where the caller has gathered it already, or where it is of another class than ``nn.Linear``.
         logits_dtype: passed on to a base loss that takes it.
         grad_reduce_group: passed on to a base loss that takes it.
         loss_weights: a factor per label, shaped like ``labels``.

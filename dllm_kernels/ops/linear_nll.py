@@ -78,14 +78,14 @@ def weighted_linear_nll(
         with_lse: also return the logsumexp of each row.
         with_correct: also return whether the target is the argmax of the logits as rounded to the compute dtype.
         round_nll: round each NLL to the compute dtype before it is weighted (the value; the gradient is not rounded).
-        chunk_size: rows of logits that exist at a time; None chooses.
-        num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a
             bound gives a NaN loss.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and a
-            target equal to it is as bad as one outside of ``[0, V)``.
-        check_targets: raise an IndexError that names the first bad target; reads the targets back to the host. None
+            target equal to it gives NaN, like one outside of ``[0, V)``.
+        check_targets: raise an IndexError that names the first target out of range; reads the targets back to the host. None
             follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
 
@@ -93,9 +93,9 @@ def weighted_linear_nll(
         :class:`WeightedNLL`: ``loss`` float32 (float64 for float64 input), differentiable in hidden, weight, bias and extra.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
+        TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
-        IndexError: ``check_targets`` found a bad target.
+        IndexError: ``check_targets`` is on and a target is out of range.
         RuntimeError: a second backward pass through the same loss.
     """
     options = Options(
@@ -142,8 +142,8 @@ def linear_token_nll(
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
         with_correct: also return whether the target is the argmax of the logits as rounded to the compute dtype.
-        chunk_size: rows of logits that exist at a time; None chooses.
-        num_active: an upper bound of the number of active rows; too small a bound gives NaN.
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        num_active: as in :func:`weighted_linear_nll`; too small a bound gives NaN.
         softcap: as in :func:`weighted_linear_nll`.
         scale: as in :func:`weighted_linear_nll`.
         skip_id: as in :func:`weighted_linear_nll`.
@@ -154,9 +154,9 @@ def linear_token_nll(
         :class:`TokenNLL`, its ``nll`` differentiable in hidden, weight, bias and extra.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
+        TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
-        IndexError: ``check_targets`` found a bad target.
+        IndexError: ``check_targets`` is on and a target is out of range.
     """
     options = Options(
         Transform(softcap, scale, skip_id),

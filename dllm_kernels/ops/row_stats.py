@@ -67,7 +67,7 @@ def row_stats(
         softcap: as in :func:`token_nll`.
         scale: as in :func:`token_nll`; a temperature T is 1 / T.
         skip_id: as in :func:`token_nll`.
-        check_targets: raise an IndexError that names the first bad id; reads the ids back to the host. None follows the
+        check_targets: raise an IndexError that names the first id out of range; reads the ids back to the host. None follows the
             environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
 
@@ -75,9 +75,9 @@ def row_stats(
         :class:`RowStats`.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
+        TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
-        IndexError: ``check_targets`` found a bad id.
+        IndexError: ``check_targets`` is on and an id is out of range.
     """
     a, b = _parts_of(mix)
     options = Options(
@@ -121,8 +121,8 @@ def linear_row_stats(
         mix: as in :func:`row_stats`.
         active: ``[...]``, rows to project; None: all.
         with_correct: also return whether the first id is the argmax of the logits as rounded to the compute dtype.
-        chunk_size: rows of logits that exist at a time; None chooses.
-        num_active: an upper bound of the number of active rows, which saves reading it back from a GPU. Too small a bound
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a bound
             gives NaN.
         softcap: as in :func:`token_nll`.
         scale: as in :func:`token_nll`.
@@ -134,10 +134,10 @@ def linear_row_stats(
         :class:`RowStats`, differentiable in hidden, weight, bias and extra.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
+        TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices that do not fit, ``chunk_size`` < 1, a number out of range, or an unknown
             backend.
-        IndexError: ``check_targets`` found a bad id.
+        IndexError: ``check_targets`` is on and an id is out of range.
     """
     a, b = _parts_of(mix)
     options = Options(

@@ -21,7 +21,7 @@ class TokenLogProbs(NamedTuple):
 
     Attributes:
         log_probs: log p of each id, float32 (float64 for float64 input).
-        entropy: of the token's distribution, or None when not asked for.
+        entropy: of the token's distribution, or None unless requested.
     """
 
     log_probs: torch.Tensor
@@ -77,10 +77,10 @@ def token_log_probs(
         :class:`TokenLogProbs`.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
+        TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, an argument that goes with ``weight``
             without it, or an unknown backend.
-        IndexError: ``check_targets`` found a bad id.
+        IndexError: ``check_targets`` is on and an id is out of range.
     """
     unusual = (weight, bias, extra, active, softcap, skip_id, chunk_size, num_active, check_targets)
     if (

@@ -56,8 +56,8 @@ def token_nll(
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and a
-            target equal to it is as bad as one outside of ``[0, V)``.
-        check_targets: raise an IndexError that names the first bad target; reads the targets back to the host. None
+            target equal to it gives NaN, like one outside of ``[0, V)``.
+        check_targets: raise an IndexError that names the first target out of range; reads the targets back to the host. None
             follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
 
@@ -65,9 +65,9 @@ def token_nll(
         :class:`TokenNLL`.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
+        TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
-        IndexError: ``check_targets`` found a bad target.
+        IndexError: ``check_targets`` is on and a target is out of range.
     """
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
@@ -121,9 +121,9 @@ def weighted_nll(
         :class:`WeightedNLL`.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
+        TypeError: an argument that should be a tensor or a number is not.
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
-        IndexError: ``check_targets`` found a bad target.
+        IndexError: ``check_targets`` is on and a target is out of range.
     """
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,

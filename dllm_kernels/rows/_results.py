@@ -14,7 +14,7 @@ class TokenNLL(NamedTuple):
 
     Attributes:
         nll: negative log-likelihood in nats, float32 (float64 for float64 logits), differentiable. 0 for inactive rows.
-        lse: logsumexp of the row, detached, or None when not asked for. 0 for inactive rows.
+        lse: logsumexp of the row, detached, or None unless requested. 0 for inactive rows.
         correct: whether the target is the argmax of its row (the lowest index wins a tie), bool, or None when not asked
             for. False for inactive rows and for rows whose NLL is NaN.
     """
@@ -32,9 +32,9 @@ class RowStats(NamedTuple):
     Attributes:
         log_probs: log p of each id, of the shape of the ids; 0 for an id of -100.
         lse: logsumexp.
-        entropy: ``-sum_v p_v log p_v``, or None when not asked for.
-        mix: ``sum_v log(a + b p_v)`` over the columns that are not skipped, or None when not asked for.
-        correct: whether the first id is the argmax (the lowest index wins a tie), bool, or None when not asked for. False
+        entropy: ``-sum_v p_v log p_v``, or None unless requested.
+        mix: ``sum_v log(a + b p_v)`` over the columns that are not skipped, or None unless requested.
+        correct: whether the first id is the argmax (the lowest index wins a tie), bool, or None unless requested. False
             where its log-probability is NaN.
     """
 
@@ -53,8 +53,8 @@ class RowObjective(NamedTuple):
         value: what ``fn`` returned for each row; 0 for inactive rows, like the rest.
         log_probs: log p of each id, of the shape of the ids.
         lse: logsumexp.
-        entropy: ``-sum_v p_v log p_v``, or None when not asked for.
-        correct: whether the first id is the argmax, bool, or None when not asked for.
+        entropy: ``-sum_v p_v log p_v``, or None unless requested.
+        correct: whether the first id is the argmax, bool, or None unless requested.
     """
 
     loss: torch.Tensor
