@@ -12,7 +12,7 @@ from pathlib import Path
 
 # One thread: at this size more of them only wait for each other.
 TOY = (("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot"),)
-MODES = ("mdlm", "block", "hybrid", "scdd", "idlm", "dflash", "mtp")
+MODES = ("mdlm", "block", "hybrid", "scdd", "idlm", "dflash", "distill", "mtp")
 
 
 @dataclass(frozen=True)
