@@ -2,37 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
 import torch
 
 from dllm_kernels.base import _checks
-from dllm_kernels.losses._blocks import NORMALIZE, Counts, in_blocks, normalized, rows_of_block
+from dllm_kernels.base._plain import all_plain
+from dllm_kernels.losses._common import (
+    Count,
+    DLLMLossOutput,
+    check_counts,
+    divide,
+    single_loss,
+    sum_of_rows,
+    weighted_rows,
+)
+from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, check_choice, weights_of_blocks
 
 POSITION_WEIGHTS = ("decay", *VARIANTS)
+NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
+
+
+class Counts(NamedTuple):
+    """What the caller says of the whole step; None: what this call has. ``blocks``: with "sequence_blocks" ``[B]``.
+
+    ``weight``: the sum of the weights, which has no least.
+    """
+
+    tokens: Count
+    blocks: Count
+    sequences: Count
+    weight: float | torch.Tensor | None = None
+
+    def check(self, normalize: str, target_ids: torch.Tensor) -> None:
+        """Check all of them, used or not."""
+        check_counts(num_tokens=self.tokens, num_sequences=self.sequences, total_weight=self.weight)
+        if normalize != "sequence_blocks" or self.blocks is None:
+            check_counts(num_blocks=self.blocks)
+            return
+        _checks.check_mask("num_blocks", self.blocks, target_ids.shape[:1], "one entry per sequence")
+        assert isinstance(self.blocks, torch.Tensor)
+        _checks.check_same_device("target_ids", target_ids, num_blocks=self.blocks)
+        _checks.check_constant("num_blocks", self.blocks)
+
+
+def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> int:
+    """Rows of each block among T; one block where there is no ``block_size``.
+
+    Raises:
+        ValueError: T is no whole number of blocks.
+    """
+    if block_size is None:
+        return max(T, 1)
+    rows = block_size if anchor_row else block_size - 1
+    if T % max(rows, 1) != 0 or (rows == 0 and T > 0):
+        of = "block_size" if anchor_row else "block_size - 1"
+        raise ValueError(
+            f"T must be a multiple of {of} for a whole number of blocks, got T={T} and block_size={block_size}"
+        )
+    return max(rows, 1)
+
+
+def in_blocks(t: torch.Tensor, rows: int) -> torch.Tensor:
+    """``[B, T]`` as ``[B, T / rows, rows]``."""
+    return t.reshape(t.shape[0], t.shape[1] // rows, rows)
+
+
+def normalized(weights: torch.Tensor, mask: torch.Tensor, rows: int, normalize: str, counts: Counts) -> torch.Tensor:
+    """Row weights ``[B, T]`` over the denominator. A block of ``rows`` or a sequence counts where its mask has any row."""
+    if normalize == "mean":
+        return weights / (weights.sum() + 1e-6) if counts.weight is None else _share(weights, counts.weight)
+    if normalize == "rows":
+        return divide(weights, mask.sum() if counts.tokens is None else counts.tokens)
+    if normalize == "tokens":
+        return divide(weights, counts.tokens)
+    valid = in_blocks(mask != 0, rows).any(-1)
+    if normalize == "blocks":
+        return divide(weights, valid.sum() if counts.blocks is None else counts.blocks)
+    if normalize == "sequence_blocks":
+        blocks: Any = valid.sum(1) if counts.blocks is None else counts.blocks
+        weights = weights / blocks.detach().clamp(min=1).to(weights.dtype).unsqueeze(1)
+    return divide(weights, valid.any(1).sum() if counts.sequences is None else counts.sequences)
+
+
+def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
+    """Row weights over the sum of those of the whole step; over 0 there is none to share."""
+    total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
+    return weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
 
 
 class DraftLoss(TransformedLoss):
-    """A loss of blocks of drafted tokens ``[B, T]``, each row weighed by its place or by D-PACE.
-
-    Args:
-        loss_gamma: gamma of the decay; None weighs all positions alike. The decay alone has one.
-        chunk_size: rows of logits that exist at a time where they are made from hidden states; None chooses.
-        normalize: what the sum is divided by, one of ``NORMALIZE``.
-        position_weights: "decay", or a variant of :func:`dpace_weights`.
-        dpace_alpha: its least smoothed confidence.
-        anchor_row: a block has ``block_size`` rows and not one less, the first of them the anchor's.
-        decay_from: the row of its block that the decay begins at; those before it weigh nothing. The decay alone has one.
-        softcap: as in :class:`TransformedLoss`.
-        scale: likewise.
-        skip_id: likewise.
-        reduction: likewise.
-        backend: "auto", "triton" or "torch".
-
-    Raises:
-        TypeError: one of them has another type.
-        ValueError: one of them is out of range.
-    """
+    """A loss of blocks of drafted tokens ``[B, T]``, each row weighed by its place or by D-PACE; the losses describe the arguments."""
 
     def __init__(
         self,
@@ -50,7 +113,6 @@ class DraftLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
@@ -111,9 +173,13 @@ class DraftLoss(TransformedLoss):
         rows = rows_of_block(mask.shape[1], block_size if by_blocks else None, self.anchor_row)
         return normalized(weights, mask, rows, self.normalize, counts)
 
-    def _with_anchor(self, block_size: int | None) -> int | None:
-        """The size of a block of as many rows, all of them behind an anchor."""
-        return block_size + 1 if self.anchor_row and block_size is not None else block_size
+    def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: torch.Tensor) -> Counts:
+        """What the caller says of blocks and of the whole step, checked; in plain tensors."""
+        if block_size is not None:
+            _checks.check_positive_int("block_size", block_size)
+        counts = Counts(*all_plain(*counts))
+        counts.check(self.normalize, target_ids)
+        return counts
 
     @staticmethod
     def _draft_acc_per_pos(
@@ -129,3 +195,75 @@ class DraftLoss(TransformedLoss):
         valid = block_mask.to(torch.float32).reshape(-1, block_size - 1)
         hits = torch.where(valid != 0, correct.to(torch.float32).reshape(valid.shape) * valid, 0.0)
         return hits.sum(dim=0), valid.sum(dim=0)
+
+
+class Found(NamedTuple):
+    """What a call found.
+
+    Attributes:
+        loss: 0-d, without a part for the confidence.
+        weights: what the rows weigh before the denominator.
+        shares: what they weigh over it.
+        correct: what is drafted right.
+        a: the acceptance rates, where there is a teacher.
+        value: what each row costs, differentiable, where the rows are asked for.
+    """
+
+    loss: torch.Tensor
+    weights: torch.Tensor
+    shares: torch.Tensor
+    correct: torch.Tensor
+    a: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class DraftCall:
+    """One call of a loss of drafted blocks, its arguments plain and checked."""
+
+    loss: DraftLoss
+    rows: Rows
+    target_ids: torch.Tensor | None
+    block_mask: torch.Tensor
+    block_size: int | None
+    counts: Counts
+
+    def cross_entropy(self, summed: bool, coefficient: float = 1.0) -> Found:
+        """Of the targets: the weighted sum, or where their probability makes the weights the NLL of each row."""
+        assert self.target_ids is not None
+        if summed and self.loss.position_weights == "decay":
+            weights, shares = self.weights()
+            scaled = shares if coefficient == 1 else coefficient * shares
+            out = self.rows.weighted(self.target_ids, scaled, active=self.block_mask, with_correct=True)
+            assert out.correct is not None
+            return Found(out.loss, weights, shares, out.correct)
+        each = self.rows.per_row(self.target_ids, self.block_mask, with_correct=True)
+        weights, shares = self.weights(torch.exp(-each.nll.detach()))
+        assert each.correct is not None
+        value = each.nll if coefficient == 1 else coefficient * each.nll
+        return Found(sum_of_rows(value, shares), weights, shares, each.correct, value=value)
+
+    def weights(self, q: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """What the rows weigh, before and over the denominator; the decay needs no confidence ``q``."""
+        mask = self.block_mask.detach().to(self.rows.acc)
+        weights = self.loss._row_weights(mask, self.block_size, q)
+        return weights, self.loss._normalized(weights, mask, self.block_size, self.counts)
+
+    def output(self, found: Found) -> DLLMLossOutput:
+        """With the draft's accuracy; rows before the decay predict nothing and count in neither accuracy nor rates."""
+        loss, mask, correct, a = self.loss, self.block_mask, found.correct, found.a
+        if loss.position_weights == "decay" and loss.decay_from:
+            T = mask.shape[1]
+            row = torch.arange(T, device=mask.device) % rows_of_block(T, self.block_size, loss.anchor_row)
+            mask = torch.where(row >= loss.decay_from, mask, 0)
+            correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
+        block_size = self.block_size
+        if block_size is not None and loss.anchor_row:
+            block_size += 1  # of as many rows, all of them behind an anchor
+        hits, count = loss._draft_acc_per_pos(correct, mask, block_size)
+        row_losses = None
+        if found.value is not None and loss._gives_rows():
+            row_losses = weighted_rows(found.value, found.weights)
+        return single_loss(found.loss, found.weights, row_losses)._replace(
+            draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct, acceptance_rate=a
+        )

@@ -14,19 +14,7 @@ from dllm_kernels.rows._plan import Options
 
 
 class TransformedLoss(nn.Module):
-    """A loss of logits that go through a transform first, as :func:`dllm_kernels.ops.token_nll` describes it.
-
-    Args:
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, or None.
-        scale: s > 0 multiplies each logit, after the cap, or None.
-        skip_id: the column that is never predicted, or None.
-        reduction: "total" or "none", as :class:`dllm_kernels.MDLMCrossEntropyLoss` describes it.
-        backend: "auto", "triton" or "torch".
-
-    Raises:
-        TypeError: one of them is no number, or ``skip_id`` no int.
-        ValueError: one of them is out of range, or ``reduction`` is unknown; a call checks ``reduction`` again.
-    """
+    """A loss of logits that go through a transform first, as :func:`dllm_kernels.ops.token_nll` describes it."""
 
     def __init__(
         self,
@@ -36,7 +24,6 @@ class TransformedLoss(nn.Module):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
         super().__init__()
         _checks.check_transform(softcap, scale, skip_id)
         self.softcap = softcap

@@ -20,11 +20,10 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
     (uniform kernel, cross-entropy term).
 
     Args:
-        fp32_upcast: as in :class:`MDLMCrossEntropyLoss`.
-        softcap: as in :class:`MDLMCrossEntropyLoss`.
-        scale: as in :class:`MDLMCrossEntropyLoss`.
-        skip_id: as in :class:`MDLMCrossEntropyLoss`.
-        reduction: as in :class:`MDLMCrossEntropyLoss`; the rows of "none" are the NLL of the supervised positions.
+        fp32_upcast: False rounds each token's NLL to the dtype of the logits; it is computed in float32 or wider all the same.
+        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
+            is left out where it is None.
+        reduction: "total", or "none" for the rows too: the NLL of the supervised positions.
         backend: "auto", "triton" or "torch".
     """
 

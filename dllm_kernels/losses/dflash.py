@@ -6,9 +6,8 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
-from dllm_kernels.losses._blocks import Counts
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows, weighted_rows
-from dllm_kernels.losses._draft import DraftLoss
+from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
+from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.rows._call import call
 from dllm_kernels.rows._plan import Job, Options
@@ -56,10 +55,9 @@ class DFlashDecayLoss(DraftLoss):
         dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
         anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token after it. The
             k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1`` rows.
-        softcap: as in :class:`MDLMCrossEntropyLoss`.
-        scale: as in :class:`MDLMCrossEntropyLoss`.
-        skip_id: as in :class:`MDLMCrossEntropyLoss`.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. With "none", ``row_losses`` is ``w m nll`` and
+        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
+            is left out where it is None.
+        reduction: "total", or "none" for the rows too. Then ``row_losses`` is ``w m nll`` and
             ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".
 
@@ -185,26 +183,9 @@ class DFlashDecayLoss(DraftLoss):
         target_ids, block_mask = all_plain(target_ids, block_mask)
         check_masks(target_ids, block_mask=block_mask)
         _checks.check_constant("block_mask", block_mask)
-        counts = Counts(*all_plain(*counts))
-        counts.check(self.normalize, target_ids)
-        if block_size is not None:
-            _checks.check_positive_int("block_size", block_size)
-        mask = block_mask.detach().to(rows.acc)
-        gives_rows = self._gives_rows()
-        if self.position_weights == "decay" and not gives_rows:
-            weights = self._row_weights(mask, block_size)
-            divided = self._normalized(weights, mask, block_size, counts)
-            out = rows.weighted(target_ids, divided, active=block_mask, with_correct=True)
-            loss, correct = single_loss(out.loss, weights), out.correct
-        else:
-            each = rows.per_row(target_ids, block_mask, with_correct=True)
-            weights, correct = self._row_weights(mask, block_size, torch.exp(-each.nll.detach())), each.correct
-            total = sum_of_rows(each.nll, self._normalized(weights, mask, block_size, counts))
-            row_losses = weighted_rows(each.nll, weights) if gives_rows else None
-            loss = single_loss(total, weights, row_losses)
-        assert correct is not None
-        hits, count = self._draft_acc_per_pos(correct, block_mask, self._with_anchor(block_size))
-        return loss._replace(draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct)
+        counts = self._checked_counts(counts, block_size, target_ids)
+        call = DraftCall(self, rows, target_ids, block_mask, block_size, counts)
+        return call.output(call.cross_entropy(summed=not self._gives_rows()))
 
     def _reduce(
         self,

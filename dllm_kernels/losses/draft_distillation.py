@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from dllm_kernels.base import _checks
 from dllm_kernels.base._divergence import Recipe, checked_recipe
 from dllm_kernels.base._plain import all_plain
-from dllm_kernels.losses._blocks import Counts, rows_of_block
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows, weighted_rows
-from dllm_kernels.losses._draft import DraftLoss
+from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
+from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.ops.dpace_weights import check_choice
 from dllm_kernels.rows._results import Divergence
@@ -56,26 +55,6 @@ class _Teacher(NamedTuple):
         """Check that the draft's head, where there is no other, takes the teacher's hidden states; the op checks the rest."""
         if self.x is not None and rows.weight is not None and "teacher_weight" not in self.options:
             _checks.check_rows(rows.names._replace(rows=self.name), self.x, targets, rows.weight, rows.bias)
-
-
-class _Found(NamedTuple):
-    """What a call found.
-
-    Attributes:
-        loss: the divergence's, 0-d.
-        weights: what the rows weigh before the denominator.
-        shares: what they weigh over it.
-        correct: what is drafted right.
-        a: the acceptance rates, where there is a teacher.
-        value: each row's divergence, differentiable, where the rows are asked for.
-    """
-
-    loss: torch.Tensor
-    weights: torch.Tensor
-    shares: torch.Tensor
-    correct: torch.Tensor
-    a: torch.Tensor | None = None
-    value: torch.Tensor | None = None
 
 
 class DraftDistillationLoss(DraftLoss):
@@ -124,19 +103,14 @@ class DraftDistillationLoss(DraftLoss):
         confidence_weight: c, the coefficient of the confidence term.
         temperature: T > 0. The logits of both models are divided by T, and D is multiplied by T^2. a is then the acceptance rate
             of the distributions at this temperature.
-        beta: of kind "jsd", as in :func:`divergence`.
-        floor: of kind "nla", as in :func:`divergence`.
-        eta: of kind "lk", as in :func:`divergence`.
-        kl_scale: of kind "lk", as in :func:`divergence`.
-        alpha: of kind "lk", "row" or "mean", as in :func:`divergence`. With D-PACE all valid rows have the same weight in the mean.
-        base: of kind "lk", "kl" or "soft_ce", as in :func:`divergence`.
+        beta, floor: options of :func:`divergence`, of the kinds "jsd" and "nla".
+        eta, kl_scale, alpha, base: its options of kind "lk"; alpha is "row" or "mean", base "kl" or "soft_ce". With D-PACE all valid
+            rows have the same weight in the mean.
         chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`; None: chosen from the sizes.
-        softcap: as in :class:`MDLMCrossEntropyLoss`, for the draft's logits, and for the teacher's unless ``teacher_transform`` is
-            given.
-        scale: as in :class:`MDLMCrossEntropyLoss`, for the same logits.
-        skip_id: as in :class:`MDLMCrossEntropyLoss`, for the same logits.
+        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
+            is left out where it is None. For the draft's logits, and for the teacher's unless ``teacher_transform`` is given.
         teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits; None: as for the draft's.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. From hidden states with a trainable head "none" takes two more products.
+        reduction: "total", or "none" for the rows too. From hidden states with a trainable head "none" takes two more products.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -373,29 +347,18 @@ class DraftDistillationLoss(DraftLoss):
         targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
         teacher.check(rows, targets)
         self._check_there(recipe, teacher, target_ids, confidence_logits)
-        if block_size is not None:
-            _checks.check_positive_int("block_size", block_size)
         target_ids, block_mask, confidence_logits = all_plain(target_ids, block_mask, confidence_logits)
-        counts = Counts(*all_plain(*counts))
-        counts.check(self.normalize, block_mask)
-        call = _Call(self, rows, teacher, recipe, target_ids, block_mask, block_size, counts)
-        gives_rows = self._gives_rows()
-        found = call.found(summed=not gives_rows)
-        total, value = found.loss, found.value
+        counts = self._checked_counts(counts, block_size, block_mask)
+        call = _Call(self, rows, target_ids, block_mask, block_size, counts, teacher, recipe)
+        found = call.found(summed=not self._gives_rows())
+        total = found.loss
         if confidence_logits is not None and found.a is not None:
-            learned = _confidence_losses(confidence_logits, found.a, found.weights)
+            s = torch.where(found.weights != 0, confidence_logits.to(found.weights.dtype), 0.0)
+            learned = F.binary_cross_entropy_with_logits(s, found.a.clamp(0, 1), reduction="none")
             total = total + self.confidence_weight * sum_of_rows(learned, found.shares)
-            value = None if value is None else value + self.confidence_weight * learned
-        row_losses = None if value is None or not gives_rows else weighted_rows(value, found.weights)
-        correct, a, mask = found.correct, found.a, block_mask
-        if self.position_weights == "decay" and self.decay_from:
-            mask = torch.where(call.predicts, mask, 0)
-            correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
-        hits, count = self._draft_acc_per_pos(correct, mask, self._with_anchor(block_size))
-        return single_loss(found.loss, found.weights, row_losses)._replace(
-            total_loss=total, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct,
-            acceptance_rate=a,
-        )  # fmt: skip
+            if found.value is not None:
+                found = found._replace(value=found.value + self.confidence_weight * learned)
+        return call.output(found)._replace(total_loss=total)
 
     def _checked_recipe(self) -> Recipe:
         """The kinds, from attributes that may have been assigned since; the rest of them checked."""
@@ -450,87 +413,45 @@ def _names(names: _checks.Names, target_ids: torch.Tensor | None) -> _checks.Nam
     return names._replace(targets="block_mask") if target_ids is None else names
 
 
-def _confidence_losses(confidence_logits: torch.Tensor, a: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """``BCE(sigmoid(s), a)`` of each row; one without weight is not looked at."""
-    s = torch.where(weights != 0, confidence_logits.to(weights.dtype), 0.0)
-    return F.binary_cross_entropy_with_logits(s, a.clamp(0, 1), reduction="none")
-
-
 @dataclass(frozen=True)
-class _Call:
-    """One call, its arguments checked."""
+class _Call(DraftCall):
+    """One call, with its teacher."""
 
-    settings: DraftDistillationLoss
-    rows: Rows
+    loss: DraftDistillationLoss
     teacher: _Teacher
     recipe: Recipe
-    target_ids: torch.Tensor | None
-    block_mask: torch.Tensor
-    block_size: int | None
-    counts: Counts
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """In the dtype of the weights."""
-        return self.block_mask.detach().to(self.rows.acc)
-
-    @property
-    def predicts(self) -> torch.Tensor:
-        """``[T]``, which rows predict anything: not those before the decay, which weigh nothing and need not be read."""
-        T = self.block_mask.shape[1]
-        row = torch.arange(T, device=self.block_mask.device) % rows_of_block(
-            T, self.block_size, self.settings.anchor_row
-        )
-        return row >= self.settings.decay_from
 
     @property
     def confidence(self) -> str | None:
         """What D-PACE asks for, None with the decay."""
-        return None if self.settings.position_weights == "decay" else self.settings.confidence
+        return None if self.loss.position_weights == "decay" else self.loss.confidence
 
-    def found(self, summed: bool) -> _Found:
+    def found(self, summed: bool) -> Found:
         """The weighted sum, or where that is too late the divergence of each row."""
         if self.teacher.x is None:
-            return self._cross_entropy(summed)
-        alike = (
-            self.settings.alpha == "mean" and self.confidence is not None
-        )  # in the mean of a, whatever the rows weigh
+            return self.cross_entropy(summed, sum(part.coefficient for part in self.recipe.parts))
+        alike = self.loss.alpha == "mean" and self.confidence is not None  # in the mean of a, whatever the rows weigh
         if not summed or alike or self.confidence in ("teacher", "acceptance"):
             return self._rows()
         q = None if self.confidence is None else self._of_targets()
-        weights, shares = self._weights(q)
+        weights, shares = self.weights(q)
         out = self._divergence(shares)
-        return _Found(out.loss, weights, shares, out.agree, out.alpha)
+        return Found(out.loss, weights, shares, out.agree, out.alpha)
 
-    def _cross_entropy(self, summed: bool) -> _Found:
-        """Of the targets, without a teacher: what DFlash minimises."""
-        assert self.target_ids is not None
-        coefficient = sum(part.coefficient for part in self.recipe.parts)
-        if summed and self.confidence is None:
-            weights, shares = self._weights(None)
-            out = self.rows.weighted(self.target_ids, coefficient * shares, active=self.block_mask, with_correct=True)
-            assert out.correct is not None
-            return _Found(out.loss, weights, shares, out.correct)
-        each = self.rows.per_row(self.target_ids, self.block_mask, with_correct=True)
-        weights, shares = self._weights(torch.exp(-each.nll.detach()))
-        assert each.correct is not None
-        value = coefficient * each.nll
-        return _Found(sum_of_rows(value, shares), weights, shares, each.correct, value=value)
-
-    def _rows(self) -> _Found:
+    def _rows(self) -> Found:
         """The divergence of each row, whose weights may be made of it."""
-        if self.settings.alpha == "mean" and self.confidence is None:
+        if self.loss.alpha == "mean" and self.confidence is None:
             return self._rows_beside_their_mean()
         each = self._divergence(self._on, reduction="none")
-        weights, shares = self._weights(self._confidence(each))
-        return _Found(sum_of_rows(each.loss, shares), weights, shares, each.agree, each.alpha, each.loss)
+        weights, shares = self.weights(self._confidence(each))
+        return Found(sum_of_rows(each.loss, shares), weights, shares, each.agree, each.alpha, each.loss)
 
-    def _rows_beside_their_mean(self) -> _Found:
+    def _rows_beside_their_mean(self) -> Found:
         """The same where the mean of a is that of rows whose weights are known, as it is for their sum."""
-        weights, shares = self._weights(None)
+        weights, shares = self.weights(None)
         each = self._divergence(shares, reduction="none")
         value = each.loss / torch.where(shares != 0, shares, 1.0)  # each.loss is 0 there
-        return _Found(each.loss.sum(), weights, shares, each.agree, each.alpha, value)
+        return Found(each.loss.sum(), weights, shares, each.agree, each.alpha, value)
 
     @property
     def _on(self) -> torch.Tensor:
@@ -539,7 +460,7 @@ class _Call:
 
     def _confidence(self, each: Divergence) -> torch.Tensor | None:
         """a, or the draft's probability of a token: where the divergence is that token's NLL, it is there already."""
-        (part, *others), untempered = self.recipe.parts, self.settings.temperature == 1
+        (part, *others), untempered = self.recipe.parts, self.loss.temperature == 1
         if self.confidence is None:
             return None
         if self.confidence == "acceptance":
@@ -558,15 +479,10 @@ class _Call:
         with torch.no_grad():
             return torch.exp(-self.rows.per_row(self.target_ids, self.block_mask).nll)
 
-    def _weights(self, q: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows weigh, before and over the denominator."""
-        weights = self.settings._row_weights(self.mask, self.block_size, q)
-        return weights, self.settings._normalized(weights, self.mask, self.block_size, self.counts)
-
     def _divergence(self, weights: torch.Tensor, **changes: Any) -> Divergence:
         """Of the active rows; ``changes`` to what is asked for."""
         assert self.teacher.x is not None
-        asked = {name: getattr(self.settings, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}
+        asked = {name: getattr(self.loss, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}
         asked |= self.teacher.options | changes
         if self.recipe.wants_targets and "kind" not in changes:
             asked["targets"] = self.target_ids

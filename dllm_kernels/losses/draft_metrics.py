@@ -8,8 +8,8 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain
-from dllm_kernels.losses._blocks import in_blocks, rows_of_block
 from dllm_kernels.losses._common import DLLMLossOutput
+from dllm_kernels.losses._draft import in_blocks, rows_of_block
 
 
 def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:

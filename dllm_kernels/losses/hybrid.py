@@ -44,11 +44,10 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     Args:
         alpha: weight of the diffusion part, a constant.
-        fp32_upcast: as in :class:`MDLMCrossEntropyLoss`.
-        softcap: as in :class:`MDLMCrossEntropyLoss`.
-        scale: as in :class:`MDLMCrossEntropyLoss`.
-        skip_id: as in :class:`MDLMCrossEntropyLoss`.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are ``[B, 2 L]``, those of the diffusion part, with
+        fp32_upcast: False rounds each token's NLL to the dtype of the logits; it is computed in float32 or wider all the same.
+        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
+            is left out where it is None.
+        reduction: "total", or "none" for the rows too: ``[B, 2 L]``, those of the diffusion part, with
             ``alpha`` in their weights, and then those of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".
     """

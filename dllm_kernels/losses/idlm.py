@@ -36,10 +36,9 @@ class IDLMLoss(TransformedLoss):
         auto_balance: alpha is ``CE(noisy) / max(CE(clean), 1e-6)`` instead, taken as a constant, so that both terms weigh
             the same. It is known only after the forward pass: from hidden states with a trainable head the logits are
             then made twice.
-        softcap: as in :class:`MDLMCrossEntropyLoss`.
-        scale: as in :class:`MDLMCrossEntropyLoss`.
-        skip_id: as in :class:`MDLMCrossEntropyLoss`.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. The rows of "none" are ``[B, 2 L]``, those of the masked copy and then
+        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
+            is left out where it is None.
+        reduction: "total", or "none" for the rows too: ``[B, 2 L]``, those of the masked copy and then
             those of the clean one, with alpha in their weights.
         backend: "auto", "triton" or "torch".
 

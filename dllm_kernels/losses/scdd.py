@@ -12,15 +12,7 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import plain, values_are_there
 from dllm_kernels.base._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import (
-    Count,
-    DLLMLossOutput,
-    check_masks,
-    divide,
-    single_loss,
-    sum_of_rows,
-    weighted_rows,
-)
+from dllm_kernels.losses._common import DLLMLossOutput, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows
 
 TINY = torch.finfo(torch.float32).tiny
@@ -122,14 +114,11 @@ class SCDDLoss(DiffusionLoss):
     Args:
         mask_token_id: the token that masks.
         num_timesteps: T, at least 2.
-        max_ratio: as in :func:`scdd_schedule`.
-        gamma_shape: as in :func:`scdd_schedule`.
-        t_peak: as in :func:`scdd_schedule`.
+        max_ratio, gamma_shape, t_peak: settings of :func:`scdd_schedule`.
         chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`, unless that is given its own; None:
             chosen from the sizes. From logits there are no chunks.
-        softcap: as in :class:`MDLMCrossEntropyLoss`.
-        scale: as in :class:`MDLMCrossEntropyLoss`.
-        reduction: as in :class:`MDLMCrossEntropyLoss`. With "none", ``row_losses`` is T times the term of each position,
+        softcap, scale: a logit z becomes ``scale * softcap * tanh(z / softcap)``; each is left out where it is None.
+        reduction: "total", or "none" for the rows too. Then ``row_losses`` is T times the term of each position,
             and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
 
@@ -182,27 +171,14 @@ class SCDDLoss(DiffusionLoss):
         # Where a sequence is not supervised its time may be anything.
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
         steps = self.num_timesteps * supervised.to(rows.acc)  # what the cost of a position weighs, with either noise
-        if self.max_ratio == 0:
-            return self._masked_alone(
-                rows, x, self._released(t.to(rows.acc), active & (z == self.mask_token_id)), count, steps
-            )
+        if self.max_ratio == 0:  # a weighted sum of NLLs: gamma is 1 - t, so that T steps release T (t - s) / t
+            masked = active & (z == self.mask_token_id)
+            weights = torch.where(masked, t.to(rows.acc).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
+            out = self._of_one_part(rows, self._predictable(x), weights, divide(weights, count))
+            return out._replace(weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
         step = _Step.between(self, t, rows.vocabulary - 1).to(rows.acc)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.acc)
         return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._gives_rows() else None)
-
-    def _masked_alone(
-        self, rows: Rows, x: torch.Tensor, weights: torch.Tensor, count: Count, steps: torch.Tensor
-    ) -> DLLMLossOutput:
-        """Without uniform noise it is a weighted sum of NLLs."""
-        targets, divided = self._predictable(x), divide(weights, count)
-        if not self._gives_rows():
-            return single_loss(rows.weighted(targets, divided).loss, steps)
-        nll = rows.per_row(targets, weights).nll
-        return single_loss(sum_of_rows(nll, divided), steps, weighted_rows(nll, weights))
-
-    def _released(self, t: torch.Tensor, masked: torch.Tensor) -> torch.Tensor:
-        """What the NLL of each row weighs without uniform noise: gamma is 1 - t, so that T steps release T (t - s) / t."""
-        return torch.where(masked, t.clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
 
     def _predictable(self, ids: torch.Tensor) -> torch.Tensor:
         """The ids, -100 for MASK, whose probability is 0 and has no gradient: as a clean token it costs a constant."""

@@ -30,9 +30,8 @@ class MaskedCrossEntropy(TransformedLoss):
             to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
         ignore_index: label to leave out; -100 is left out as well.
         reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
-        softcap: as in :class:`MDLMCrossEntropyLoss`; None for logits that the model has capped itself.
-        scale: as in :class:`MDLMCrossEntropyLoss`.
-        skip_id: as in :class:`MDLMCrossEntropyLoss`.
+        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
+            is left out where it is None. No ``softcap`` for logits that the model has capped itself.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -106,8 +105,7 @@ class FusedLinearCrossEntropy(TransformedLoss):
         logit_softcapping: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; 0: no cap.
         reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
         impl: accepted so that a configuration written for another implementation still loads; there is one here.
-        scale: as in :class:`MDLMCrossEntropyLoss`.
-        skip_id: as in :class:`MDLMCrossEntropyLoss`.
+        scale, skip_id: each logit is then multiplied by ``scale``, that of column ``skip_id`` becomes -inf; None: not so.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         backend: "auto", "triton" or "torch".
 
