@@ -9,14 +9,13 @@ local again. The columns are worked on in plain torch whatever the backend (``ro
 from __future__ import annotations
 
 import math
-from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from dllm_kernels.base._divergence import Recipe
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
+from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.rows_torch._divergence import (
     Block,
     Coefficients,
@@ -34,22 +33,8 @@ from dllm_kernels.rows_torch._divergence import (
 Tensor = torch.Tensor
 
 
-class Shard(Protocol):
-    """The columns of this rank: ``vocab_parallel.VocabShard``."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-    def local_transform(self, transform: Transform) -> Transform: ...
-
-
 def divergence(
-    shard: Shard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, teacher_rows: Tensor | None = None,
+    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, teacher_rows: Tensor | None = None,
     targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform, teacher_transform: Transform,
     with_grad: bool, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
@@ -59,20 +44,18 @@ def divergence(
     pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + program.buffers, *transforms)
     norms, best, hot = _combined(shard, pairs, _largest_of_columns(shard, pairs))
     targets, lost = pairs.taken(targets), pairs.lost
-    each = (*norms, *(_local(shard, y) for y in (hot, targets)))
+    each = (*norms, *(None if y is None else shard.local_ids(y) for y in (hot, targets)))
     sums = pairs.empty(3 + len(program.sums)).zero_()
     if shard.size:
         pairs.each(lambda block, _, part, *row: _sum(program, block, part, *row), sums, *each)
-    dist.all_reduce(sums, group=shard.group)
-    alpha, at_best, at_target, *of_features = sums.unsqueeze(2).unbind(1)
+    alpha, at_best, at_target, *of_features = shard.add_parts(sums).unsqueeze(2).unbind(1)
     if lost is not None:
         alpha = alpha.masked_fill(lost, math.nan)
-    on = (
-        None
-        if targets is None
-        else _there(shard, targets).to(alpha.dtype).masked_fill_(_nowhere(shard, targets), math.nan)
-    )
-    at_target = at_target if on is None else torch.where(on != 0, at_target * on, 0.0)
+    on = None
+    if targets is not None:
+        there = shard.in_vocabulary(targets)
+        on = there.to(alpha.dtype).masked_fill_(~there & (targets != SKIP), math.nan)
+        at_target = torch.where(on != 0, at_target * on, 0.0)
     weight = pairs.taken(weights)
     assert weight is not None
     lam_alpha = mean_alpha if program.mean_alpha and mean_alpha is not None else alpha
@@ -86,7 +69,7 @@ def divergence(
     return pairs.placed(value), pairs.placed(alpha), pairs.placed(agree)
 
 
-def _largest_of_columns(shard: Shard, pairs: Pairs) -> Tensor:
+def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
     """Of this rank's columns, ``[n, 6]``: of each side the maximum, log sum e^(z - maximum) and the argmax in the whole row."""
     found = pairs.empty(6)
     lowest = torch.finfo(found.dtype).min
@@ -105,36 +88,16 @@ def _largest_of_columns(shard: Shard, pairs: Pairs) -> Tensor:
     return found
 
 
-def _combined(shard: Shard, pairs: Pairs, found: Tensor) -> tuple[Norms, Tensor, Tensor]:
+def _combined(shard: VocabShard, pairs: Pairs, found: Tensor) -> tuple[Norms, Tensor, Tensor]:
     """(normalisers of whole rows, the student's argmax, the teacher's), from what every rank has found."""
-    ranks = dist.get_world_size(shard.group)
-    parts = found.new_empty(ranks * found.shape[0], 6)
-    if found.numel():
-        dist.all_gather_into_tensor(parts, found, group=shard.group)
     norms, columns = [], []
-    numbers = parts.view(ranks, -1, 6, 1).unbind(2)
+    numbers = shard.gather(found).unsqueeze(3).unbind(2)
     for row_max, log_sum, column in (numbers[:3], numbers[3:]):
         whole = row_max.amax(0)
         norms += [whole, torch.logsumexp(log_sum + (row_max - whole), 0)]
         first = torch.where((row_max == whole) & (log_sum > -math.inf), column, math.inf).amin(0)
         columns.append(torch.where(first.isfinite(), first, 0).to(torch.int64))
     return Norms(*norms), columns[0], columns[1]
-
-
-def _there(shard: Shard, y: Tensor) -> Tensor:
-    return (y >= 0) & (y < shard.total)
-
-
-def _nowhere(shard: Shard, y: Tensor) -> Tensor:
-    return ~_there(shard, y) & (y != SKIP)
-
-
-def _local(shard: Shard, y: Tensor | None) -> Tensor | None:
-    """Columns of this rank; ``SKIP`` for those that others hold."""
-    if y is None:
-        return None
-    here = y - shard.start
-    return torch.where((here >= 0) & (here < shard.size), here, SKIP)
 
 
 def _columns(program: Program, block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:

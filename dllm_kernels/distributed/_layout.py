@@ -95,8 +95,10 @@ class Rows(NamedTuple):
         return list(zip(self.ranges, self.shape, strict=True))[::-1]
 
 
-def rows_of(name: str, t: DTensor) -> Rows:
-    """The rows of a DTensor ``[..., C]`` that this rank holds, whatever is done with the last dimension."""
+def rows_of(name: str, t: torch.Tensor) -> Rows:
+    """The rows of ``[..., C]`` that this rank holds, whatever is done with the last dimension: all of a plain tensor."""
+    if not isinstance(t, DTensor):
+        return Rows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
     mesh, leading = t.device_mesh, t.dim() - 1
     splits: list[list[int]] = [[] for _ in range(leading)]
     for i, placement in enumerate(t.placements):

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate
-from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dllm_kernels.distributed._layout import Rows, shard_dim, sum_over
+from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.rows._teacher import Pair
 
 
-class Shard(Protocol):
-    """The columns of this rank: ``vocab_parallel.VocabShard``."""
-
-    @property
-    def start(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def total(self) -> int: ...
-
-
-def local_pair(pair: Pair | None, x: torch.Tensor, rows: Rows, shard: Shard | None) -> Pair | None:
+def local_pair(pair: Pair | None, x: torch.Tensor, rows: Rows, shard: VocabShard | None) -> Pair | None:
     """The pair with what belongs to this rank's rows of ``x``, the student's as the caller gave it, and to its columns.
 
     The teacher may be laid out in any way: a tensor of its that is plain is whole, the same on every rank, a DTensor is
@@ -49,7 +36,7 @@ def local_pair(pair: Pair | None, x: torch.Tensor, rows: Rows, shard: Shard | No
     return pair._replace(teacher=teacher, total=lambda t: sum_over(t, rows.groups))
 
 
-def _local_rows(t: torch.Tensor, x: torch.Tensor, rows: Rows, part: Shard | None, *, picked: bool) -> torch.Tensor:
+def _local_rows(t: torch.Tensor, x: torch.Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> torch.Tensor:
     """The teacher's rows ``[..., C]`` beside the student's, or all where they are picked; the columns of ``part``."""
     if isinstance(t, DTensor):
         local = _laid_out_like(t, x, columns=part is not None, picked=picked).to_local()
@@ -71,11 +58,11 @@ def _laid_out_like(t: DTensor, x: torch.Tensor, *, columns: bool, picked: bool) 
     for p in x.placements:
         d = shard_dim(p)
         kept = d is not None and (columns if d == of_columns else not picked)
-        placements.append((Split(last) if d == of_columns else p) if kept else Replicate())
+        placements.append((Shard(last) if d == of_columns else p) if kept else Replicate())
     return t.redistribute(placements=placements)
 
 
-def _local_head(t: torch.Tensor | None, x: torch.Tensor, part: Shard | None) -> torch.Tensor | None:
+def _local_head(t: torch.Tensor | None, x: torch.Tensor, part: VocabShard | None) -> torch.Tensor | None:
     """The teacher's head, or the rows of it that make the columns of ``part``."""
     if t is None:
         return None

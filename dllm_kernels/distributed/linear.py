@@ -23,9 +23,10 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
     sum_gradient_over,
 )
+from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed._teacher import local_pair
 from dllm_kernels.distributed.fsdp import gather_head
-from dllm_kernels.distributed.vocab_parallel import VocabShard, vocab_shard
+from dllm_kernels.distributed.vocab_parallel import shard_primitives
 from dllm_kernels.rows._active_rows import choose_chunk, multiprocessors
 from dllm_kernels.rows._plan import Job, Plan
 
@@ -59,7 +60,7 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
         _checks.check_table_dtype(hidden, embedding)
     shard = None
     if vocab_dim is not None and isinstance(w, DTensor):
-        shard = vocab_shard(w.shape[0], w.device_mesh, vocab_dim)
+        shard = VocabShard.of(w.shape[0], w.device_mesh, vocab_dim)
         check_local_shape("the LM head's weight", w, (shard.size, w.shape[1]))
         for name, t in (("extra[1]", second), ("embedding", table)):
             if isinstance(t, DTensor):
@@ -80,7 +81,7 @@ def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:
         ranks = dist.get_world_size(shard.group)
         rows, sms = -(-hidden.shape[:-1].numel() // ranks), multiprocessors(hidden.device)
         chunk_size = ranks * choose_chunk(rows, shard.step * ranks, hidden.shape[-1], plan, sms)
-    return plan._replace(options=plan.options._replace(chunk_size=chunk_size), rows=shard.primitives(plan))
+    return plan._replace(options=plan.options._replace(chunk_size=chunk_size), rows=shard_primitives(shard, plan))
 
 
 def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:
@@ -143,8 +144,7 @@ def _local_extra_rows(
 def _local_hidden(name: str, hidden: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, Rows]:
     """Hidden states as this rank uses them, the same on all ranks of ``group``, over which their gradient is summed."""
     if not isinstance(hidden, DTensor):
-        rows = Rows(tuple(hidden.shape[:-1]), tuple((0, size) for size in hidden.shape[:-1]), ())
-        return hidden if group is None else sum_gradient_over(hidden, group), rows
+        return hidden if group is None else sum_gradient_over(hidden, group), rows_of(name, hidden)
     mesh, last = hidden.device_mesh, hidden.dim() - 1
     ranks = None if group is None else dist.get_process_group_ranks(group)
     vocab = [dist.get_process_group_ranks(mesh.get_group(j)) == ranks for j in range(mesh.ndim)]

@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from dllm_kernels.base._row_stats import Ask, Coefficients, Found, nll_of_stats
@@ -35,74 +32,37 @@ from dllm_kernels.distributed._layout import (
     check_local_shape,
     layout,
     local_piece,
-    local_range,
     rows_of,
     shard_dim,
 )
+from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed._teacher import local_pair
 from dllm_kernels.rows._plan import Job, Plan
 
 
-class VocabShard(NamedTuple):
-    """The columns that this rank holds.
+def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
+    """Row primitives of the plan's backend for rows that are split over the shard's group."""
+    local = plan.primitives()
+    forward, mix, backward = (functools.partial(f, shard, local.stats) for f in (_forward, _mix, _backward))
+    stats = StatsPrimitives(forward, mix, backward)  # type: ignore[arg-type]
+    nll, weighted_nll, nll_grad = nll_of_stats(stats, shard.total)
 
-    Attributes:
-        start: first of them.
-        size: how many; the last ranks may hold fewer than the others, or none.
-        total: size of the vocabulary, V.
-        step: columns of a full shard.
-        group: the ranks that hold the other columns, in their order.
-    """
+    def nll_and_grad_(
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        scale: torch.Tensor,
+        *,
+        with_correct: bool,
+        transform: Transform,
+    ) -> NLL:
+        out = nll(logits[None], targets, with_correct=with_correct, transform=transform)
+        nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
+        return out
 
-    start: int
-    size: int
-    total: int
-    step: int
-    group: dist.ProcessGroup
-
-    def primitives(self, plan: Plan) -> RowPrimitives:
-        """Row primitives of the plan's backend for rows that are split over the group."""
-        local = plan.primitives()
-        forward, mix, backward = (functools.partial(f, self, local.stats) for f in (_forward, _mix, _backward))
-        stats = StatsPrimitives(forward, mix, backward)  # type: ignore[arg-type]
-        nll, weighted_nll, nll_grad = nll_of_stats(stats, self.total)
-
-        def nll_and_grad_(
-            logits: torch.Tensor,
-            targets: torch.Tensor,
-            scale: torch.Tensor,
-            *,
-            with_correct: bool,
-            transform: Transform,
-        ) -> NLL:
-            out = nll(logits[None], targets, with_correct=with_correct, transform=transform)
-            nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
-            return out
-
-        return RowPrimitives(
-            stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, self),
-            add_parts=self.add_parts,
-        )  # fmt: skip
-
-    def add_parts(self, t: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, in the place of this rank's share."""
-        dist.all_reduce(t, group=self.group)
-        return t
-
-    def local_transform(self, transform: Transform) -> Transform:
-        """The same transform of these columns, which may not have the skipped one."""
-        skip = -1 if transform.skip_id is None else transform.skip_id - self.start
-        return transform._replace(skip_id=skip if 0 <= skip < self.size else None)
-
-    def in_vocabulary(self, targets: torch.Tensor) -> torch.Tensor:
-        """Whether any rank holds the target."""
-        return (targets >= 0) & (targets < self.total)
-
-
-def vocab_shard(V: int, mesh: DeviceMesh, i: int) -> VocabShard:
-    """This rank's shard of a vocabulary that mesh dimension ``i`` splits."""
-    start, size = local_range(V, mesh, [i])
-    return VocabShard(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
+    return RowPrimitives(
+        stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, shard),
+        add_parts=shard.add_parts,
+    )  # fmt: skip
 
 
 def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
@@ -116,17 +76,15 @@ def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
         ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
     """
     logits = job.x
-    if not isinstance(logits, DTensor):  # the teacher's are
-        whole = Rows(tuple(logits.shape[:-1]), tuple((0, size) for size in logits.shape[:-1]), ())
-        return job, plan._replace(pair=local_pair(plan.pair, logits, whole, None)), whole
-    vocab_dim = _vocab_mesh_dim(logits)
-    mesh, V = logits.device_mesh, logits.shape[-1]
     rows = rows_of("logits", logits)
-    columns = V if vocab_dim is None else local_range(V, mesh, [vocab_dim])[1]
-    check_local_shape("logits", logits, (*rows.local_shape, columns))
-    shard = None if vocab_dim is None else vocab_shard(V, mesh, vocab_dim)
+    if not isinstance(logits, DTensor):  # the teacher's are
+        return job, plan._replace(pair=local_pair(plan.pair, logits, rows, None)), rows
+    vocab_dim = _vocab_mesh_dim(logits)
+    V = logits.shape[-1]
+    shard = None if vocab_dim is None else VocabShard.of(V, logits.device_mesh, vocab_dim)
+    check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
     if shard is not None:
-        plan = plan._replace(rows=shard.primitives(plan))
+        plan = plan._replace(rows=shard_primitives(shard, plan))
     plan = plan._replace(pair=local_pair(plan.pair, logits, rows, shard))
     here = local_piece(logits, logits.placements)
     return Job(here, None, None, *map(rows.local, job.of_rows)), plan, rows  # type: ignore[arg-type]
@@ -150,20 +108,9 @@ def _vocab_mesh_dim(logits: DTensor) -> int | None:
     return found[0] if found else None
 
 
-def _gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Every rank's ``[N, C]`` as ``[ranks, N, C]``."""
-    ranks = dist.get_world_size(group)
-    parts = part.new_empty(ranks * part.shape[0], part.shape[1])
-    if part.numel():
-        dist.all_gather_into_tensor(parts, part, group=group)
-    return parts.view(ranks, *part.shape)
-
-
 def _local_ask(shard: VocabShard, ask: Ask) -> Ask:
     """Of these columns: an id that lies elsewhere is none here."""
-    y = ask.ids - shard.start
-    ids = torch.where((y >= 0) & (y < shard.size), y, SKIP)
-    return ask._replace(ids=ids, transform=shard.local_transform(ask.transform), whole=False)
+    return ask._replace(ids=shard.local_ids(ask.ids), transform=shard.local_transform(ask.transform), whole=False)
 
 
 def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask) -> Found:
@@ -179,7 +126,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, as
     more = [t.to(from_max.dtype) for t in (found.entropy, found.correct) if t is not None]
     part = torch.cat([torch.stack([found.row_max, found.log_sum.exp(), *more], 1), from_max], 1)
     sizes = [1] * (2 + len(more)) + [ask.ids.shape[1]]
-    maxima, sums, *more, from_max = torch.split(_gather(part, shard.group), sizes, -1)
+    maxima, sums, *more, from_max = torch.split(shard.gather(part), sizes, -1)
     row_max, log_sum, log_probs = _combine_ids(shard, ask, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
@@ -232,8 +179,7 @@ def _mix(
         parts = torch.stack([t for t in local.mix(logits, here, *sums) if t is not None])
     else:
         parts = sums[0].new_zeros(1 + ask.gradients, ask.marks.shape[0])
-    dist.all_reduce(parts, group=shard.group)
-    F, *W = parts.unbind()
+    F, *W = shard.add_parts(parts).unbind()
     return F, W[0] if W else None
 
 
