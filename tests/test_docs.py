@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import dllm_kernels as ours
 import reference
 from dllm_kernels.integrations import speculators
+from dllm_kernels.ops import RowStats
 from tests import trainers
 from tests.distributed_checks import CHECKS
 from tests.distributed_workers import distributed_readme
@@ -184,14 +185,13 @@ def scdd(n):
     plain = largest_error([reference.scdd_loss(logits, *inputs)], [exact])
     assert_as_good_as_plain([n["out"].total_loss.detach()], [exact], plain, "loss", reduction_sizes([logits]))
     assert (n["noisy"] == n["MASK"]).any()
-    ids = torch.zeros(200, 500, dtype=torch.long)
-    t = n["t"][0].expand(200)
-    mass = ours.scdd_schedule(t, **n["schedule"])
-    uniform = mass.uniform_mass * (n["V"] - 2) / (n["V"] - 1)
-    options = {"mask_prob": mass.absorbed_mass, "uniform_prob": uniform, "seeds": torch.arange(200)}
-    noisy, _ = ours.corrupt_mix(ids, torch.ones(200, 500), n["MASK"], n["V"], **options)
-    left = mass.clean_mass[0] + mass.uniform_mass[0] / (n["V"] - 1)  # with those that were drawn anew
-    assert abs((noisy == 0).double().mean() - left) < 5 * (left * (1 - left) / noisy.numel()).sqrt()
+    (code,) = python(PAGES["losses/scdd.md"])
+    large = {}  # the page's own probabilities, where a uniform draw often gives back the clean token
+    run(code.replace("4, 32, 100, 99", "400, 500, 4, 3"), large)
+    mass = large["mass"]
+    left = (mass.clean_mass + mass.uniform_mass / (large["V"] - 1)).double()
+    variance = (left * (1 - left)).mean() / large["ids"].numel()
+    assert abs((large["noisy"] == large["ids"]).double().mean() - left.mean()) < 5 * variance.sqrt()
 
 
 @page("losses/dflash.md")
@@ -279,6 +279,9 @@ def ops_row_objective(n):
     same(n["policy"].loss, loss)
     same(n["hidden"].grad, h.grad)
     same(n["head"].grad, w.grad)
+    stats = RowStats(torch.tensor([3.0, 0.5, 3.0, 0.5]).log(), *[torch.zeros(4)] * 3, None)
+    clipped = n["clipped_ratio"](stats, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    same(clipped, torch.tensor([-1.2, -0.5, 3.0, 0.8]).double())
     assert not n["policy"].value.requires_grad
     assert n["policy"].value.shape == n["ids"].shape
 
@@ -323,10 +326,23 @@ def corruption(n):
     supervised = n["loss_mask"] != 0
     for name in ("noise_mask", "exact_mask", "block_mask", "mixed_mask", "other_mask"):
         assert not (n[name] & ~supervised).any(), name
+    assert not supervised[:, :12].any()
+    assert supervised[:, 12:].all()
+    for start in range(16, 64, 16):  # whole blocks that are supervised: an exact share
+        m = n["m"][:, start]
+        assert torch.equal(n["block_mask"][:, start : start + 16].sum(1), (16 * m).round().long())
     assert (n["exact_mask"].sum(1) == round(0.25 * 52)).all()
     assert torch.equal(n["mixed_mask"], n["mixed"] != n["ids"])
     assert torch.equal(n["other_mask"], supervised & ~n["noise_mask"])
     assert torch.equal(n["p_mask"], n["levels"][:, None].expand_as(n["p_mask"]))
+    steps = n["levels"].sort().values.diff()
+    torch.testing.assert_close(steps, torch.full((3,), (1 - 1e-3) / 4))
+    large = {}
+    run(python(PAGES["corruption.md"])[0].replace("4, 64, 100, 99", "400, 64, 100, 99"), large)
+    assert 1e-3 <= large["p_mask"].min() < 0.05
+    mixed, tokens = large["mixed"][:, 12:], large["ids"][:, 12:]
+    assert 0.38 < (mixed == large["MASK"]).double().mean() < 0.42
+    assert 0.08 < ((mixed != large["MASK"]) & (mixed != tokens)).double().mean() < 0.12
     means = {
         method: torch.stack(
             [ours.sample_level(8, method=method, seeds=torch.arange(8) + 8 * s).mean() for s in range(400)]
@@ -346,8 +362,17 @@ def asserts_by_itself(n):
     """The page's own code compares."""
 
 
-for name in ("migrate/liger.md", "migrate/cut-cross-entropy.md", "migrate/torch.md"):
+for name in ("migrate/cut-cross-entropy.md", "migrate/torch.md"):
     page(name)(asserts_by_itself)
+
+
+@page("migrate/liger.md")
+def liger(n):
+    """The means are compared by the page; a z-loss is 1e-4 times the square of the logsumexp."""
+    assert sum(code.count("torch.testing.assert_close(") for code in python(PAGES["migrate/liger.md"])) == 2
+    logits, on = n["logits"].detach().double(), n["targets"] != -100
+    each = plain_nll(logits, n["targets"].clamp(min=0)) + 1e-4 * logits.logsumexp(-1) ** 2
+    same(n["with_z"], each[on].mean())
 
 
 @pytest.mark.parametrize("name", sorted(CHECK))
