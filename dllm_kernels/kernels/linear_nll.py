@@ -34,7 +34,7 @@ from dllm_kernels.kernels._math import (
     zero_columns,
 )
 from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels.kernels.token_nll import _acc, _finish_row, _skip_row, row_grad, row_stats
+from dllm_kernels.kernels.token_nll import NLL, _acc, _finish_row, _skip_row, new_rows, row_grad, row_stats
 
 
 @triton.jit
@@ -126,23 +126,20 @@ def row_nll_grad_(
     *,
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+) -> NLL:
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``base._rows`` for the contract."""
     C, V = logits.shape
     acc = torch.promote_types(logits.dtype, torch.float32)
-    if (
-        acc == torch.float64 and transform[0] is not None
-    ):  # both passes with their hyperbolic tangents in one kernel spill
+    if acc == torch.float64 and transform[0] is not None:  # both passes with hyperbolic tangents in one kernel spill
         stats = row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
         row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats
-    nll, row_max, log_sum = (torch.empty(C, dtype=acc, device=logits.device) for _ in range(3))
-    correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
+    found = new_rows(C, acc, logits.device, with_correct)
     bound_by_issue = (transform[0], transform[2]) != (None, None)
     tile = _tiles.linear_nll_rows(V, logits.element_size(), small=bound_by_issue)
     _linear_nll_rows[(C,)](
-        logits, targets, scale, nll, row_max, log_sum, correct, logits.stride(0), V, *arguments(transform),
+        logits, targets, scale, *found, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, EVICT="" if bound_by_issue else "evict_last", BLOCK_V=tile.block_v,
         THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
-    return nll, row_max, log_sum, correct
+    return found

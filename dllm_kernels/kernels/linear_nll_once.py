@@ -36,7 +36,7 @@ from dllm_kernels.kernels._math import (
     wide_columns,
 )
 from dllm_kernels.kernels.linear_nll import _zero_row
-from dllm_kernels.kernels.token_nll import _acc, _skip_row
+from dllm_kernels.kernels.token_nll import NLL, _acc, _skip_row, new_rows
 
 LIMIT = tl.constexpr(30.0)
 
@@ -166,15 +166,15 @@ def _linear_nll_rows_once(
 @on_its_device
 def row_nll_factored_(
     logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, *, with_correct: bool
-) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]:
+) -> tuple[NLL, torch.Tensor]:
     """Launch over a chunk ``logits [C, V]``, which then holds E; see ``base._rows`` for the contract."""
     C, V = logits.shape
-    nll, row_max, log_sum, factor = (torch.empty(C, dtype=torch.float32, device=logits.device) for _ in range(4))
-    correct = torch.empty(C, dtype=torch.bool, device=logits.device) if with_correct else None
+    found = new_rows(C, torch.float32, logits.device, with_correct)
+    factor = torch.empty_like(found[0])
     tile = _tiles.linear_nll_rows_once(V, logits.element_size())
     _linear_nll_rows_once[(C,)](
-        logits, targets, scale, nll, row_max, log_sum, correct, factor, logits.stride(0), V,
+        logits, targets, scale, *found, factor, logits.stride(0), V,
         WITH_CORRECT=with_correct, BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(torch.float32),
         num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
-    return (nll, row_max, log_sum, correct), factor
+    return found, factor

@@ -146,20 +146,8 @@ def _row_stats_parts(
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
         row_max, row_sum, moment, beaten = _column_sums(
-            logits_ptr,
-            row,
-            start,
-            end,
-            y,
-            target_logit,
-            transform,
-            BLOCK_V,
-            THREADS,
-            ACC,
-            WITH_CORRECT,
-            WITH_ENTROPY,
-            ALIGNED,
-        )
+            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_ENTROPY, ALIGNED
+        )  # fmt: skip
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
         tl.store(part_sum_ptr + part, row_sum)
@@ -427,12 +415,10 @@ def _row_stats_bwd(
         of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), plain, of_log, of_mix, ratio, none)
         x_few = tl.load(logits_ptr + row + v, mask=there)
         end = tl.maximum(start, end)
-        tile = (
-            start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
-        )  # the last; before the start where there is none
-        x = tl.load(
-            logits_ptr + at + tile + i, mask=(i < end - tile) & (i >= start - tile), eviction_policy="evict_first"
-        )
+        # the last tile; before the start where there is none
+        tile = start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
+        there_too = (i < end - tile) & (i >= start - tile)
+        x = tl.load(logits_ptr + at + tile + i, mask=there_too, eviction_policy="evict_first")
         tl.debug_barrier()  # every thread has the ragged columns, those beyond the 2 WIDE too, before one writes over them
         for _ in range(start, end, BLOCK_V):
             ahead = tile - BLOCK_V

@@ -199,22 +199,10 @@ def _token_nll_bwd(
         row_max = tl.load(max_ptr + n)
         log_sum = tl.load(log_sum_ptr + n)
         hot = column_of(y, V)
-        in_ptr, tile_ptr = logits_ptr + at + start, out_ptr + out_at + start
-        column = first + start
         grad_tiles(
-            in_ptr,
-            tile_ptr,
-            column,
-            end - start,
-            hot - first - start,
-            scale,
-            row_max,
-            log_sum,
-            transform,
-            BLOCK_V,
-            ACC,
-            "",
-        )
+            logits_ptr + at + start, out_ptr + out_at + start, first + start, end - start, hot - first - start, scale, row_max,
+            log_sum, transform, BLOCK_V, ACC, "",
+        )  # fmt: skip
         if start == 0:
             x = tl.load(logits_ptr + row + v, mask=there)
             tl.debug_barrier()  # every thread has them, those beyond the 2 WIDE too, before one writes over them
@@ -252,11 +240,11 @@ def _flat(t: torch.Tensor) -> bool:
     return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
-def row_stats(
-    logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
-) -> NLL:
-    """Launch the forward pass; see ``base._rows`` for the contract."""
-    return _forward(logits, targets, None, None, with_correct, transform)
+def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: bool) -> NLL:
+    """(NLL, M, log S, correct) of N rows, to be written."""
+    correct = torch.empty(N, dtype=torch.bool, device=device) if with_correct else None
+    nll, row_max, log_sum = (torch.empty(N, dtype=dtype, device=device) for _ in range(3))
+    return nll, row_max, log_sum, correct
 
 
 def weighted_row_stats(
@@ -267,30 +255,33 @@ def weighted_row_stats(
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The same with a weight a row, whose product with the NLL comes first; see ``base._rows`` for the contract."""
+    """:func:`row_stats` with a weight a row, whose product with the NLL comes first; see ``base._rows`` for the contract."""
     weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
-    return weighted, *_forward(logits, targets, weights, weighted, with_correct, transform)
+    found = row_stats(
+        logits, targets, with_correct=with_correct, transform=transform, weights=weights, weighted=weighted
+    )
+    return weighted, *found
 
 
 @on_its_device
-def _forward(
+def row_stats(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    weights: torch.Tensor | None,
-    weighted: torch.Tensor | None,
+    *,
     with_correct: bool,
-    transform: Transform,
+    transform: Transform = NO_TRANSFORM,
+    weights: torch.Tensor | None = None,
+    weighted: torch.Tensor | None = None,
 ) -> NLL:
+    """Launch the forward pass, which also writes ``weights`` times the NLL; see ``base._rows`` for the contract."""
     B, L, V = logits.shape
     N = B * L
     acc = torch.promote_types(logits.dtype, torch.float32)
-    nll, row_max, log_sum = (torch.empty(N, dtype=acc, device=logits.device) for _ in range(3))
-    correct = torch.empty(N, dtype=torch.bool, device=logits.device) if with_correct else None
+    found = new_rows(N, acc, logits.device, with_correct)
     if N == 0:
-        return nll, row_max, log_sum, correct
+        return found
     tile = _tiles.token_nll_fwd(V, logits.element_size())
     sizes = (*_rows_of(logits, _flat(logits)), V, *arguments(transform))
-    found = (nll, row_max, log_sum, correct)
     inputs, outputs = (logits, targets, weights), (*found, weighted)
     flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
     options = {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
@@ -298,11 +289,7 @@ def _forward(
         _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, ALIGNED=aligned(logits), **options)
         return found
     tiles, splits = _share(V, tile)
-    parts = (
-        torch.empty(N, splits, dtype=acc, device=logits.device),
-        torch.empty(N, splits, dtype=acc, device=logits.device),
-        torch.empty(N, splits, dtype=torch.bool, device=logits.device),
-    )
+    parts = [torch.empty(N, splits, dtype=dtype, device=logits.device) for dtype in (acc, acc, torch.bool)]
     _token_nll_fwd_split[(N * splits,)](
         *inputs, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits), **options
     )
