@@ -193,7 +193,15 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
             names = HIDDEN._replace(rows=f"mtp_per_depth_h[{k}]", targets=origin[0])
             _checks.check_rows(names, output, target, weight, bias)
             _check_targets(loss_fn, target, weight.shape[0], *origin)
-        total, losses = _fused_depths(loss_fn, outputs, targets, weight, bias, factor, return_per_depth, **common)
+        check_sum_only(loss_fn.reduction, **common)
+        counted = [position_weights(outputs[0], t, loss_fn.ignore_index, None, loss_weights) for t in targets]
+        shares = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
+        fused_labels = torch.stack([targets_of(t, loss_fn.ignore_index) for t in targets])
+        rows = loss_fn.rows(torch.stack(outputs), weight, bias)  # all depths in one call
+        if not return_per_depth:
+            return rows.weighted(fused_labels, shares * factor).loss
+        parts = (rows.per_row(fused_labels, shares).nll * shares).flatten(1).sum(1)
+        total, losses = parts.sum() * factor, list(parts.unbind())
     else:
         common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
         if is_linear(loss_fn):
@@ -203,9 +211,9 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
             for output, target, origin in zip(outputs, targets, origins, strict=True)
         ]
         total = torch.stack(losses).sum(0) * factor
-    if not return_per_depth:
-        return total
-    counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
+        if not return_per_depth:
+            return total
+        counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
     return MTPLossOutput(total, losses, torch.stack(counted).sum())
 
 
@@ -273,35 +281,3 @@ def _depth_loss(
     logits = output if are_logits else logits_of(output, common["model"])
     _check_targets(loss_fn, labels, logits.shape[-1], *origin)
     return calculate_loss(loss_fn, logits=logits, labels=labels, **common)
-
-
-def _fused_depths(
-    loss_fn: FusedLinearCrossEntropy,
-    outputs: list[torch.Tensor],
-    targets: list[torch.Tensor],
-    lm_weight: torch.Tensor,
-    lm_bias: torch.Tensor | None,
-    factor: float,
-    return_per_depth: bool,
-    *,
-    num_label_tokens: Count,
-    loss_weights: torch.Tensor | None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """All depths in one call, stacked along a new first dimension."""
-    check_sum_only(loss_fn.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-    weights = [
-        normalized(
-            position_weights(outputs[0], t, loss_fn.ignore_index, None, loss_weights),
-            loss_fn.reduction,
-            num_label_tokens,
-        )
-        for t in targets
-    ]
-    targets = [targets_of(t, loss_fn.ignore_index) for t in targets]
-    hidden, labels, row_weights = torch.stack(outputs), torch.stack(targets), torch.stack(weights)
-    rows = loss_fn.rows(hidden, lm_weight, lm_bias)
-    if not return_per_depth:
-        return rows.weighted(labels, row_weights * factor).loss, []
-    nll = rows.per_row(labels, row_weights).nll
-    losses = (nll * row_weights).flatten(1).sum(1)
-    return losses.sum() * factor, list(losses.unbind())

@@ -77,15 +77,7 @@ class Layout(NamedTuple):
 
 
 def philox4x64(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Philox 4x64-10 of broadcastable int64 tensors that hold 64-bit words.
-
-    Args:
-        counter: the four counter words.
-        key: the two key words.
-
-    Returns:
-        The four output words, int64, in the broadcast shape.
-    """
+    """Philox 4x64-10 of four counter words and two key words, broadcastable int64 tensors that hold 64 bits; int64."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -115,16 +107,10 @@ def _signed(word: int) -> int:
 def random_bits(
     seed: torch.Tensor, rows: int, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What the layout above gives to a batch.
+    """What the layout above gives to a batch under an int64 seed: 0-d, shared by the rows, or ``[rows]``, one each.
 
-    Args:
-        seed: int64 on the device of the results: 0-d, shared by the rows, or ``[rows]``, one each.
-        rows: rows of the batch.
-        layout: what a row draws.
-
-    Returns:
-        The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in
-        [0, 2^32); and, where a position takes a whole word, those, int64, with their high halves as the draws.
+    The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in [0, 2^32); and, where
+    a position takes a whole word, those, int64, with their high halves as the draws.
     """
     shared = seed.dim() == 0
     row = torch.arange(rows, device=seed.device)[:, None] * int(shared)
@@ -184,21 +170,10 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
 def resolve_seed(
     device: torch.device, rows: int, generator: torch.Generator | None, seeds: torch.Tensor | None
 ) -> torch.Tensor:
-    """The seed tensor of one call, without a host sync.
+    """The seed of one call, int64 on ``device``, without a host sync: ``seeds`` ``[rows]``, checked, or one drawn, 0-d.
 
-    Args:
-        device: where the call's tensors live.
-        rows: rows of the batch.
-        generator: what to draw one seed from; None is the device's default generator. One on the CPU serves
-            tensors anywhere: the seed is then drawn there, so that its state gives the same mask on every device.
-        seeds: int64 ``[rows]`` instead, one a row.
-
-    Returns:
-        int64 on ``device``: ``seeds`` itself, or a 0-d seed, good until this thread's next call.
-
-    Raises:
-        TypeError: ``generator`` or ``seeds`` of another type.
-        ValueError: both given, ``seeds`` of another shape, dtype or device, a generator on another GPU.
+    The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then drawn there,
+    so that its state gives the same mask on every device. None is the device's default generator.
     """
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")

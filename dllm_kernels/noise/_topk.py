@@ -118,16 +118,7 @@ def exact_log(x: Any) -> Any:
 
 
 def select_exact(log_w: torch.Tensor, uniform: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The k largest scores of each row, as the module defines them.
-
-    Args:
-        log_w: ``[N, D]``, without NaN.
-        uniform: float64 ``[N, D]``, strictly inside (0, 1).
-        k: integer ``[N]``; less than 0 counts as 0.
-
-    Returns:
-        bool ``[N, D]``.
-    """
+    """The k largest scores of each row ``[N, D]``, as the module defines them; ``uniform`` strictly inside (0, 1), no NaN."""
     score: torch.Tensor = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
     order = torch.sort(score, dim=1, descending=True, stable=True).indices
     first = torch.arange(score.shape[1], device=score.device) < k[:, None]
@@ -163,15 +154,9 @@ def host_slices(rows: int, columns: int, times: int = 1) -> list[range]:
 
 
 def select_largest(draws: Any, choosable: Any, k: Any) -> Any:
-    """The k largest draws among the choosable ones of each row, the lower index first among equals.
+    """The k largest draws (integers below 2^32) among the choosable ones of each row, the lower index first among equals.
 
-    Args:
-        draws: ``[N, D]``, a tensor or a numpy array of integers below 2^32.
-        choosable: bool ``[N, D]``.
-        k: integer ``[N]``, at most the number of choosable ones.
-
-    Returns:
-        bool ``[N, D]``.
+    Torch or numpy; ``draws`` and ``choosable`` ``[N, D]``, k ``[N]``, at most the number of choosable ones; bool ``[N, D]``.
     """
     N, D = draws.shape
     if isinstance(draws, torch.Tensor):
@@ -267,8 +252,7 @@ def _log_exponential(uniform: _Array) -> _Array:
     """
     exponential = np.log(uniform)
     np.negative(exponential, out=exponential)
-    found: _Array = np.log(exponential, out=exponential).astype(np.float32)
-    return found
+    return np.log(exponential, out=exponential).astype(np.float32)
 
 
 def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
