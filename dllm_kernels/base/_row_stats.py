@@ -16,17 +16,17 @@ is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a produc
 
 ``logits`` are ``[B, L, V]`` as in ``base/_rows.py``, ``out`` likewise. A row that is off is never read.
 
-``forward(logits, ask)``
-    The fields of :class:`Found` of each row; 0 / False where it is off.
+``forward(logits, request)``
+    The fields of :class:`StatsResult` of each row; 0 / False where it is off.
 
-``mix(logits, ask, row_max, log_sum)``
+``mix(logits, request, row_max, log_sum)``
     (F, W) of these columns alone, in rows whose (M, log S) is known already.
 
-``backward(logits, ask, coefficients, row_max, log_sum, out)``
+``backward(logits, request, coefficients, row_max, log_sum, out)``
     Writes the gradient in the logits to ``out``, which may be the logits themselves; zeros where a row is off. In the
-    transformed logits where ``ask.through`` is False: that of lse is then p itself, whatever the transform.
+    transformed logits where ``request.through`` is False: that of lse is then p itself, whatever the transform.
 
-``small_backward(logits, ask, found, up)``, or None where a backend has none
+``small_backward(logits, request, found, upstream)``, or None where a backend has none
     The same, ``[N, V]``, straight from the upstream gradients, where the call is small enough; None where it is not.
 """
 
@@ -44,7 +44,7 @@ from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 FARTHEST = -1e4
 
 
-class Ask(NamedTuple):
+class StatsRequest(NamedTuple):
     """What is asked of N rows, contiguous.
 
     Attributes:
@@ -74,7 +74,7 @@ class Ask(NamedTuple):
     through: bool = True
 
 
-class Found(NamedTuple):
+class StatsResult(NamedTuple):
     """What there is to say of N rows: ``log_probs [N, K]``, else ``[N]``; in the dtype of sums, ``correct`` bool.
 
     ``row_max`` and ``log_sum`` are tensors wherever they are asked for.
@@ -107,25 +107,25 @@ class Coefficients(NamedTuple):
     of_mix: torch.Tensor | None
 
     @classmethod
-    def of(cls, up: Upstream, ask: Ask, found: Found) -> Coefficients:
+    def of(cls, upstream: Upstream, request: StatsRequest, found: StatsResult) -> Coefficients:
         """An id with NaN for a log-probability and any gradient makes its row's gradient NaN."""
         of_ids = torch.zeros_like(found.log_probs)
-        if up.log_probs is not None:
-            lost = found.log_probs.isnan() & (up.log_probs != 0)
-            of_ids = up.log_probs.masked_fill(ask.ids == SKIP, 0).masked_fill(lost, math.nan)
+        if upstream.log_probs is not None:
+            lost = found.log_probs.isnan() & (upstream.log_probs != 0)
+            of_ids = upstream.log_probs.masked_fill(request.ids == SKIP, 0).masked_fill(lost, math.nan)
         plain = -of_ids.sum(1)
-        if up.lse is not None:
-            plain += up.lse
-        if up.entropy is not None:
-            plain -= _times(up.entropy, found.entropy)
-        if up.mix is not None:
-            plain -= _times(up.mix, found.mix_weight)
-        return cls(of_ids, plain, None if up.entropy is None else -up.entropy, up.mix)
+        if upstream.lse is not None:
+            plain += upstream.lse
+        if upstream.entropy is not None:
+            plain -= _times(upstream.entropy, found.entropy)
+        if upstream.mix is not None:
+            plain -= _times(upstream.mix, found.mix_weight)
+        return cls(of_ids, plain, None if upstream.entropy is None else -upstream.entropy, upstream.mix)
 
-    def size(self, up: Upstream) -> torch.Tensor:
+    def size(self, upstream: Upstream) -> torch.Tensor:
         """``[N]``: a bound of the parts that a row's gradient is made of, 0 where there is no gradient at all."""
         size = self.of_ids.abs().sum(1) + self.plain.abs()
-        for part in (up.lse, up.entropy, up.mix):
+        for part in (upstream.lse, upstream.entropy, upstream.mix):
             if part is not None:
                 size = size + part.abs()
         return size
@@ -154,8 +154,8 @@ def nll_of_stats(
         logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM,
         with_lse: bool = True,
     ) -> NLL:  # fmt: skip
-        ask = Ask(targets.unsqueeze(1), targets, transform=transform, correct=with_correct, lse=with_lse)
-        found = stats.forward(logits, ask)
+        request = StatsRequest(targets.unsqueeze(1), targets, transform=transform, correct=with_correct, lse=with_lse)
+        found = stats.forward(logits, request)
         return 0 - found.log_probs.squeeze(1), found.row_max, found.log_sum, found.correct
 
     def weighted_nll(
@@ -176,6 +176,6 @@ def nll_of_stats(
         marks = targets.masked_fill(scale == 0, SKIP)
         plain = torch.where(inside, scale, math.nan)
         c = Coefficients(-plain.unsqueeze(1), plain, None, None)
-        stats.backward(logits, Ask(targets.unsqueeze(1), marks, transform=transform), c, row_max, log_sum, out)
+        stats.backward(logits, StatsRequest(targets.unsqueeze(1), marks, transform=transform), c, row_max, log_sum, out)
 
     return nll, weighted_nll, nll_grad

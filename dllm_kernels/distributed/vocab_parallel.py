@@ -22,7 +22,7 @@ import math
 import torch
 from torch.distributed.tensor import DTensor
 
-from dllm_kernels.base._row_stats import Ask, Coefficients, Found, nll_of_stats
+from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
 from dllm_kernels.base._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.distributed._divergence import divergence
@@ -108,60 +108,66 @@ def _vocab_mesh_dim(logits: DTensor) -> int | None:
     return found[0] if found else None
 
 
-def _local_ask(shard: VocabShard, ask: Ask) -> Ask:
+def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
     """Of these columns: an id that lies elsewhere is none here."""
-    return ask._replace(ids=shard.local_ids(ask.ids), transform=shard.local_transform(ask.transform), whole=False)
+    return request._replace(
+        ids=shard.local_ids(request.ids), transform=shard.local_transform(request.transform), whole=False
+    )
 
 
-def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask) -> Found:
+def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, request: StatsRequest) -> StatsResult:
     """One all-gather of what each shard found, as a distribution of its own; one more sum for the mixture.
 
     A shard has the share w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
     """
-    here = _local_ask(shard, ask)._replace(a=None, b=None)
-    found = Found(*local.forward(logits, here)) if shard.size else _nothing_found(here, logits.dtype)
+    here = _local_request(shard, request)._replace(a=None, b=None)
+    found = StatsResult(*local.forward(logits, here)) if shard.size else _nothing_found(here, logits.dtype)
     mine = here.ids != SKIP
     from_max = torch.where(mine, found.log_probs + found.log_sum.unsqueeze(1), 0.0)
     from_max = from_max.masked_fill(mine & (found.log_sum == -math.inf).unsqueeze(1), -math.inf)
     more = [t.to(from_max.dtype) for t in (found.entropy, found.correct) if t is not None]
     part = torch.cat([torch.stack([found.row_max, found.log_sum.exp(), *more], 1), from_max], 1)
-    sizes = [1] * (2 + len(more)) + [ask.ids.shape[1]]
+    sizes = [1] * (2 + len(more)) + [request.ids.shape[1]]
     maxima, sums, *more, from_max = torch.split(shard.gather(part), sizes, -1)
-    row_max, log_sum, log_probs = _combine_ids(shard, ask, maxima, sums, from_max)
+    row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
-    entropy = _combine_entropy(share, next(columns)) if ask.entropy else None
-    off = ask.marks == SKIP
+    entropy = _combine_entropy(share, next(columns)) if request.entropy else None
+    off = request.marks == SKIP
     correct = None
-    if ask.correct:
+    if request.correct:
         best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max  # a shard of -inf beats nothing
         first = best & (best.cumsum(0) == 1)
         correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~off
     row_max, log_sum = row_max.masked_fill(off, 0), log_sum.masked_fill(off, 0)
-    F, W = (None, None) if ask.a is None else _mix(shard, local, logits, ask, row_max, log_sum)
-    log_probs = log_probs.masked_fill((ask.ids == SKIP) | off.unsqueeze(1), 0)
-    return Found(log_probs, row_max, log_sum, None if entropy is None else entropy.masked_fill(off, 0), F, W, correct)
+    F, W = (None, None) if request.a is None else _mix(shard, local, logits, request, row_max, log_sum)
+    log_probs = log_probs.masked_fill((request.ids == SKIP) | off.unsqueeze(1), 0)
+    return StatsResult(
+        log_probs, row_max, log_sum, None if entropy is None else entropy.masked_fill(off, 0), F, W, correct
+    )
 
 
-def _nothing_found(ask: Ask, dtype: torch.dtype) -> Found:
+def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     """What a shard without columns adds: nothing."""
     acc = torch.promote_types(dtype, torch.float32)
-    zero = torch.zeros(ask.marks.shape, dtype=acc, device=ask.marks.device)
-    log_probs = torch.zeros(ask.ids.shape, dtype=acc, device=ask.marks.device)
+    zero = torch.zeros(request.marks.shape, dtype=acc, device=request.marks.device)
+    log_probs = torch.zeros(request.ids.shape, dtype=acc, device=request.marks.device)
     lowest, none = zero + torch.finfo(acc).min, zero - math.inf
-    return Found(log_probs, lowest, none, zero if ask.entropy else None, correct=zero != 0 if ask.correct else None)
+    return StatsResult(
+        log_probs, lowest, none, zero if request.entropy else None, correct=zero != 0 if request.correct else None
+    )
 
 
 def _combine_ids(
-    shard: VocabShard, ask: Ask, maxima: torch.Tensor, sums: torch.Tensor, from_max: torch.Tensor
+    shard: VocabShard, request: StatsRequest, maxima: torch.Tensor, sums: torch.Tensor, from_max: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(M, log S, log p) of whole rows, from ``[ranks, N, 1]``, the same, and the ids' distances to their shard's maximum."""
     row_max = maxima.amax(0)
     row_sum = (sums * torch.exp(maxima - row_max)).sum(0)
     rank = torch.arange(maxima.shape[0], device=maxima.device).view(-1, 1, 1)
-    owned = torch.div(ask.ids, shard.step, rounding_mode="floor") == rank
+    owned = torch.div(request.ids, shard.step, rounding_mode="floor") == rank
     distance = (from_max + torch.where(owned, maxima - row_max, 0.0)).sum(0)
-    lost = ~shard.in_vocabulary(ask.ids) | (row_sum == 0)
+    lost = ~shard.in_vocabulary(request.ids) | (row_sum == 0)
     return row_max.squeeze(1), row_sum.log().squeeze(1), (distance - row_sum.log()).masked_fill(lost, math.nan)
 
 
@@ -171,14 +177,14 @@ def _combine_entropy(log_share: torch.Tensor, entropies: torch.Tensor) -> torch.
 
 
 def _mix(
-    shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, ask: Ask, *sums: torch.Tensor
+    shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, request: StatsRequest, *sums: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(F, W) of whole rows: one all-reduce."""
-    here = _local_ask(shard, ask)
+    here = _local_request(shard, request)
     if shard.size:
         parts = torch.stack([t for t in local.mix(logits, here, *sums) if t is not None])
     else:
-        parts = sums[0].new_zeros(1 + ask.gradients, ask.marks.shape[0])
+        parts = sums[0].new_zeros(1 + request.gradients, request.marks.shape[0])
     F, *W = shard.add_parts(parts).unbind()
     return F, W[0] if W else None
 
@@ -187,10 +193,10 @@ def _backward(
     shard: VocabShard,
     local: StatsPrimitives,
     logits: torch.Tensor,
-    ask: Ask,
+    request: StatsRequest,
     c: Coefficients,
     *sums_and_out: torch.Tensor,
 ) -> None:
     """The gradient of this rank's columns; no communication."""
     if shard.size:
-        local.backward(logits, _local_ask(shard, ask), c, *sums_and_out)
+        local.backward(logits, _local_request(shard, request), c, *sums_and_out)

@@ -447,40 +447,40 @@ def _block_k(ids: torch.Tensor) -> int:
 
 
 @on_its_device
-def forward(logits: torch.Tensor, ask: Any) -> tuple[Optional, ...]:
+def forward(logits: torch.Tensor, request: Any) -> tuple[Optional, ...]:
     """Launch the forward pass."""
     V = logits.shape[2]
-    N, K = ask.ids.shape
+    N, K = request.ids.shape
     acc = torch.promote_types(logits.dtype, torch.float32)
 
     def new(*shape: int, wanted: bool = True, dtype: torch.dtype = acc) -> Optional:
         return torch.empty(*shape, dtype=dtype, device=logits.device) if wanted else None
 
-    log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, wanted=ask.entropy)
-    correct = new(N, wanted=ask.correct, dtype=torch.bool)
+    log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, wanted=request.entropy)
+    correct = new(N, wanted=request.correct, dtype=torch.bool)
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _share(V, tile)
         parts = (
-            new(N, splits), new(N, splits), new(N, splits, wanted=ask.entropy),
-            new(N, splits, wanted=ask.correct, dtype=torch.bool),
+            new(N, splits), new(N, splits), new(N, splits, wanted=request.entropy),
+            new(N, splits, wanted=request.correct, dtype=torch.bool),
         )  # fmt: skip
-        sizes = (*_rows_of(logits, _flat(logits)), V, K, *arguments(ask.transform))
-        flags = {"WITH_CORRECT": ask.correct, "WITH_ENTROPY": ask.entropy, "ACC": _acc(acc)}
+        sizes = (*_rows_of(logits, _flat(logits)), V, K, *arguments(request.transform))
+        flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _acc(acc)}
         _row_stats_parts[(N * splits,)](
-            logits, ask.ids, ask.marks, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits),
+            logits, request.ids, request.marks, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits),
             BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), num_warps=tile.num_warps, **FUSED,
         )  # fmt: skip
         _row_stats_merge[(N,)](
-            logits, ask.ids, ask.marks, *parts, log_probs, row_max, log_sum, entropy, correct, *sizes, splits, **flags,
-            BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=_block_k(ask.ids), num_warps=1, **FUSED,
+            logits, request.ids, request.marks, *parts, log_probs, row_max, log_sum, entropy, correct, *sizes, splits, **flags,
+            BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=_block_k(request.ids), num_warps=1, **FUSED,
         )  # fmt: skip
-    F, W = (None, None) if ask.a is None else mix(logits, ask, row_max, log_sum)
+    F, W = (None, None) if request.a is None else mix(logits, request, row_max, log_sum)
     return log_probs, row_max, log_sum, entropy, F, W, correct
 
 
 @on_its_device
-def mix(logits: torch.Tensor, ask: Any, row_max: Optional, log_sum: Optional) -> tuple[torch.Tensor, Optional]:
+def mix(logits: torch.Tensor, request: Any, row_max: Optional, log_sum: Optional) -> tuple[torch.Tensor, Optional]:
     """Launch the pass for F and W."""
     B, L, V = logits.shape
     N = B * L
@@ -488,20 +488,20 @@ def mix(logits: torch.Tensor, ask: Any, row_max: Optional, log_sum: Optional) ->
     tiles, splits = _share(V, tile)
     # half the columns a thread: with all of them a skipped column spills on sm_90
     num_warps = _tiles.at_most_a_thread_a_column(2 * tile.num_warps, tile.block_v)
-    F = torch.empty(N, splits, dtype=ask.a.dtype, device=logits.device)
-    W = torch.empty_like(F) if ask.gradients else None
+    F = torch.empty(N, splits, dtype=request.a.dtype, device=logits.device)
+    W = torch.empty_like(F) if request.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
-            logits, ask.marks, row_max, log_sum, ask.a, ask.b, F, W, *_rows_of(logits, _flat(logits)), V,
-            *arguments(ask.transform), tiles, splits, WITH_WEIGHT=ask.gradients, ALIGNED=aligned(logits), BLOCK_V=tile.block_v,
-            THREADS=threads(num_warps), ACC=_acc(ask.a.dtype), num_warps=num_warps, **FUSED,
+            logits, request.marks, row_max, log_sum, request.a, request.b, F, W, *_rows_of(logits, _flat(logits)), V,
+            *arguments(request.transform), tiles, splits, WITH_WEIGHT=request.gradients, ALIGNED=aligned(logits), BLOCK_V=tile.block_v,
+            THREADS=threads(num_warps), ACC=_acc(request.a.dtype), num_warps=num_warps, **FUSED,
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
 
 
 @on_its_device
 def backward(
-    logits: torch.Tensor, ask: Any, c: Any, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
+    logits: torch.Tensor, request: Any, c: Any, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Launch the backward pass."""
     B, L, V = logits.shape
@@ -516,9 +516,9 @@ def backward(
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     num_warps = _tiles.at_most_a_thread_a_column(num_warps, tile.block_v)
     _row_stats_bwd[(B * L * splits,)](
-        logits, ask.ids, ask.marks, c.of_ids, c.plain, c.of_log, c.of_mix, ask.a, ask.b, row_max, log_sum, out,
-        *rows, *out_rows[1:], V, ask.ids.shape[1], *arguments(ask.transform), tiles, splits,
+        logits, request.ids, request.marks, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b, row_max, log_sum, out,
+        *rows, *out_rows[1:], V, request.ids.shape[1], *arguments(request.transform), tiles, splits,
         SAME_STRIDES=rows == out_rows, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None,
-        THROUGH=ask.through, BLOCK_V=tile.block_v, BLOCK_K=_block_k(ask.ids), ACC=_acc(c.plain.dtype), num_warps=num_warps,
+        THROUGH=request.through, BLOCK_V=tile.block_v, BLOCK_K=_block_k(request.ids), ACC=_acc(c.plain.dtype), num_warps=num_warps,
         **FUSED,
     )  # fmt: skip

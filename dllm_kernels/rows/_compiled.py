@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels.rows._eager import dtypes, in_dtypes, upstream
+from dllm_kernels.rows._eager import dtypes, in_dtypes, upstream_of
 from dllm_kernels.rows._plan import LEAVES, Job, Plan, placed
 from dllm_kernels.rows._records import ROW_OPS, RowOp, Tensors
 
@@ -46,10 +46,10 @@ def _(op: str, *inputs: Any) -> list[Tensor]:
 
 @torch.library.custom_op("dllm_kernels::rows_backward", mutates_args=())
 def _rows_backward(
-    op: str, kept: list[Tensor | None], up: list[Tensor | None], packed: list[int], factors: list[float],
+    op: str, kept: list[Tensor | None], upstream: list[Tensor | None], packed: list[int], factors: list[float],
     changing: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    made = ROW_OPS[op].backward(tuple(kept), tuple(up), Plan.unpack(packed, factors, changing))
+    made = ROW_OPS[op].backward(tuple(kept), tuple(upstream), Plan.unpack(packed, factors, changing))
     return [g for g in in_dtypes(made, dtypes(kept[:LEAVES])) if g is not None]
 
 
@@ -76,17 +76,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     op, plan, those = ctx.op, Plan.unpack(*ctx.packed), iter(grads)
-    up = upstream(op, [next(those) if written else None for written in ctx.written])
-    return None, *placed(_gradients(ctx, op, up, plan)), None, None, None, [None] * ctx.constants
+    upstream = upstream_of(op, [next(those) if written else None for written in ctx.written])
+    return None, *placed(_gradients(ctx, op, upstream, plan)), None, None, None, [None] * ctx.constants
 
 
-def _gradients(ctx: Any, op: RowOp, up: Tensors | None, plan: Plan) -> list[Tensor | None]:
-    if up is None or not any(plan.needs):
+def _gradients(ctx: Any, op: RowOp, upstream: Tensors | None, plan: Plan) -> list[Tensor | None]:
+    if upstream is None or not any(plan.needs):
         return [None] * LEAVES
     *kept, changing = ctx.saved_tensors
     if (backward := op.traced(plan)) is not None:
-        return in_dtypes(backward(tuple(kept), up, plan), ctx.dtypes)
-    made = iter(_rows_backward(op.name, kept, list(up), *ctx.packed, changing))
+        return in_dtypes(backward(tuple(kept), upstream, plan), ctx.dtypes)
+    made = iter(_rows_backward(op.name, kept, list(upstream), *ctx.packed, changing))
     wanted = zip(kept[:LEAVES], plan.needs, strict=True)
     return [next(made) if need and t is not None else None for t, need in wanted]
 

@@ -38,19 +38,19 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx: Any, saved: Callable[[], Tensors], *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        up = upstream(ctx.op, grads)
-        if up is None:
+        upstream = upstream_of(ctx.op, grads)
+        if upstream is None:
             return (None,) * (3 + LEAVES)
         if ctx.check is not None:
             ctx.check()
-        made = ctx.op.backward(saved(), up, ctx.plan)
+        made = ctx.op.backward(saved(), upstream, ctx.plan)
         return None, None, None, *in_dtypes(made, ctx.dtypes)
 
 
-def upstream(op: RowOp, grads: Sequence[torch.Tensor | None]) -> Tensors | None:
+def upstream_of(op: RowOp, grads: Sequence[torch.Tensor | None]) -> Tensors | None:
     """The upstream gradients of what is differentiable, contiguous; None where there is none at all."""
-    up = tuple(None if g is None else g.contiguous() for g in grads[: op.differentiable])
-    return None if all(g is None for g in up) else up
+    upstream = tuple(None if g is None else g.contiguous() for g in grads[: op.differentiable])
+    return None if all(g is None for g in upstream) else upstream
 
 
 def dtypes(leaves: Sequence[torch.Tensor | None]) -> list[torch.dtype | None]:

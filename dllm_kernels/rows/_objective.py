@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base._row_stats import Found, Upstream
+from dllm_kernels.base._row_stats import StatsResult, Upstream
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.rows._results import RowStats
 
@@ -33,7 +33,7 @@ class Objective:
         """The same of other rows: ``f`` takes them from each tensor."""
         return replace(self, aux=tuple(f(t) for t in self.aux))
 
-    def of(self, found: Found, marks: torch.Tensor, needed: bool) -> tuple[torch.Tensor, Upstream]:
+    def of(self, found: StatsResult, marks: torch.Tensor, needed: bool) -> tuple[torch.Tensor, Upstream]:
         """(value of each row, 0 where it is off; the gradients of the sum of them, None where there is none)."""
         leaves = [found.log_probs, found.row_max + found.log_sum, found.entropy]
         leaves = [None if t is None else t.detach().requires_grad_(needed) for t in leaves]
@@ -42,8 +42,8 @@ class Objective:
             total = torch.where(marks != SKIP, value, 0.0)
             grads = self._gradients(total.sum(), [t for t in leaves if t is not None]) if needed else []
         those = iter(grads)
-        up = [None if t is None or not needed else next(those) for t in leaves]
-        return total.detach(), Upstream(up[0], up[1], up[2], None)
+        upstream = [None if t is None or not needed else next(those) for t in leaves]
+        return total.detach(), Upstream(upstream[0], upstream[1], upstream[2], None)
 
     def _called(self, leaves: list[Any], correct: torch.Tensor | None) -> torch.Tensor:
         log_probs, lse, entropy = leaves

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base._row_stats import Found, Upstream
+from dllm_kernels.base._row_stats import StatsResult, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows import _chunks, _divergence, _soft_embedding, _stats
 from dllm_kernels.rows._plan import LEAVES, OF_ROWS, Gradients, Job, Plan
@@ -104,10 +104,10 @@ def _nll_result(plan: Plan, ids: torch.Size, _: torch.Size, *rows: Tensor | None
 
 
 def _nll_forward(job: Job, plan: Plan) -> Tensors:
-    return plan.primitives().nll(as_blv(job.x), job.marks, **_asked_of_nll(job, plan))
+    return plan.primitives().nll(as_blv(job.x), job.marks, **_nll_options(job, plan))
 
 
-def _asked_of_nll(job: Job, plan: Plan) -> dict[str, Any]:
+def _nll_options(job: Job, plan: Plan) -> dict[str, Any]:
     asked: dict[str, Any] = {"with_correct": plan.options.with_correct, "transform": plan.options.transform}
     return asked if plan.keeps_lse(job) else {**asked, "with_lse": False}
 
@@ -117,8 +117,8 @@ def _kept_rows(job: Job, written: Tensors, _: Plan) -> Tensors:
     return (*job.leaves, job.active, *written[1:3])
 
 
-def _nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
-    return _grad_of_logits(kept, up[0], None, plan)
+def _nll_backward(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
+    return _grad_of_logits(kept, upstream[0], None, plan)
 
 
 def _grad_of_logits(kept: Tensors, scale: Tensor | None, factor: Tensor | None, plan: Plan) -> Gradients:
@@ -160,20 +160,20 @@ def _weighted_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
     return (((), plan.acc), *_row_specs(job, plan), *grads, ((), plan.acc) if headroom else None)
 
 
-def _weighted_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+def _weighted_backward(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
     """What forward has made, scaled: in place, which is why it can be done only once."""
-    if kept[LEAVES] is not None or up[0] is None:
-        return _weighted_traced(kept, up, plan)
+    if kept[LEAVES] is not None or upstream[0] is None:
+        return _weighted_traced(kept, upstream, plan)
     for grad in kept[:LEAVES]:
         if grad is not None:
-            plan.primitives().scale_(grad, up[0])
+            plan.primitives().scale_(grad, upstream[0])
     return Gradients(*kept[:LEAVES])
 
 
-def _weighted_traced(kept: Tensors, up: Tensors, _: Plan) -> Gradients:
+def _weighted_traced(kept: Tensors, upstream: Tensors, _: Plan) -> Gradients:
     """The same, but nothing is written over."""
     *grads, headroom, weights = kept
-    (grad_loss,) = up
+    (grad_loss,) = upstream
     assert grad_loss is not None
     if headroom is None or weights is None:
         return Gradients(*(None if g is None else _times(g, grad_loss) for g in grads))
@@ -242,7 +242,7 @@ def _weighted_nll_forward(job: Job, plan: Plan) -> Tensors:
     """Each operation on ``[N]`` numbers is a launch on a GPU: where the kernels weigh the rows, torch only adds up."""
     assert job.weights is not None
     logits, primitives = as_blv(job.x), plan.primitives()
-    asked = _asked_of_nll(job, plan)
+    asked = _nll_options(job, plan)
     found: tuple[Any, ...]
     if plan.read_beyond:
         found = primitives.nll(logits, job.marks, **asked)
@@ -258,9 +258,9 @@ def _weighted_nll_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
     return (*_kept_rows(job, written[1:], plan), job.weights)
 
 
-def _weighted_nll_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+def _weighted_nll_backward(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
     *rows, weights = kept
-    return _grad_of_logits(tuple(rows), weights, up[0], plan)
+    return _grad_of_logits(tuple(rows), weights, upstream[0], plan)
 
 
 WEIGHTED_NLL = RowOp(
@@ -296,14 +296,14 @@ def _linear_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
     return written[4:] if plan.needs.frozen else _kept_rows(job, written, plan)
 
 
-def _linear_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+def _linear_backward(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
     """With a frozen head the rows of what forward made for upstream gradients of 1, times theirs."""
     if plan.needs.frozen:
-        x, extra_x = (_scaled_rows(t, up[0]) for t in kept)
+        x, extra_x = (_scaled_rows(t, upstream[0]) for t in kept)
         return Gradients(x, extra_x=extra_x)
     active, *stats = kept[LEAVES:]
     job = Job.of(kept[:LEAVES], (active, active, None, None, None))
-    return _chunks.token_backward(job, plan, stats, up[0])  # type: ignore[arg-type]
+    return _chunks.token_backward(job, plan, stats, upstream[0])  # type: ignore[arg-type]
 
 
 def _linear_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
@@ -340,13 +340,13 @@ def _stats_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
     return (*job.leaves, *job.of_rows, log_probs, row_max, log_sum, entropy, mix_weight)
 
 
-def _stats_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+def _stats_backward(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
     n = LEAVES + OF_ROWS
     job = Job.of(kept[:LEAVES], kept[LEAVES:n])
     log_probs, row_max, log_sum, entropy, mix_weight = kept[n:]
-    found = Found(log_probs, row_max, log_sum, entropy, mix_weight=mix_weight)  # type: ignore[arg-type]
+    found = StatsResult(log_probs, row_max, log_sum, entropy, mix_weight=mix_weight)  # type: ignore[arg-type]
     backward = _stats.backward if job.weight is None else _stats.linear_backward
-    return backward(job, found, Upstream(*up), plan)
+    return backward(job, found, Upstream(*upstream), plan)
 
 
 def _stats_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
@@ -409,21 +409,21 @@ def _divergence_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
     return (*job.leaves, job.ids, job.active, job.weights, written[4], *(pair.teacher or ()))
 
 
-def _divergence_backward(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+def _divergence_backward(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
     pair = _divergence.pair_of(plan)
     if _divergence.made_in_forward(plan):
-        return _divergence_traced(kept, up, plan) if pair.per_row else _weighted_backward(kept, up, plan)
+        return _divergence_traced(kept, upstream, plan) if pair.per_row else _weighted_backward(kept, upstream, plan)
     ids, active, weights, mean_alpha, *teacher = kept[LEAVES:]
     plan = plan._replace(pair=pair._replace(teacher=Teacher(*teacher)))  # type: ignore[arg-type]
     job = Job.of(kept[:LEAVES], (ids, active, weights, None, None))
-    return _divergence.backward(job, plan, mean_alpha, up[0])  # type: ignore[arg-type]
+    return _divergence.backward(job, plan, mean_alpha, upstream[0])  # type: ignore[arg-type]
 
 
-def _divergence_traced(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+def _divergence_traced(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
     """What forward has made, scaled, and nothing written over."""
     if not _divergence.pair_of(plan).per_row:
-        return _weighted_traced(kept, up, plan)
-    factor = kept[-1] * up[0]  # type: ignore[operator]
+        return _weighted_traced(kept, upstream, plan)
+    factor = kept[-1] * upstream[0]  # type: ignore[operator]
     return Gradients(x=_scaled_rows(kept[0], factor), extra_x=_scaled_rows(kept[3], factor))
 
 
@@ -466,7 +466,7 @@ DIVERGENCE = RowOp(
 )
 
 
-def _no_gradient(kept: Tensors, up: Tensors, plan: Plan) -> Gradients:
+def _no_gradient(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
     raise AssertionError("its inputs are constants")
 
 

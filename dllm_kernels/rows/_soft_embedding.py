@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base._row_stats import Ask, Coefficients, Found
+from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Plan
@@ -35,11 +35,11 @@ def forward(job: Job, plan: Plan) -> torch.Tensor:
         out = rows.empty(table.shape[1], dtype=dtype, device=job.x.device)
         through = transform.softcap is None and transform.scale is None
         for chunk, _, marks, logits in chunks:
-            ask = Ask(rows.take(job.ids, chunk), marks, transform=transform, through=through)
-            found = Found(*primitives.stats.forward(logits[None], ask))
+            request = StatsRequest(rows.take(job.ids, chunk), marks, transform=transform, through=through)
+            found = StatsResult(*primitives.stats.forward(logits[None], request))
             bump = None if job.weights is None else rows.take(job.weights, chunk)
-            c = _coefficients(ask, found, bump)
-            primitives.stats.backward(logits[None], ask, c, found.row_max, found.log_sum, logits[None])
+            c = _coefficients(request, found, bump)
+            primitives.stats.backward(logits[None], request, c, found.row_max, found.log_sum, logits[None])
             rows.put(out, chunk, torch.mm(logits, table))
         if rows.overflow is not None:
             out.masked_fill_(rows.overflow, float("nan"))
@@ -47,12 +47,12 @@ def forward(job: Job, plan: Plan) -> torch.Tensor:
         return out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(plan.dtype)
 
 
-def _coefficients(ask: Ask, found: Found, bump: torch.Tensor | None) -> Coefficients:
+def _coefficients(request: StatsRequest, found: StatsResult, bump: torch.Tensor | None) -> Coefficients:
     """1 / Z, and for the column what p'_b is beyond p_b / Z."""
     log_p = found.log_probs
     if bump is None:
         return Coefficients(torch.zeros_like(log_p), torch.ones_like(found.row_max), None, None)
-    there = ask.ids != SKIP
+    there = request.ids != SKIP
     bumped = log_p + bump.unsqueeze(1)
     others = torch.log(-torch.expm1(log_p.clamp(max=0)))  # log(1 - p_b)
     log_z = torch.where(there, torch.logaddexp(others, bumped), 0.0)

@@ -11,38 +11,38 @@ from collections.abc import Sequence
 
 import torch
 
-from dllm_kernels.base._row_stats import Ask, Coefficients, Found, Upstream
+from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Plan
 
 
-def forward(job: Job, plan: Plan) -> Found:
+def forward(job: Job, plan: Plan) -> StatsResult:
     """Of rows of logits ``[..., V]``."""
-    return Found(*plan.primitives().stats.forward(as_blv(job.x), _ask(job, plan)))
+    return StatsResult(*plan.primitives().stats.forward(as_blv(job.x), _request(job, plan)))
 
 
-def backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
+def backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
     """The gradient of the logits, contiguous, in their dtype."""
-    logits, ask = job.x, _ask(job, plan)
+    logits, request = job.x, _request(job, plan)
     primitives = plan.primitives().stats
-    made = primitives.small_backward and primitives.small_backward(as_blv(logits), ask, found, up)
+    made = primitives.small_backward and primitives.small_backward(as_blv(logits), request, found, upstream)
     if made is not None:
         return Gradients(made.view(logits.shape))
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    c = Coefficients.of(up, ask, found)
-    ask = _with_gradient(ask, c.size(up))
-    primitives.backward(as_blv(logits), ask, c, found.row_max, found.log_sum, as_blv(grad))
+    c = Coefficients.of(upstream, request, found)
+    request = _with_gradient(request, c.size(upstream))
+    primitives.backward(as_blv(logits), request, c, found.row_max, found.log_sum, as_blv(grad))
     return Gradients(grad)
 
 
-def linear_forward(job: Job, plan: Plan) -> Found:
+def linear_forward(job: Job, plan: Plan) -> StatsResult:
     """Of rows of hidden states: one product a chunk."""
     with no_autocast(job):
-        ask, chunks = _ask(job, plan), Chunks(job, plan, NO_GRADIENTS)
-        rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
+        request, chunks = _request(job, plan), Chunks(job, plan, NO_GRADIENTS)
+        rows, out = chunks.rows, _empty(chunks, request, plan.acc)
         for chunk, _, marks, logits in chunks:
-            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, ask, marks))
+            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, marks))
             _put(chunks, chunk, out, part)
         if rows.overflow is not None:
             for whole in out:
@@ -50,25 +50,25 @@ def linear_forward(job: Job, plan: Plan) -> Found:
                     whole.masked_fill_(rows.overflow, math.nan)
         log_probs, *others = (None if t is None else rows.whole(t) for t in out)
         assert log_probs is not None
-        return Found(log_probs.clone() if log_probs is not out[0] else log_probs, *others)
+        return StatsResult(log_probs.clone() if log_probs is not out[0] else log_probs, *others)
 
 
-def linear_backward(job: Job, found: Found, up: Upstream, plan: Plan) -> Gradients:
+def linear_backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
     """The gradients of what makes the logits: these once more, then a product for each input that wants one."""
     with no_autocast(job):
-        ask = _ask(job, plan)
-        c = Coefficients.of(up, ask, found)
-        size = c.size(up)
-        ask = _with_gradient(ask, size)
+        request = _request(job, plan)
+        c = Coefficients.of(upstream, request, found)
+        size = c.size(upstream)
+        request = _with_gradient(request, size)
         if plan.narrow:
             c = c.over(torch.where(size == 0, 1.0, size))
         size, factors, headroom = unit_scale(size, plan)
-        chunks = Chunks(job._replace(active=ask.marks), plan, plan.needs, factors)
+        chunks = Chunks(job._replace(active=request.marks), plan, plan.needs, factors)
         take = chunks.rows.take
         for chunk, h, marks, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
             row_max, log_sum = take(found.row_max, chunk), take(found.log_sum, chunk)
-            here = _part(chunks, chunk, ask, marks)
+            here = _part(chunks, chunk, request, marks)
             chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
             chunks.add_gradients(chunk, h, marks, logits, take(size, chunk))
         return chunks.gradients_times(headroom)
@@ -81,23 +81,23 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     ``narrow``, the gradients are those of ``_chunks.weighted_forward``: the sizes stand in the place of the weights.
     """
     with no_autocast(job):
-        ask, chunks = _ask(job, plan), Chunks(job, plan, plan.needs)
-        rows, out = chunks.rows, _empty(chunks, ask, plan.acc)
+        request, chunks = _request(job, plan), Chunks(job, plan, plan.needs)
+        rows, out = chunks.rows, _empty(chunks, request, plan.acc)
         device, needed = chunks.logits.device, any(plan.needs)
         value, sizes, headroom = rows.empty(dtype=plan.acc, device=device), None, None
         if plan.narrow and needed:
             sizes = rows.empty(dtype=plan.acc, device=device)
             headroom = torch.full((), torch.finfo(torch.float32).tiny, dtype=plan.acc, device=device)
         for chunk, h, marks, logits in chunks:
-            here = _part(chunks, chunk, ask, marks)
-            found = Found(*chunks.primitives.stats.forward(logits[None], here))
+            here = _part(chunks, chunk, request, marks)
+            found = StatsResult(*chunks.primitives.stats.forward(logits[None], here))
             objective = plan.objective.map(lambda t, chunk=chunk: rows.take(t, chunk))
-            part, up = objective.of(found, marks, needed)
+            part, upstream = objective.of(found, marks, needed)
             rows.put(value, chunk, part)
             _put(chunks, chunk, out, found)
             if needed:
-                c = Coefficients.of(up, here, found)
-                size = c.size(up).masked_fill(marks == SKIP, 0)
+                c = Coefficients.of(upstream, here, found)
+                size = c.size(upstream).masked_fill(marks == SKIP, 0)
                 factors = None
                 if sizes is not None and headroom is not None:
                     rows.put(sizes, chunk, size)
@@ -126,10 +126,10 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
         )
 
 
-def _ask(job: Job, plan: Plan) -> Ask:
+def _request(job: Job, plan: Plan) -> StatsRequest:
     """What the plan asks of rows that are flattened already."""
     o = plan.options
-    return Ask(
+    return StatsRequest(
         job.ids,
         job.marks,
         job.a,
@@ -143,14 +143,14 @@ def _ask(job: Job, plan: Plan) -> Ask:
     )
 
 
-def _with_gradient(ask: Ask, size: torch.Tensor) -> Ask:
+def _with_gradient(request: StatsRequest, size: torch.Tensor) -> StatsRequest:
     """Rows without a gradient switched off: theirs is 0 whatever they hold."""
-    return ask._replace(marks=ask.marks.masked_fill(size == 0, SKIP))
+    return request._replace(marks=request.marks.masked_fill(size == 0, SKIP))
 
 
-def _part(chunks: Chunks, chunk: slice, ask: Ask, marks: torch.Tensor) -> Ask:
-    a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (ask.a, ask.b))
-    return ask._replace(ids=chunks.rows.take(ask.ids, chunk), marks=marks, a=a, b=b)
+def _part(chunks: Chunks, chunk: slice, request: StatsRequest, marks: torch.Tensor) -> StatsRequest:
+    a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (request.a, request.b))
+    return request._replace(ids=chunks.rows.take(request.ids, chunk), marks=marks, a=a, b=b)
 
 
 def _put(chunks: Chunks, chunk: slice, out: Sequence[torch.Tensor | None], part: Sequence[torch.Tensor | None]) -> None:
@@ -160,10 +160,10 @@ def _put(chunks: Chunks, chunk: slice, out: Sequence[torch.Tensor | None], part:
             chunks.rows.put(whole, chunk, found)
 
 
-def _empty(chunks: Chunks, ask: Ask, acc: torch.dtype) -> list[torch.Tensor | None]:
-    """The fields of :class:`Found`, for the chunks to fill."""
-    rows, device, mix = chunks.rows, chunks.logits.device, ask.a is not None
-    wanted = (True, True, ask.entropy, mix, mix and ask.gradients)
+def _empty(chunks: Chunks, request: StatsRequest, acc: torch.dtype) -> list[torch.Tensor | None]:
+    """The fields of :class:`StatsResult`, for the chunks to fill."""
+    rows, device, mix = chunks.rows, chunks.logits.device, request.a is not None
+    wanted = (True, True, request.entropy, mix, mix and request.gradients)
     made = [rows.empty(dtype=acc, device=device) if w else None for w in wanted]
-    correct = rows.empty(dtype=torch.bool, device=device) if ask.correct else None
-    return [rows.empty(ask.ids.shape[1], dtype=acc, device=device), *made, correct]
+    correct = rows.empty(dtype=torch.bool, device=device) if request.correct else None
+    return [rows.empty(request.ids.shape[1], dtype=acc, device=device), *made, correct]

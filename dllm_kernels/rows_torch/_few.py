@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base._row_stats import FARTHEST, Ask, Found, Upstream
+from dllm_kernels.base._row_stats import FARTHEST, StatsRequest, StatsResult, Upstream
 from dllm_kernels.base._rows import NLL, SKIP
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows_torch._blocks import FEW, GRAIN, places, sum_rows
@@ -22,25 +22,27 @@ Rows = torch.Tensor | None
 LONG = 256  # logits of a row
 
 
-def forward(logits: torch.Tensor, ask: Ask) -> Found | None:
+def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
     """The statistics; see ``base/_row_stats.py``."""
-    if ask.a is not None or ask.correct or not _may_be_few(logits, ask.transform):
+    if request.a is not None or request.correct or not _may_be_few(logits, request.transform):
         return None
-    rows = None if ask.all_on or ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
-    ids = _taken(ask.ids, rows)
+    rows = None if request.all_on or request.marks.amin().item() >= 0 else places(request.marks != SKIP)
+    ids = _taken(request.ids, rows)
     if (z := _listed(logits, rows)) is None:
         return None
-    log_p, N = torch.log_softmax(z, 1), ask.marks.shape[0]
+    log_p, N = torch.log_softmax(z, 1), request.marks.shape[0]
     try:
         log_probs = log_p.gather(1, ids)
     except (IndexError, RuntimeError):  # an id that no column has
         return None
-    lse = (None, None) if not ask.lse else _normalizer(z, log_p, rows, N)
+    lse = (None, None) if not request.lse else _normalizer(z, log_p, rows, N)
     if lse is None:
         return None
-    entropy = (0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST)))).squeeze(1) if ask.entropy else None
+    entropy = (0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST)))).squeeze(1) if request.entropy else None
     row_max, log_sum = lse
-    return Found(_whole(log_probs, rows, N), row_max, log_sum, None if entropy is None else _whole(entropy, rows, N))
+    return StatsResult(
+        _whole(log_probs, rows, N), row_max, log_sum, None if entropy is None else _whole(entropy, rows, N)
+    )
 
 
 def weighted_nll(
@@ -96,16 +98,18 @@ def _nll_grad(
     return True
 
 
-def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -> torch.Tensor | None:
+def small_backward(
+    logits: torch.Tensor, request: StatsRequest, found: StatsResult, upstream: Upstream
+) -> torch.Tensor | None:
     """The gradient of the statistics in the logits ``[N, V]``, from what ``base/_row_stats.py`` calls (g_k, A, B)."""
-    if ask.a is not None or not ask.whole or not _may_be_few(logits, ask.transform):
+    if request.a is not None or not request.whole or not _may_be_few(logits, request.transform):
         return None
-    rows = None if ask.all_on or ask.marks.amin().item() >= 0 else places(ask.marks != SKIP)
-    ids, log_probs = _taken(ask.ids, rows), _taken(found.log_probs, rows)
+    rows = None if request.all_on or request.marks.amin().item() >= 0 else places(request.marks != SKIP)
+    ids, log_probs = _taken(request.ids, rows), _taken(found.log_probs, rows)
     # Of a finite log-probability all of its row is finite or -inf, and a gradient of 0 makes zeros of it.
     if (z := _listed(logits, rows)) is None or not _finite(log_probs):
         return None
-    of_ids, of_lse, of_entropy = (None if t is None else _taken(t, rows) for t in up[:3])
+    of_ids, of_lse, of_entropy = (None if t is None else _taken(t, rows) for t in upstream[:3])
     # Of an id that is none it is 0 whatever the row holds; where a gradient comes to one, ``scatter_add_`` refuses it below.
     if of_ids is None and not _finite(_taken(found.row_max + found.log_sum, rows)):
         return None
@@ -128,7 +132,7 @@ def small_backward(logits: torch.Tensor, ask: Ask, found: Found, up: Upstream) -
             return None
     if rows is None:
         return grad.to(logits.dtype)
-    out = torch.empty(ask.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    out = torch.empty(request.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
     _put(made, rows, out)
     return out
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base._row_stats import FARTHEST, Ask, Coefficients, Found
+from dllm_kernels.base._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
 from dllm_kernels.rows_torch import _few
@@ -49,11 +49,11 @@ class _Mix(NamedTuple):
     none: torch.Tensor
 
     @classmethod
-    def of(cls, ask: Ask, rows: torch.Tensor | None) -> _Mix:
+    def of(cls, request: StatsRequest, rows: torch.Tensor | None) -> _Mix:
         """Of these rows; None: of all."""
-        assert ask.a is not None
-        assert ask.b is not None
-        a, b = (t.unsqueeze(1) if rows is None else t[rows].unsqueeze(1) for t in (ask.a, ask.b))
+        assert request.a is not None
+        assert request.b is not None
+        a, b = (t.unsqueeze(1) if rows is None else t[rows].unsqueeze(1) for t in (request.a, request.b))
         return cls(a, b, (a == 0) & (b > 0))
 
     def blocks(self, size: int) -> list[_Mix]:
@@ -113,19 +113,19 @@ class _Sums(NamedTuple):
     log_probs: torch.Tensor | None
 
     @classmethod
-    def empty(cls, n: int, like: torch.Tensor, ask: Ask) -> _Sums:
+    def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> _Sums:
         """A mixture needs e^d, and S by itself; else torch's log-softmax leaves the rest."""
-        with_mix = ask.a is not None
+        with_mix = request.a is not None
         wanted = (
-            with_mix or ask.lse or ask.correct, ask.correct, ask.lse and not with_mix, with_mix, ask.entropy, with_mix,
-            with_mix and ask.gradients,
+            with_mix or request.lse or request.correct, request.correct, request.lse and not with_mix, with_mix, request.entropy,
+            with_mix, with_mix and request.gradients,
         )  # fmt: skip
         acc = acc_dtype(like.dtype)
         dtypes = (acc, torch.int64, *(acc,) * 5)
         made = [
             torch.empty(n, 1, dtype=d, device=like.device) if w else None for d, w in zip(dtypes, wanted, strict=True)
         ]
-        log_probs = None if with_mix else torch.empty(n, ask.ids.shape[1], dtype=acc, device=like.device)
+        log_probs = None if with_mix else torch.empty(n, request.ids.shape[1], dtype=acc, device=like.device)
         return cls(*made, log_probs)  # type: ignore[call-arg]
 
     def blocks(self, size: int, count: int) -> list[_Sums]:
@@ -165,52 +165,52 @@ def _reduce(
     _add_up_mix(e, d_sum, sums.row_sum, mix, sums, d, transform)
 
 
-def forward(logits: torch.Tensor, ask: Ask) -> Found:
+def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
     """See ``base/_row_stats.py``."""
-    if (few := _few.forward(logits, ask)) is not None:
+    if (few := _few.forward(logits, request)) is not None:
         return few
     B, L, V = logits.shape
-    rows = places(ask.marks != SKIP)
+    rows = places(request.marks != SKIP)
     if rows.numel() == 0:
-        return _nothing(ask, acc_dtype(logits.dtype))
+        return _nothing(request, acc_dtype(logits.dtype))
     acc, some = acc_dtype(logits.dtype), rows.numel() < B * L
-    with_mix = ask.a is not None
-    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, ask)
-    ids = ask.ids.index_select(0, rows) if some else ask.ids
+    with_mix = request.a is not None
+    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, request)
+    ids = request.ids.index_select(0, rows) if some else request.ids
     column, inside = column_of(ids, V)
     threads, size = team(rows.numel(), V, acc, logits.device)
     columns = split(column, size)
     parts = sums.blocks(size, len(columns))
-    mixes = _Mix.of(ask, rows).blocks(size) if with_mix else [None] * len(parts)
+    mixes = _Mix.of(request, rows).blocks(size) if with_mix else [None] * len(parts)
     blocks = zip(listed.blocks(size), parts, mixes, columns, strict=True)
-    rooms = _rooms(threads, size, V, logits, int(ask.entropy or with_mix), narrow=not listed.together)
-    share_out([partial(_reduce, listed, ask.transform, *block) for block in blocks], rooms)
-    found = _with_mix(sums, listed, column, ask.transform) if with_mix else _of_log_p(sums, ask.lse)
+    rooms = _rooms(threads, size, V, logits, int(request.entropy or with_mix), narrow=not listed.together)
+    share_out([partial(_reduce, listed, request.transform, *block) for block in blocks], rooms)
+    found = _with_mix(sums, listed, column, request.transform) if with_mix else _of_log_p(sums, request.lse)
     found.log_probs.masked_fill_(~inside, math.nan).masked_fill_(ids == SKIP, 0)
     if sums.best is not None:
         found = found._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~found.log_probs[:, 0].isnan())
     if not some:
         return found
-    whole = _nothing(ask, acc)
+    whole = _nothing(request, acc)
     for out, part in zip(whole, found, strict=True):
         if out is not None and part is not None:
             out.index_copy_(0, rows, part)
     return whole
 
 
-def _nothing(ask: Ask, acc: torch.dtype) -> Found:
+def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
     """Zeros, None where not asked for."""
-    mix = ask.a is not None
+    mix = request.a is not None
 
-    def zeros(wanted: bool = True, dtype: torch.dtype = acc) -> Any:
-        return ask.marks.new_zeros(ask.marks.shape, dtype=dtype) if wanted else None
+    def zeros(wanted: bool, dtype: torch.dtype = acc) -> Any:
+        return request.marks.new_zeros(request.marks.shape, dtype=dtype) if wanted else None
 
-    log_probs = ask.ids.new_zeros(ask.ids.shape, dtype=acc)
-    rows = (zeros(ask.lse), zeros(ask.lse), zeros(ask.entropy), zeros(mix), zeros(mix and ask.gradients))
-    return Found(log_probs, *rows, zeros(ask.correct, torch.bool))
+    log_probs = request.ids.new_zeros(request.ids.shape, dtype=acc)
+    wanted = (request.lse, request.lse, request.entropy, mix, mix and request.gradients)
+    return StatsResult(log_probs, *map(zeros, wanted), correct=zeros(request.correct, torch.bool))
 
 
-def _with_mix(sums: _Sums, listed: Listed, column: torch.Tensor, transform: Transform) -> Found:
+def _with_mix(sums: _Sums, listed: Listed, column: torch.Tensor, transform: Transform) -> StatsResult:
     """From the sums of e^d and what the logits are in these columns."""
     assert sums.row_max is not None
     assert sums.row_sum is not None
@@ -220,15 +220,15 @@ def _with_mix(sums: _Sums, listed: Listed, column: torch.Tensor, transform: Tran
     log_probs.masked_fill_(log_sum == -math.inf, math.nan)
     entropy = None if sums.moment is None else log_sum - sums.moment / sums.row_sum
     of_rows = (row_max, log_sum, entropy, sums.mix, sums.mix_weight)
-    return Found(log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
+    return StatsResult(log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
 
 
-def _of_log_p(sums: _Sums, lse: bool) -> Found:
+def _of_log_p(sums: _Sums, lse: bool) -> StatsResult:
     """From what log-softmax left."""
     assert sums.log_probs is not None
     row_max, log_sum = _normalizer(sums.row_max, sums.log_sum) if lse else (None, None)  # type: ignore[arg-type]
     entropy = None if sums.moment is None else 0 - sums.moment
-    return Found(sums.log_probs, *(None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy)))
+    return StatsResult(sums.log_probs, *(None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy)))
 
 
 def _normalizer(row_max: torch.Tensor, log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -238,24 +238,24 @@ def _normalizer(row_max: torch.Tensor, log_sum: torch.Tensor) -> tuple[torch.Ten
 
 
 def mix(
-    logits: torch.Tensor, ask: Ask, row_max: torch.Tensor, log_sum: torch.Tensor
+    logits: torch.Tensor, request: StatsRequest, row_max: torch.Tensor, log_sum: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``base/_row_stats.py``."""
     V = logits.shape[-1]
-    rows = places(ask.marks != SKIP)
-    wanted = (True, ask.gradients)
-    out = [torch.zeros(ask.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
+    rows = places(request.marks != SKIP)
+    wanted = (True, request.gradients)
+    out = [torch.zeros(request.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
     if rows.numel():
         listed, sums = (
             Listed(logits, rows),
-            _Sums.empty(rows.numel(), logits, ask._replace(entropy=False, correct=False)),
+            _Sums.empty(rows.numel(), logits, request._replace(entropy=False, correct=False)),
         )
         threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
         per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum.exp()))
-        mixes = _Mix.of(ask, rows).blocks(size)
+        mixes = _Mix.of(request, rows).blocks(size)
         jobs = zip(listed.blocks(size), sums.blocks(size, len(mixes)), mixes, *per_row, strict=True)
         rooms = _rooms(threads, size, V, logits, 1, narrow=not listed.together)
-        share_out([partial(_mix_block, listed, ask.transform, *job) for job in jobs], rooms)
+        share_out([partial(_mix_block, listed, request.transform, *job) for job in jobs], rooms)
         for whole, part in zip(out, (sums.mix, sums.mix_weight), strict=True):
             if whole is not None and part is not None:
                 whole.index_copy_(0, rows, part.squeeze(1))
@@ -295,25 +295,31 @@ class _Grad(NamedTuple):
 
     @classmethod
     def of(
-        cls, c: Coefficients, ask: Ask, row_max: torch.Tensor, log_sum: torch.Tensor, rows: torch.Tensor | None, V: int
+        cls,
+        c: Coefficients,
+        request: StatsRequest,
+        row_max: torch.Tensor,
+        log_sum: torch.Tensor,
+        rows: torch.Tensor | None,
+        V: int,
     ) -> _Grad:
         """Of these rows; None: of all."""
 
         def taken(t: torch.Tensor) -> torch.Tensor:
             return t if rows is None else t.index_select(0, rows)
 
-        ids, of_ids = taken(ask.ids), taken(c.of_ids)
+        ids, of_ids = taken(request.ids), taken(c.of_ids)
         plain = taken(c.plain).unsqueeze(1)
         column, inside = column_of(ids, V)
         of_ids = of_ids.masked_fill(~inside, 0)
-        if ask.whole and c.of_log is None and c.of_mix is None:  # all that most losses need
+        if request.whole and c.of_log is None and c.of_mix is None:  # all that most losses need
             return cls(plain, column, of_ids)
         row_max, log_sum = (taken(t).unsqueeze(1) for t in (row_max, log_sum))
         of_log = None if c.of_log is None else taken(c.of_log).unsqueeze(1)
         if of_log is not None:
             plain = plain - of_log * log_sum
         grad = cls(plain, column, of_ids, row_max, of_log)
-        if ask.whole and c.of_mix is None:
+        if request.whole and c.of_mix is None:
             return grad
         over_sum = torch.exp(-log_sum)
         grad = grad._replace(
@@ -321,7 +327,7 @@ class _Grad(NamedTuple):
         )
         if c.of_mix is None:
             return grad
-        mix = _Mix.of(ask, rows)
+        mix = _Mix.of(request, rows)
         return grad._replace(of_mix=taken(c.of_mix).unsqueeze(1), beside=mix.beside(log_sum.exp()), none=mix.none)
 
     def blocks(self, size: int) -> list[_Grad]:
@@ -356,32 +362,37 @@ class _Grad(NamedTuple):
 
 
 def backward(
-    logits: torch.Tensor, ask: Ask, c: Coefficients, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
+    logits: torch.Tensor,
+    request: StatsRequest,
+    c: Coefficients,
+    row_max: torch.Tensor,
+    log_sum: torch.Tensor,
+    out: torch.Tensor,
 ) -> None:
     """See ``base/_row_stats.py``."""
     V, acc = logits.shape[-1], acc_dtype(logits.dtype)
-    rows = places(ask.marks != SKIP)
-    threads, size = team(ask.marks.numel(), V, acc, logits.device)
+    rows = places(request.marks != SKIP)
+    threads, size = team(request.marks.numel(), V, acc, logits.device)
     if rows.numel() == 0:
         out.zero_()
         return
     source, target = Listed(logits, rows), with_zeros_between(out, rows, size)
-    grad = _Grad.of(c, ask, row_max, log_sum, None if rows.numel() == ask.marks.numel() else rows, V)
+    grad = _Grad.of(c, request, row_max, log_sum, None if rows.numel() == request.marks.numel() else rows, V)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
-    jobs = [partial(_grad_block, source, target, ask, *block) for block in blocks]
+    jobs = [partial(_grad_block, source, target, request, *block) for block in blocks]
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
-    caps = ask.transform.softcap is not None and ask.through
+    caps = request.transform.softcap is not None and request.through
     in_place = source.together and target.together
     rooms = _rooms(threads, size + target.spare, V, logits, more, narrow=not in_place, slope=caps)
     share_out(jobs, rooms)
 
 
 def _grad_block(
-    source: Listed, target: Listed | Spread, ask: Ask, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
+    source: Listed, target: Listed | Spread, request: StatsRequest, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
 ) -> None:  # fmt: skip
-    space, transform = room.space, ask.transform
+    space, transform = room.space, request.transform
     loaded, wide = source.load(block, space), top(space.wide, block)
-    if ask.through:
+    if request.through:
         z, slope = with_slope(loaded, transform, wide, top(space.slope, block))
     else:
         z, slope = transformed(loaded, transform, wide), 1.0
