@@ -166,7 +166,7 @@ class DiffusionLoss(TransformedLoss):
         causal_logits: torch.Tensor | None = None,
         noisy_input_ids: torch.Tensor | None = None,
     ) -> DLLMLossOutput:
-        """Compute the loss from logits. All losses are called alike; what one of them does not use, it checks all the same.
+        """Compute the loss from logits. All losses take the same arguments; those that a loss does not use are checked too.
 
         Args:
             logits: ``[B, L, V]``, any float dtype; for the hybrid loss also ``[B, 2 L, V]``, the diffusion logits followed

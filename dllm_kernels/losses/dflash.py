@@ -55,9 +55,9 @@ class DFlashDecayLoss(DraftLoss):
         dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
         anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token after it. The
             k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1`` rows.
-        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
-            is left out where it is None.
-        reduction: "total", or "none" for the rows too. Then ``row_losses`` is ``w m nll`` and
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
+            becomes -inf. A step whose argument is None is left out.
+        reduction: "total", or "none" to return each row too. Then ``row_losses`` is ``w m nll`` and
             ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".
 

@@ -107,10 +107,11 @@ class DraftDistillationLoss(DraftLoss):
         eta, kl_scale, alpha, base: its options of kind "lk"; alpha is "row" or "mean", base "kl" or "soft_ce". With D-PACE all valid
             rows have the same weight in the mean.
         chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`; None: chosen from the sizes.
-        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
-            is left out where it is None. For the draft's logits, and for the teacher's unless ``teacher_transform`` is given.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
+            becomes -inf. A step whose argument is None is left out. They apply to the draft's logits, and to the teacher's unless
+            ``teacher_transform`` is given.
         teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits; None: as for the draft's.
-        reduction: "total", or "none" for the rows too. From hidden states with a trainable head "none" takes two more products.
+        reduction: "total", or "none" to return each row too. From hidden states with a trainable head "none" takes two more products.
         backend: "auto", "triton" or "torch".
 
     Raises:

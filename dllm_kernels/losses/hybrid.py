@@ -44,10 +44,10 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     Args:
         alpha: weight of the diffusion part, a constant.
-        fp32_upcast: False rounds each token's NLL to the dtype of the logits; it is computed in float32 or wider all the same.
-        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
-            is left out where it is None.
-        reduction: "total", or "none" for the rows too: ``[B, 2 L]``, those of the diffusion part, with
+        fp32_upcast: False rounds each token's NLL to the dtype of the logits. The computation is in float32 or wider in any case.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
+            becomes -inf. A step whose argument is None is left out.
+        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, those of the diffusion part, with
             ``alpha`` in their weights, and then those of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".
     """

@@ -36,9 +36,9 @@ class IDLMLoss(TransformedLoss):
         auto_balance: alpha is ``CE(noisy) / max(CE(clean), 1e-6)`` instead, taken as a constant, so that both terms weigh
             the same. It is known only after the forward pass: from hidden states with a trainable head the logits are
             then made twice.
-        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
-            is left out where it is None.
-        reduction: "total", or "none" for the rows too: ``[B, 2 L]``, those of the masked copy and then
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
+            becomes -inf. A step whose argument is None is left out.
+        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, those of the masked copy and then
             those of the clean one, with alpha in their weights.
         backend: "auto", "triton" or "torch".
 

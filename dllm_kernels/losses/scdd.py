@@ -117,8 +117,8 @@ class SCDDLoss(DiffusionLoss):
         max_ratio, gamma_shape, t_peak: settings of :func:`scdd_schedule`.
         chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`, unless that is given its own; None:
             chosen from the sizes. From logits there are no chunks.
-        softcap, scale: a logit z becomes ``scale * softcap * tanh(z / softcap)``; each is left out where it is None.
-        reduction: "total", or "none" for the rows too. Then ``row_losses`` is T times the term of each position,
+        softcap, scale: each logit z becomes ``scale * softcap * tanh(z / softcap)``. A step whose argument is None is left out.
+        reduction: "total", or "none" to return each row too. Then ``row_losses`` is T times the term of each position,
             and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
 

@@ -30,8 +30,8 @@ class MaskedCrossEntropy(TransformedLoss):
             to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
         ignore_index: label to leave out; -100 is left out as well.
         reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
-        softcap, scale, skip_id: a logit z becomes ``scale * softcap * tanh(z / softcap)``, that of column ``skip_id`` -inf; each
-            is left out where it is None. No ``softcap`` for logits that the model has capped itself.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
+            becomes -inf. A step whose argument is None is left out. No ``softcap`` for logits that the model has capped itself.
         backend: "auto", "triton" or "torch".
 
     Raises:
