@@ -206,8 +206,8 @@ def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
         return request.marks.new_zeros(request.marks.shape, dtype=dtype) if wanted else None
 
     log_probs = request.ids.new_zeros(request.ids.shape, dtype=acc)
-    wanted = (request.lse, request.lse, request.entropy, mix, mix and request.gradients)
-    return StatsResult(log_probs, *map(zeros, wanted), correct=zeros(request.correct, torch.bool))
+    entropy, part, correct = zeros(request.entropy), mix and request.gradients, zeros(request.correct, torch.bool)
+    return StatsResult(log_probs, zeros(request.lse), zeros(request.lse), entropy, zeros(mix), zeros(part), correct)
 
 
 def _with_mix(sums: _Sums, listed: Listed, column: torch.Tensor, transform: Transform) -> StatsResult:
