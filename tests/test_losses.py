@@ -28,6 +28,7 @@ from dllm_kernels import (
 )
 from dllm_kernels.losses import _rows as rows_module
 from dllm_kernels.rows import _plan
+from dllm_kernels.rows_torch import _few
 from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, ROWS, SUMS, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
@@ -412,8 +413,15 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_makes_one_call(auto_balance, monkeypatch):
     seen = []
-    inner = rows_module.do
-    monkeypatch.setattr(rows_module, "do", lambda op, job, *a: seen.append(job.x) or inner(op, job, *a))
+    do, regular = rows_module.do, rows_module.weighted_nll  # the one where the other has nothing to say
+    monkeypatch.setattr(rows_module, "do", lambda op, job, *a: seen.append(job.x) or do(op, job, *a))
+
+    def of_regular(x, *others):
+        found = regular(x, *others)
+        seen.extend([] if found is None else [x])
+        return found
+
+    monkeypatch.setattr(rows_module, "weighted_nll", of_regular)
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
@@ -804,6 +812,7 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(case, form, backend
         raise InterruptedError
 
     monkeypatch.setattr(_plan, "row_primitives", stop)
+    monkeypatch.setattr(_few, "weighted_sum", lambda *_: stop(False))  # of few regular logits
     loss = {"logits": case.logits_form, "hidden": case.hidden_form}[form]
     leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
     for other in ("torch", "triton"):  # what a call that names none would take

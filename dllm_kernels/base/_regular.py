@@ -25,12 +25,28 @@ def is_regular(logits: Any, ids: Any, backend: Any) -> bool:
     )  # fmt: skip
 
 
+def on_torch_path(backend: Any, *tensors: Any) -> bool:
+    """Whether the torch path does the work, on plain tensors that are not those of a graph."""
+    return (
+        not torch.compiler.is_compiling() and all(type(t) in _PLAIN and t.is_cpu for t in tensors)
+        and (backend == "torch" or (backend == "auto" and "DLLM_KERNELS_BACKEND" not in os.environ))
+    )  # fmt: skip
+
+
 def are_regular(logits: Any, ids: Any) -> bool:
     """Whether rows of logits and ids would pass the checks but for those of their shapes."""
     return (
         not torch.compiler.is_compiling() and type(logits) in _PLAIN and type(ids) in _PLAIN
         and logits.is_cpu and ids.is_cpu and logits.dtype in _FLOATS and ids.dtype in _INTS and logits.numel() > 0
         and "DLLM_KERNELS_CHECK" not in os.environ
+    )  # fmt: skip
+
+
+def are_regular_tokens(logits: Any, ids: Any, p: Any, *masks: Any) -> bool:
+    """Whether logits ``[B, L, V]``, ids, a constant p and masks ``[B, L]`` would pass every check of their kind."""
+    return (
+        are_regular(logits, ids) and logits.dim() == 3 and logits.shape[:2] == ids.shape
+        and are_regular_masks(ids, p, *masks)
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.rows._call import do
 from dllm_kernels.rows._plan import Job, Options, compute_dtype
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL, RowOp
+from dllm_kernels.rows._regular import weighted_nll
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
 
 LOGITS = _checks.Names("logits", "target_ids")
@@ -92,8 +93,13 @@ class Rows(NamedTuple):
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **asked: Any
     ) -> WeightedNLL:
         """The sum of weights * NLL: what a loss is whose weights are known."""
+        if self.weight is None and active is None and not asked:
+            regular = weighted_nll(self.x, targets, weights, self.options)
+            if regular is not None:
+                return regular
+        weights = weights.detach().to(self.acc)
         op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
-        return self._do(op, targets, active, weights.detach().to(self.acc), **asked)  # type: ignore[no-any-return]
+        return self._do(op, targets, active, weights, **asked)  # type: ignore[no-any-return]
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **asked: Any) -> TokenNLL:
         """The NLL of the active rows, differentiable: for weights that are not known before the forward pass."""

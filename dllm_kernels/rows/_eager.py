@@ -43,7 +43,7 @@ class _Rows(torch.autograd.Function):
             return (None,) * (3 + LEAVES)
         if ctx.check is not None:
             ctx.check()
-        made = ctx.op.backward(saved(), upstream, ctx.plan)
+        made = ctx.op.backward(saved()[:-1], upstream, ctx.plan)
         return None, None, None, *in_dtypes(made, ctx.dtypes)
 
 

@@ -23,25 +23,25 @@ Backward = Callable[..., tuple[Any, ...]]
 
 
 def handle(like: torch.Tensor) -> torch.Tensor:
-    """An output of no elements, through which a backward pass finds the inputs: the last that is saved and returned."""
+    """An output of no elements, through which a backward pass finds the inputs: to be saved last, and returned."""
     return like.new_empty(0)
 
 
 def first_order_only(backward: Backward) -> Backward:
     """Wrap a backward method: under ``create_graph=True`` its gradients raise when they are differentiated.
 
-    The method takes, behind ``ctx``, a function that returns the saved tensors but for the :func:`handle`: they can be
-    looked at only once, since an activation checkpoint makes them anew and lets go of them. ``ctx.instead`` says what to
-    compute with where a second derivative is needed.
+    The method takes, behind ``ctx``, a function that returns the saved tensors: they can be looked at only once, since an
+    activation checkpoint makes them anew and lets go of them. The last of them leads to all inputs that want a gradient: a
+    :func:`handle`, or the only such input. ``ctx.instead`` says what to compute with where a second derivative is needed.
     """
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if not torch.is_grad_enabled():
-            return backward(ctx, lambda: ctx.saved_tensors[:-1], *grads)
+            return backward(ctx, lambda: ctx.saved_tensors, *grads)
         saved = functools.cache(lambda: ctx.saved_tensors)
         with torch.no_grad():
-            out = backward(ctx, lambda: saved()[:-1], *grads)
+            out = backward(ctx, saved, *grads)
         return without_derivative(out, (saved()[-1], *grads), ctx.instead)
 
     return wrapped

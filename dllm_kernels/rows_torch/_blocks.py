@@ -45,7 +45,8 @@ def places(t: torch.Tensor) -> torch.Tensor:
     On a CPU torch branches at every entry, and of 32,768 random ones takes 325 us where NumPy takes 40 (AMD EPYC).
     """
     if t.is_cpu and t.numel() >= 4096:
-        return torch.from_numpy(np.flatnonzero((t != 0).numpy()))
+        entries = t.numpy()
+        return torch.from_numpy(np.flatnonzero(entries if entries.dtype == np.bool_ else entries != 0))
     return t.nonzero().squeeze(1)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,7 +35,7 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
         log_probs = log_p.gather(1, ids)
     except (IndexError, RuntimeError):  # an id that no column has
         return None
-    lse = (None, None) if not request.lse else _normalizer(z, log_p, rows, N)
+    lse = (None, None) if not request.lse else _normalizer(z.amax(1), log_p, rows, N)
     if lse is None:
         return None
     entropy = (0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST)))).squeeze(1) if request.entropy else None
@@ -45,6 +45,59 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
     )
 
 
+class Active(NamedTuple):
+    """The rows that weigh anything: their numbers, None for all; their targets and weights."""
+
+    rows: Rows
+    ids: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def of(cls, targets: torch.Tensor, scale: torch.Tensor) -> Active:
+        """From those ``[N]`` of all rows."""
+        rows = _nonzero(scale)
+        return cls(rows, _taken(targets, rows), _taken(scale, rows))
+
+    @property
+    def with_target(self) -> Active:
+        """Without those whose target is none."""
+        kept = places(self.ids != SKIP)
+        return Active(kept if self.rows is None else self.rows[kept], self.ids[kept], self.scale[kept])
+
+
+def weighted_sum(
+    logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, Active] | None:
+    """The sum of weights * NLL, the NLL, both of the shape of the rows, and what :func:`weighted_grad` takes."""
+    if not _may_be_few(logits, NO_TRANSFORM) or targets.dtype != torch.int64 or weights.requires_grad:
+        return None
+    y, w = targets.reshape(-1), weights.reshape(-1)
+    active = Active.of(y, w)
+    if active.rows is None:  # the caller's own
+        active = Active(None, y.clone(), w.clone())
+    found = _nll(logits, active, w.numel())
+    if found is None:
+        return None
+    nll = found[0].view(targets.shape)
+    return (nll * weights).sum(), nll, active
+
+
+def _nll(logits: torch.Tensor, active: Active, N: int, with_lse: bool = False) -> tuple[Any, ...] | None:
+    """(NLL, M, log S) of all rows, 0 where they weigh nothing."""
+    rows = active.rows
+    if (z := _listed(logits, rows)) is None:
+        return None
+    row_max = z.amax(1) if with_lse else None
+    log_p = torch.log_softmax(z, 1) if rows is None else torch.log_softmax(z, 1, out=z)
+    try:
+        found = torch.nn.functional.nll_loss(log_p, active.ids, ignore_index=SKIP, reduction="none")
+    except (IndexError, RuntimeError):  # a target that no column has
+        return None
+    nll = found.add_(0.0) if rows is None else found.new_zeros(N).index_add_(0, rows, found)  # either way no -0
+    lse = (None, None) if row_max is None else _normalizer(row_max, log_p, rows, N)
+    return None if lse is None else (nll, *lse)
+
+
 def weighted_nll(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, transform: Transform, with_lse: bool
 ) -> tuple[Any, ...] | None:
@@ -52,18 +105,9 @@ def weighted_nll(
     if not _may_be_few(logits, transform):
         return None
     # A row without a target adds 0 by itself; its logsumexp does not, and is that of no row that is read.
-    rows = _nonzero(weights.masked_fill(targets == SKIP, 0) if with_lse else weights)
-    ids = _taken(targets, rows)
-    if (z := _listed(logits, rows)) is None:
-        return None
-    log_p, N = torch.log_softmax(z, 1), weights.numel()
-    try:
-        found = torch.nn.functional.nll_loss(log_p, ids, ignore_index=SKIP, reduction="none")
-    except (IndexError, RuntimeError):  # a target that no column has
-        return None
-    nll = found.add_(0.0) if rows is None else found.new_zeros(N).index_add_(0, rows, found)  # either way no -0
-    lse = (None, None) if not with_lse else _normalizer(z, log_p, rows, N)
-    return None if lse is None else (nll * weights, nll, *lse, None)
+    active = Active.of(targets, weights.masked_fill(targets == SKIP, 0) if with_lse else weights)
+    found = _nll(logits, active, weights.numel(), with_lse)
+    return None if found is None else (found[0] * weights, *found, None)
 
 
 def nll_grad(
@@ -73,25 +117,35 @@ def nll_grad(
     """The gradient of the NLL; False where nothing was done."""
     if not (_may_be_few(logits, transform) and out.is_contiguous()):
         return False
-    if factor is not None and not factor:
+    active = Active.of(targets, scale)
+    if active.ids.numel() and active.ids.amin().item() < 0:
+        active = active.with_target
+    if not _are_few(logits, active.rows) or (factor is not None and not factor):
         return False
-    return _nll_grad(logits, targets, scale, factor, out) or _nll_grad(
-        logits, targets, scale.masked_fill(targets == SKIP, 0), factor, out
-    )
+    return _grad(logits, active, factor, out)
 
 
-def _nll_grad(
-    logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor | None, out: torch.Tensor
-) -> bool:
-    rows = _nonzero(scale)
-    if (z := _listed(logits, rows)) is None:
-        return False
-    ids, plain = _taken(targets, rows).unsqueeze(1), _taken(scale, rows).unsqueeze(1)
-    if factor is not None:
+def weighted_grad(logits: torch.Tensor, active: Active, factor: torch.Tensor) -> torch.Tensor:
+    """The gradient of :func:`weighted_sum`, times a factor."""
+    if not factor:
+        return torch.zeros_like(logits, requires_grad=False)
+    out = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
+    if not (_grad(logits, active, factor, out) or _grad(logits, active.with_target, factor, out)):
+        raise AssertionError("these targets were columns in the forward pass")
+    return out
+
+
+def _grad(logits: torch.Tensor, active: Active, factor: torch.Tensor | None, out: torch.Tensor) -> bool:
+    rows, plain = active.rows, active.scale.unsqueeze(1)
+    if factor is not None and factor.item() != 1:
         plain = plain * factor
-    grad, made = _room(z, rows, out.dtype)
+    z = _wide(logits, rows)
+    if rows is None:
+        grad = made = out.view(z.shape) if out.dtype == z.dtype else z
+    else:
+        grad, made = (z, z) if _is_added(z, out.dtype) else _room(z, rows, out.dtype)
     try:
-        torch.softmax(z, 1, out=grad).mul_(plain).scatter_add_(1, ids, -plain)
+        torch.softmax(z, 1, out=grad).mul_(plain).scatter_add_(1, active.ids.unsqueeze(1), -plain)
     except (IndexError, RuntimeError):  # a target that no column has, or none at all
         return False
     _put(made, rows, out)
@@ -173,19 +227,26 @@ def _taken(t: Any, rows: Rows) -> Any:
     return t if rows is None else t.index_select(0, rows)
 
 
-def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor | None:
-    """These rows in the dtype of sums, which may be memory of the logits; None unless they are few."""
-    V = logits.shape[-1]
+def _are_few(logits: torch.Tensor, rows: Rows) -> bool:
     most = FEW if torch.get_num_threads() == 1 else GRAIN  # more than one core would wait for the others
-    if not 0 < (logits.numel() if rows is None else rows.numel() * V) <= most:
-        return None
-    z: torch.Tensor = _taken(logits.detach().view(-1, V), rows)
+    return 0 < (logits.numel() if rows is None else rows.numel() * logits.shape[-1]) <= most
+
+
+def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor | None:
+    """As :func:`_wide`; None unless they are few."""
+    return _wide(logits, rows) if _are_few(logits, rows) else None
+
+
+def _wide(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """These rows in the dtype of sums, which may be memory of the logits."""
+    z: torch.Tensor = _taken(logits.detach().view(-1, logits.shape[-1]), rows)
     return z if z.dtype in (torch.float32, torch.float64) else z.float()
 
 
-def _normalizer(z: torch.Tensor, log_p: torch.Tensor, rows: Rows, N: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _normalizer(
+    row_max: torch.Tensor, log_p: torch.Tensor, rows: Rows, N: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """M and log S; None where a row is all -inf."""
-    row_max = z.amax(1)
     return (_whole(row_max, rows, N), _whole(log_p.amax(1).neg_(), rows, N)) if _finite(row_max) else None
 
 
@@ -201,12 +262,16 @@ def _whole(t: torch.Tensor, rows: Rows, N: int) -> torch.Tensor:
 def _room(z: torch.Tensor, rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(memory for the gradient of rows z, the same with a row of zeros behind it where :func:`_put` wants one)."""
     n, V = z.shape
-    if rows is None or (V >= LONG and z.dtype == dtype):
+    if rows is None or _is_added(z, dtype):
         grad = torch.empty_like(z)
         return grad, grad
     made = torch.empty(n + 1, V, dtype=z.dtype, device=z.device)
     made[n].zero_()
     return made[:n], made
+
+
+def _is_added(z: torch.Tensor, dtype: torch.dtype) -> bool:
+    return z.shape[1] >= LONG and z.dtype == dtype
 
 
 def _put(made: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
