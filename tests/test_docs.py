@@ -335,6 +335,11 @@ def corruption(n):
     assert torch.equal(n["mixed_mask"], n["mixed"] != n["ids"])
     assert torch.equal(n["other_mask"], supervised & ~n["noise_mask"])
     assert torch.equal(n["p_mask"], n["levels"][:, None].expand_as(n["p_mask"]))
+    assert n["chosen"].sum(1).tolist() == [5, 10, 20, 52]
+    assert not (n["chosen"] & ~supervised).any()
+    odds = torch.tensor([1.0, 2.0, 7.0]).log().expand(20_000, 3)
+    one = ours.gumbel_topk_mask(odds, 1, seeds=torch.arange(20_000))
+    torch.testing.assert_close(one.double().mean(0), torch.tensor([0.1, 0.2, 0.7]).double(), atol=0.02, rtol=0)
     steps = n["levels"].sort().values.diff()
     torch.testing.assert_close(steps, torch.full((3,), (1 - 1e-3) / 4))
     large = {}
