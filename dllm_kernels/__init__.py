@@ -58,7 +58,7 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.rows._route import handlers_from
+from dllm_kernels.rows._run import Run, dtensors_by
 
 __version__ = "0.1.0"
 
@@ -66,11 +66,13 @@ _batched_gumbel_topk = batched_gumbel_topk
 _compute_per_token_nll = compute_per_token_nll
 
 
-def _register_dtensor_handlers() -> None:
-    from dllm_kernels.distributed import run  # noqa: F401  (it registers itself)
+def _run_of_dtensors() -> Run:
+    from dllm_kernels.distributed.run import run
+
+    return run
 
 
-handlers_from(_register_dtensor_handlers)
+dtensors_by(_run_of_dtensors)
 
 __all__ = [
     "BlockDiffusionCrossEntropyLoss",

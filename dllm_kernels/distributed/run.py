@@ -6,17 +6,16 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.distributed._layout import Rows, sum_over
+from dllm_kernels.distributed._layout import Rows, outside_the_graph, sum_over
 from dllm_kernels.distributed.linear import local_hidden
 from dllm_kernels.distributed.vocab_parallel import local_logits
-from dllm_kernels.rows import _run
 from dllm_kernels.rows._plan import Job, Plan
 from dllm_kernels.rows._records import SOFT_EMBEDDING, RowOp
 from dllm_kernels.rows._results import Divergence, RowObjective, WeightedNLL
-from dllm_kernels.rows._route import handles_dtensors
+from dllm_kernels.rows._run import run_plain
 
 
-@handles_dtensors
+@outside_the_graph
 def run(op: RowOp, job: Job, plan: Plan) -> Any:
     """The op's results as plain tensors of the global shape, equal on every rank that shares the rows.
 
@@ -31,7 +30,7 @@ def run(op: RowOp, job: Job, plan: Plan) -> Any:
             f"{rows.local_shape} of {rows.shape} here; give each rank's own, hidden.to_local(), with a head that is plain or split "
             "by vocabulary"
         )
-    out = _run.run(op, here, plan)
+    out = run_plain(op, here, plan)
     if not rows.groups:
         return out
     if isinstance(out, (WeightedNLL, RowObjective)) or (isinstance(out, Divergence) and not out.loss.dim()):

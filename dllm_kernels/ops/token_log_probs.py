@@ -13,7 +13,7 @@ from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked, do
 from dllm_kernels.rows._plan import Job, Needs, Options, Plan
 from dllm_kernels.rows._records import ROW_STATS
-from dllm_kernels.rows._run import run
+from dllm_kernels.rows._run import run_plain
 
 
 class TokenLogProbs(NamedTuple):
@@ -89,7 +89,7 @@ def token_log_probs(
         and type(with_entropy) is bool and is_regular(logits_or_hidden, ids, backend)
     ):  # fmt: skip
         plan = _plan(logits_or_hidden.dtype, with_entropy, Needs.of(logits_or_hidden))
-        found = run(ROW_STATS, Job(logits_or_hidden, None, None, ids), plan)
+        found = run_plain(ROW_STATS, Job(logits_or_hidden, None, None, ids), plan)
         return TokenLogProbs(found.log_probs, found.entropy)
     _checks.check_flags(with_entropy=with_entropy)
     for name, value in {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}.items():

@@ -13,7 +13,7 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.rows._plan import Job, Options, Plan
 from dllm_kernels.rows._records import RowOp
-from dllm_kernels.rows._route import route
+from dllm_kernels.rows._run import run
 from dllm_kernels.rows._teacher import Pair
 
 
@@ -26,7 +26,7 @@ def call(
 
 def do(op: RowOp, job: Job, options: Options, objective: Any = None, pair: Pair | None = None) -> Any:
     """Do a job that has been checked, and whose options have been."""
-    return route(op, job, Plan.of(job, options, objective, pair))
+    return run(op, job, Plan.of(job, options, objective, pair))
 
 
 def checked(

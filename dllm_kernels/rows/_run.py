@@ -1,22 +1,43 @@
-"""A row op on plain tensors: rows flattened, then the autograd Function or, under torch.compile, the compiled op."""
+"""A row op on plain tensors: rows flattened, then the autograd Function or, under torch.compile, the compiled op.
+
+Where a tensor is a DTensor, ``distributed/`` makes the job local to its rank first. Nothing here knows of it: the package's
+``__init__`` says what to load, at the first DTensor.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from dllm_kernels.base._checks import check_inplace
-from dllm_kernels.base._plain import has_values
+from dllm_kernels.base._plain import has_values, is_dtensor
 from dllm_kernels.base._rows import as_blv
 from dllm_kernels.rows import _eager
 from dllm_kernels.rows._plan import Job, Plan
 from dllm_kernels.rows._records import RowOp
 
+Run = Callable[[RowOp, Job, Plan], Any]
+_of_dtensors: list[Callable[[], Run]] = []
+
+
+def dtensors_by(load: Callable[[], Run]) -> None:
+    """Say how to load what runs an op where a tensor of the job is a DTensor."""
+    _of_dtensors[:] = [load]
+
 
 def run(op: RowOp, job: Job, plan: Plan) -> Any:
     """What the op returns to its caller, in the shape of the caller's rows."""
+    if not any(is_dtensor(t) for t in (*job, *(plan.pair.tensors if plan.pair is not None else ()))):
+        return run_plain(op, job, plan)
+    (load,) = _of_dtensors
+    return load()(op, job, plan)
+
+
+def run_plain(op: RowOp, job: Job, plan: Plan) -> Any:
+    """The same on plain tensors."""
     if plan.options.inplace_backward:
         check_inplace(job.x, as_blv(job.x))
     if plan.objective is not None:
