@@ -106,13 +106,12 @@ def divergence(
         alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a over the
             call, which takes one more pass over the logits. None: "row".
         base: of ``lk``: "kl" or "soft_ce", what lam multiplies; None: "kl".
-        softcap: of the student's logits, as in :func:`token_nll`.
-        scale: of the student's logits, as in :func:`token_nll`; applied before the temperature.
-        skip_id: of the student's logits, as in :func:`token_nll`: the column counts as -inf.
+        softcap: of the student's logits: c > 0 makes each ``c tanh(z / c)``; None: no cap.
+        scale: of the student's logits: s > 0 multiplies each, after the cap and before the temperature; None: 1.
+        skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
         teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none. Its
             ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
-        check_targets: raise an IndexError that names the first target, row or column out of range; reads them back to the host.
-            None follows the environment variable ``DLLM_KERNELS_CHECK``.
+        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -185,35 +184,39 @@ def linear_divergence(
         weight: ``[V, D]``, its LM head, of the dtype of ``hidden`` unless autocast is on.
         teacher_hidden: ``[..., D']``, of the dtype of ``hidden`` and with as many rows, unless ``teacher_rows`` is given. A
             constant.
-        weights: ``[...]``, as in :func:`divergence`.
+        weights: ``[...]``, bool or numeric, taken as constants (detached); None: ones.
         bias: ``[V]`` or None.
-        extra: a low-rank second part of the student's head, (u ``[..., r]``, U ``[V, r]``), or None. ``U u`` is added to the
-            student's logits before any transform. u and U may require gradients.
+        extra: a second part of the student's head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to its logits; or
+            None.
         teacher_weight: ``[V', D']``, the teacher's LM head. None: it shares ``weight`` and ``bias``, but not ``extra``.
         teacher_bias: ``[V']``, the bias of ``teacher_weight``, or None.
         teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V', r]``), or
             None. A constant.
-        kind: as in :func:`divergence`.
-        targets: as in :func:`divergence`.
-        teacher_rows: as in :func:`divergence`: rows of ``teacher_hidden``. They are copied one chunk at a time.
-        draft_to_target: as in :func:`divergence`. These rows of the teacher's head are copied once a call, and only they are
-            multiplied.
-        temperature: as in :func:`divergence`.
-        reduction: as in :func:`divergence`.
-        beta: as in :func:`divergence`.
-        floor: as in :func:`divergence`.
-        eta: as in :func:`divergence`.
-        kl_scale: as in :func:`divergence`.
-        alpha: as in :func:`divergence`.
-        base: as in :func:`divergence`.
+        kind: a name of the table of :func:`divergence`, or a dict of names and coefficients, all computed in one pass.
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives NaN in
+            its own row.
+        teacher_rows: ``[...]`` integers: the row of ``teacher_hidden`` for each row of the student, copied one chunk at a time.
+            None: the two have the same layout.
+        draft_to_target: ``[V]`` integers: the teacher's column of each token of a smaller vocabulary. These rows of the
+            teacher's head are copied once a call, and only they are multiplied. None: both have the same vocabulary.
+        temperature: T > 0. Both sides' logits are divided by T, and value and loss are multiplied by T squared.
+        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient per row.
+        beta: beta of ``jsd``, in [0, 1]; None: 0.5.
+        floor: floor of ``nla``; None: 1e-5.
+        eta: eta of ``lk``; None: 3.
+        kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
+        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a over the
+            call, which takes one more pass over the logits. None: "row".
+        base: of ``lk``: "kl" or "soft_ce", what lam multiplies; None: "kl".
         chunk_size: number of rows whose logits exist at a time, for each of the two models; None: chosen from the sizes.
-        num_active: an upper bound of the number of rows of nonzero weight. Without it the number is read back from a GPU. Too
-            small a bound gives NaN.
-        softcap: as in :func:`divergence`.
-        scale: as in :func:`divergence`.
-        skip_id: as in :func:`divergence`.
-        teacher_transform: as in :func:`divergence`.
-        check_targets: as in :func:`divergence`.
+        num_active: an upper bound of the number of rows of nonzero weight, else read back from a GPU. Too small a bound gives
+            NaN.
+        softcap: of the student's logits: c > 0 makes each ``c tanh(z / c)``; None: no cap.
+        scale: of the student's logits: s > 0 multiplies each, after the cap and before the temperature; None: 1.
+        skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none. Its
+            ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
+        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

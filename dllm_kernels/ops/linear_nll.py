@@ -71,22 +71,18 @@ def weighted_linear_nll(
         targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
         weights: ``[...]``, bool or numeric, taken as constants (detached).
         bias: ``[V]`` or None.
-        extra: the second part of the head, (u ``[..., r]``, U ``[V, r]``), or None: ``U u`` is added to the logits, before
-            any transform of them. Of the dtype of ``hidden`` unless autocast is on.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
         active: ``[...]``, rows to project; None: those whose weight is not zero.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax of the logits as rounded to the compute dtype.
+        with_correct: also return whether the target is the argmax, of logits rounded to the compute dtype.
         round_nll: round each NLL to the compute dtype before it is weighted (the value; the gradient is not rounded).
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a
-            bound gives a NaN loss.
+        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and a
-            target equal to it gives NaN, like one outside of ``[0, V)``.
-        check_targets: raise an IndexError that names the first target out of range; reads the targets back to the host. None
-            follows the environment variable ``DLLM_KERNELS_CHECK``.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -133,21 +129,21 @@ def linear_token_nll(
     :func:`weighted_linear_nll` where the weight of each row is known in advance.
 
     Args:
-        hidden: ``[..., D]``, as in :func:`weighted_linear_nll`.
-        weight: ``[V, D]``.
-        targets: ``[...]`` integers.
+        hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
+        weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
         bias: ``[V]`` or None.
-        extra: as in :func:`weighted_linear_nll`.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
         active: ``[...]``, rows to project; None: all.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax of the logits as rounded to the compute dtype.
+        with_correct: also return whether the target is the argmax, of logits rounded to the compute dtype.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: as in :func:`weighted_linear_nll`; too small a bound gives NaN.
-        softcap: as in :func:`weighted_linear_nll`.
-        scale: as in :func:`weighted_linear_nll`.
-        skip_id: as in :func:`weighted_linear_nll`.
-        check_targets: as in :func:`weighted_linear_nll`.
+        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

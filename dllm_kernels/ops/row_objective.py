@@ -55,7 +55,8 @@ def row_objective(
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        ids: ``[...]`` or ``[..., K]``, as in :func:`row_stats`.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or ``skip_id``,
+            gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the others
             ``[R]``) and the same rows of each tensor of ``aux``. It returns ``[R]``, made by torch operations. It may be called
             several times, each time with some of the rows. Inactive rows may be among them; their results are dropped.
@@ -63,10 +64,10 @@ def row_objective(
         entropy: whether ``fn`` uses ``stats.entropy``.
         active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum. None: all rows.
         with_correct: whether ``fn`` uses ``stats.correct``, which says if the first id is the argmax.
-        softcap: as in :func:`token_nll`.
-        scale: as in :func:`token_nll`; a temperature T is 1 / T.
-        skip_id: as in :func:`token_nll`.
-        check_targets: as in :func:`row_stats`.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -129,21 +130,21 @@ def linear_row_objective(
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: as in :func:`row_objective`.
-        fn: as in :func:`row_objective`; called once for each chunk of rows.
-        aux: as in :func:`row_objective`.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or ``skip_id``,
+            gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        fn: ``fn(stats, *aux)`` of R rows, as in :func:`row_objective`; called once for each chunk of rows.
+        aux: tensors ``[..., *]`` with one entry for each row, constants.
         bias: ``[V]`` or None.
-        extra: as in :func:`weighted_linear_nll`.
-        entropy: as in :func:`row_objective`.
-        active: as in :func:`row_objective`; rows left out are not projected.
-        with_correct: as in :func:`row_objective`, for logits rounded to the compute dtype.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
+        entropy: whether ``fn`` uses ``stats.entropy``.
+        active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum and not projected. None: all rows.
+        with_correct: whether ``fn`` uses ``stats.correct``: is the first id the argmax, of logits rounded to the compute dtype?
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a bound
-            gives a NaN loss.
-        softcap: as in :func:`token_nll`.
-        scale: as in :func:`token_nll`.
-        skip_id: as in :func:`token_nll`.
-        check_targets: as in :func:`row_stats`.
+        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -64,11 +64,10 @@ def row_stats(
             are legal; F is -inf where a logarithm is.
         active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
         with_correct: also return whether the first id is the argmax.
-        softcap: as in :func:`token_nll`.
-        scale: as in :func:`token_nll`; a temperature T is 1 / T.
-        skip_id: as in :func:`token_nll`.
-        check_targets: raise an IndexError that names the first id out of range; reads the ids back to the host. None follows the
-            environment variable ``DLLM_KERNELS_CHECK``.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -114,20 +113,21 @@ def linear_row_stats(
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: ``[...]`` or ``[..., K]``, as in :func:`row_stats`.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or ``skip_id``,
+            gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
         bias: ``[V]`` or None.
-        extra: as in :func:`weighted_linear_nll`.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
         entropy: also return the entropy.
-        mix: as in :func:`row_stats`.
+        mix: (a, b), each ``[...]``, floating, not negative, taken as constants (detached): also return F. a = 0 and b = 0
+            are legal; F is -inf where a logarithm is.
         active: ``[...]``, rows to project; None: all.
-        with_correct: also return whether the first id is the argmax of the logits as rounded to the compute dtype.
+        with_correct: also return whether the first id is the argmax, of logits rounded to the compute dtype.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a bound
-            gives NaN.
-        softcap: as in :func:`token_nll`.
-        scale: as in :func:`token_nll`.
-        skip_id: as in :func:`token_nll`.
-        check_targets: as in :func:`row_stats`.
+        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -62,15 +62,17 @@ def token_log_probs(
         ids: ``[...]``, integers in ``[0, V)`` or -100; anything else, or ``skip_id``, gives NaN in its own place.
         weight: the LM head ``[V, D]``, or None for logits.
         bias: ``[V]``, only with ``weight``.
-        extra: as in :func:`weighted_linear_nll`; only with ``weight``.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits. Only with
+            ``weight``.
         temperature: T > 0, by which the logits, capped if they are, are divided.
         with_entropy: also return the entropy of each token's distribution, differentiable like the log-probabilities.
         active: ``[...]``, bool or numeric; None: every token that has an id.
-        softcap: as in :func:`token_nll`.
-        skip_id: as in :func:`token_nll`.
-        chunk_size: as in :func:`linear_row_stats`; only with ``weight``, like the one that follows.
-        num_active: as in :func:`linear_row_stats`.
-        check_targets: as in :func:`row_stats`.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
+        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes. Only with ``weight``.
+        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN. Only
+            with ``weight``.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

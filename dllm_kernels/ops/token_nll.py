@@ -43,10 +43,8 @@ def token_nll(
     Source: cross-entropy with a one-hot target; the logsumexp in one pass by Milakov and Gimelshein 2018, arXiv:1805.02867.
 
     Args:
-        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides (a copy is made only when the columns of
-            a row do not lie side by side).
-        targets: ``[...]``, integer class indices in ``[0, V)`` or ``ignore_index``. Anything else gives NaN in its own
-            row, see ``check_targets``.
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
         active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
@@ -55,10 +53,8 @@ def token_nll(
             Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and a
-            target equal to it gives NaN, like one outside of ``[0, V)``.
-        check_targets: raise an IndexError that names the first target out of range; reads the targets back to the host. None
-            follows the environment variable ``DLLM_KERNELS_CHECK``.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -100,8 +96,8 @@ def weighted_nll(
     A row of weight 0 is not read: a NaN or inf in it reaches neither the loss nor the gradient.
 
     Args:
-        logits: ``[..., V]``, as in :func:`token_nll`.
-        targets: ``[...]``, as in :func:`token_nll`.
+        logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
         weights: ``[...]``, bool or numeric, taken as constants (detached).
         active: ``[...]``, rows to read; None: those whose weight is not zero. Give it to get NLL and argmax-match of
             rows that do not enter the loss.
@@ -110,11 +106,12 @@ def weighted_nll(
         with_correct: also return whether the target is the argmax, of the transformed logits if there is a transform.
         round_nll: round each NLL to the dtype of the logits before it is weighted, as a cross-entropy computed in that
             dtype would return it.
-        inplace_backward: as in :func:`token_nll`.
-        softcap: as in :func:`token_nll`.
-        scale: as in :func:`token_nll`.
-        skip_id: as in :func:`token_nll`.
-        check_targets: as in :func:`token_nll`.
+        inplace_backward: write the gradient over ``logits`` instead of allocating it; no two rows may share memory.
+            Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
+        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
