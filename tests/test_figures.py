@@ -60,7 +60,8 @@ def agree(shown, exact):
 
 
 def table(path):
-    rows = [line.strip("| ").split(" | ") for line in path.read_text().splitlines() if re.match(r"\| .*\dx", line)]
+    text = path.read_text().split("## Divergences")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| .*\dx", line)]
     assert rows
     return rows
 
@@ -84,6 +85,21 @@ def test_the_table_is_what_was_measured(page):
         if page.parent == DOCS:
             samples = re.search(r"medians of (\d+)", what)
             assert found["options"]["samples"] == int(samples[1] if samples else 20), what
+
+
+def test_the_divergences_are_what_was_measured():
+    text = (DOCS / "benchmarks.md").read_text().split("## Divergences")[1]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    assert [kind for kind, _ in rows] == ["kl", "jsd", "tv", "l1", "nla"]
+    files = [results(path) for path in EPYC.glob("divergence_*.json")]
+    assert {file["options"]["samples"] for file in files} == {5}
+    found = [result for file in files for result in file["results"]]
+    for kind, cells in rows:
+        case = {"shape": "CPU 2x960 frozen", "rows": 960, "V": 32000, "kind": kind}
+        speed, memory = ratios(found, "both", "plain", case)
+        products, _ = ratios(found, "both", "products", case)
+        for figure, exact in zip(printed(cells), (speed, memory, products), strict=True):
+            assert agree(figure, exact), (kind, figure, exact)
 
 
 def test_the_demo_is_what_was_measured():
