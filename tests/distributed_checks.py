@@ -30,7 +30,10 @@ EXHAUSTIVE = {
     (2, "tp_divergence[lk, mean]"),
     (2, "tp_divergence_of_logits[kl]"),
     (2, "special_rows_of_a_divergence"),
+    *((2, f"fsdp_reshard_after_forward[{name}]") for name in ("mdlm, counted", "dflash")),
+    *((2, f"fsdp_accumulation[{name}]") for name in ("mdlm, counted", "dflash")),
     (4, "a_skipped_column_is_one_of_the_whole_row"),
+    (4, "tp_soft_embedding[plain]"),
 }
 # Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
 EVERY_TIME = {
@@ -184,9 +187,9 @@ def upstream(case, rows=B):
     return torch.randn(shape) * (torch.rand(shape) < 0.8) if case.per_row else torch.randn(())
 
 
-def drawn(case, seed=0):
+def drawn(case, seed=0, rows=B):
     torch.manual_seed(seed)
-    return case.draw(B, L, V)
+    return case.draw(rows, L, V)
 
 
 def _mtp(B, L, V):

@@ -27,10 +27,10 @@ def plain(case, inputs):
     return lambda h, w, b, u, second: case.oracle(reference.linear_logits(h, w, b, extra=(u, second)), inputs)
 
 
-def draw(case, dtype=torch.float64):
+def draw(case, dtype=torch.float64, rows=B):
     def leaves(_):
-        shapes = (B, L, D), (V, D), (V,), (B, L, R), (V, R)
-        return [torch.randn(shape).to(dtype) for shape in shapes], upstream(case)
+        shapes = (rows, L, D), (V, D), (V,), (rows, L, R), (V, R)
+        return [torch.randn(shape).to(dtype) for shape in shapes], upstream(case, rows)
 
     return leaves
 
@@ -65,8 +65,8 @@ def tp_extra(name):
 
 @check(2)
 def tp_extra_in_every_dtype_and_through_the_kernels():
-    case, mesh = BY_NAME["weighted_nll"], mesh_of("tp")
-    inputs = drawn(case)
+    case, mesh, rows = BY_NAME["weighted_nll"], mesh_of("tp"), 2
+    inputs = drawn(case, rows=rows)
     runs = [(torch.float16, "torch"), (torch.bfloat16, "torch"), (torch.float32, "triton")]
     for dtype, backend in runs:
         assert_parity(
@@ -75,7 +75,7 @@ def tp_extra_in_every_dtype_and_through_the_kernels():
                 chunk_size=5, backend=backend,
             ),
             plain(case, inputs),
-            draw(case, dtype),
+            draw(case, dtype, rows),
         )  # fmt: skip
 
 

@@ -35,13 +35,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id")
 
 
-def logits_draw(case, dtype, columns=V):
-    return lambda _: ([(3 * torch.randn(B, L * case.width, columns)).to(dtype)], upstream(case))
+def logits_draw(case, dtype, columns=V, rows=B):
+    return lambda _: ([(3 * torch.randn(rows, L * case.width, columns)).to(dtype)], upstream(case, rows))
 
 
-def hidden_draw(case, dtype, columns=V):
-    shapes = (B, L * case.width, D), (columns, D), (columns,)
-    return lambda _: ([torch.randn(shape).to(dtype) for shape in shapes], upstream(case))
+def hidden_draw(case, dtype, columns=V, rows=B):
+    shapes = (rows, L * case.width, D), (columns, D), (columns,)
+    return lambda _: ([torch.randn(shape).to(dtype) for shape in shapes], upstream(case, rows))
 
 
 def linear_oracle(case, inputs):
@@ -106,19 +106,19 @@ def tp_mtp(name):
 @check(2, name=FEW)
 def tp_kernels(name):
     """The same through the Triton kernels."""
-    case, mesh = BY_NAME[name], mesh_of("tp")
-    inputs = drawn(case)
+    case, mesh, rows = BY_NAME[name], mesh_of("tp"), 2
+    inputs = drawn(case, rows=rows)
     assert_parity(
         lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="triton"),
         lambda x: case.oracle(x, inputs),
-        logits_draw(case, torch.float32),
+        logits_draw(case, torch.float32, rows=rows),
     )
     assert_parity(
         lambda h, w, b: case.hidden_form(
             h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="triton"
         ),
         linear_oracle(case, inputs),
-        hidden_draw(case, torch.float32),
+        hidden_draw(case, torch.float32, rows=rows),
     )
 
 
@@ -132,7 +132,7 @@ def a_skipped_column_is_one_of_the_whole_row():
         x[:, skip_id] = 20.0
         x[1, y[1]] = 9.0
         y[2] = skip_id
-        for backend in ("torch", "triton"):
+        for backend in ("torch", "triton") if skip_id == V // 2 else ("torch",):
             flags = {"softcap": 6.0, "scale": 1.4, "skip_id": skip_id, "with_correct": True, "with_lse": True}
             flags["backend"] = backend
             out = ops.token_nll(shard(x, mesh, Shard(1)), y, **flags)
@@ -271,6 +271,9 @@ SPECIAL = {
     "large": lambda x: 1e4 * x,
     "targets at the edges": lambda x: x,
 }
+# The rows that the kernels have: a row costs under Triton's interpreter what a call does elsewhere. Special ids stand in the
+# first four, special values in rows 1 and all; of targets at the edges of the shards these are.
+OF_KERNELS = [0, 1, 2, 3, 9, 10, 18]
 
 
 @check(2, kind=SPECIAL)
@@ -293,7 +296,14 @@ def special_values(kind):
                 "with_correct": True,
                 "backend": backend,
             }
-            _same(lambda t, f=flags: ops.token_nll(t, y, **f), x, shard(x, mesh, Shard(1)), g)
+            rows = slice(None) if backend == "torch" else OF_KERNELS
+            per_row = {"active": active[rows]}
+            _same(
+                lambda t, f=flags | per_row, y=y[rows]: ops.token_nll(t, y, **f),
+                x[rows],
+                shard(x[rows], mesh, Shard(1)),
+                g[rows],
+            )
     eye = torch.eye(V).double()  # logits = hidden: 0 * inf is NaN, so finite ones only
     if kind in ("ties", "large", "targets at the edges"):
         for ignore_index in (-100, 10):
@@ -317,10 +327,20 @@ def special_row_statistics(kind):
     active, mix = torch.rand(N) < 0.8, (torch.rand(N).double() * (torch.rand(N) < 0.7), torch.rand(N).double() + 0.1)
     for transform in ({}, {"skip_id": 9}, {"softcap": 3.0, "scale": 0.6, "skip_id": V - 1}):
         for backend in ("torch", "triton") if transform and mesh.size() == 2 else ("torch",):
-            flags = {"active": active, "entropy": True, "mix": mix, "with_correct": True, **transform}
-            leaves = [x.clone().requires_grad_(), shard(x, mesh, Shard(1)).detach().clone().requires_grad_()]
-            expected = ops.row_stats(leaves[0], ids, **flags)
-            got = ops.row_stats(leaves[1], ids, backend=backend, **flags)
+            rows = slice(None) if backend == "torch" else OF_KERNELS
+            flags = {
+                "active": active[rows],
+                "mix": [t[rows] for t in mix],
+                "entropy": True,
+                "with_correct": True,
+                **transform,
+            }
+            leaves = [
+                x[rows].clone().requires_grad_(),
+                shard(x[rows], mesh, Shard(1)).detach().clone().requires_grad_(),
+            ]
+            expected = ops.row_stats(leaves[0], ids[rows], **flags)
+            got = ops.row_stats(leaves[1], ids[rows], backend=backend, **flags)
             grads = [torch.randn_like(t) * (torch.rand(t.shape) < 0.8) for t in expected[:4]]
             for a, b in zip(got, expected, strict=True):
                 assert not isinstance(a, DTensor)
@@ -394,7 +414,7 @@ def fewer_columns_than_ranks():
     for columns in (1, 3, 5):
         for shape in ((7,), (2, 3), (2, 2, 2), ()):
             x, y = torch.randn(*shape, columns).double(), torch.randint(0, columns, shape)
-            for backend in ("torch", "triton") if columns == 5 and len(shape) == 1 else ("torch",):
+            for backend in ("torch", "triton") if columns == 5 and not shape else ("torch",):
                 flags = {"with_correct": True, "with_lse": True, "backend": backend}
                 _same(
                     lambda t, f=flags, y=y: ops.token_nll(t, y, **f),
@@ -440,8 +460,8 @@ def a_rank_without_columns(name):
 def a_rank_without_columns_gets_an_empty_gradient(loss):
     """Leaves that are DTensors; the weight frozen or not, the bias trained; both backends."""
     mesh, columns = mesh_of("tp"), 3
-    h, w, b = torch.randn(B, L, D), torch.randn(columns, D), torch.randn(columns)
-    y, weights = torch.randint(0, columns, (B, L)), torch.ones(B, L)
+    h, w, b = torch.randn(1, 4, D), torch.randn(columns, D), torch.randn(columns)
+    y, weights = torch.arange(4).view(1, 4) % columns, torch.ones(1, 4)
 
     def gradients(hidden, weight, bias, backend, trained):
         leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained), bias.clone().requires_grad_()
@@ -559,17 +579,16 @@ def autocast_with_a_split_head():
     )
 
 
-@check(2)
-def targets_and_masks_as_dtensors():
-    mesh = mesh_of("tp")
-    for case in WITH_MTP.values():
-        inputs = drawn(case)
-        x = torch.randn(B, L * case.width, V).double()
-        expected = case.logits_form(x, inputs, backend="torch")
-        for placement in (Replicate(), Shard(0)):
-            spread = {k: distribute_tensor(t, mesh, [placement if t.dim() else Replicate()]) for k, t in inputs.items()}
-            close(case.logits_form(shard(x, mesh, Shard(2)), spread, backend="torch"), expected)
-            close(case.logits_form(x, spread, backend="torch"), expected)
+@check(2, name=WITH_MTP)
+def targets_and_masks_as_dtensors(name):
+    case, mesh = WITH_MTP[name], mesh_of("tp")
+    inputs = drawn(case)
+    x = torch.randn(B, L * case.width, V).double()
+    expected = case.logits_form(x, inputs, backend="torch")
+    for placement in (Replicate(), Shard(0)):
+        spread = {k: distribute_tensor(t, mesh, [placement if t.dim() else Replicate()]) for k, t in inputs.items()}
+        close(case.logits_form(shard(x, mesh, Shard(2)), spread, backend="torch"), expected)
+        close(case.logits_form(x, spread, backend="torch"), expected)
 
 
 def all_close(got, expected):

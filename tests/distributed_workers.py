@@ -64,14 +64,15 @@ def run_checks(rank, world, folder, asked):
     for name, function in CHECKS[world].items():
         if name not in asked:
             continue
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         try:
             torch.manual_seed(0)
             function()
             results[name] = ""
         except (Exception, pytest.fail.Exception):
             results[name] = traceback.format_exc()
-        print(f"{name}: {time.perf_counter() - start:.2f} s {'' if results[name] == '' else 'FAILED'}", flush=True)
+        took = f"{time.perf_counter() - start:.2f} s, {time.process_time() - cpu:.2f} CPU s"
+        print(f"{name}: {took}{'' if results[name] == '' else ' FAILED'}", flush=True)
         Path(folder, f"{rank}.json").write_text(json.dumps(results))
         if results[name] and os.environ.get("STOP_AT_FIRST_FAILURE"):  # which the others see at their next collective
             os._exit(1)
@@ -111,6 +112,8 @@ def train(rank, world, folder, kinds):
 
 def groups(folder, asked):
     """(folder, what a rank runs, how many ranks, what is asked of them), those that run at once together."""
+    if any("compiled" in name for names in asked.values() for name in names):
+        import torch._inductor.compile_fx  # noqa: F401 (which the first compilation loads, in every rank)
     lost = [(how, lose_a_peer, 2, how) for how in asked.get("lost", ())]  # most of which is waiting
     yield [*lost, ("2", run_checks, 2, asked["2"])] if "2" in asked else lost
     yield [("4", run_checks, 4, asked["4"])] if "4" in asked else []
