@@ -42,18 +42,19 @@ def are_regular(logits: Any, ids: Any) -> bool:
     )  # fmt: skip
 
 
-def are_regular_tokens(logits: Any, ids: Any, p: Any, *masks: Any) -> bool:
-    """Whether logits ``[B, L, V]``, ids, a constant p and masks ``[B, L]`` would pass every check of their kind."""
+def are_regular_tokens(logits: Any, ids: Any, p: Any, noise: Any, supervised: Any) -> bool:
+    """Whether logits ``[B, L, V]``, and ids, a constant p and masks ``[B, L]`` would pass every check of their kind."""
     return (
         are_regular(logits, ids) and logits.dim() == 3 and logits.shape[:2] == ids.shape
-        and are_regular_masks(ids, p, *masks)
+        and are_regular_masks(ids, p, noise, supervised)
     )  # fmt: skip
 
 
-def are_regular_masks(ids: Any, p: Any, *masks: Any) -> bool:
+def are_regular_masks(ids: Any, p: Any, noise: Any, supervised: Any) -> bool:
     """Whether a constant p and masks without fractions, all of the shape of ``ids``, would pass every check of their kind."""
     return (
-        not torch.compiler.is_compiling() and type(p) is torch.Tensor and p.dtype in _FLOATS and not p.requires_grad
-        and all(type(m) is torch.Tensor and m.dtype in _MASKS and m.is_cpu and m.shape == ids.shape for m in masks)
-        and ids.is_cpu and p.is_cpu and p.shape == ids.shape
+        not torch.compiler.is_compiling() and type(p) is type(noise) is type(supervised) is torch.Tensor
+        and p.dtype in _FLOATS and not p.requires_grad and noise.dtype in _MASKS and supervised.dtype in _MASKS
+        and ids.is_cpu and p.is_cpu and noise.is_cpu and supervised.is_cpu
+        and ids.shape == p.shape == noise.shape == supervised.shape
     )  # fmt: skip

@@ -27,6 +27,7 @@ from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 
 P_MASK_MIN = 1e-8
+_COUNTS = (int, type(None))
 
 
 class Batch(NamedTuple):
@@ -47,9 +48,9 @@ class Batch(NamedTuple):
     @classmethod
     def of(cls, *fields: Any, logits: Any = None) -> Batch:
         """The fields in their order; those that are DTensors are gathered."""
-        ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts = fields
+        ids, noise_mask, p_mask, loss_mask, loss_mask_ar, count, count_ar = fields
         if (
-            loss_mask_ar is None and all(n is None or type(n) is int for n in counts)
+            loss_mask_ar is None and type(count) in _COUNTS and type(count_ar) in _COUNTS
             and are_regular_tokens(logits, ids, p_mask, noise_mask, loss_mask)
         ):  # fmt: skip
             return cls._make((*fields, True))
@@ -98,16 +99,17 @@ class Batch(NamedTuple):
         """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever p_mask holds there."""
         in_range = self.check_noise()
         on = self.noise_mask.bool() & self.loss_mask.bool()
-        weights = on / self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN)
+        p_mask = self.p_mask if self.regular and self.p_mask.dtype == dtype else self.p_mask.detach().to(dtype)
+        weights = on / p_mask.clamp(min=P_MASK_MIN)
         return weights if in_range else weights.masked_fill_(~on, 0.0)  # a CPU branches at every entry that it may fill
 
     def _check_probabilities(self) -> bool:
         """Raise where they are out of range; on a GPU that would cost a sync, so not there. Whether all are known to be in it."""
         p_mask, noise_mask = self.p_mask, self.noise_mask
-        if not values_are_there(p_mask):
+        if not (self.regular or values_are_there(p_mask)):
             return False
         if p_mask.numel():
-            least, most = torch.aminmax(p_mask.detach())
+            least, most = torch.aminmax(p_mask.detach() if p_mask.requires_grad else p_mask)
             if least.item() >= 0 and most.item() <= 1:
                 return True
         where = first_true(self.loss_mask.bool() & noise_mask.bool() & ~((p_mask >= 0) & (p_mask <= 1)))

@@ -63,7 +63,7 @@ def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Ten
 
     The logged value is a copy of its own.
     """
-    weights = weights.detach()
+    weights = weights.detach() if weights.requires_grad else weights
     out = DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone(), weight_sum=weights.sum())
     return out if row_losses is None else out._replace(row_losses=row_losses, row_weights=weights)
 

@@ -35,7 +35,7 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
         log_probs = log_p.gather(1, ids)
     except (IndexError, RuntimeError):  # an id that no column has
         return None
-    lse = (None, None) if not request.lse else _normalizer(z.amax(1), log_p, rows, N)
+    lse = (None, None) if not request.lse else _normalizer(z, log_p, rows, N)
     if lse is None:
         return None
     entropy = (0 - sum_rows(log_p.exp().mul_(log_p.clamp_(min=FARTHEST)))).squeeze(1) if request.entropy else None
@@ -46,11 +46,12 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
 
 
 class Active(NamedTuple):
-    """The rows that weigh anything: their numbers, None for all; their targets and weights."""
+    """The rows that weigh anything: their numbers, None for all; their targets, weights and logits in the dtype of sums."""
 
     rows: Rows
     ids: torch.Tensor
     scale: torch.Tensor
+    z: torch.Tensor | None = None
 
     @classmethod
     def of(cls, targets: torch.Tensor, scale: torch.Tensor) -> Active:
@@ -72,30 +73,25 @@ def weighted_sum(
     if not _may_be_few(logits, NO_TRANSFORM) or targets.dtype != torch.int64 or weights.requires_grad:
         return None
     y, w = targets.reshape(-1), weights.reshape(-1)
-    active = Active.of(y, w)
-    if active.rows is None:  # the caller's own
-        active = Active(None, y.clone(), w.clone())
-    found = _nll(logits, active, w.numel())
-    if found is None:
-        return None
-    nll = found[0].view(targets.shape)
-    return (nll * weights).sum(), nll, active
-
-
-def _nll(logits: torch.Tensor, active: Active, N: int, with_lse: bool = False) -> tuple[Any, ...] | None:
-    """(NLL, M, log S) of all rows, 0 where they weigh nothing."""
-    rows = active.rows
+    rows = _nonzero(w)
     if (z := _listed(logits, rows)) is None:
         return None
-    row_max = z.amax(1) if with_lse else None
-    log_p = torch.log_softmax(z, 1) if rows is None else torch.log_softmax(z, 1, out=z)
+    # Where these are all rows, targets and weights are the caller's, who may write into them.
+    ids, scale = (y.clone(), w.clone()) if rows is None else (y.index_select(0, rows), w.index_select(0, rows))
+    found = _nll(torch.log_softmax(z, 1), ids, rows, w.numel())
+    if found is None:
+        return None
+    nll = found.view(targets.shape)
+    return (nll * weights).sum(), nll, Active(rows, ids, scale, z)
+
+
+def _nll(log_p: torch.Tensor, ids: torch.Tensor, rows: Rows, N: int) -> torch.Tensor | None:
+    """Of all rows, 0 in those that are not listed."""
     try:
-        found = torch.nn.functional.nll_loss(log_p, active.ids, ignore_index=SKIP, reduction="none")
+        found = torch.nn.functional.nll_loss(log_p, ids, ignore_index=SKIP, reduction="none")
     except (IndexError, RuntimeError):  # a target that no column has
         return None
-    nll = found.add_(0.0) if rows is None else found.new_zeros(N).index_add_(0, rows, found)  # either way no -0
-    lse = (None, None) if row_max is None else _normalizer(row_max, log_p, rows, N)
-    return None if lse is None else (nll, *lse)
+    return found.add_(0.0) if rows is None else found.new_zeros(N).index_add_(0, rows, found)  # either way no -0
 
 
 def weighted_nll(
@@ -105,9 +101,13 @@ def weighted_nll(
     if not _may_be_few(logits, transform):
         return None
     # A row without a target adds 0 by itself; its logsumexp does not, and is that of no row that is read.
-    active = Active.of(targets, weights.masked_fill(targets == SKIP, 0) if with_lse else weights)
-    found = _nll(logits, active, weights.numel(), with_lse)
-    return None if found is None else (found[0] * weights, *found, None)
+    rows = _nonzero(weights.masked_fill(targets == SKIP, 0) if with_lse else weights)
+    if (z := _listed(logits, rows)) is None:
+        return None
+    log_p, N = torch.log_softmax(z, 1), weights.numel()
+    nll = _nll(log_p, _taken(targets, rows), rows, N)
+    lse = (None, None) if not with_lse else _normalizer(z, log_p, rows, N)
+    return None if nll is None or lse is None else (nll * weights, nll, *lse, None)
 
 
 def nll_grad(
@@ -120,30 +120,27 @@ def nll_grad(
     active = Active.of(targets, scale)
     if active.ids.numel() and active.ids.amin().item() < 0:
         active = active.with_target
-    if not _are_few(logits, active.rows) or (factor is not None and not factor):
-        return False
-    return _grad(logits, active, factor, out)
+    times = 1.0 if factor is None else factor.item()
+    return bool(times) and _are_few(logits, active.rows) and _grad(logits, active, times, out)
 
 
 def weighted_grad(logits: torch.Tensor, active: Active, factor: torch.Tensor) -> torch.Tensor:
     """The gradient of :func:`weighted_sum`, times a factor."""
-    if not factor:
-        return torch.zeros_like(logits, requires_grad=False)
     out = torch.empty(logits.shape, dtype=logits.dtype, device="cpu")
-    if not (_grad(logits, active, factor, out) or _grad(logits, active.with_target, factor, out)):
+    if not (times := factor.item()):
+        return out.zero_()
+    if not (_grad(logits, active, times, out) or _grad(logits, active.with_target, times, out)):
         raise AssertionError("these targets were columns in the forward pass")
     return out
 
 
-def _grad(logits: torch.Tensor, active: Active, factor: torch.Tensor | None, out: torch.Tensor) -> bool:
+def _grad(logits: torch.Tensor, active: Active, factor: float, out: torch.Tensor) -> bool:
     rows, plain = active.rows, active.scale.unsqueeze(1)
-    if factor is not None and factor.item() != 1:
+    if factor != 1:
         plain = plain * factor
-    z = _wide(logits, rows)
-    if rows is None:
-        grad = made = out.view(z.shape) if out.dtype == z.dtype else z
-    else:
-        grad, made = (z, z) if _is_added(z, out.dtype) else _room(z, rows, out.dtype)
+    z = _wide(logits, rows) if active.z is None else active.z
+    in_place = rows is None and out.dtype == z.dtype
+    grad, made = (out.view(z.shape),) * 2 if in_place else _room(z, rows, out.dtype)
     try:
         torch.softmax(z, 1, out=grad).mul_(plain).scatter_add_(1, active.ids.unsqueeze(1), -plain)
     except (IndexError, RuntimeError):  # a target that no column has, or none at all
@@ -243,10 +240,9 @@ def _wide(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     return z if z.dtype in (torch.float32, torch.float64) else z.float()
 
 
-def _normalizer(
-    row_max: torch.Tensor, log_p: torch.Tensor, rows: Rows, N: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _normalizer(z: torch.Tensor, log_p: torch.Tensor, rows: Rows, N: int) -> tuple[torch.Tensor, torch.Tensor] | None:
     """M and log S; None where a row is all -inf."""
+    row_max = z.amax(1)
     return (_whole(row_max, rows, N), _whole(log_p.amax(1).neg_(), rows, N)) if _finite(row_max) else None
 
 
@@ -262,16 +258,12 @@ def _whole(t: torch.Tensor, rows: Rows, N: int) -> torch.Tensor:
 def _room(z: torch.Tensor, rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """(memory for the gradient of rows z, the same with a row of zeros behind it where :func:`_put` wants one)."""
     n, V = z.shape
-    if rows is None or _is_added(z, dtype):
+    if rows is None or (V >= LONG and z.dtype == dtype):
         grad = torch.empty_like(z)
         return grad, grad
     made = torch.empty(n + 1, V, dtype=z.dtype, device=z.device)
     made[n].zero_()
     return made[:n], made
-
-
-def _is_added(z: torch.Tensor, dtype: torch.dtype) -> bool:
-    return z.shape[1] >= LONG and z.dtype == dtype
 
 
 def _put(made: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
