@@ -23,7 +23,8 @@ masks nothing or everything.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -42,8 +43,7 @@ from dllm_kernels.base._checks import (
 )
 from dllm_kernels.base._plain import is_dtensor
 from dllm_kernels.base._target_range import first_fraction
-from dllm_kernels.noise import _philox
-from dllm_kernels.ops import corruption
+from dllm_kernels.noise import _corrupt, _philox
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 
 __all__ = [
@@ -57,6 +57,9 @@ __all__ = [
     "gumbel_topk",
     "sample_level",
 ]
+
+P = ParamSpec("P")
+Out = TypeVar("Out")
 
 # Looked up here in a tenth of the time.
 _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}
@@ -184,7 +187,7 @@ def corrupt_uniform(
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
-    return corruption.mask_tokens(input_ids, loss_mask, mask_id, eps, exact, level, seed, backend)
+    return _run(_corrupt.mask_tokens, input_ids, loss_mask, mask_id, eps, exact, level, seed, backend)
 
 
 def corrupt_blockwise(
@@ -246,7 +249,9 @@ def corrupt_blockwise(
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
-    return corruption.mask_topk(input_ids, loss_mask, mask_id, block_size, eps, half_life_ratio, level, seed, backend)
+    return _run(
+        _corrupt.mask_topk, input_ids, loss_mask, mask_id, block_size, eps, half_life_ratio, level, seed, backend
+    )
 
 
 def corrupt_uniform_random(
@@ -294,7 +299,7 @@ def corrupt_uniform_random(
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
-    return corruption.replace_tokens(input_ids, loss_mask, vocab_size, block_size, eps, level, seed, backend)
+    return _run(_corrupt.replace_tokens, input_ids, loss_mask, vocab_size, block_size, eps, level, seed, backend)
 
 
 def corrupt_all_masked(
@@ -329,7 +334,7 @@ def corrupt_all_masked(
     mask_id = _checked_mask_id(mask_token_id, input_ids)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
-    return corruption.mask_all(input_ids, loss_mask, mask_id, backend)
+    return _run(_corrupt.mask_all, input_ids, loss_mask, mask_id, backend)
 
 
 def corrupt_mix(
@@ -392,7 +397,7 @@ def corrupt_mix(
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)[:2]
-    return corruption.mix_tokens(input_ids, loss_mask, mask_id, vocab_size, p, q, check, seed, backend)
+    return _run(_corrupt.mix_tokens, input_ids, loss_mask, mask_id, vocab_size, p, q, check, seed, backend)
 
 
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -429,7 +434,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
         raise ValueError(
             f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; is it p_mask?"
         )
-    return corruption.complement(noise_mask, loss_mask, backend)
+    return _run(_corrupt.complement, noise_mask, loss_mask, backend)
 
 
 def sample_level(
@@ -476,8 +481,8 @@ def sample_level(
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, which BD3-LM and Duo use.
     """
     check_positive_int("B", B)
-    if method not in corruption.METHODS:
-        raise ValueError(f"method must be one of {', '.join(corruption.METHODS)}, got {method!r}")
+    if method not in _corrupt.METHODS:
+        raise ValueError(f"method must be one of {', '.join(_corrupt.METHODS)}, got {method!r}")
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
         raise ValueError(f"low and high must satisfy 0 <= low <= high <= 1, got {low} and {high}")
@@ -488,7 +493,16 @@ def sample_level(
     seed = _philox.resolve_seed(place, B, generator, seeds)
     if seed.dim() and method != "uniform":
         seed = seed[0]
-    return corruption.sample_level(int(B), method, low, high, seed, backend)
+    return _run(_corrupt.sample_level, int(B), method, low, high, seed, backend)
+
+
+def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
+    """Call a routine of ``noise/_corrupt.py``; under torch.compile that is one op."""
+    if torch.compiler.is_compiling():
+        from dllm_kernels.noise import _compiled
+
+        return getattr(_compiled, routine.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
+    return routine(*args, **kwargs)
 
 
 def _nothing(input_ids: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -20,6 +20,8 @@ from dllm_kernels.noise._grid import Change, Corrupted, Grid, Rows, lengths
 from dllm_kernels.noise._rules import Array
 from dllm_kernels.noise._topk import on_host, select_exact, select_largest
 
+METHODS = ("uniform", "antithetic", "stratified")  # of sample_level
+
 
 def mask_tokens(
     input_ids: torch.Tensor,
