@@ -30,22 +30,19 @@ def _seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
 
 
 @triton.jit
-def _level(
-    level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps,
-    HAS_LEVEL: tl.constexpr,
-):  # fmt: skip
-    """The level of each block, as given or drawn."""
+def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
+    """The level of each block, as given or drawn; ``levels``: where they are, with two strides, and eps and 1 - eps."""
+    level_ptr, stride_b, stride_n, eps, one_minus_eps = levels
     if HAS_LEVEL:
-        return tl.load(level_ptr + b * level_stride_b + block * level_stride_n, mask=b < B, other=0.0)
+        return tl.load(level_ptr + b * stride_b + block * stride_n, mask=b < B, other=0.0)
     else:
         return uniform(level_draws(seed, row, stride, block) >> 9) * one_minus_eps + eps
 
 
 @triton.jit
-def _read(
-    ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK: tl.constexpr
-):  # fmt: skip
-    """Ids, and which positions may change."""
+def _read(batch, b, at, inside, HAS_MASK: tl.constexpr):
+    """Ids, and which positions may change; ``batch``: where ids and mask are, and the two strides of each."""
+    ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l = batch
     b = b.to(tl.int64)  # b * L passes int32 once the batch has 2**31 positions
     at = at.to(tl.int64)
     ids = tl.load(ids_ptr + b * stride_b + at * stride_l, mask=inside, other=0)
@@ -73,6 +70,8 @@ def _corrupt_independent(
     WHAT: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr, SHARE: tl.constexpr,
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
+    levels = (level_ptr, level_stride_b, level_stride_n, eps, one_minus_eps)
     tiles = tl.cdiv(size, BLOCK)
     first = (tl.program_id(0) % tiles) * BLOCK
     n = ((tl.program_id(0) // tiles) * R + tl.arange(0, R))[:, None]
@@ -81,15 +80,11 @@ def _corrupt_independent(
     i = (first + tl.arange(0, BLOCK))[None, :]
     at = block * size + i
     inside = (b < B) & (i < size) & (at < L)
-    ids, noise = _read(
-        ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, True
-    )  # fmt: skip
+    ids, noise = _read(batch, b, at, inside, True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
     if WHAT != _ALL:
         seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
-        level = _level(
-            level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps, HAS_LEVEL
-        )  # fmt: skip
+        level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
         start = block * size + first
         if WHAT == _TOKENS:
             word = words(seed, row, stride, start, SHARE, BLOCK)
@@ -109,14 +104,13 @@ def _corrupt_mix(
     B, L, stride, token, vocab_size, stride_b, stride_l, mask_stride_b, mask_stride_l, p_stride, q_stride,
     SHARED_SEED: tl.constexpr, SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
     tiles = tl.cdiv(L, BLOCK)
     first = (tl.program_id(0) % tiles) * BLOCK
     b = ((tl.program_id(0) // tiles) * R + tl.arange(0, R))[:, None]
     at = (first + tl.arange(0, BLOCK))[None, :] + b * 0
     inside = (b < B) & (at < L)
-    ids, supervised = _read(
-        ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, True
-    )  # fmt: skip
+    ids, supervised = _read(batch, b, at, inside, True)
     mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
     total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
     supervised = supervised & (total <= _MOST)
@@ -166,19 +160,17 @@ def _corrupt_topk(
     SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Mask k positions of each block by biased scores; with EXACT k of the supervised ones, by the draws."""
+    batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
+    levels = (level_ptr, level_stride_b, level_stride_n, eps, one_minus_eps)
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
     b = n // blocks
     block = n % blocks
     i = tl.arange(0, BLOCK)[None, :]
     at = block * size + i
     inside = (b < B) & (i < size) & (at < L)
-    ids, supervised = _read(
-        ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK
-    )  # fmt: skip
+    ids, supervised = _read(batch, b, at, inside, HAS_MASK)
     seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
-    level = _level(
-        level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps, HAS_LEVEL
-    )  # fmt: skip
+    level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     draw = draws(seed, row, stride, block * size, SHARE, BLOCK)
     if EXACT:
         length = tl.sum(supervised.to(tl.int32), 1)[:, None]
@@ -202,14 +194,14 @@ def _corrupt_topk_long(
     SHARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``_corrupt_topk`` of blocks whose keys do not fit into registers."""
+    batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
+    levels = (level_ptr, level_stride_b, level_stride_n, eps, one_minus_eps)
     n = tl.program_id(0)
     b = (n // blocks) + tl.zeros([1, 1], tl.int32)
     block = (n % blocks) + tl.zeros([1, 1], tl.int32)
     length = tl.minimum(size, L - (n % blocks) * size)
     seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
-    level = _level(
-        level_ptr, seed, row, b, block, B, stride, level_stride_b, level_stride_n, eps, one_minus_eps, HAS_LEVEL
-    )  # fmt: skip
+    level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     key_ptr += n.to(tl.int64) * size
     lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     hi = tl.full([], NEVER, tl.int64)
@@ -218,10 +210,7 @@ def _corrupt_topk_long(
         i = start + tl.arange(0, BLOCK)
         may = (i < length)[None, :]
         if EXACT:
-            _, may = _read(
-                ids_ptr, loss_mask_ptr, b, block * size + i[None, :], may,
-                stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK,
-            )  # fmt: skip
+            _, may = _read(batch, b, block * size + i[None, :], may, HAS_MASK)
         draw = draws(seed, row, stride, block * size + start, SHARE, BLOCK)
         key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
         tl.store(key_ptr + i, key, mask=i < size)
@@ -238,9 +227,7 @@ def _corrupt_topk_long(
         key = tl.load(key_ptr + i, mask=i < size, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
         at, inside = block * size + i[None, :], (i < length)[None, :]
-        ids, supervised = _read(
-            ids_ptr, loss_mask_ptr, b, at, inside, stride_b, stride_l, mask_stride_b, mask_stride_l, HAS_MASK
-        )  # fmt: skip
+        ids, supervised = _read(batch, b, at, inside, HAS_MASK)
         out = _write(noisy_ptr, noise_ptr, b, at, inside, ids, chosen[None, :] & supervised, token, L)
         tl.store(p_ptr + out, tl.broadcast_to(level, [1, BLOCK]), mask=inside)
 

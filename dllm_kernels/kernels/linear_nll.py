@@ -69,6 +69,7 @@ def _linear_nll_rows(
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0)
+    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, None, None)
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
@@ -78,9 +79,7 @@ def _linear_nll_rows(
         row_max, row_sum, beaten = column_stats(
             logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, None, EVICT
         )
-        _finish_row(
-            n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
-        )  # fmt: skip
+        _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
         log_sum = tl.log(row_sum)
         weightless = scale == 0  # its gradient is 0 even where it holds NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
@@ -95,7 +94,7 @@ def _linear_nll_rows(
                 x, v, there, at, first, wide, logits_ptr, row, column_of(y, V), scale, row_max, log_sum, transform, BLOCK_V, ACC
             )  # fmt: skip
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
+        _skip_row(n, out, WITH_CORRECT)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
 

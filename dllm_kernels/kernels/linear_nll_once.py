@@ -36,7 +36,7 @@ from dllm_kernels.kernels._math import (
     wide_columns,
 )
 from dllm_kernels.kernels.linear_nll import _zero_row
-from dllm_kernels.kernels.token_nll import NLL, _acc, _skip_row, new_rows
+from dllm_kernels.kernels.token_nll import NLL, _acc, _skip_row, _store, new_rows
 
 LIMIT = tl.constexpr(30.0)
 
@@ -96,6 +96,7 @@ def _linear_nll_rows_once(
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     n = tl.program_id(0)
+    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, None, None)
     y64 = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
@@ -143,13 +144,10 @@ def _linear_nll_rows_once(
         tl.store(logits_ptr + row + v, e.to(logits_ptr.dtype.element_ty), mask=there)
         log_sum = tl.log(row_sum)
         nll = tl.where(row_sum == 0, float("nan"), (c - target_logit) + log_sum)
-        tl.store(nll_ptr + n, nll)
-        tl.store(max_ptr + n, row_max)
-        tl.store(log_sum_ptr + n, log_sum + (c - row_max))
         if WITH_CORRECT:
             tied = tied | (tl.max(before, 0) == target_logit)
-            beaten = (row_max > target_logit) | ((row_max == target_logit) & tied)
-            tl.store(correct_ptr + n, (nll == nll) & (beaten == 0))
+        beaten = (row_max > target_logit) | ((row_max == target_logit) & tied)
+        _store(n, nll, row_max, log_sum + (c - row_max), (nll == nll) & (beaten == 0), out, WITH_CORRECT)
         tl.store(factor_ptr + n, tl.where(scale == 0, 0.0, tl.where(y >= 0, scale / row_sum, float("nan"))))
         tl.debug_barrier()  # the target's column has its E
         if scale == 0:
@@ -158,7 +156,7 @@ def _linear_nll_rows_once(
             at_target = tl.exp2((target_logit - c) * LOG2E) - row_sum
             tl.store(logits_ptr + row + y, at_target.to(logits_ptr.dtype.element_ty), mask=y >= 0)
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
+        _skip_row(n, out, WITH_CORRECT)
         tl.store(factor_ptr + n, 0.0)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 

@@ -50,33 +50,29 @@ def _counts(n, y, weight_ptr):
 
 
 @triton.jit
-def _store_weighted(n, nll, weight_ptr, weighted_ptr):
+def _store(n, nll, row_max, log_sum, correct, out, WITH_CORRECT: tl.constexpr):
+    """``out``: where NLL, M, log S and correct of all rows are, and the weights and their products with the NLL, or None."""
+    nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr = out
+    tl.store(nll_ptr + n, nll)
+    tl.store(max_ptr + n, row_max)
+    tl.store(log_sum_ptr + n, log_sum)
+    if WITH_CORRECT:
+        tl.store(correct_ptr + n, correct)
     if weight_ptr is not None:
         tl.store(weighted_ptr + n, nll * tl.load(weight_ptr + n))
 
 
 @triton.jit
-def _finish_row(
-    n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT: tl.constexpr
-):  # fmt: skip
+def _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl.constexpr):
     log_sum = tl.log(row_sum)
     nll = (row_max - target_logit) + log_sum
     nll = tl.where(row_sum == 0, float("nan"), nll)  # every logit is -inf: no distribution
-    tl.store(nll_ptr + n, nll)
-    tl.store(max_ptr + n, row_max)
-    tl.store(log_sum_ptr + n, log_sum)
-    if WITH_CORRECT:
-        tl.store(correct_ptr + n, (nll == nll) & (beaten == 0))
-    return nll
+    _store(n, nll, row_max, log_sum, (nll == nll) & (beaten == 0), out, WITH_CORRECT)
 
 
 @triton.jit
-def _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT: tl.constexpr):
-    tl.store(nll_ptr + n, 0.0)
-    tl.store(max_ptr + n, 0.0)
-    tl.store(log_sum_ptr + n, 0.0)
-    if WITH_CORRECT:
-        tl.store(correct_ptr + n, False)
+def _skip_row(n, out, WITH_CORRECT: tl.constexpr):
+    _store(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
 
 
 @triton.jit(
@@ -89,6 +85,7 @@ def _token_nll_fwd(
 ):  # fmt: skip
     n = tl.program_id(0)
     transform = (gain, rate, skip)
+    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
     if _counts(n, y, weight_ptr):
         row = row_offset(n, L, stride_b, stride_l)
@@ -96,13 +93,9 @@ def _token_nll_fwd(
         row_max, row_sum, beaten = column_stats(
             logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ALIGNED, "evict_first"
         )  # fmt: skip
-        nll = _finish_row(
-            n, row_max, row_sum, target_logit, beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
-        )  # fmt: skip
-        _store_weighted(n, nll, weight_ptr, weighted_ptr)
+        _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
-        _store_weighted(n, 0.0, weight_ptr, weighted_ptr)
+        _skip_row(n, out, WITH_CORRECT)
 
 
 @triton.jit(
@@ -143,6 +136,7 @@ def _token_nll_merge(
     WITH_CORRECT: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
+    out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
     if _counts(n, y, weight_ptr):
         row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
@@ -155,13 +149,9 @@ def _token_nll_merge(
         row_max = tl.max(maxima, 0)
         row_sum = tl.sum(tl.where(k < SPLITS, sums * tl.exp2((maxima - row_max) * LOG2E), 0.0), 0)
         any_beaten = tl.max(beaten.to(tl.int32), 0)
-        nll = _finish_row(
-            n, row_max, row_sum, target_logit, any_beaten, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT
-        )  # fmt: skip
-        _store_weighted(n, nll, weight_ptr, weighted_ptr)
+        _finish_row(n, row_max, row_sum, target_logit, any_beaten, out, WITH_CORRECT)
     else:
-        _skip_row(n, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, WITH_CORRECT)
-        _store_weighted(n, 0.0, weight_ptr, weighted_ptr)
+        _skip_row(n, out, WITH_CORRECT)
 
 
 @triton.jit(
