@@ -258,7 +258,7 @@ class DraftDistillationLoss(DraftLoss):
             ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
                 are needed and None.
         """
-        rows = Rows(_names(LOGITS, target_ids), self._options(), logits)
+        rows = Rows(LOGITS, self._options(), logits)
         teacher = _Teacher.of(
             "teacher_logits", teacher_logits, teacher_rows=teacher_rows, draft_to_target=draft_to_target
         )
@@ -324,8 +324,7 @@ class DraftDistillationLoss(DraftLoss):
             ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
                 are needed and None.
         """
-        names, options = _names(HIDDEN, target_ids), self._options(chunk_size=self.chunk_size)
-        rows = Rows(names, options, hidden, lm_head_weight, lm_head_bias, extra)
+        rows = Rows(HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
         teacher = _Teacher.of(
             "teacher_hidden", teacher_hidden, teacher_rows=teacher_rows, draft_to_target=draft_to_target,
             teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_extra=teacher_extra,
@@ -345,6 +344,8 @@ class DraftDistillationLoss(DraftLoss):
     ) -> DLLMLossOutput:
         self._check_settings()
         recipe = self._checked_recipe()
+        if target_ids is None:  # the mask says how many rows there are
+            rows = rows._replace(names=rows.names._replace(targets="block_mask"))
         targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
         teacher.check(rows, targets)
         self._check_there(recipe, teacher, target_ids, confidence_logits)
@@ -363,10 +364,7 @@ class DraftDistillationLoss(DraftLoss):
 
     def _checked_recipe(self) -> Recipe:
         """The kinds, from attributes that may have been assigned since; the rest of them checked."""
-        recipe = checked_recipe(
-            self.kind, alpha=self.alpha, base=self.base, beta=self.beta, floor=self.floor, eta=self.eta,
-            kl_scale=self.kl_scale,
-        )  # fmt: skip
+        recipe = checked_recipe(self.kind, **{name: getattr(self, name) for name in OPTIONS})
         check_choice("confidence", self.confidence, CONFIDENCE)
         _checks.check_number("temperature", self.temperature)
         _checks.check_factor("temperature", self.temperature)
@@ -407,11 +405,6 @@ def _check_layout(
         _checks.check_shape("confidence_logits", confidence_logits, block_mask.shape, "that of block_mask")
         _checks.check_same_device("block_mask", block_mask, confidence_logits=confidence_logits)
     return target_ids
-
-
-def _names(names: _checks.Names, target_ids: torch.Tensor | None) -> _checks.Names:
-    """Where there are no targets, the mask says how many rows there are."""
-    return names._replace(targets="block_mask") if target_ids is None else names
 
 
 @dataclass(frozen=True)

@@ -140,15 +140,18 @@ class IDLMLoss(TransformedLoss):
         num_diffusion_tokens: Count,
     ) -> DLLMLossOutput:  # fmt: skip
         self._check_settings()
-        _check_twice_as_long(rows, target_ids)
+        two_dimensional = isinstance(target_ids, torch.Tensor) and target_ids.dim() == 2
+        rows.check(target_ids, width=2 * target_ids.shape[1] if two_dimensional else None, shift=1)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
         _check_seq_len(seq_len, target_ids)
         check_masks(target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
         check_counts(num_diffusion_tokens=num_diffusion_tokens)
-        scored, targets = _scored(answer_mask, valid_mask), shift_left(target_ids)
+        targets, L = shift_left(target_ids), target_ids.shape[1]
+        # A row of a copy is scored where its next token is a valid one of the answer.
+        scored = F.pad(answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool(), (0, 1), value=False)[:, :L]
         count = scored.sum()
         weights = divide(scored.to(rows.acc), count if num_diffusion_tokens is None else num_diffusion_tokens)
-        both, L = torch.cat([targets, targets], 1), target_ids.shape[1]
+        both = torch.cat([targets, targets], 1)
         if self.auto_balance or self._gives_rows():
             return self._of_rows(rows, both, scored.to(rows.acc), weights)
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
@@ -177,20 +180,8 @@ class IDLMLoss(TransformedLoss):
             raise ValueError(f"clean_loss_weight must be finite, got {weight}")
 
 
-def _check_twice_as_long(rows: Rows, target_ids: torch.Tensor) -> None:
-    """Check rows and targets, and that there are two rows a target."""
-    width = 2 * target_ids.shape[1] if isinstance(target_ids, torch.Tensor) and target_ids.dim() == 2 else None
-    rows.check(target_ids, width=width, shift=1)
-
-
 def _check_seq_len(seq_len: Any, target_ids: torch.Tensor) -> None:
     if not _checks.is_int(seq_len):
         raise TypeError(f"seq_len must be an int, got {type(seq_len).__name__}")
     if seq_len != target_ids.shape[1]:
         raise ValueError(f"seq_len must be the length of target_ids, {target_ids.shape[1]}, got {seq_len}")
-
-
-def _scored(answer_mask: torch.Tensor, valid_mask: torch.Tensor) -> torch.Tensor:
-    """Which rows of one copy count ``[B, L]``: those whose next token is a valid one of the answer."""
-    scored = answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool()
-    return F.pad(scored, (0, 1), value=False)[:, : answer_mask.shape[1]]
