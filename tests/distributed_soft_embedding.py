@@ -24,8 +24,9 @@ def draw(dtype=torch.float64):
 @check(2, transform=TRANSFORMS)
 @check(4, transform=TRANSFORMS)
 def tp_soft_embedding(transform):
-    """Each rank has the part of its columns, with bumps at the edges of the shards; several chunks, one sum at the end.
+    """Each rank has the part of its columns, with bumps at the edges of the shards.
 
+    Each chunk sends a number a row, the logit that has the bump, and the embeddings are summed once at the end.
     The kernels have seven rows, one of each bumped id: under Triton's interpreter a row costs what a call does elsewhere.
     """
     mesh, transform = mesh_of("tp"), TRANSFORMS[transform]
@@ -44,12 +45,28 @@ def tp_soft_embedding(transform):
             )  # fmt: skip
         assert type(got) is torch.Tensor
         close(got, of_rows[3])
-        assert sent.names.count("all_reduce") == 1
+        assert sent.names.count("all_reduce") == 1 + -(-int(of_rows[2].sum()) // chunk_size)
         assert not any(n in (V, 10, 9, 5) for shape in sent.shapes[1:] for n in shape), sent.shapes
 
     for hidden in (h, shard(h, mesh, Replicate()), shard(h, mesh, Shard(1))):
         embed(hidden, every, "torch", 8)
     embed(h.flatten(0, 1)[few], few, "triton", 4)
+
+
+@check(2)
+def tp_soft_embedding_of_a_near_certain_token():
+    """Whichever rank has it, and whether or not its shard has anything else to speak of."""
+    mesh = mesh_of("tp")
+    table, ids = torch.eye(V), torch.tensor([0, V // 2 - 1, V // 2, V - 1])
+    parts = [shard(table, mesh, Shard(0))] * 2
+    torch.manual_seed(0)
+    for t in (-20.0, -100.0, -torch.inf):
+        for ahead in (0.0, 17.0, 90.0):
+            h = torch.randn(4, V) + ahead * table[ids]
+            bump = torch.full((4,), t)
+            exact = reference.soft_embedding(h.double(), table.double(), table.double(), None, bump.double(), ids)
+            got = soft_embedding(h, *parts, bump=bump, bump_ids=ids)
+            torch.testing.assert_close(got, exact.float())
 
 
 @check(2)

@@ -95,20 +95,40 @@ def test_a_bump_of_any_size(bump, transform, backend):
         torch.testing.assert_close(got[there], e[ids[there]])
 
 
-def test_digits_of_what_a_bump_leaves(backend):
-    """A token of probability p with a bump of t: probabilities are off by eps / (1 - p + p e^t), as documented."""
-    V, eps = 9, torch.finfo(torch.float32).eps
-    table = torch.eye(V, device=DEVICE)
-    torch.manual_seed(0)
-    for ahead in (0.0, 5.0, 10.0):
-        for t in (-15.0, -5.0, 5.0):
+@pytest.mark.parametrize("transform", [{}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 60.0, "scale": 0.9}], ids=str)
+def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
+    """Of a token with 1 - 1e-7 of the probability, and beyond what float32 or float64 can tell from 1, as of any other."""
+    table, ids = torch.eye(V, device=DEVICE), torch.tensor([4], device=DEVICE)
+    for t in (-5.0, -20.0, -100.0, -math.inf, 5.0):
+        bump = torch.tensor([t], device=DEVICE)
+        for seed, ahead in enumerate((0.0, 10.0, 20.0, 45.0, 90.0)):
+            torch.manual_seed(seed)
             h = torch.randn(1, V, device=DEVICE)
-            h[0, 4] = ahead
-            ids = torch.tensor([4], device=DEVICE)
-            got = soft_embedding(h, table, table, bump=t, bump_ids=ids, backend=backend).double()
-            p = torch.softmax(h.double(), -1)[0, 4]
-            exact = torch.softmax(h.double() + t * torch.nn.functional.one_hot(ids, V), -1)
-            assert (got - exact).abs().max() <= 8 * eps / min(1, (1 - p + p * math.exp(t)).item())
+            h[0, 4] += ahead
+            exact, plain = (
+                reference.soft_embedding(h.to(d), table.to(d), table.to(d), None, bump.to(d), ids, **transform)
+                for d in (torch.float64, torch.float32)
+            )
+            got = soft_embedding(h, table, table, bump=bump, bump_ids=ids, backend=path, **transform)
+            assert_as_good_as_plain([got], [exact], largest_error([plain], [exact]), f"{t}, {ahead}", {V})
+            torch.testing.assert_close(got.sum(), torch.ones_like(got.sum()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_bump_of_the_only_token_there_is(softcap, path):
+    """Nothing else is left of the row: all of it is the token's, whatever its bump."""
+    h, table = torch.randn(3, D, device=DEVICE), torch.randn(1, E, device=DEVICE)
+    zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    alone = torch.full((V,), -math.inf, device=DEVICE)
+    alone[7] = 1.5
+    for t in (-100.0, 0.0, 100.0):
+        options = {"bump": t, "backend": path, "softcap": softcap}
+        got = soft_embedding(h, torch.randn(1, D, device=DEVICE), table, bump_ids=zeros, **options)
+        torch.testing.assert_close(got, table.expand(3, E))
+        if softcap is None:
+            e = torch.randn(V, E, device=DEVICE)
+            got = soft_embedding(h, torch.zeros(V, D, device=DEVICE), e, bias=alone, bump_ids=zeros + 7, **options)
+            torch.testing.assert_close(got, e[7].expand(3, E))
 
 
 def test_ids_that_no_column_has_are_nan_in_their_own_row(backend):
@@ -135,7 +155,7 @@ def test_any_leading_shape_and_strides(shape, backend):
 
 
 def test_special_rows(path):
-    """Logits are the bias: -inf is a probability of 0, a row of nothing else and a NaN are NaN in their own row."""
+    """Logits are the bias: -inf is a probability of 0, a row of nothing else and a NaN are NaN in their own row; with a bump too."""
     x = torch.randn(5, V, device=DEVICE)
     x[0, ::2], x[1], x[2, 7], x[3, 7] = -math.inf, -math.inf, NAN, math.inf
     table = torch.randn(V, E, device=DEVICE)
@@ -143,6 +163,13 @@ def test_special_rows(path):
         one = torch.zeros(2, D, device=DEVICE)
         got = soft_embedding(one, torch.zeros(V, D, device=DEVICE), table, bias=row, backend=path)
         torch.testing.assert_close(got, (torch.softmax(row, -1) @ table).expand(2, E), equal_nan=True)
+        for at in (4, 7):
+            ids = torch.full((2,), at, device=DEVICE)
+            got = soft_embedding(
+                one, torch.zeros(V, D, device=DEVICE), table, bias=row, bump=-9.0, bump_ids=ids, backend=path
+            )
+            p = torch.softmax(row - 9 * torch.nn.functional.one_hot(ids[0], V), -1)
+            torch.testing.assert_close(got, (p @ table).expand(2, E), equal_nan=True)
 
 
 @pytest.mark.parametrize("num_active", [None, 8, 9])

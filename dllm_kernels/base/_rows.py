@@ -38,6 +38,9 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
 ``add_parts(t)``
     ``t`` with the sum over all parts of a split row in the place of this part's share of it; None where a row is whole.
 
+``local_ids(ids)``
+    Ids of whole rows as columns of this part, ``SKIP`` where another part has them; None where a row is whole.
+
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
 """
@@ -77,6 +80,7 @@ class RowPrimitives(NamedTuple):
     divergence: Divergences
     nll_factored_: Callable[..., tuple[NLL, torch.Tensor]] | None = None
     add_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
+    local_ids: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
 
     return RowPrimitives(
         stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, shard),
-        add_parts=shard.add_parts,
+        add_parts=shard.add_parts, local_ids=shard.local_ids,
     )  # fmt: skip
 
 

@@ -57,8 +57,7 @@ def soft_embedding(
         bias: ``[V]`` or None.
         extra: as in :func:`weighted_linear_nll`.
         bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for instance of a token that is
-            already decided. For a strongly negative t on a token of probability p near 1, digits are lost: the relative error is
-            about eps / (1 - p + p e^t). Where that nears 1, the weights of the row do not sum to 1.
+            already decided. -inf in a tensor takes the token out of its row. However certain the token is, no digits are lost.
         bump_ids: ``[...]`` integers, k; -100: no bump in this row. Any other value outside of ``[0, V)``, or ``skip_id``, gives
             NaN in its own row. ``bump`` and ``bump_ids`` go together.
         active: ``[...]``, bool or numeric. A row whose entry is 0 is not projected, and its result is 0. None: all rows.

@@ -1,19 +1,25 @@
 r"""The mean embedding of each row's distribution, over N rows: probabilities where a chunk's logits were, times the embedding.
 
 The gradient of the logsumexp is p, so the statistics' backward pass writes p over the logits. A row's bump t of the column b,
-which stands behind the transform, needs no pass of its own: with p as it is without it,
+which stands behind the transform, needs no pass of its own. The logit z_b is taken out of the row, the lowest number put in its
+place, and with S the sum that is left, of the other columns alone,
 
-    p'_v = p_v / Z for v != b,      p'_b = p_b e^t / Z,      Z = (1 - p_b) + p_b e^t,
+    p'_v = e^{z_v - M} / Z for v != b,      p'_b = e^{z_b + t - M} / Z,      Z = S + e^{z_b + t - M},
 
-which is one coefficient for the row and one for that column.
+which is one coefficient for the row and one for that column. All of Z is a sum of what is positive: 1 - p_b + p_b e^t would have
+no digits left where p_b is nearly 1 and t far below 0. Behind a cap the lowest number is a probability p_0 too, at most that of
+any other column, and S is what it leaves.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult
-from dllm_kernels.base._rows import SKIP
+from dllm_kernels.base._rows import SKIP, RowPrimitives
+from dllm_kernels.base._transform import Transform, transformed
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Plan
 
@@ -36,9 +42,12 @@ def forward(job: Job, plan: Plan) -> torch.Tensor:
         through = transform.softcap is None and transform.scale is None
         for chunk, _, marks, logits in chunks:
             request = StatsRequest(rows.take(job.ids, chunk), marks, transform=transform, through=through)
+            bumped = None
+            if job.weights is not None:
+                z = _taken_out(logits, request.ids, transform, primitives, plan.acc)
+                bumped = z + rows.take(job.weights, chunk).to(plan.acc).unsqueeze(1)
             found = StatsResult(*primitives.stats.forward(logits[None], request))
-            bump = None if job.weights is None else rows.take(job.weights, chunk)
-            c = _coefficients(request, found, bump)
+            c = _coefficients(request, found, bumped)
             primitives.stats.backward(logits[None], request, c, found.row_max, found.log_sum, logits[None])
             rows.put(out, chunk, torch.mm(logits, table))
         if rows.overflow is not None:
@@ -47,14 +56,36 @@ def forward(job: Job, plan: Plan) -> torch.Tensor:
         return out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(plan.dtype)
 
 
-def _coefficients(request: StatsRequest, found: StatsResult, bump: torch.Tensor | None) -> Coefficients:
-    """1 / Z, and for the column what p'_b is beyond p_b / Z."""
+def _taken_out(
+    logits: torch.Tensor, ids: torch.Tensor, transform: Transform, primitives: RowPrimitives, acc: torch.dtype
+) -> torch.Tensor:
+    """The transformed logits ``[C, 1]`` of the ids; in their place then stands the lowest number, which no scale makes -inf."""
+    V = logits.shape[1]
+    if primitives.local_ids is not None:
+        ids = primitives.local_ids(ids)
+    if V:
+        there, row = (ids >= 0) & (ids < V), torch.arange(len(ids), device=ids.device).unsqueeze(1)
+        at = row, ids.clamp(0, V - 1)
+        z = logits[at]
+        lowest = torch.finfo(logits.dtype).min / max(1.0, 2 * (transform.scale or 1))
+        logits[at] = z.masked_fill(there, lowest)  # scatter_ of bfloat16 makes a copy of all logits on a CPU
+        z = z.to(acc)
+        z = transformed(z, transform.pointwise, z).masked_fill(~there, 0)
+    else:
+        z = torch.zeros(ids.shape, dtype=acc, device=logits.device)
+    return z if primitives.add_parts is None else primitives.add_parts(z)
+
+
+def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tensor | None) -> Coefficients:
+    """S / Z, and for the column what p'_b is beyond its share of the row without it, which has p_0 there."""
     log_p = found.log_probs
-    if bump is None:
+    if bumped is None:
         return Coefficients(torch.zeros_like(log_p), torch.ones_like(found.row_max), None, None)
-    there = request.ids != SKIP
-    bumped = log_p + bump.unsqueeze(1)
-    others = torch.log(-torch.expm1(log_p.clamp(max=0)))  # log(1 - p_b)
-    log_z = torch.where(there, torch.logaddexp(others, bumped), 0.0)
-    of_ids = torch.where(there, torch.exp(bumped - log_z) - torch.exp(log_p - log_z), 0.0)
-    return Coefficients(of_ids, torch.exp(-log_z).squeeze(1), None, None)
+    there, log_sum = request.ids != SKIP, found.log_sum.unsqueeze(1)
+    of_lowest = torch.exp(log_p.clamp(max=0))
+    others = log_sum + torch.log1p(-of_lowest)
+    bumped = bumped - found.row_max.unsqueeze(1)
+    log_z = torch.logaddexp(others, bumped)
+    share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
+    of_ids = torch.where(there, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
+    return Coefficients(of_ids, torch.where(there, share, 1.0).squeeze(1), None, None)
