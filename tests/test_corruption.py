@@ -470,6 +470,7 @@ for name, specimen in found.items():
 """
 
 
+@pytest.mark.exhaustive
 def test_no_product_and_sum_become_one_rounding():
     # The masks agree between devices only if the compiler rounds every step; kernels here may be interpreted.
     environment = os.environ | {"TRITON_INTERPRET": "0"}

@@ -295,6 +295,7 @@ def test_workers_and_epochs_differ_and_come_again(collator, persistent):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.exhaustive
 def test_workers_that_are_spawned_see_the_epoch_too():
     samples = [sample(64, seed) for seed in range(2)]
     spawned = loaded(SEEDED, samples, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")

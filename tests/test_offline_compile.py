@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import every_time
-
 triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent
@@ -60,10 +58,8 @@ COMPILED = {
 exhaustive = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(
-    ("run", "target"),
-    every_time([("rows", "sm_90")], [(run, target) for run, targets in COMPILED.items() for target in targets]),
-)
+@exhaustive
+@pytest.mark.parametrize(("run", "target"), [(run, target) for run, targets in COMPILED.items() for target in targets])
 def test_nothing_spills(run, target, reports):
     assert spills([r for r in reports(run) if r["target"] == target]) == []
 

@@ -86,6 +86,7 @@ def hidden_draw(dtype):
 
 
 @objectives
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=["", "transformed"])
 def test_parity_from_logits(fn, dtype, transform, backend):
@@ -102,6 +103,7 @@ def test_parity_from_logits(fn, dtype, transform, backend):
 
 
 @objectives
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize(("chunk_size", "num_active"), [(3, None), (None, None), (4, 10)])
 def test_parity_from_hidden_states(fn, dtype, chunk_size, num_active, backend):
