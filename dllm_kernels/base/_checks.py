@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,7 +169,7 @@ def check_rows(
     if names.weight and weight is not None:
         _check_head(names, rows, weight, bias)
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
-        check_dtypes(names, rows, weight, bias)
+        check_dtypes(names.rows, rows, {names.weight: weight, names.bias: bias})
         return weight.shape[0]
     if rows.dim() == 0 or rows.shape[-1] == 0:
         raise ValueError(f"{names.rows} must have shape [..., V] with V >= 1, got {tuple(rows.shape)}")
@@ -192,19 +192,18 @@ def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: 
         check_shape(names.bias, bias, (V,), f"one entry per row of {names.weight}")
 
 
-def check_dtypes(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Raise unless weight and bias have the dtype of hidden, or autocast will give them one.
+def check_dtypes(rows_name: str, rows: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise unless all others have the dtype of the rows, or autocast will give them one: it leaves float64 alone, wherever it is.
 
     A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
     """
-    dtypes = [t.dtype for t in (hidden, weight, bias) if t is not None]
-    if autocasts(hidden) and torch.float64 not in dtypes:  # which autocast leaves alone
+    given = {name: t for name, t in others.items() if t is not None}
+    if autocasts(rows) and all(t.dtype != torch.float64 for t in (rows, *given.values())):
         return
-    for name, tensor in ((names.weight, weight), (names.bias, bias)):
-        if tensor is not None and tensor.dtype != hidden.dtype and not is_dtensor(tensor):
+    for name, t in given.items():
+        if t.dtype != rows.dtype and not is_dtensor(t):
             raise ValueError(
-                f"{name} must have the dtype of {names.rows}, {hidden.dtype}, unless torch.autocast is on, "
-                f"got {tensor.dtype}"
+                f"{name} must have the dtype of {rows_name}, {rows.dtype}, unless torch.autocast is on, got {t.dtype}"
             )
 
 
@@ -228,37 +227,8 @@ def checked_extra(
         )
     check_shape(f"{name}[0]", u, (*hidden.shape[:-1], r), f"the rows of {names.rows}, the columns of {name}[1]")
     check_same_device(names.rows, hidden, **{f"{name}[0]": u, f"{name}[1]": second})
-    check_extra_dtypes(names, hidden, weight, u, second, name)
+    check_dtypes(names.rows, hidden, {f"{name}[0]": u, f"{name}[1]": second, names.weight: weight})
     return u, second
-
-
-def check_extra_dtypes(
-    names: Names,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    u: torch.Tensor,
-    second: torch.Tensor,
-    extra: str = "extra",
-) -> None:
-    """:func:`check_dtypes` of the second part of a head; autocast leaves float64 alone, wherever it is."""
-    if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype, u.dtype, second.dtype):
-        return
-    for name, tensor in ((f"{extra}[0]", u), (f"{extra}[1]", second)):
-        if tensor.dtype != hidden.dtype and not is_dtensor(tensor):
-            raise ValueError(
-                f"{name} must have the dtype of {names.rows}, {hidden.dtype}, unless torch.autocast is on, "
-                f"got {tensor.dtype}"
-            )
-
-
-def check_table_dtype(hidden: torch.Tensor, table: torch.Tensor) -> None:
-    """As :func:`check_dtypes`, of the embedding that probabilities are multiplied with."""
-    if autocasts(hidden) and torch.float64 not in (hidden.dtype, table.dtype):
-        return
-    if table.dtype != hidden.dtype and not is_dtensor(table):
-        raise ValueError(
-            f"embedding must have the dtype of hidden, {hidden.dtype}, unless torch.autocast is on, got {table.dtype}"
-        )
 
 
 def targets_checked(check_targets: bool | None) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from dllm_kernels.base import _checks
+from dllm_kernels.base._checks import check_dtypes
 from dllm_kernels.distributed._layout import (
     Rows,
     check_contiguous,
@@ -52,12 +52,10 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     split = [dist.get_process_group_ranks(g) for g in rows.groups]
     weight, bias, extra_weight = (None if t is None else _local_parameter(t, split) for t in (w, b, second))
     assert weight is not None
-    _checks.check_dtypes(_checks.LINEAR, hidden, weight, bias)
-    if u is not None and extra_weight is not None:
-        _checks.check_extra_dtypes(_checks.LINEAR, hidden, weight, u, extra_weight)
+    check_dtypes("hidden", hidden, {"weight": weight, "bias": bias})
+    check_dtypes("hidden", hidden, {"extra[0]": u, "extra[1]": extra_weight, "weight": weight})
     embedding = weight if table is w else None if table is None else _local_parameter(table, split)
-    if embedding is not None:
-        _checks.check_table_dtype(hidden, embedding)
+    check_dtypes("hidden", hidden, {"embedding": embedding})
     shard = None
     if vocab_dim is not None and isinstance(w, DTensor):
         shard = VocabShard.of(w.shape[0], w.device_mesh, vocab_dim)

@@ -109,7 +109,7 @@ def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.
             f"embedding must have shape ({V}, E) with E >= 1, as many rows as head, got {tuple(embedding.shape)}"
         )
     _checks.check_same_device("hidden", hidden, embedding=embedding)
-    _checks.check_table_dtype(hidden, embedding)
+    _checks.check_dtypes("hidden", hidden, {"embedding": embedding})
 
 
 def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:

@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 Tensors = tuple[Tensor | None, ...]
 Spec = tuple[tuple[int, ...], torch.dtype]
 Backward = Callable[[Tensors, Tensors, Plan], Gradients]
-CROSS_ENTROPY = "torch.nn.functional.cross_entropy"
 LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
+CROSS_ENTROPY = ("torch.nn.functional.cross_entropy", f"torch.nn.functional.cross_entropy on {LOGITS}")
 
 
 class RowOp(NamedTuple):
@@ -117,10 +117,6 @@ def _kept_rows(job: Job, written: Tensors, _: Plan) -> Tensors:
     return (*job.leaves, job.active, *written[1:3])
 
 
-def _nll_backward(kept: Tensors, upstream: Tensors, plan: Plan) -> Gradients:
-    return _grad_of_logits(kept, upstream[0], None, plan)
-
-
 def _grad_of_logits(kept: Tensors, scale: Tensor | None, factor: Tensor | None, plan: Plan) -> Gradients:
     logits, targets, stats = kept[0], kept[LEAVES], kept[LEAVES + 1 :]
     assert logits is not None
@@ -139,12 +135,12 @@ TOKEN_NLL = RowOp(
     row_targets,
     _nll_forward,
     _kept_rows,
-    _nll_backward,
+    lambda kept, upstream, plan: _grad_of_logits(kept, upstream[0], None, plan),
     _row_specs,
     _nll_result,
     shown=4,
     differentiable=1,
-    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+    instead=CROSS_ENTROPY,
 )
 
 
@@ -273,7 +269,7 @@ WEIGHTED_NLL = RowOp(
     _weighted_result,
     shown=5,
     differentiable=1,
-    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+    instead=CROSS_ENTROPY,
 )
 
 WEIGHTED_LINEAR_NLL = RowOp(
@@ -286,7 +282,7 @@ WEIGHTED_LINEAR_NLL = RowOp(
     _weighted_result,
     shown=5,
     differentiable=1,
-    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+    instead=CROSS_ENTROPY,
     traced=lambda _: _weighted_traced,
     before_backward=_Once,
 )
@@ -321,7 +317,7 @@ LINEAR_TOKEN_NLL = RowOp(
     _nll_result,
     shown=4,
     differentiable=1,
-    instead=(CROSS_ENTROPY, f"{CROSS_ENTROPY} on {LOGITS}"),
+    instead=CROSS_ENTROPY,
     traced=lambda plan: _linear_backward if plan.needs.frozen else None,
 )
 
