@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from dllm_kernels.base._divergence import Divergences
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
 from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Needs, Plan
@@ -129,23 +131,24 @@ def _passed(
     chunks: Chunks, scale: Tensor, mean_alpha: Tensor | None, *, with_grad: bool
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """(chunk, value, alpha, agree); the products with the gradient are made on the way."""
-    plan, job, take = chunks.plan, chunks.job, chunks.rows.take
-    pair, teacher = pair_of(plan), _TeacherChunks(chunks)
-    recipe = pair.recipe.settled
-    options = {
-        "mean_alpha": mean_alpha,
-        "transform": plan.options.transform,
-        "teacher_transform": pair.teacher_transform,
-    }
+    take, teacher = chunks.rows.take, _TeacherChunks(chunks)
+    compared = _primitive(chunks.plan, mean_alpha, with_grad=with_grad)
     for chunk, h, marks, logits in chunks:
         s = take(scale, chunk).masked_fill(marks == SKIP, 0)
-        y = take(job.ids[:, 0], chunk) if pair.recipe.wants_targets else None
-        found = chunks.primitives.divergence(
-            logits[None], teacher.logits(chunk)[None], s, recipe, targets=y, with_grad=with_grad, **options
-        )
+        y = take(chunks.job.ids[:, 0], chunk) if pair_of(chunks.plan).recipe.wants_targets else None
+        found = compared(logits[None], teacher.logits(chunk)[None], s, targets=y)
         if with_grad:
             chunks.add_gradients(chunk, h, marks, logits, s)
         yield chunk, *found
+
+
+def _primitive(plan: Plan, mean_alpha: Tensor | None, *, with_grad: bool) -> Divergences:
+    """The row primitive (``base/_divergence.py``) with what is the same for all rows of a call."""
+    pair = pair_of(plan)
+    return partial(
+        plan.primitives().divergence, recipe=pair.recipe.settled, mean_alpha=mean_alpha, with_grad=with_grad,
+        transform=plan.options.transform, teacher_transform=pair.teacher_transform,
+    )  # fmt: skip
 
 
 class _TeacherChunks:
@@ -191,11 +194,11 @@ def _teacher_of(plan: Plan) -> Teacher:
     return teacher
 
 
-def _picked(t: Tensor, index: Tensor) -> Tensor:
-    """A copy of these rows of a tensor; NaN for one that it has not."""
-    inside = index.clamp(0, t.shape[0] - 1)
-    lost = (index != inside).view(-1, *[1] * (t.dim() - 1))
-    return t.index_select(0, inside).masked_fill_(lost, math.nan)
+def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """A copy of these rows, or columns, of a tensor; NaN for one that it has not."""
+    inside = index.clamp(0, t.shape[dim] - 1)
+    lost = (index != inside).view(-1, *[1] * (t.dim() - 1 - dim))
+    return t.index_select(dim, inside).masked_fill_(lost, math.nan)
 
 
 def _of_logits(job: Job, plan: Plan) -> _Found:
@@ -211,25 +214,19 @@ def _rows_of_logits(
     job: Job, plan: Plan, scale: Tensor, mean_alpha: Tensor | None, grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(value, alpha, agree) of N rows, the gradient in ``grad``."""
-    pair, teacher = pair_of(plan), _teacher_of(plan)
-    recipe = pair.recipe.settled
-    options: dict[str, Any] = {"mean_alpha": mean_alpha, "with_grad": grad is not None}
-    options |= {"transform": plan.options.transform, "teacher_transform": pair.teacher_transform}
-    y = job.ids[:, 0].contiguous() if pair.recipe.wants_targets else None
-    call, logits, theirs = plan.primitives().divergence, as_blv(job.x), as_blv(teacher.x)
-    out = None if grad is None else as_blv(grad)
+    compared, teacher = _primitive(plan, mean_alpha, with_grad=grad is not None), _teacher_of(plan)
+    y = job.ids[:, 0].contiguous() if pair_of(plan).recipe.wants_targets else None
+    logits, theirs, out = as_blv(job.x), as_blv(teacher.x), None if grad is None else as_blv(grad)
     if teacher.columns is None:
-        rows = teacher.rows
-        return call(logits, theirs, scale, recipe, teacher_rows=rows, targets=y, out=out, **options)
+        return compared(logits, theirs, scale, teacher_rows=teacher.rows, targets=y, out=out)
     found = [scale.new_empty(scale.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=torch.bool)]
     for n, b, length in _pieces(logits):
         here = slice(n, n + length.stop - length.start)
         index = torch.arange(n, here.stop, device=scale.device) if teacher.rows is None else teacher.rows[here]
-        t = _rows_at(theirs, index).index_select(1, teacher.columns.clamp(0, theirs.shape[2] - 1))
-        t.masked_fill_(teacher.columns != teacher.columns.clamp(0, theirs.shape[2] - 1), math.nan)
-        part = call(
-            logits[b : b + 1, length], t[None], scale[here], recipe, targets=None if y is None else y[here],
-            out=None if out is None else out[b : b + 1, length], **options,
+        t = _picked(_rows_at(theirs, index), teacher.columns, 1)
+        part = compared(
+            logits[b : b + 1, length], t[None], scale[here], targets=None if y is None else y[here],
+            out=None if out is None else out[b : b + 1, length],
         )  # fmt: skip
         for whole, of_rows in zip(found, part, strict=True):
             whole[here] = of_rows
