@@ -111,7 +111,7 @@ def divergence(
         skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
         teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none. Its
             ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
-        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: if ``DLLM_KERNELS_CHECK=1``.
+        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -216,7 +216,7 @@ def linear_divergence(
         skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
         teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none. Its
             ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
-        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: if ``DLLM_KERNELS_CHECK=1``.
+        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -67,7 +67,7 @@ def row_objective(
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -144,7 +144,7 @@ def linear_row_objective(
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -72,7 +72,7 @@ def token_log_probs(
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes. Only with ``weight``.
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN. Only
             with ``weight``.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: if ``DLLM_KERNELS_CHECK=1``.
+        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
