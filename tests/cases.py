@@ -143,11 +143,11 @@ class Case:
 
     def logits_form(self, x: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
         """The value; options are ``backend`` and, of a loss with that argument, ``fp32_upcast``."""
-        return _value(self.output("logits", self.arguments("logits", x, inputs), **options))
+        return value_of(self.output("logits", self.arguments("logits", x, inputs), **options))
 
     def hidden_form(self, h: Any, w: Any, b: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
         """The value; ``chunk_size`` is an option too."""
-        return _value(self.output("hidden", self.arguments("hidden", h, inputs, (w, b)), **options))
+        return value_of(self.output("hidden", self.arguments("hidden", h, inputs, (w, b)), **options))
 
     def oracle(self, x: torch.Tensor, inputs: Inputs, **options: Any) -> torch.Tensor:
         """The value in plain PyTorch."""
@@ -156,10 +156,11 @@ class Case:
         x, extra = self.extra("logits", x, inputs)
         given = {**inputs, **extra, **self.settings, **options}
         taken = inspect.signature(self.equation).parameters
-        return _value(self.equation(x, **{name: value for name, value in given.items() if name in taken}))
+        return value_of(self.equation(x, **{name: value for name, value in given.items() if name in taken}))
 
 
-def _value(output: Any) -> torch.Tensor:
+def value_of(output: Any) -> torch.Tensor:
+    """What gradients are taken of: the rows where they are asked for, else the loss."""
     if isinstance(output, torch.Tensor):
         return output
     rows = getattr(output, "row_losses", None)

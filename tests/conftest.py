@@ -184,6 +184,14 @@ def overflow(request):
 
 
 @pytest.fixture
+def nothing_is_left_unwritten(monkeypatch):
+    """Fresh memory holds NaN and the largest integers; a module of tests about rows asks for it by ``usefixtures``."""
+    from tests.parity import poison_empty
+
+    poison_empty(monkeypatch)
+
+
+@pytest.fixture
 def device():
     return DEVICE
 

@@ -16,9 +16,10 @@ from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
 from dllm_kernels.rows import _compiled
 from dllm_kernels.rows._plan import Job, Needs, Options, Plan
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, WEIGHTED_LINEAR_NLL
-from tests.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for
+from tests.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
 from tests.conftest import DEVICE, every_time
-from tests.parity import assert_parity, poison_empty, small_blocks, small_tiles, value_and_grads
+from tests.parity import assert_parity, value_and_grads
+from tests.rows import HEAD_PATHS, on_head_path
 
 B, L, V, D, R = 2, 6, 37, 5, 3
 NAN = math.nan
@@ -26,22 +27,12 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # All that has a form from hidden states, but for the one whose second branch is a tensor of its own.
 CASES = [case for case in FEWER if case.name not in ("hybrid", "hybrid, softcap skip_id")]
 OPS = ("token_nll", "weighted_nll", "row_stats", "row_objective")
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left_unwritten(monkeypatch):
-    poison_empty(monkeypatch)
-
-
-@pytest.fixture(params=["torch", "torch, on three threads", "triton", "triton, one pass"])
+@pytest.fixture(params=HEAD_PATHS)
 def path(request, monkeypatch):
-    if "three" in request.param:
-        small_blocks(monkeypatch, threads=3)
-    if request.param.startswith("triton"):
-        small_tiles(monkeypatch, splits=2)
-    if "one pass" in request.param:
-        monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", "1")
-    return request.param.split(",")[0]
+    return on_head_path(request.param, monkeypatch)
 
 
 def draw_leaves(seed, dtype=torch.float64, width=1):
@@ -61,10 +52,7 @@ def ours(case, inputs, **options):
 
     def value(h, w, b, u, second):
         arguments = case.arguments("hidden", h, inputs, (w, b)) | {"extra": (u, second)}
-        out = case.output("hidden", arguments, **options)
-        if isinstance(out, torch.Tensor):
-            return out
-        return out.total_loss if out.row_losses is None else out.row_losses
+        return value_of(case.output("hidden", arguments, **options))
 
     return value
 

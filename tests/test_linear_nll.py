@@ -23,31 +23,18 @@ from tests.parity import (
     assert_as_good_as_plain,
     assert_parity,
     largest_error,
-    poison_empty,
     reduction_sizes,
-    small_blocks,
-    small_tiles,
     value_and_grads,
 )
+from tests.rows import HEAD_PATHS, on_head_path
 
 NAN = math.nan
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left_unwritten(monkeypatch):
-    poison_empty(monkeypatch)
-
-
-@pytest.fixture(params=["torch", "torch, on three threads", "triton", "triton, one pass"])
+@pytest.fixture(params=HEAD_PATHS)
 def path(request, monkeypatch):
-    """The backend, in small blocks on threads as large chunks are, in small tiles, in two passes over a chunk or one."""
-    if "three" in request.param:
-        small_blocks(monkeypatch, threads=3)
-    if request.param.startswith("triton"):
-        small_tiles(monkeypatch, splits=2)
-    if "one pass" in request.param:
-        monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", "1")
-    return request.param.split(",")[0]
+    return on_head_path(request.param, monkeypatch)
 
 
 def inputs(N=9, V=37, D=5, dtype=torch.float32, seed=0):

@@ -17,7 +17,6 @@ from tests.parity import (
     PLAIN_DRAWS,
     assert_as_good_as_plain,
     largest_error,
-    poison_empty,
     reduction_sizes,
 )
 from tests.rows import (
@@ -35,11 +34,7 @@ from tests.rows import (
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 OUTPUTS = ("log_probs", "lse", "entropy", "mix")
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_unwritten(monkeypatch):
-    poison_empty(monkeypatch)
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
 
 
 @pytest.fixture(params=PATHS)

@@ -15,18 +15,14 @@ from dllm_kernels.rows._plan import Job, Options, Plan
 from dllm_kernels.rows._records import SOFT_EMBEDDING
 from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE
-from tests.parity import assert_as_good_as_plain, largest_error, poison_empty, reduction_sizes
+from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes
 from tests.rows import PATHS, on_path
 
 B, L, V, D, E = 2, 6, 37, 5, 4
 NAN = math.nan
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 TRANSFORMS = ({}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 2.0, "scale": 0.6, "skip_id": 3})
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_unwritten(monkeypatch):
-    poison_empty(monkeypatch)
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
 
 
 @pytest.fixture(params=PATHS)

@@ -19,7 +19,6 @@ from tests.parity import (
     assert_as_good_as_plain,
     assert_parity,
     assert_same_specials,
-    poison_empty,
     reduction_sizes,
     value_and_grads,
 )
@@ -27,11 +26,7 @@ from tests.rows import LAYOUTS, PATHS, SHAPES, SHARED, SPREAD, between_tame_ones
 
 NAN, INF = math.nan, math.inf
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_unwritten(monkeypatch):
-    poison_empty(monkeypatch)
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
 
 
 @pytest.fixture(params=PATHS)

@@ -26,7 +26,6 @@ from tests.conftest import DEVICE
 from tests.parity import (
     assert_as_good_as_plain,
     assert_parity,
-    poison_empty,
     value_and_grads,
 )
 from tests.rows import LAYOUTS, PATHS, SPREAD, around_a_transform, between_tame_ones, extreme_rows, laid_out, on_path
@@ -41,11 +40,7 @@ STEPS = (
     {"softcap": 2.5, "scale": 1.9, "skip_id": 0},
     {"softcap": 1e4, "scale": 0.3, "skip_id": V - 1},
 )
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_left_unwritten(monkeypatch):
-    poison_empty(monkeypatch)
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
 
 
 @pytest.fixture(params=[path for path in PATHS if "threads" not in path])  # which change nothing of the formula
