@@ -6,7 +6,7 @@ Everything here takes a job over N rows and its plan, forward and backward, eage
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ NO_FACTORS = Factors()
 def weighted_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
     """The loss, (nll, row_max, log_sum, correct), the gradients that the plan needs, and a headroom or None.
 
-    Where the plan is ``narrow``, the gradients of the rows have yet to be multiplied by their weights (``scale_rows``), and
+    Where the plan is ``narrow``, the gradients of the rows have yet to be multiplied by their weights, and
     those of the head, in the dtype of sums, by the headroom.
     """
     assert job.weights is not None
@@ -76,12 +76,6 @@ def token_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
         return *stats, grads.x, grads.extra_x
 
 
-def scale_rows(unit_grad: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Rows times a factor each, such as their upstream gradient; a row with a factor of 0 gets zeros whatever it holds."""
-    factor = factor.reshape(-1, 1)
-    return torch.where(factor != 0, unit_grad * factor, 0.0).to(unit_grad.dtype)
-
-
 def token_backward(job: Job, plan: Plan, stats: tuple[torch.Tensor, torch.Tensor], grad_nll: torch.Tensor) -> Gradients:
     """The logits made again chunk by chunk, and the gradients from the rows' saved (row_max, log_sum)."""
     with no_autocast(job):
@@ -93,14 +87,7 @@ def token_backward(job: Job, plan: Plan, stats: tuple[torch.Tensor, torch.Tensor
                 logits[None], y, s, row_max, log_sum, logits[None], transform=plan.options.transform
             )
             chunks.add_gradients(chunk, h, y, logits, s)
-        return chunks.gradients_times(headroom)
-
-
-def times_headroom(
-    grads: Iterable[torch.Tensor | None], headroom: torch.Tensor, dtypes: Iterable[torch.dtype | None]
-) -> list[torch.Tensor | None]:
-    """Gradients in the dtype of sums, multiplied by the headroom and rounded to dtypes of their own."""
-    return [None if g is None else (g * headroom).to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]
+        return chunks.gradients(headroom)
 
 
 def no_autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
@@ -250,8 +237,8 @@ class Chunks:
         _add_product_by_slabs(total, a, h)
         return total
 
-    def gradients(self, *, wide: bool = False) -> Gradients:
-        """The gradients in the dtypes of the inputs; with ``wide`` those of the head in the dtype of the sums."""
+    def gradients(self, headroom: torch.Tensor | None = None, *, wide: bool = False) -> Gradients:
+        """The gradients in the dtypes of the inputs, those of the head times the headroom; with ``wide`` these in that of the sums."""
 
         def of_rows(grad: torch.Tensor | None) -> torch.Tensor | None:
             return None if grad is None else self.rows.whole(grad)
@@ -261,6 +248,8 @@ class Chunks:
                 return None
             if grad is None:  # there was no chunk
                 grad = torch.zeros(parameter.shape, dtype=self.plan.acc, device=parameter.device)
+            if headroom is not None:
+                grad = grad.to(self.plan.acc) * headroom
             return grad.to(self.plan.acc if wide else parameter.dtype)
 
         job, needs = self.job, self.needs
@@ -271,16 +260,6 @@ class Chunks:
             of_rows(self.grad_extra_x),
             of_head(self.grad_extra_weight, job.extra_weight, needs.extra_weight),
         )
-
-    def gradients_times(self, headroom: torch.Tensor | None) -> Gradients:
-        """The gradients in the dtypes of the inputs, those of the head multiplied by the headroom where there is one."""
-        if headroom is None:
-            return self.gradients()
-        made = self.gradients(wide=True)
-        job, head = self.job, (made.weight, made.bias, made.extra_weight)
-        dtypes = [None if t is None else t.dtype for t in (job.weight, job.bias, job.extra_weight)]
-        weight, bias, extra_weight = times_headroom(head, headroom, dtypes)
-        return made._replace(weight=weight, bias=bias, extra_weight=extra_weight)
 
 
 def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

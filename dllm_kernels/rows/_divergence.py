@@ -81,7 +81,7 @@ def backward(job: Job, plan: Plan, mean_alpha: Tensor | None, grad_loss: Tensor)
         chunks = Chunks(rows, plan, plan.needs, factors)
         for _ in _passed(chunks, scale, mean_alpha, with_grad=True):
             pass
-        return chunks.gradients_times(headroom)
+        return chunks.gradients(headroom)
 
 
 def pair_of(plan: Plan) -> Pair:

@@ -184,7 +184,11 @@ def _of_head(leaves: Sequence[Any]) -> Gradients:
 
 
 def _scaled_rows(grad: Tensor | None, factor: Tensor | None) -> Tensor | None:
-    return None if grad is None or factor is None else _chunks.scale_rows(grad, factor)
+    """Rows times a factor each, such as their upstream gradient; a row with a factor of 0 gets zeros whatever it holds."""
+    if grad is None or factor is None:
+        return None
+    factor = factor.reshape(-1, 1)
+    return torch.where(factor != 0, grad * factor, 0.0).to(grad.dtype)
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def linear_backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan
             here = _part(chunks, chunk, request, marks)
             chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
             chunks.add_gradients(chunk, h, marks, logits, take(size, chunk))
-        return chunks.gradients_times(headroom)
+        return chunks.gradients(headroom)
 
 
 def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
