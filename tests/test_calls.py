@@ -7,7 +7,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels.losses import MDLMCrossEntropyLoss
+from dllm_kernels.losses._rows import LOGITS, Rows
 from dllm_kernels.ops import row_stats, token_log_probs, token_nll, weighted_nll
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows_torch import _few
 
 N, V = 9, 37
@@ -174,6 +176,17 @@ def test_a_small_call_keeps_logits_that_were_changed_from_backward(op):
     x.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         sum(t.sum() for t in found).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_weights_of_a_small_loss_are_constants_in_the_dtype_of_sums(dtype):
+    logits, ids, active = rows(torch.float32)
+    given, weights = Rows(LOGITS, Options(backend="torch"), logits), active.to(dtype)
+    out = given.weighted(ids, weights.requires_grad_(dtype.is_floating_point))
+    expected = given.weighted(ids, active.float())
+    assert out.loss.dtype == out.nll.dtype == torch.float32
+    assert torch.equal(out.loss, expected.loss)
+    assert not out.loss.requires_grad
 
 
 def test_a_small_loss_takes_any_number_of_backward_passes_and_no_second_derivative():

@@ -20,6 +20,7 @@ from dllm_kernels.rows_torch._blocks import FEW, GRAIN, places, sum_rows
 
 Rows = torch.Tensor | None
 LONG = 256  # logits of a row
+MORE = 5 << 18  # logits of which a weighted sum is still made at once: 5 MiB of them, half of 8 x 512 rows of 512
 
 
 def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
@@ -46,7 +47,7 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
 
 
 class Active(NamedTuple):
-    """The rows that weigh anything: their numbers, None for all; their targets, weights and logits in the dtype of sums."""
+    """The rows that weigh anything: their numbers, None for all, targets, weights and, of few, logits in the dtype of sums."""
 
     rows: Rows
     ids: torch.Tensor
@@ -70,19 +71,23 @@ def weighted_sum(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, Active] | None:
     """The sum of weights * NLL, the NLL, both of the shape of the rows, and what :func:`weighted_grad` takes."""
-    if not _may_be_few(logits, NO_TRANSFORM) or targets.dtype != torch.int64 or weights.requires_grad:
+    acc = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    dtypes = (targets.dtype, weights.dtype)
+    if not _may_be_few(logits, NO_TRANSFORM) or dtypes != (torch.int64, acc) or weights.requires_grad:
         return None
     y, w = targets.reshape(-1), weights.reshape(-1)
     rows = _nonzero(w)
-    if (z := _listed(logits, rows)) is None:
+    if (z := _listed(logits, rows, MORE)) is None:
         return None
+    keeps = z.numel() <= FEW
     # Where these are all rows, targets and weights are the caller's, who may write into them.
     ids, scale = (y.clone(), w.clone()) if rows is None else (y.index_select(0, rows), w.index_select(0, rows))
-    found = _nll(torch.log_softmax(z, 1), ids, rows, w.numel())
+    log_p = torch.log_softmax(z, 1) if keeps or rows is None else torch.log_softmax(z, 1, out=z)
+    found = _nll(log_p, ids, rows, w.numel())
     if found is None:
         return None
     nll = found.view(targets.shape)
-    return (nll * weights).sum(), nll, Active(rows, ids, scale, z)
+    return (nll * weights).sum(), nll, Active(rows, ids, scale, z if keeps else None)
 
 
 def _nll(log_p: torch.Tensor, ids: torch.Tensor, rows: Rows, N: int) -> torch.Tensor | None:
@@ -138,9 +143,10 @@ def _grad(logits: torch.Tensor, active: Active, factor: float, out: torch.Tensor
     rows, plain = active.rows, active.scale.unsqueeze(1)
     if factor != 1:
         plain = plain * factor
-    z = _wide(logits, rows) if active.z is None else active.z
-    in_place = rows is None and out.dtype == z.dtype
-    grad, made = (out.view(z.shape),) * 2 if in_place else _room(z, rows, out.dtype)
+    grad, made = _room(len(plain), plain.dtype, rows, out)
+    z = active.z
+    if z is None:
+        z = _wide(logits, None) if rows is None else _copied(logits, rows, grad)
     try:
         torch.softmax(z, 1, out=grad).mul_(plain).scatter_add_(1, active.ids.unsqueeze(1), -plain)
     except (IndexError, RuntimeError):  # a target that no column has, or none at all
@@ -167,7 +173,8 @@ def small_backward(
     plain = torch.zeros_like(z[:, 0]) if of_ids is None else -of_ids.sum(1)
     if of_lse is not None:
         plain += of_lse
-    grad, made = _room(z, rows, logits.dtype)
+    out = torch.empty(request.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    grad, made = _room(len(z), z.dtype, rows, out)
     if of_entropy is None:
         torch.softmax(z, 1, out=grad).mul_(plain.unsqueeze(1))
     else:
@@ -181,9 +188,6 @@ def small_backward(
             grad.scatter_add_(1, ids, of_ids)
         except (IndexError, RuntimeError):
             return None
-    if rows is None:
-        return grad.to(logits.dtype)
-    out = torch.empty(request.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
     _put(made, rows, out)
     return out
 
@@ -212,7 +216,7 @@ def first(
 
 
 def _may_be_few(logits: torch.Tensor, transform: Transform) -> bool:
-    return logits.is_cpu and 0 < logits.numel() <= 2 * FEW and logits.is_contiguous() and transform == NO_TRANSFORM
+    return logits.is_cpu and 0 < logits.numel() <= 2 * MORE and logits.is_contiguous() and transform == NO_TRANSFORM
 
 
 def _nonzero(t: torch.Tensor) -> Rows:
@@ -224,20 +228,28 @@ def _taken(t: Any, rows: Rows) -> Any:
     return t if rows is None else t.index_select(0, rows)
 
 
-def _are_few(logits: torch.Tensor, rows: Rows) -> bool:
-    most = FEW if torch.get_num_threads() == 1 else GRAIN  # more than one core would wait for the others
+def _are_few(logits: torch.Tensor, rows: Rows, few: int = FEW) -> bool:
+    most = few if torch.get_num_threads() == 1 else GRAIN  # more than one core would wait for the others
     return 0 < (logits.numel() if rows is None else rows.numel() * logits.shape[-1]) <= most
 
 
-def _listed(logits: torch.Tensor, rows: Rows) -> torch.Tensor | None:
+def _listed(logits: torch.Tensor, rows: Rows, few: int = FEW) -> torch.Tensor | None:
     """As :func:`_wide`; None unless they are few."""
-    return _wide(logits, rows) if _are_few(logits, rows) else None
+    return _wide(logits, rows) if _are_few(logits, rows, few) else None
 
 
 def _wide(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     """These rows in the dtype of sums, which may be memory of the logits."""
     z: torch.Tensor = _taken(logits.detach().view(-1, logits.shape[-1]), rows)
     return z if z.dtype in (torch.float32, torch.float64) else z.float()
+
+
+def _copied(logits: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """As :func:`_wide`, in the memory of ``out``."""
+    flat = logits.detach().view(-1, logits.shape[-1])
+    if flat.dtype == out.dtype:
+        return torch.index_select(flat, 0, rows, out=out)
+    return out.copy_(flat.index_select(0, rows))
 
 
 def _normalizer(z: torch.Tensor, log_p: torch.Tensor, rows: Rows, N: int) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -255,13 +267,14 @@ def _whole(t: torch.Tensor, rows: Rows, N: int) -> torch.Tensor:
     return t if rows is None else t.new_zeros(N, *t.shape[1:]).index_copy_(0, rows, t)
 
 
-def _room(z: torch.Tensor, rows: Rows, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(memory for the gradient of rows z, the same with a row of zeros behind it where :func:`_put` wants one)."""
-    n, V = z.shape
-    if rows is None or (V >= LONG and z.dtype == dtype):
-        grad = torch.empty_like(z)
-        return grad, grad
-    made = torch.empty(n + 1, V, dtype=z.dtype, device=z.device)
+def _room(n: int, acc: torch.dtype, rows: Rows, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(memory for the gradient of n rows, the same with a row of zeros behind it where :func:`_put` wants one)."""
+    V = out.shape[-1]
+    if rows is None and out.dtype == acc:
+        return (out.view(-1, V),) * 2
+    if rows is None or (V >= LONG and out.dtype == acc):
+        return (torch.empty(n, V, dtype=acc, device=out.device),) * 2
+    made = torch.empty(n + 1, V, dtype=acc, device=out.device)
     made[n].zero_()
     return made[:n], made
 
@@ -274,7 +287,8 @@ def _put(made: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
     """
     V = out.shape[-1]
     if rows is None:
-        out.view(-1, V).copy_(made)
+        if made.data_ptr() != out.data_ptr():
+            out.view(-1, V).copy_(made)
     elif len(made) == len(rows):
         out.zero_().view(-1, V).index_add_(0, rows, made)
     else:
