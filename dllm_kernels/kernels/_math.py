@@ -13,7 +13,8 @@ x in the lane,
     m' = max(m, t),    s <- s exp(m - m') + sum exp(x - m'),    m <- m',
 
 one rescaling for REPS * WIDE columns. m is kept above the most negative finite number wherever it is subtracted, so that
--inf gives exp(-inf) = 0 and never inf - inf. At the end M = max m,  S = sum s exp(m - M) over the lanes. x - M is made
+-inf gives exp(-inf) = 0 and never inf - inf. At the end M = max m,  S = sum s exp(m - M) over the lanes. For the entropy a
+lane also keeps t = sum exp(x - m) (x - m), of which a larger maximum makes exp(m - m') (t + (m - m') s). x - M is made
 before it is scaled by log2(e) for exp2: a product M * log2(e) taken out of the loop would be infinite for |M| > 2.3e38.
 
 **Does a column beat the target?** When M > z_y. When M = z_y one does if it equals z_y at a lower index. Tiles wholly before the
@@ -35,6 +36,7 @@ FUSED = {"enable_fp_fusion": True}
 
 SKIP = tl.constexpr(-100)  # the target of a row that does not count
 LOG2E = tl.constexpr(1.4426950408889634)
+FARTHEST = tl.constexpr(-1e4)  # e^d is 0 long before; d is kept above it where it is multiplied by that 0
 LOWEST_F32 = tl.constexpr(-3.4028234663852886e38)
 LOWEST_F64 = tl.constexpr(-1.7976931348623157e308)
 
@@ -140,15 +142,27 @@ def masked_tile(x, v, mask, transform, ACC: tl.constexpr, first=None):
 
 
 @triton.jit
-def _with_tile(x, lane_max, lane_sum, WIDE: tl.constexpr, ACC: tl.constexpr):
-    """Maxima and sums of the lanes after one more tile x [BLOCK_V]."""
+def moved(moment, total, step):
+    """Sum e^d d about a maximum that lies ``-step`` further up, from that about the old one."""
+    return moment + tl.maximum(step, FARTHEST) * total
+
+
+@triton.jit
+def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr):
+    """(m, s, t) of the lanes after one more tile x [BLOCK_V]."""
     LANES: tl.constexpr = lane_max.shape[0]
     x = tl.reshape(x.to(ACC), [x.shape[0] // (LANES * WIDE), LANES, WIDE])
     new_max = tl.maximum(lane_max, tl.max(tl.max(x, 2), 0))
     m = finite(new_max)
-    e = tl.exp2((x - m[None, :, None]) * LOG2E)
-    lane_sum = lane_sum * tl.exp2((finite(lane_max) - m) * LOG2E) + tl.sum(tl.sum(e, 2), 0)
-    return new_max, lane_sum
+    d = x - m[None, :, None]
+    e = tl.exp2(d * LOG2E)
+    step = finite(lane_max) - m
+    less = tl.exp2(step * LOG2E)
+    if WITH_ENTROPY:
+        moments = tl.sum(tl.sum(e * tl.maximum(d, FARTHEST), 2), 0)
+        lane_moment = less * moved(lane_moment, lane_sum, step) + moments
+    lane_sum = lane_sum * less + tl.sum(tl.sum(e, 2), 0)
+    return new_max, lane_sum, lane_moment
 
 
 @triton.jit
@@ -163,12 +177,12 @@ def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.co
 @triton.jit
 def column_stats(
     logits_ptr, row, start, end, y, target_logit, transform,
-    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, ALIGNED: tl.constexpr,
-    EVICT: tl.constexpr,
+    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
+    ALIGNED: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Maximum M, sum of exp(x - M), and whether a column of [start, end) beats the target, reading each column once.
+    """(M, S, T), and whether a column of [start, end) beats the target, reading each column once.
 
-    All of them of the transformed logits x.
+    Of the transformed logits x: M their maximum, S the sum of exp(x - M), T that of exp(x - M) (x - M) where WITH_ENTROPY.
 
     Rows begin at multiples of WIDE where they are ALIGNED. Where not all do, either one by one (False), so that a sum has the
     order that it has in an aligned row, or anywhere (None), as fast and in an order of its own.
@@ -183,35 +197,41 @@ def column_stats(
     y = y.to(tl.int32)  # one that this wraps has the logit NaN, which equals nothing
     lane_max = tl.full([LANES], -float("inf"), ACC)
     lane_sum = tl.zeros([LANES], ACC)
+    lane_moment = lane_sum
     before = lane_max
     whole = wide // BLOCK_V * BLOCK_V
     for tile in range(0, whole, BLOCK_V):
         x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         x = transformed(x, lanes, transform, ACC, first + tile)
-        lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
+        lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
     if whole < wide:
         rest = lanes < wide - whole
         x = load_columns(tile_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         x = masked_tile(x, lanes, rest, transform, ACC, first + whole)
-        lane_max, lane_sum = _with_tile(x, lane_max, lane_sum, WIDE, ACC)
+        lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT:
             before = tl.where(first + wide <= y, lane_max, before)
     v, there = ragged_columns(start, end, first, wide, WIDE)
     x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
     x = masked_tile(x, v, there, transform, ACC, None)
     row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
-    row_sum = tl.sum(lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), 0) + tl.sum(
-        tl.exp2((x - row_max) * LOG2E), 0
-    )
+    d = x - row_max
+    e = tl.exp2(d * LOG2E)
+    step = finite(lane_max) - row_max
+    less = tl.exp2(step * LOG2E)
+    moment = row_max
+    if WITH_ENTROPY:
+        moment = tl.sum(less * moved(lane_moment, lane_sum, step), 0) + tl.sum(e * tl.maximum(d, FARTHEST), 0)
+    row_sum = tl.sum(lane_sum * less, 0) + tl.sum(e, 0)
     beaten = row_max > target_logit
     if WITH_CORRECT:  # noqa: SIM102  (known at compile time, the next at run time)
         if row_max == target_logit:
             beaten = tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V, ACC)
             beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
             beaten = beaten | (tl.max(before, 0) == target_logit)
-    return row_max, row_sum, beaten
+    return row_max, row_sum, moment, beaten
 
 
 @triton.jit

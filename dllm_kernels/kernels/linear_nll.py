@@ -76,8 +76,8 @@ def _linear_nll_rows(
     transform = (gain, rate, skip)
     if y != SKIP:
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, None, EVICT
+        row_max, row_sum, _, beaten = column_stats(
+            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT
         )
         _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
         log_sum = tl.log(row_sum)

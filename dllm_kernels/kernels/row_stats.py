@@ -5,10 +5,9 @@ With d_v = x_v - M for the transformed logits x of a row, M = max x, S = sum e^{
     log p_k = d_k - log S,        lse = M + log S,        H = log S - T / S,
     F = sum_v log(a + b p_v),     W = sum_v q_v,          q_v = p_v / (p_v + a / b), 1 where a is 0.
 
-**Forward**: each lane of a program keeps (m, s, t) of the columns that it has seen, t about its own maximum m; a larger one m'
-makes e^{m - m'} (t + (m - m') s) of it. Programs that share a row leave (M, S, T) each, which a second kernel merges by the same
-rule, adding what takes a look at single columns: the ids. F and W need S, hence a pass of their own, of the same programs as
-backward; their parts are summed afterwards, in one order.
+**Forward**: each lane of a program keeps (m, s, t) of the columns that it has seen (``_math.column_stats``). Programs that share a
+row leave (M, S, T) each, which a second kernel merges by the same rule, adding what takes a look at single columns: the ids. F and
+W need S, hence a pass of their own, of the same programs as backward; their parts are summed afterwards, in one order.
 
 **Backward** reads each active row once and writes every row, or zeros, in one launch whatever is asked for:
 
@@ -28,103 +27,27 @@ import triton.language as tl
 from dllm_kernels.kernels import _tiles
 from dllm_kernels.kernels._launch import on_its_device, threads
 from dllm_kernels.kernels._math import (
+    FARTHEST,
     FUSED,
     LOG2E,
     SKIP,
     aligned_columns,
     column_of,
+    column_stats,
     finite,
     load_columns,
     load_target_logit,
-    masked_tile,
+    moved,
     ragged_columns,
     row_offset,
-    tied_below,
     wide_columns,
     zero_columns,
 )
 from dllm_kernels.kernels._transform import arguments, through, transformed, with_column
 from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, _share, aligned
 
-FARTHEST = tl.constexpr(-1e4)
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 Optional = torch.Tensor | None
-
-
-@triton.jit
-def _moved(moment, total, step):
-    """Sum e^d d about a maximum that lies ``-step`` further up, from that about the old one."""
-    return moment + tl.maximum(step, FARTHEST) * total
-
-
-@triton.jit
-def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr):
-    """(m, s, t) of the lanes after one more tile x [BLOCK_V]."""
-    LANES: tl.constexpr = lane_max.shape[0]
-    x = tl.reshape(x.to(ACC), [x.shape[0] // (LANES * WIDE), LANES, WIDE])
-    new_max = tl.maximum(lane_max, tl.max(tl.max(x, 2), 0))
-    m = finite(new_max)
-    d = x - m[None, :, None]
-    e = tl.exp2(d * LOG2E)
-    step = finite(lane_max) - m
-    less = tl.exp2(step * LOG2E)
-    if WITH_ENTROPY:
-        moments = tl.sum(tl.sum(e * tl.maximum(d, FARTHEST), 2), 0)
-        lane_moment = less * _moved(lane_moment, lane_sum, step) + moments
-    lane_sum = lane_sum * less + tl.sum(tl.sum(e, 2), 0)
-    return new_max, lane_sum, lane_moment
-
-
-@triton.jit
-def _column_sums(
-    logits_ptr, row, start, end, y, target_logit, transform,
-    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """(M, S, T) of the columns [start, end), and whether one beats the target, as in ``_math.column_stats``."""
-    WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
-    at, first, wide = aligned_columns(row, start, end, WIDE, ALIGNED)
-    tile_ptr = logits_ptr + at
-    lanes = tl.arange(0, BLOCK_V)
-    y = y.to(tl.int32)
-    lane_max = tl.full([LANES], -float("inf"), ACC)
-    lane_sum = tl.zeros([LANES], ACC)
-    lane_moment = lane_sum
-    before = lane_max
-    whole = wide // BLOCK_V * BLOCK_V
-    for tile in range(0, whole, BLOCK_V):
-        x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), "evict_first")
-        x = transformed(x, lanes, transform, ACC, first + tile)
-        lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
-        if WITH_CORRECT:
-            before = tl.where(first + tile + BLOCK_V <= y, lane_max, before)
-    if whole < wide:
-        rest = lanes < wide - whole
-        x = load_columns(tile_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "evict_first")
-        x = masked_tile(x, lanes, rest, transform, ACC, first + whole)
-        lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
-        if WITH_CORRECT:
-            before = tl.where(first + wide <= y, lane_max, before)
-    v, there = ragged_columns(start, end, first, wide, WIDE)
-    x = tl.load(logits_ptr + row + v, mask=there, other=-float("inf"))
-    x = masked_tile(x, v, there, transform, ACC)
-    row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(x, 0)))
-    d = x - row_max
-    e = tl.exp2(d * LOG2E)
-    step = finite(lane_max) - row_max
-    less = tl.exp2(step * LOG2E)
-    moment = row_max
-    if WITH_ENTROPY:
-        moment = tl.sum(less * _moved(lane_moment, lane_sum, step), 0) + tl.sum(e * tl.maximum(d, FARTHEST), 0)
-    row_sum = tl.sum(lane_sum * less, 0) + tl.sum(e, 0)
-    beaten = row_max > target_logit
-    if WITH_CORRECT:  # noqa: SIM102  (known at compile time, the next at run time)
-        if row_max == target_logit:
-            beaten = tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V, ACC)
-            beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
-            beaten = beaten | (tl.max(before, 0) == target_logit)
-    return row_max, row_sum, moment, beaten
 
 
 @triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS"])
@@ -145,8 +68,9 @@ def _row_stats_parts(
             target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, moment, beaten = _column_sums(
-            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_ENTROPY, ALIGNED
+        row_max, row_sum, moment, beaten = column_stats(
+            logits_ptr, row, start, end, y, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_ENTROPY, ALIGNED, "evict_first",
         )  # fmt: skip
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
@@ -184,7 +108,7 @@ def _row_stats_merge(
         tl.store(log_sum_ptr + n, log_sum)
         if WITH_ENTROPY:
             moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
-            moment = tl.sum(less * _moved(moments, sums, step), 0)
+            moment = tl.sum(less * moved(moments, sums, step), 0)
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
         ids = tl.load(ids_ptr + ids_at, mask=asked, other=SKIP)
         inside = (ids >= 0) & (ids < V)

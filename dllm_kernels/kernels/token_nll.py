@@ -90,8 +90,9 @@ def _token_nll_fwd(
     if _counts(n, y, weight_ptr):
         row = row_offset(n, L, stride_b, stride_l)
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ALIGNED, "evict_first"
+        row_max, row_sum, _, beaten = column_stats(
+            logits_ptr, row, 0, V, y, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, False, ALIGNED, "evict_first",
         )  # fmt: skip
         _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
     else:
@@ -116,8 +117,9 @@ def _token_nll_fwd_split(
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, beaten = column_stats(
-            logits_ptr, row, start, end, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, ALIGNED, "evict_first"
+        row_max, row_sum, _, beaten = column_stats(
+            logits_ptr, row, start, end, y, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, False, ALIGNED, "evict_first",
         )  # fmt: skip
         part = n.to(tl.int64) * SPLITS + k
         tl.store(part_max_ptr + part, row_max)
