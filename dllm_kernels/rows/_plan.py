@@ -6,7 +6,7 @@ is a new field, read where it is needed; nothing between has to know of it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -248,14 +248,13 @@ class Plan(NamedTuple):
 
     def pack(self) -> Packed:
         """What a compiled op has to know, as its schema can carry it: integers, the floats of :mod:`_changing`, tensors."""
-        transform = self.options.transform
-        integers: list[Any] = [_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
-        integers += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
-        packed = [_packed(i) for i in integers]
-        if self.pair is None:
+        transform, pair = self.options.transform, self.pair
+        values = [_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
+        values += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
+        packed = [_NONE if value is None else int(value) for value in values]
+        if pair is None:
             return packed, *_changing.packed(transform.factors), []
-        floats = [*transform.factors, *self.pair.floats]
-        return [*packed, *self.pair.integers], *_changing.packed(floats), self.pair.tensors
+        return [*packed, *pair.integers], *_changing.packed([*transform.factors, *pair.floats]), pair.tensors
 
     @classmethod
     def unpack(
@@ -263,32 +262,23 @@ class Plan(NamedTuple):
         tensors: Sequence[torch.Tensor] = (),
     ) -> Plan:  # fmt: skip
         """The plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are not known and left out."""
-        dtype, *integers = packed
-        of_needs, others = integers[: len(Needs._fields)], integers[len(Needs._fields) :]
-        kinds = {**_OF_PLAN, **_OF_OPTIONS}
-        (skip_id, *numbers), of_pair = (
-            [_unpacked(i) for i in others[: 1 + len(kinds)]],
-            others[1 + len(kinds) :],
-        )
-        values: dict[str, Any] = {
-            name: bool(i) if kinds[name] is bool else i for name, i in zip(kinds, numbers, strict=True)
-        }
-        of_plan = {name: values.pop(name) for name in _OF_PLAN}
-        floats = _changing.unpacked(factors, changing)
-        options = Options(Transform.of(floats[:2], skip_id), **values)
+        integers = iter(packed)
+        dtype, needs = _DTYPES[next(integers)], Needs(*(bool(next(integers)) for _ in Needs._fields))
+        skip_id = next(integers)
+        of_plan, of_options = (_fields(kinds, integers) for kinds in (_OF_PLAN, _OF_OPTIONS))
+        of_pair, floats = list(integers), _changing.unpacked(factors, changing)
+        options = Options(Transform.of(floats[:2], None if skip_id == _NONE else skip_id), **of_options)
         pair = Pair.unpacked(of_pair, floats[2:], tensors) if of_pair else None
-        return cls(_DTYPES[dtype], options=options, needs=Needs(*map(bool, of_needs)), pair=pair, **of_plan)
-
-
-def _packed(value: Any) -> int:
-    return _NONE if value is None else int(value)
-
-
-def _unpacked(value: int) -> Any:
-    return None if value == _NONE else value
+        return cls(dtype, options=options, needs=needs, pair=pair, **of_plan)
 
 
 _NONE = -(1 << 62)
+
+
+def _fields(kinds: dict[str, Any], integers: Iterator[int]) -> dict[str, Any]:
+    """Fields of these kinds, from the next integers of :meth:`Plan.pack`."""
+    values = {name: next(integers) for name in kinds}
+    return {name: None if i == _NONE else bool(i) if kinds[name] is bool else i for name, i in values.items()}
 
 
 def _integers(of: type) -> dict[str, Any]:
