@@ -98,9 +98,9 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
             torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=1)  # that of changing lengths holds every form in the exhaustive tests
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("case", every_time(OTHERS, FEWER, name=lambda case: case.name))
+@pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
 def test_every_loss_is_one_graph_forward_and_backward(case, form):
     inputs, leaves = draw(case)
     assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
@@ -119,7 +119,8 @@ def test_through_inductor(name, form):
     assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "inductor")
 
 
-@pytest.mark.parametrize("frozen", [(1, 2), (0,), (0, 1, 2)])
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("frozen", [(1, 2), (0,), (0, 1, 2)], ids=str)
 @pytest.mark.parametrize("name", ["token_nll", "weighted_nll"])
 def test_frozen_inputs(name, frozen):
     case = BY_NAME[name]
@@ -203,7 +204,7 @@ def assert_few_graphs_of(case, form, lengths, count=None):
     assert_few_graphs(step, draws(), 1 if lengths == 1 and count in (None, COUNTS["tensor"]) else 2)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("case", COUNTED.values(), ids=lambda case: case.name)
@@ -274,12 +275,18 @@ def numbers_that_change(values):
 
 # Above the one pair of compiled ops each public function does the same.
 SOME_CHANGING = ["weighted_nll, scale", "linear_row_stats, softcap", "token_log_probs"]
+# Some with each of the factors, the others with one each.
+CHANGES = [
+    (name, first)
+    for k, name in enumerate(CHANGING)
+    for j, first in enumerate(FACTORS)
+    if name in SOME_CHANGING or j == k % len(FACTORS)
+]
+EVERY_CHANGE = list(zip(SOME_CHANGING, FACTORS, strict=True))
 
 
-@pytest.mark.covering(1)
-@factors
-@pytest.mark.parametrize("name", every_time(SOME_CHANGING, CHANGING))
-def test_a_factor_that_changes_from_step_to_step(name, values):
+@pytest.mark.parametrize(("name", "first"), every_time(EVERY_CHANGE, CHANGES, name=str))
+def test_a_factor_that_changes_from_step_to_step(name, first):
     """One graph of the first value, and one for any other."""
     op, factor = CHANGING[name]
     if factor == "temperature" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
@@ -289,7 +296,7 @@ def test_a_factor_that_changes_from_step_to_step(name, values):
         out = op(h, w, ids, value) if factor == "temperature" else op(h, w, ids, **{factor: value})
         return out.square().sum()
 
-    assert_few_graphs(step, numbers_that_change(values), 2)
+    assert_few_graphs(step, numbers_that_change(FACTORS[first]), 2)
 
 
 def test_two_factors_of_which_one_changes():
@@ -302,7 +309,7 @@ def test_two_factors_of_which_one_changes():
 TEMPERED = {"mdlm": MDLMCrossEntropyLoss, "scdd, counted": lambda: SCDDLoss(MASK_ID, num_timesteps=10)}
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @factors
 @pytest.mark.parametrize("attribute", ["scale", "softcap"])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
@@ -585,6 +592,7 @@ def test_opcheck_token_nll(dtype, with_correct, backend):
         opcheck(TOKEN_NLL, (x, None, None, targets.unsqueeze(1), targets), plan, tests)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     ("options", "beyond"), [({}, False), ({"round_nll": True}, False), ({"with_correct": True}, True)], ids=str

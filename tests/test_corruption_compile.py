@@ -34,11 +34,11 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-# Last blocks that are short, one that is not, a block beyond the row, blocks of one, no blocks.
+# Last blocks that are short, one that is not, a block beyond the row, blocks of one, no blocks. A graph of them all takes long.
 @pytest.mark.exhaustive  # that of every seed, below, is one such
 @pytest.mark.parametrize(
     ("B", "L", "block_size"),
-    [(1, 100, 32), (3, 41, None), (2, 7, 3), (3, 33, 32), (2, 50, 48), (2, 64, 32), (2, 9, 40), (2, 5, 1)],
+    [(1, 100, 32), (3, 41, None), (2, 7, 3), (2, 64, 32), (2, 9, 40), (2, 5, 1)],
 )
 def test_inductor_gives_the_eager_result(B, L, block_size):
     generator = torch.Generator().manual_seed(L)
@@ -80,7 +80,7 @@ def test_a_number_that_changes_from_step_to_step(name):
     ids, loss_mask, seeds = torch.arange(60).view(2, 30), torch.ones(2, 30, dtype=torch.bool), torch.tensor([5, 6])
     compiled = torch.compile(SHARES[name], backend="aot_eager", fullgraph=True)
     counters.clear()
-    for k in range(20):
-        expected, got = (routine(ids, loss_mask, seeds, 0.01 + k / 25) for routine in (SHARES[name], compiled))
+    for k in range(8):
+        expected, got = (routine(ids, loss_mask, seeds, 0.01 + k / 10) for routine in (SHARES[name], compiled))
         assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
     assert counters["stats"]["unique_graphs"] == 2
