@@ -196,3 +196,22 @@ def test_speculators_draft():
     example = load("speculators_draft")
     first, last = example.main(steps=100, weighting="dpace")
     assert last > 2 * first
+
+
+def test_speculators_patch():
+    """Its own model's losses, without ours, with both of its tables patched, and from hidden states: one training run."""
+    for needed in ("speculators", "openai", "datasets"):  # its models import the code that makes training data
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    example = load("speculators_patch")
+    theirs = example.main(steps=8, implementation="eager")
+    ours = {"hidden states": example.main(steps=8, step=example.from_hidden_states)}
+    report = example.speculators.patch()
+    try:
+        assert ("speculators.models.dflash.metrics", "kl_div_loss") in report.replaced
+        ours |= {table: example.main(steps=8, implementation=table) for table in ("eager", "fused")}
+    finally:
+        example.speculators.unpatch()
+    for found in ours.values():
+        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=0)
+    assert theirs[-1] < 0.9 * theirs[0]
