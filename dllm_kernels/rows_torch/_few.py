@@ -271,7 +271,8 @@ def _room(n: int, acc: torch.dtype, rows: Rows, out: torch.Tensor) -> tuple[torc
     """(memory for the gradient of n rows, the same with a row of zeros behind it where :func:`_put` wants one)."""
     V = out.shape[-1]
     if rows is None and out.dtype == acc:
-        return (out.view(-1, V),) * 2
+        made = out if out.dim() == 2 else out.view(-1, V)
+        return made, made
     if rows is None or (V >= LONG and out.dtype == acc):
         return (torch.empty(n, V, dtype=acc, device=out.device),) * 2
     made = torch.empty(n + 1, V, dtype=acc, device=out.device)
@@ -287,7 +288,7 @@ def _put(made: torch.Tensor, rows: Rows, out: torch.Tensor) -> None:
     """
     V = out.shape[-1]
     if rows is None:
-        if made.data_ptr() != out.data_ptr():
+        if made.dtype != out.dtype:  # else it is the same memory
             out.view(-1, V).copy_(made)
     elif len(made) == len(rows):
         out.zero_().view(-1, V).index_add_(0, rows, made)
