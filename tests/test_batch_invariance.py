@@ -131,7 +131,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
 @pytest.mark.parametrize("blocks", ["many rows", "one row"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -145,7 +145,7 @@ def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
     assert differing(op, *drawn(V, dtype), {"backend": "torch", **steps}) == []
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("V", [1227, 1232, 5])

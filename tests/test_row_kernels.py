@@ -134,7 +134,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("V", VOCABULARIES)
 @pytest.mark.parametrize(("path", "dtype"), [(p, dtype) for p in PATHS for dtype in DTYPES[p]], ids=str)
 def test_every_kind_of_row(path, V, dtype, monkeypatch):
