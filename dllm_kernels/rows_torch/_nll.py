@@ -31,10 +31,6 @@ from dllm_kernels.rows_torch._blocks import (
 from dllm_kernels.rows_torch._workers import share_out
 
 
-def _with_slope_of_column(z: torch.Tensor, transform: Transform) -> tuple[torch.Tensor, torch.Tensor | float]:
-    return with_slope(z, transform.pointwise, z, torch.empty_like(z))
-
-
 class _Sums(NamedTuple):
     """What the blocks leave of each row: its maximum, the sum of exp(x - maximum), the first column of the maximum."""
 
@@ -85,9 +81,8 @@ def nll_and_grad_(
     mask = targets != SKIP
     column, inside = column_of(targets, V)
     row = torch.arange(C, device=logits.device)
-    target_logit, slope_there = _with_slope_of_column(
-        logits[row, column].to(acc), transform
-    )  # before it is written over
+    z = logits[row, column].to(acc)  # before it is written over
+    target_logit, slope_there = with_slope(z, transform.pointwise, z, torch.empty_like(z))
     sums, factor = _Sums.empty(C, acc, logits.device, with_correct), torch.empty(C, dtype=acc, device=logits.device)
     row_scale = torch.where(inside, scale, math.nan)
 
