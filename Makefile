@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Half of the time of an installation goes into compiling modules, most of which are never imported: Python does it, and
-# keeps it, at the first import.
+# keeps it, at the first import. What torch.compile imports takes some 10 seconds to compile: the installation does it, once, where each of
+# the processes that run tests would.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
@@ -34,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 	for host in $(HOSTS); do \
 		$(PIP) install --quiet --no-compile --no-deps $$host || echo "$$host could not be installed: its tests will be skipped"; \
 	done
+	$(BIN)/python -c 'import torch._inductor.compile_fx'
 	touch $@
 
 test: $(STAMP)
