@@ -453,7 +453,7 @@ def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
     do_not_specialize=[
         "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
         "V", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip",
-        "kl", "rkl", "jsd", "tv", "nla", "lk", "lk_soft_ce", "soft_ce", "teacher_ce", "ce", "beta", "floor", "eta", "kl_scale",
+        *KINDS, "beta", "floor", "eta", "kl_scale",
     ],
 )  # fmt: skip
 def _divergence_rows(
