@@ -413,7 +413,7 @@ _DISTILLATION = Case(
     "distillation", ours.DraftDistillationLoss, _counted(_distillation, num_tokens=3), _distillation_oracle,
     {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
     roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, made_of=("teacher",), linear_in="block_mask",
-    constants=("loss_gamma",), chunks_at_construction=True, variant=True, transformed_by={"softcap": 5.0, "scale": 0.8},
+    constants=("loss_gamma",), chunks_at_construction=True, transformed_by={"softcap": 5.0, "scale": 0.8},
 )  # fmt: skip
 _IDLM = Case(
     "idlm", ours.IDLMLoss, _idlm, reference.idlm_loss,
@@ -501,14 +501,14 @@ PLAIN = (
     ),
     _DISTILLATION,
     replace(
-        _DISTILLATION, name="distillation, dpace, blocks", linear_in=None, transformed_by=None,
+        _DISTILLATION, name="distillation, dpace, blocks", linear_in=None, variant=True, transformed_by=None,
         draw=_counted(_distillation, num_blocks=2),
         settings={
             "kind": "kl", "position_weights": "dpace", "normalize": "blocks", "decay_from": 1, "teacher_transform": {},
         },
     ),
     replace(
-        _DISTILLATION, name="distillation, dpace of the teacher, rows", linear_in=None, transformed_by=None,
+        _DISTILLATION, name="distillation, dpace of the teacher, rows", linear_in=None, variant=True, transformed_by=None,
         draw=_distillation, counted_locally=True,
         settings={
             "kind": {"ce": 0.3, "rkl": 0.7}, "position_weights": "continuation", "confidence": "teacher",
@@ -516,7 +516,7 @@ PLAIN = (
         },
     ),
     replace(
-        _DISTILLATION, name="distillation, acceptance, mean", linear_in=None, transformed_by=None, draw=_distillation,
+        _DISTILLATION, name="distillation, acceptance, mean", linear_in=None, variant=True, transformed_by=None, draw=_distillation,
         counted_locally=True,
         settings={
             "kind": {"ce": 0.5, "jsd": 0.5}, "beta": 0.3, "position_weights": "prefix", "confidence": "acceptance",
