@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Half of the time of an installation goes into compiling modules, most of which are never imported: Python does it, and
-# keeps it, at the first import. What torch.compile imports takes some 10 seconds to compile: the installation does it, once, where each of
-# the processes that run tests would.
+# keeps it, at the first import. What torch.compile imports takes some 10 seconds to compile: the installation does it, once,
+# where each of the processes that run tests would.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
