@@ -79,7 +79,8 @@ def weighted_sum(
     rows = _nonzero(w)
     if (z := _listed(logits, rows, MORE)) is None:
         return None
-    keeps = z.numel() <= FEW
+    # Of most rows, a copy kept until backward would be more than what plain PyTorch keeps.
+    keeps = z.numel() <= FEW and (rows is None or 3 * z.shape[0] <= 2 * w.numel())
     # Where these are all rows, targets and weights are the caller's, who may write into them.
     ids, scale = (y.clone(), w.clone()) if rows is None else (y.index_select(0, rows), w.index_select(0, rows))
     log_p = torch.log_softmax(z, 1) if keeps or rows is None else torch.log_softmax(z, 1, out=z)
