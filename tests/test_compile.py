@@ -106,12 +106,9 @@ def test_every_loss_is_one_graph_forward_and_backward(case, form):
     assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("name", "form"),
-    every_time(
-        [("hybrid", "logits")],
-        [("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "logits"), ("token_nll", "hidden")],
-    ),
+    ("name", "form"), [("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "logits"), ("token_nll", "hidden")]
 )
 def test_through_inductor(name, form):
     case = BY_NAME[name]
@@ -164,6 +161,7 @@ def test_shapes_that_change(shapes):
 
 
 STEPS = 20
+OFTEN = ("mdlm, counted", "dflash", "block diffusion")
 COUNTS = {"int": int, "float": lambda n: n + 0.5, "tensor": lambda n: torch.tensor(n, device=DEVICE)}
 counts = pytest.mark.parametrize("count", COUNTS)
 fewer_counts = pytest.mark.parametrize("count", every_time(["int", "tensor"], COUNTS))
@@ -207,7 +205,9 @@ def assert_few_graphs_of(case, form, lengths, count=None):
 @pytest.mark.covering(1, most=2)
 @counts
 @pytest.mark.parametrize("form", ["logits", "hidden"])
-@pytest.mark.parametrize("case", COUNTED.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", every_time([BY_NAME[name] for name in OFTEN], COUNTED.values(), name=lambda case: case.name)
+)
 def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
     """One graph of what the first step brings, and one for any number and length."""
     assert_few_graphs_of(case, form, 7, COUNTS[count])
@@ -373,9 +373,7 @@ def assert_targets_are_checked(case, form, compiler, monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(
-            c, id=c.name, marks=[] if c.name in ("row_stats", "mdlm", "encoder AR") else pytest.mark.exhaustive
-        )
+        pytest.param(c, id=c.name, marks=[] if c.name in ("row_stats", "mdlm") else pytest.mark.exhaustive)
         for c in FIRSTS
     ],
 )

@@ -147,6 +147,7 @@ TRAINS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("trains", TRAINS, ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_a_gradient_only_where_one_is_required(name, trains, backend):
@@ -174,6 +175,7 @@ def products(function, rows):
     return next((large, (total - large * 101) / R) for large in range(9) if 0 <= total - large * 101 < 101)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("trains", "weighted", "per_row", "objective"),
     [

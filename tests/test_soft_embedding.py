@@ -79,6 +79,7 @@ def test_by_hand():
     assert soft_embedding(one, head, table, bump=math.log(6), bump_ids=last - 102).item() == pytest.approx(20)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transform", TRANSFORMS[::3], ids=str)
 @pytest.mark.parametrize("bump", [0.0, 90.0, 1e30, -20.0, -1e30])
 def test_a_bump_of_any_size(bump, transform, backend):
@@ -91,6 +92,7 @@ def test_a_bump_of_any_size(bump, transform, backend):
         torch.testing.assert_close(got[there], e[ids[there]])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transform", [{}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 60.0, "scale": 0.9}], ids=str)
 def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
     """Of a token with 1 - 1e-7 of the probability, and beyond what float32 or float64 can tell from 1, as of any other."""
@@ -168,6 +170,7 @@ def test_special_rows(path):
             torch.testing.assert_close(got, (p @ table).expand(2, E), equal_nan=True)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_active", [None, 8, 9])
 def test_rows_that_are_off_cost_nothing_and_are_zeros(num_active, path):
     (h, w, e, b), (bump, ids) = draw(torch.float32)
@@ -214,6 +217,7 @@ def test_autocast(tied):
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_chunk_of_logits_is_all_there_is(dtype, softcap, monkeypatch):
