@@ -110,6 +110,9 @@ def test_the_demo_is_what_was_measured():
     (shown,) = re.findall(r"the step takes ([\d.]+)x the memory and ([\d.]+)x the time", text)
     assert agree(shown[0], memory)
     assert agree(shown[1], time)
+    (shown,) = re.findall(r"held-out text ends at ([\d.]+) nats, .* alone gives ([\d.]+):", text)
+    assert agree(shown[0], ours["heldout_last"])
+    assert agree(shown[1], found["frequency_guess"])
     for page in (text, " ".join((DOCS / "examples.md").read_text().split())):
         assert (
             f"Here {found['options']['steps']} steps on two cores of an {found['environment']['cpu']['model']}" in page
