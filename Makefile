@@ -15,7 +15,7 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=
 
-.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke docs dist mutants ci clean
+.PHONY: help test test-exhaustive test-variation demo lint types bench-smoke docs checks dist mutants ci clean
 help:
 	@echo "make test            before each commit, in minutes: install into $(VENV), the tests, of large products of cases a part"
 	@echo "make ci              everything: all that is below but the demo and the mutants"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint types      ruff; mypy --strict"
 	@echo "make bench-smoke     every benchmark at toy size"
 	@echo "make docs            the pages of docs as a site in site/; a broken link or a missing docstring is an error"
+	@echo "make checks          lint, types, bench-smoke and docs, two at a time"
 	@echo "make dist            what a release holds, built and checked, in dist/"
 	@echo "make mutants         break the package in 220 places, one at a time, and list what no test noticed (ARGS='--only collate.py')"
 
@@ -81,7 +82,11 @@ dist: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-ci: test test-variation lint types bench-smoke docs
+# What needs one core each, two at a time; their packages are there before the first of them starts.
+checks: $(DOCS_STAMP)
+	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) bench-smoke types docs lint
+
+ci: test test-variation checks
 
 clean:
 	rm -rf $(VENV) build dist site demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis mutants.jsonl

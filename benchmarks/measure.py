@@ -171,15 +171,15 @@ def _time_cpu(
 
 
 @functools.cache
-def _set_imports_aside() -> None:
-    """What is there now is no garbage: going through it at each collection takes longer than a small measurement."""
+def _set_aside(modules: int) -> None:
+    """What ``modules`` have brought is no garbage: going through it at each collection takes longer than a small measurement."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # what stays to the end of the process, nanobind reports as leaked
 
 
 def _collect_garbage() -> None:
-    _set_imports_aside()
+    _set_aside(len(sys.modules))  # again where a peer has been imported since
     gc.collect()
 
 
