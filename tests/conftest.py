@@ -33,6 +33,9 @@ if os.environ.get("PYTEST_XDIST_WORKER") and "OMP_NUM_THREADS" not in os.environ
     torch.set_num_threads(1)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu":  # each seed notes who gave it for devices that are not there, which takes as long as a small test
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        backend.manual_seed_all = lambda seed: None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 if INTERPRETED:

@@ -1,38 +1,151 @@
-"""Triton's interpreter, quicker: ``triton.language`` is patched once a launch, not at every call of a jit helper.
+"""Triton's interpreter, quicker: ``triton.language`` is patched once a launch, and types are made once.
 
 Triton's own looks through the whole of ``triton.language`` and replaces some 300 attributes whenever a kernel calls a
 helper: half of the time of a launch. Here what is replaced is found once a process and put in place once a launch; a helper
-finds it there. The numbers are the same to the bit (``test_interpreter.py``). The sources that this was written against are
-known by their hash: where others are installed, Triton's own is left as it is.
+finds it there. Half of what is left goes into the type of each result, its shape in three forms and comparisons of the two:
+for as long as a launch lasts, a type is made once for each shape and dtype (``types_made_once``). The numbers are the same to
+the bit (``test_interpreter.py``). The sources that this was written against are known by their hash: where others are
+installed, Triton's own is left as it is.
 """
 
+import builtins
 import dataclasses
+import functools
 import hashlib
 import inspect
 import types
 from contextlib import contextmanager
 
+import numpy as np
 import triton.runtime.interpreter as triton_interpreter
+from triton.language.semantic import TritonSemantic
 
 KNOWN = {
-    "e16187e2e847b082",  # Triton 3.6, 3.7, 3.8
-    "667a21a4143851c0",  # 3.9
+    "7efb4434d2b90fa7",  # Triton 3.6
+    "9c9078a13a654b9e",  # 3.7, 3.8
+    "94065fedc15ba881",  # 3.9
 }
+KNOWN_TYPES = {"d0621450712c0e45"}  # 3.9
 THEIRS = triton_interpreter._patch_lang
+core = triton_interpreter.tl.core
+
+
+def hashed(parts):
+    """The hash of the sources of ``parts()``, empty where one of them is not there."""
+    try:
+        return hashlib.sha256("".join(map(inspect.getsource, parts())).encode()).hexdigest()[:16]
+    except (AttributeError, OSError):
+        return ""
 
 
 def internals():
-    """The hash of what ``patched_once`` relies on: who calls ``_patch_lang``, what it does and what it returns."""
-    try:
-        parts = [
-            triton_interpreter.GridExecutor.__call__,
-            triton_interpreter.InterpretedFunction.__call__,
-            triton_interpreter._LangPatchScope,
-            THEIRS,
-        ]
-        return hashlib.sha256("".join(map(inspect.getsource, parts)).encode()).hexdigest()[:16]
-    except (AttributeError, OSError):
-        return ""
+    """What ``patched_once`` relies on: who calls ``_patch_lang``, what it does and what it returns."""
+    return [
+        triton_interpreter.GridExecutor.__call__,
+        triton_interpreter.InterpretedFunction.__call__,
+        triton_interpreter._LangPatchScope,
+        triton_interpreter._patch_attr,
+        core.builtin,
+        THEIRS,
+    ]
+
+
+def of_types():
+    """What ``types_made_once`` stands for, and what it relies on."""
+    return [
+        core.dtype.__eq__,
+        core.block_type,
+        core.tensor.__init__,
+        core.tuple.__init__,
+        core.constexpr.__init__,
+        core._unwrap_shape,
+        TritonSemantic.make_tensor,
+        TritonSemantic.binary_op_type_checking_impl,
+        TritonSemantic._cast_to_computation_type,
+        TritonSemantic.computation_type_impl,
+        TritonSemantic.broadcast_impl_value,
+        TritonSemantic.cast,
+        triton_interpreter._get_np_dtype,
+    ]
+
+
+def types_made_once():
+    """(owner, name, value) of what a launch replaces so that no type is made or compared again for every result."""
+    dtype, block_type, tensor, constexpr = core.dtype, core.block_type, core.tensor, core.constexpr
+    equal, equal_blocks, of_tensor = dtype.__eq__, block_type.__eq__, tensor.__init__
+    np_dtype, binary = triton_interpreter._get_np_dtype, TritonSemantic.binary_op_type_checking_impl
+    broadcast = TritonSemantic.broadcast_impl_value
+    as_they_are = {t.name for t in (core.float32, core.float64, core.int32, core.int64)}  # two of one give that one
+
+    @functools.cache
+    def of_sizes(sizes):
+        """Of a block type: its shape, size and the shape's name; of its tensors: size and shape."""
+        shape = core.tuple(sizes)
+        return (
+            shape,
+            core.validate_block_shape(shape),
+            str(shape),
+            constexpr(np.prod(sizes).item()),
+            core.tuple([*map(constexpr, sizes)]),
+        )
+
+    scalar = constexpr(1), core.tuple([])
+
+    def block_init(self, element_ty, shape):
+        sizes = builtins.tuple(s.value if isinstance(s, constexpr) else s for s in shape)
+        if not sizes:
+            raise TypeError("0d block_type is forbidden")
+        self.element_ty = element_ty
+        self.shape, self.numel, name, *self.of_tensors = of_sizes(sizes)
+        self.name = f"<{name}, {element_ty}>"
+        self.made = {}
+
+    def with_element_ty(self, element_ty):
+        if type(element_ty) is not dtype:
+            return block_type(element_ty, self.shape)
+        if element_ty.name not in self.made:
+            self.made[element_ty.name] = block_type(element_ty, self.shape)
+        return self.made[element_ty.name]
+
+    def tensor_init(self, handle, type):
+        if not type.is_block():
+            self.numel, self.shape = scalar
+        elif hasattr(type, "of_tensors"):
+            self.numel, self.shape = type.of_tensors
+        else:
+            return of_tensor(self, handle, type)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    @functools.cache
+    def np_dtype_of(name):
+        return np_dtype(dtype(name))
+
+    def np_dtype_once(of):
+        of = of.scalar
+        return np_dtype_of(of.name) if type(of) is dtype else np_dtype(of)
+
+    def binary_once(self, lhs, rhs, *pointers, **checks):
+        if type(lhs) is tensor and lhs.dtype.name in as_they_are:
+            if type(rhs) is tensor and lhs.dtype is rhs.dtype:
+                return self.broadcast_impl_value(lhs, rhs)
+            number = type(rhs)
+            if (number is float and lhs.dtype.is_floating()) or (number is int and -(2**31) <= rhs < 2**31):
+                return self.broadcast_impl_value(lhs, self.scalar_constant(rhs, lhs.dtype))
+        return binary(self, lhs, rhs, *pointers, **checks)
+
+    def broadcast_once(self, lhs, rhs):
+        return (lhs, rhs) if lhs.shape is rhs.shape else broadcast(self, lhs, rhs)
+
+    return [
+        (dtype, "__eq__", lambda self, other: self is other or equal(self, other)),
+        (block_type, "__eq__", lambda self, other: self is other or equal_blocks(self, other)),
+        (block_type, "__init__", block_init),
+        (block_type, "with_element_ty", with_element_ty),
+        (tensor, "__init__", tensor_init),
+        (triton_interpreter, "_get_np_dtype", np_dtype_once),
+        (TritonSemantic, "binary_op_type_checking_impl", binary_once),
+        (TritonSemantic, "broadcast_impl_value", broadcast_once),
+    ]
 
 
 def patched_once():
@@ -49,6 +162,7 @@ def patched_once():
             return triton_interpreter._LangPatchScope()
         if not changes:
             changes.extend(recorded())
+            changes.extend(types_made_once() if hashed(of_types) in KNOWN_TYPES else [])
         launch = Launch()
         for change in changes:
             launch.set_attr(*change)
@@ -60,11 +174,25 @@ def patched_once():
 
 def recorded():
     """(owner, name, value) of what Triton replaces for a function that sees ``triton.language`` under both its names."""
-    language = {"tl": triton_interpreter.tl, "core": triton_interpreter.tl.core}
+    language = {"tl": triton_interpreter.tl, "core": core}
     scope = THEIRS(types.FunctionType(patched_once.__code__, language))
-    changes = {(id(owner), name): (owner, name, vars(owner)[name]) for owner, name, _ in scope._changes}
+    changes = {(id(owner), name): (owner, name, direct(vars(owner)[name])) for owner, name, _ in scope._changes}
     scope.restore()
     return changes.values()
+
+
+def direct(replaced):
+    """Of what stands for a builtin, which calls what checks that it is called with a semantic: the same in one step."""
+    builtin = (getattr(replaced, "__kwdefaults__", None) or {}).get("member")
+    if getattr(builtin, "__code__", None) is not core.builtin(lambda: None).__code__:
+        return replaced
+    function, semantic = builtin.__wrapped__, TritonSemantic(triton_interpreter.interpreter_builder)
+
+    def call(*args, **options):
+        options["_semantic"] = semantic
+        return function(*args, **options)
+
+    return call
 
 
 def mend_indices():
@@ -85,7 +213,7 @@ def install():
     if triton_interpreter._patch_lang is not THEIRS:
         return
     mend_indices()
-    if internals() in KNOWN:
+    if hashed(internals) in KNOWN:
         triton_interpreter._patch_lang = patched_once()
     _check_overflow(False)
 

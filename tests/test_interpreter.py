@@ -1,5 +1,6 @@
 """The quicker interpreter against Triton's own: every kernel, to the bit."""
 
+import functools
 import pkgutil
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ if not INTERPRETED:
 
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterError
 
 from dllm_kernels import corruption, kernels, ops
@@ -34,8 +36,7 @@ def backward_of_a_multiple(_):
     (3 * ops.weighted_linear_nll(h, w, torch.arange(N), torch.rand(N), backend="triton").loss).backward()
 
 
-# One dtype serves: what is replaced does not know of them.
-CALLS = {name: run for name, run in RUNS.items() if not name.endswith(("float16", "float64"))} | {
+CALLS = RUNS | {
     "corrupt_blockwise, keys in memory": RUNS["corrupt_blockwise"],
     "gumbel_topk, keys in memory": RUNS["gumbel_topk"],
     "weighted_linear_nll, times 3": backward_of_a_multiple,
@@ -106,7 +107,7 @@ def _at(out_ptr, n, SIZE: tl.constexpr):
 
 
 def test_a_launch_puts_back_what_it_replaced():
-    owners = tl, tl.core, tl.math, tl.tensor
+    owners = tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, TritonSemantic, interpreter.triton_interpreter
     before = [dict(vars(owner)) for owner in owners]
     out = torch.zeros(3, dtype=torch.int32)
     for _ in range(2):
@@ -126,6 +127,24 @@ def test_internals_that_are_not_known_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(interpreter, "KNOWN", {})
     interpreter.install()
     assert interpreter.triton_interpreter._patch_lang is interpreter.THEIRS
+
+
+def test_types_that_are_not_known_are_made_by_triton(monkeypatch):
+    monkeypatch.setattr(interpreter, "KNOWN_TYPES", {})
+    monkeypatch.setattr(interpreter.triton_interpreter, "_patch_lang", interpreter.patched_once())
+    monkeypatch.setattr(tl.block_type, "__init__", made := counted(tl.block_type.__init__))
+    test_a_launch_puts_back_what_it_replaced()
+    assert made.calls > 0
+
+
+def counted(function):
+    @functools.wraps(function)
+    def call(*arguments):
+        call.calls += 1
+        return function(*arguments)
+
+    call.calls = 0
+    return call
 
 
 @triton.jit
