@@ -59,9 +59,10 @@ class _Mix(NamedTuple):
     def blocks(self, size: int) -> list[_Mix]:
         return [_Mix(*part) for part in zip(*(split(t, size) for t in self), strict=True)]
 
-    def beside(self, row_sum: torch.Tensor) -> torch.Tensor:
-        """What e^d has to be divided by, with itself added, to be q."""
-        return torch.where(self.b == 0, math.inf, self.a * row_sum / self.b)
+    @property
+    def beside(self) -> torch.Tensor:
+        """What p has to be divided by, with itself added, to be q."""
+        return torch.where(self.b == 0, math.inf, self.a / self.b)
 
 
 def _rooms(
@@ -72,61 +73,54 @@ def _rooms(
     return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in spaces]
 
 
-def _columns(V: int, transform: Transform) -> int:
-    return V if transform.skip_id is None else V - 1
-
-
-def _fill_skipped(t: torch.Tensor, transform: Transform, value: float) -> None:
-    if transform.skip_id is not None:
-        t.select(-1, transform.skip_id).fill_(value)
-
-
 def _add_up_mix(
-    e: torch.Tensor, d_sum: torch.Tensor | None, row_sum: torch.Tensor, mix: _Mix, sums: _Sums, spare: torch.Tensor,
-    transform: Transform,
-) -> None:  # fmt: skip
-    """F and W of a block from its e^d; ``d_sum``: sums of d where a row of the block has no a."""
-    V = _columns(e.shape[1], transform)
-    ratio = mix.b / row_sum
-    torch.mul(e, ratio, out=spare).add_(mix.a)
-    _fill_skipped(spare, transform, 1)
+    p: torch.Tensor, log_p_sum: torch.Tensor | None, mix: _Mix, sums: _Sums, spare: torch.Tensor, transform: Transform
+) -> None:
+    """F and W of a block; ``log_p_sum``: where a row of the block has no a."""
+    skip, V = transform.skip_id, p.shape[1]
+    torch.mul(p, mix.b, out=spare).add_(mix.a)
+    if skip is not None:
+        spare.select(1, skip).fill_(1)
+        V -= 1
     sum_rows(spare.log_(), sums.mix)
     if sums.mix_weight is not None:
-        torch.add(e, mix.beside(row_sum), out=spare)
-        sum_rows(torch.div(e, spare, out=spare), sums.mix_weight)
+        torch.add(p, mix.beside, out=spare)
+        sum_rows(torch.div(p, spare, out=spare), sums.mix_weight)
         sums.mix_weight.masked_fill_(mix.none, V)
-    if d_sum is not None:
+    if log_p_sum is not None:
         assert sums.mix is not None
-        sums.mix.copy_(torch.where(mix.none, d_sum + V * ratio.log(), sums.mix))
+        sums.mix.copy_(torch.where(mix.none, log_p_sum + V * mix.b.log(), sums.mix))
+
+
+def _log_p_sum(log_p: torch.Tensor, mix: _Mix, transform: Transform) -> torch.Tensor | None:
+    """Where a row of a block has no a; the skipped column, which adds nothing, is 0 afterwards."""
+    if transform.skip_id is not None:
+        log_p.select(1, transform.skip_id).fill_(0)
+    return sum_rows(log_p) if bool(mix.none.any()) else None
 
 
 class _Sums(NamedTuple):
     """What the blocks leave of each row; None where not asked for."""
 
+    log_probs: torch.Tensor
     row_max: torch.Tensor | None
     best: torch.Tensor | None
     log_sum: torch.Tensor | None
-    row_sum: torch.Tensor | None
     moment: torch.Tensor | None
     mix: torch.Tensor | None
     mix_weight: torch.Tensor | None
-    log_probs: torch.Tensor | None
 
     @classmethod
     def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> _Sums:
-        """A mixture needs e^d, and S by itself; else torch's log-softmax leaves the rest."""
-        with_mix = request.a is not None
+        mix, acc = request.a is not None, acc_dtype(like.dtype)
         wanted = (
-            with_mix or request.lse or request.correct, request.correct, request.lse and not with_mix, with_mix, request.entropy,
-            with_mix, with_mix and request.gradients,
+            request.lse or request.correct, request.correct, request.lse, request.entropy, mix, mix and request.gradients,
         )  # fmt: skip
-        acc = acc_dtype(like.dtype)
-        dtypes = (acc, torch.int64, *(acc,) * 5)
         made = [
-            torch.empty(n, 1, dtype=d, device=like.device) if w else None for d, w in zip(dtypes, wanted, strict=True)
+            torch.empty(n, 1, dtype=d, device=like.device) if w else None
+            for d, w in zip((acc, torch.int64, *(acc,) * 4), wanted, strict=True)
         ]
-        log_probs = None if with_mix else torch.empty(n, request.ids.shape[1], dtype=acc, device=like.device)
-        return cls(*made, log_probs)  # type: ignore[call-arg]
+        return cls(torch.empty(n, request.ids.shape[1], dtype=acc, device=like.device), *made)
 
     def blocks(self, size: int, count: int) -> list[_Sums]:
         """Views of ``[size, 1]`` and ``[size, K]``."""
@@ -144,25 +138,18 @@ def _reduce(
         torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))  # type: ignore[arg-type]
     elif sums.row_max is not None:
         torch.amax(z, 1, keepdim=True, out=sums.row_max)
-    if sums.log_probs is not None:
-        log_p = a_row_at_a_time(torch.log_softmax, z, wide)
-        torch.gather(log_p, 1, column, out=sums.log_probs)
-        if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
-            torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
-        if sums.moment is not None:
-            p = torch.exp(log_p, out=top(room.more[0], block))
-            sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
+    log_p = a_row_at_a_time(torch.log_softmax, z, wide)
+    torch.gather(log_p, 1, column, out=sums.log_probs)
+    if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
+        torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
+    if sums.moment is None and mix is None:
         return
-    assert mix is not None
-    assert sums.row_sum is not None
-    d = torch.sub(z, sums.row_max, out=wide)  # type: ignore[arg-type]
-    e = torch.exp(d, out=top(room.more[0], block))
-    sum_rows(e, sums.row_sum)
-    _fill_skipped(d, transform, 0)
-    d_sum = sum_rows(d) if bool(mix.none.any()) else None
+    p = torch.exp(log_p, out=top(room.more[0], block))
+    log_p_sum = None if mix is None else _log_p_sum(log_p, mix, transform)
     if sums.moment is not None:
-        sum_rows(d.clamp_(min=FARTHEST).mul_(e), sums.moment)
-    _add_up_mix(e, d_sum, sums.row_sum, mix, sums, d, transform)
+        sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
+    if mix is not None:
+        _add_up_mix(p, log_p_sum, mix, sums, wide, transform)
 
 
 def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
@@ -185,7 +172,7 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
     blocks = zip(listed.blocks(size), parts, mixes, columns, strict=True)
     rooms = _rooms(threads, size, V, logits, int(request.entropy or with_mix), narrow=not listed.together)
     share_out([partial(_reduce, listed, request.transform, *block) for block in blocks], rooms)
-    found = _with_mix(sums, listed, column, request.transform) if with_mix else _of_log_p(sums, request.lse)
+    found = _of_rows(sums)
     found.log_probs.masked_fill_(~inside, math.nan).masked_fill_(ids == SKIP, 0)
     if sums.best is not None:
         found = found._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~found.log_probs[:, 0].isnan())
@@ -210,31 +197,16 @@ def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
     return StatsResult(log_probs, zeros(request.lse), zeros(request.lse), entropy, zeros(mix), zeros(part), correct)
 
 
-def _with_mix(sums: _Sums, listed: Listed, column: torch.Tensor, transform: Transform) -> StatsResult:
-    """From the sums of e^d and what the logits are in these columns."""
-    assert sums.row_max is not None
-    assert sums.row_sum is not None
-    picked = listed.flat[listed.index.unsqueeze(1), column].to(sums.row_max.dtype)
-    row_max, log_sum = _normalizer(sums.row_max, sums.row_sum.log())
-    log_probs = (transformed(picked, transform.pointwise, picked) - row_max) - log_sum
-    log_probs.masked_fill_(log_sum == -math.inf, math.nan)
-    entropy = None if sums.moment is None else log_sum - sums.moment / sums.row_sum
-    of_rows = (row_max, log_sum, entropy, sums.mix, sums.mix_weight)
-    return StatsResult(log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
-
-
-def _of_log_p(sums: _Sums, lse: bool) -> StatsResult:
-    """From what log-softmax left."""
-    assert sums.log_probs is not None
-    row_max, log_sum = _normalizer(sums.row_max, sums.log_sum) if lse else (None, None)  # type: ignore[arg-type]
+def _of_rows(sums: _Sums) -> StatsResult:
+    """The statistics but for ``correct``."""
+    row_max, log_sum = sums.row_max, sums.log_sum
+    if log_sum is not None and row_max is not None:
+        # Of a row, or a shard of it, that is all -inf, M - M is NaN and S is 0.
+        log_sum = log_sum.masked_fill_(row_max == -math.inf, -math.inf)
+        row_max = row_max.clamp(min=torch.finfo(row_max.dtype).min)
     entropy = None if sums.moment is None else 0 - sums.moment
-    return StatsResult(sums.log_probs, *(None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy)))
-
-
-def _normalizer(row_max: torch.Tensor, log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """M and log S; of a row, or a shard of it, that is all -inf, M - M is NaN and S is 0."""
-    nothing = row_max == -math.inf
-    return row_max.clamp(min=torch.finfo(row_max.dtype).min), log_sum.masked_fill_(nothing, -math.inf)
+    of_rows = (row_max, log_sum, entropy, sums.mix, sums.mix_weight)
+    return StatsResult(sums.log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
 
 
 def mix(
@@ -251,7 +223,7 @@ def mix(
             _Sums.empty(rows.numel(), logits, request._replace(entropy=False, correct=False)),
         )
         threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
-        per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum.exp()))
+        per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum))
         mixes = _Mix.of(request, rows).blocks(size)
         jobs = zip(listed.blocks(size), sums.blocks(size, len(mixes)), mixes, *per_row, strict=True)
         rooms = _rooms(threads, size, V, logits, 1, narrow=not listed.together)
@@ -265,33 +237,30 @@ def mix(
 
 def _mix_block(
     listed: Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix, row_max: torch.Tensor,
-    row_sum: torch.Tensor, room: _Room,
+    log_sum: torch.Tensor, room: _Room,
 ) -> None:  # fmt: skip
     wide = top(room.space.wide, block)
-    d = torch.sub(transformed(listed.load(block, room.space), transform, wide), row_max, out=wide)
-    e = torch.exp(d, out=top(room.more[0], block))
-    _fill_skipped(d, transform, 0)
-    d_sum = sum_rows(d) if bool(mix.none.any()) else None
-    _add_up_mix(e, d_sum, row_sum, mix, sums, d, transform)
+    log_p = torch.sub(transformed(listed.load(block, room.space), transform, wide), row_max, out=wide).sub_(log_sum)
+    p = torch.exp(log_p, out=top(room.more[0], block))
+    _add_up_mix(p, _log_p_sum(log_p, mix, transform), mix, sums, wide, transform)
 
 
 class _Grad(NamedTuple):
     """What the gradient of a block needs: M, A - B log S and B, those of the mixture, and ids with their gradients.
 
-    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` e^d / (e^d + ``beside``). Where p is torch's softmax, since
-    the whole row is there and nothing else needs e^d, ``softmax``; else both are over S, as factors of e^d. ``column`` and
-    ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
+    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` p / (p + ``beside``). p is torch's softmax where the whole row
+    is there, else e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
     """
 
     plain: torch.Tensor
     column: torch.Tensor
     of_ids: torch.Tensor
     row_max: torch.Tensor | None = None
+    over_sum: torch.Tensor | None = None
     of_log: torch.Tensor | None = None
     of_mix: torch.Tensor | None = None
     beside: torch.Tensor | None = None
     none: torch.Tensor | None = None
-    softmax: bool = True
 
     @classmethod
     def of(
@@ -309,26 +278,19 @@ class _Grad(NamedTuple):
             return t if rows is None else t.index_select(0, rows)
 
         ids, of_ids = taken(request.ids), taken(c.of_ids)
-        plain = taken(c.plain).unsqueeze(1)
         column, inside = column_of(ids, V)
-        of_ids = of_ids.masked_fill(~inside, 0)
-        if request.whole and c.of_log is None and c.of_mix is None:  # all that most losses need
-            return cls(plain, column, of_ids)
-        row_max, log_sum = (taken(t).unsqueeze(1) for t in (row_max, log_sum))
-        of_log = None if c.of_log is None else taken(c.of_log).unsqueeze(1)
-        if of_log is not None:
-            plain = plain - of_log * log_sum
-        grad = cls(plain, column, of_ids, row_max, of_log)
-        if request.whole and c.of_mix is None:
-            return grad
-        over_sum = torch.exp(-log_sum)
-        grad = grad._replace(
-            plain=plain * over_sum, of_log=None if of_log is None else of_log * over_sum, softmax=False
-        )
-        if c.of_mix is None:
-            return grad
-        mix = _Mix.of(request, rows)
-        return grad._replace(of_mix=taken(c.of_mix).unsqueeze(1), beside=mix.beside(log_sum.exp()), none=mix.none)
+        grad = cls(taken(c.plain).unsqueeze(1), column, of_ids.masked_fill(~inside, 0))
+        if not request.whole:
+            grad = grad._replace(over_sum=torch.exp(-taken(log_sum)).unsqueeze(1))
+        if not request.whole or c.of_log is not None:
+            grad = grad._replace(row_max=taken(row_max).unsqueeze(1))
+        if c.of_log is not None:
+            of_log = taken(c.of_log).unsqueeze(1)
+            grad = grad._replace(of_log=of_log, plain=grad.plain - of_log * taken(log_sum).unsqueeze(1))
+        if c.of_mix is not None:
+            mix = _Mix.of(request, rows)
+            grad = grad._replace(of_mix=taken(c.of_mix).unsqueeze(1), beside=mix.beside, none=mix.none)
+        return grad
 
     def blocks(self, size: int) -> list[_Grad]:
         count = -(-self.plain.shape[0] // size)
@@ -341,24 +303,21 @@ class _Grad(NamedTuple):
 
     def _dense(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
         """All but the ids."""
-        if self.softmax and self.of_log is None:
-            return a_row_at_a_time(torch.softmax, z, out).mul_(self.plain)
-        assert self.row_max is not None
-        p = a_row_at_a_time(torch.softmax, z, spare[0]) if self.softmax else None
-        d = torch.sub(z, self.row_max, out=out)
-        if self.of_log is None and self.of_mix is None:
-            return d.exp_().mul_(self.plain)
-        e = torch.exp(d, out=spare[0]) if p is None else p
+        p = self._p(z, spare[0] if spare else out)
         if self.of_log is None:
-            grad = torch.mul(e, self.plain, out=out)
+            grad = torch.mul(p, self.plain, out=out)
         else:
-            grad = torch.addcmul(self.plain, d.clamp_(min=FARTHEST), self.of_log, out=out).mul_(e)
-        if self.of_mix is None:
-            return grad
-        assert self.beside is not None
-        assert self.none is not None
-        q = e.div_(torch.add(e, self.beside, out=spare[1])).masked_fill_(self.none, 1)
-        return grad.addcmul_(q, self.of_mix)
+            d = torch.sub(z, self.row_max, out=out)  # type: ignore[arg-type]
+            grad = torch.addcmul(self.plain, d.clamp_(min=FARTHEST), self.of_log, out=out).mul_(p)
+        if self.of_mix is not None:
+            q = p.div_(torch.add(p, self.beside, out=spare[1])).masked_fill_(self.none, 1)  # type: ignore[arg-type]
+            grad.addcmul_(q, self.of_mix)
+        return grad
+
+    def _p(self, z: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        if self.over_sum is None:
+            return a_row_at_a_time(torch.softmax, z, out)
+        return torch.sub(z, self.row_max, out=out).exp_().mul_(self.over_sum)  # type: ignore[arg-type]
 
 
 def backward(
