@@ -223,15 +223,15 @@ def compare(module, mode, **options):
 def counted():
     """How often a loss was computed from logits and from hidden states, and how often a head made deferred logits after all."""
     calls = collections.Counter()
-    made, do = DeferredLogits.made, _rows.do
+    made, do = DeferredLogits.made, _rows.run
 
     def counted_op(op, job, options):
         calls.update([f"{op.name} of {'logits' if job.weight is None else 'hidden states'}"])
         return do(op, job, options)
 
-    _rows.do, DeferredLogits.made = counted_op, lambda logits: calls.update(["made"]) or made(logits)
+    _rows.run, DeferredLogits.made = counted_op, lambda logits: calls.update(["made"]) or made(logits)
     yield calls
-    _rows.do, DeferredLogits.made = do, made
+    _rows.run, DeferredLogits.made = do, made
 
 
 def target_model(folder):

@@ -413,8 +413,8 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_makes_one_call(auto_balance, monkeypatch):
     seen = []
-    do, regular = rows_module.do, rows_module.weighted_nll  # the one where the other has nothing to say
-    monkeypatch.setattr(rows_module, "do", lambda op, job, *a: seen.append(job.x) or do(op, job, *a))
+    run, regular = rows_module.run, rows_module.weighted_nll  # the one where the other has nothing to say
+    monkeypatch.setattr(rows_module, "run", lambda op, job, *a: seen.append(job.x) or run(op, job, *a))
 
     def of_regular(x, *others):
         found = regular(x, *others)
@@ -538,8 +538,8 @@ def test_scdd_of_no_position():
 def test_the_chunks_of_scdd(monkeypatch):
     """Those of the call, else the loss's own; from logits there are none."""
     seen = []
-    inner = rows_module.do
-    monkeypatch.setattr(rows_module, "do", lambda op, job, o: seen.append(o.chunk_size) or inner(op, job, o))
+    inner = rows_module.run
+    monkeypatch.setattr(rows_module, "run", lambda op, job, o: seen.append(o.chunk_size) or inner(op, job, o))
     i, h, w = draw(BY_NAME["scdd"]), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
     a, b, c = (
         SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=given).total_loss

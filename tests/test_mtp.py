@@ -167,8 +167,8 @@ def test_what_the_labels_of_all_depths_weigh(base, weighted):
 @pytest.mark.parametrize("return_per_depth", [False, True])
 def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
     calls = []
-    inner = _rows.do
-    monkeypatch.setattr(_rows, "do", lambda op, job, o: calls.append((op.name, job.x.shape)) or inner(op, job, o))
+    inner = _rows.run
+    monkeypatch.setattr(_rows, "run", lambda op, job, o: calls.append((op.name, job.x.shape)) or inner(op, job, o))
     calculate_mtp_loss(
         FusedLinearCrossEntropy(),
         mtp_per_depth_h=hiddens(),

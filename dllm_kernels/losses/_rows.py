@@ -11,11 +11,11 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, plain
 from dllm_kernels.base._regular import are_regular
 from dllm_kernels.ops import divergence, linear_divergence
-from dllm_kernels.rows._call import do
 from dllm_kernels.rows._plan import Job, Options, compute_dtype
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL, RowOp
 from dllm_kernels.rows._regular import weighted_nll
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
+from dllm_kernels.rows._run import run
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
@@ -128,7 +128,7 @@ class Rows(NamedTuple):
         if self.extra is not None:
             job = job._replace(extra_x=self.extra[0], extra_weight=self.extra[1])
         options = self.options._replace(**asked) if asked else self.options
-        return do(op, job, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
+        return run(op, job, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
 
 
 def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -23,10 +23,11 @@ from dllm_kernels.base._divergence import Recipe, checked_recipe
 from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
-from dllm_kernels.rows._call import checked, do
+from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._plan import Job, Options, compute_dtype
 from dllm_kernels.rows._records import DIVERGENCE
 from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._run import run
 from dllm_kernels.rows._teacher import Pair, Teacher
 
 LOGITS = _checks.Names("logits", "targets")
@@ -298,7 +299,7 @@ def _compared(
     its_transform = _checked_transform(teacher_transform, V, options.transform)
     options = options._replace(transform=_tempered(options.transform, T))
     pair = Pair(teacher, recipe, _tempered(its_transform, T), T * T, reduction == "none", linear)
-    return do(DIVERGENCE, job._replace(active=job.weights), options, pair=pair)  # type: ignore[no-any-return]
+    return run(DIVERGENCE, job._replace(active=job.weights), options, pair=pair)  # type: ignore[no-any-return]
 
 
 def _check_rows(sides: Sides, x: torch.Tensor, teacher: Teacher) -> None:

@@ -17,11 +17,12 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, has_values
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS
-from dllm_kernels.rows._call import call, checked, do
+from dllm_kernels.rows._call import call, checked
 from dllm_kernels.rows._objective import Objective, checked_value
 from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import ROW_OBJECTIVE, ROW_STATS
 from dllm_kernels.rows._results import RowObjective, RowStats
+from dllm_kernels.rows._run import run
 
 Fn = Callable[..., torch.Tensor]
 
@@ -163,9 +164,9 @@ def linear_row_objective(
     )  # fmt: skip
     job, options = checked(LINEAR, Job(hidden, weight, bias, ids, active), options, extra=extra, several=True)
     if torch.compiler.is_compiling() or not has_values(hidden):
-        return _combined(fn, aux, do(ROW_STATS, job, options), active)
+        return _combined(fn, aux, run(ROW_STATS, job, options), active)
     objective = Objective(fn, aux, several=ids.dim() == hidden.dim())
-    return do(ROW_OBJECTIVE, job, options, objective)  # type: ignore[no-any-return]
+    return run(ROW_OBJECTIVE, job, options, objective)  # type: ignore[no-any-return]
 
 
 def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:

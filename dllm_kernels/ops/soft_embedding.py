@@ -17,9 +17,10 @@ from dllm_kernels.base import _changing, _checks
 from dllm_kernels.base._plain import plain
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
-from dllm_kernels.rows._call import checked, do
+from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import SOFT_EMBEDDING
+from dllm_kernels.rows._run import run
 
 NAMES = _checks.Names("hidden", "bump_ids", "head", "bias")
 
@@ -98,7 +99,7 @@ def soft_embedding(
     _check_embedding(hidden, head, embedding)
     leaves = [None if t is None else t.detach() for t in job.leaves]
     job = Job.of(leaves, job.of_rows, leaves[1] if embedding is head else embedding.detach())
-    return do(SOFT_EMBEDDING, job._replace(weights=_checked_bump(hidden, bump)), options)  # type: ignore[no-any-return]
+    return run(SOFT_EMBEDDING, job._replace(weights=_checked_bump(hidden, bump)), options)  # type: ignore[no-any-return]
 
 
 def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.Tensor) -> None:

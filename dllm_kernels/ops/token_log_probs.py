@@ -10,10 +10,10 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.base._regular import is_regular
 from dllm_kernels.base._transform import Transform
-from dllm_kernels.rows._call import checked, do
+from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._plan import Job, Needs, Options, Plan
 from dllm_kernels.rows._records import ROW_STATS
-from dllm_kernels.rows._run import run_plain
+from dllm_kernels.rows._run import run, run_plain
 
 
 class TokenLogProbs(NamedTuple):
@@ -106,7 +106,7 @@ def token_log_probs(
     job, options = checked(names, Job(logits_or_hidden, weight, bias, ids, active), options, extra=extra)
     there = job.ids.long() != -100  # compared as uint8, -100 would be 156
     job = job._replace(active=there if job.active is None else there & (job.active != 0))
-    out = do(ROW_STATS, job, options)
+    out = run(ROW_STATS, job, options)
     return TokenLogProbs(out.log_probs, out.entropy)
 
 

@@ -11,22 +11,16 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, values_are_there
-from dllm_kernels.rows._plan import Job, Options, Plan
+from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import RowOp
 from dllm_kernels.rows._run import run
-from dllm_kernels.rows._teacher import Pair
 
 
 def call(
     op: RowOp, names: _checks.Names, job: Job, options: Options, *, extra: Any = None, several: bool = False
 ) -> Any:
     """Check a job and its options, as :func:`checked` does, and do it."""
-    return do(op, *checked(names, job, options, extra=extra, several=several))
-
-
-def do(op: RowOp, job: Job, options: Options, objective: Any = None, pair: Pair | None = None) -> Any:
-    """Do a job that has been checked, and whose options have been."""
-    return run(op, job, Plan.of(job, options, objective, pair))
+    return run(op, *checked(names, job, options, extra=extra, several=several))
 
 
 def checked(

@@ -16,8 +16,9 @@ from dllm_kernels.base._checks import check_inplace
 from dllm_kernels.base._plain import has_values, is_dtensor
 from dllm_kernels.base._rows import as_blv
 from dllm_kernels.rows import _eager
-from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._plan import Job, Options, Plan
 from dllm_kernels.rows._records import RowOp
+from dllm_kernels.rows._teacher import Pair
 
 Run = Callable[[RowOp, Job, Plan], Any]
 _of_dtensors: list[Callable[[], Run]] = []
@@ -28,8 +29,9 @@ def dtensors_by(load: Callable[[], Run]) -> None:
     _of_dtensors[:] = [load]
 
 
-def run(op: RowOp, job: Job, plan: Plan) -> Any:
-    """What the op returns to its caller, in the shape of the caller's rows."""
+def run(op: RowOp, job: Job, options: Options, objective: Any = None, pair: Pair | None = None) -> Any:
+    """What the op returns to its caller, in the shape of the caller's rows; the job and its options have been checked."""
+    plan = Plan.of(job, options, objective, pair)
     if not any(is_dtensor(t) for t in (*job, *(plan.pair.tensors if plan.pair is not None else ()))):
         return run_plain(op, job, plan)
     (load,) = _of_dtensors
