@@ -265,8 +265,8 @@ def test_compiled_is_eager():
 
 def test_opcheck():
     (h, w, e, b), (bump, ids) = draw(torch.float32)
-    flat, marks = ids.view(-1, 1), torch.where(torch.arange(B * L, device=DEVICE) % 3 == 0, -100, 0)
-    job = Job.of((h.view(-1, D), w, b, None, None), (flat, marks, bump.flatten(), None, None), e)
+    flat, active = ids.view(-1, 1), torch.where(torch.arange(B * L, device=DEVICE) % 3 == 0, -100, 0)
+    job = Job.of((h.view(-1, D), w, b, None, None), (flat, active, bump.flatten(), None, None), e)
     plan = Plan(torch.float32, False, Options(chunk_size=5))
     torch.library.opcheck(_compiled._rows, (SOFT_EMBEDDING.name, *job, *plan.pack()))
 

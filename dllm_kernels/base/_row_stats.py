@@ -49,7 +49,7 @@ class StatsRequest(NamedTuple):
 
     Attributes:
         ids: int64 ``[N, K]``; ``SKIP``: none, one that no column has: NaN.
-        marks: int64 ``[N]``, 0, or ``SKIP`` where a row is off.
+        active: int64 ``[N]``, ``SKIP`` where a row is off.
         a, b: of the mixture, ``[N]`` in the dtype of sums, or None.
         transform: of the logits.
         entropy, correct: whether these are asked for.
@@ -61,7 +61,7 @@ class StatsRequest(NamedTuple):
     """
 
     ids: torch.Tensor
-    marks: torch.Tensor
+    active: torch.Tensor
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     transform: Transform = NO_TRANSFORM
@@ -162,8 +162,8 @@ def nll_of_stats(
         logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, with_correct: bool,
         transform: Transform = NO_TRANSFORM, with_lse: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
-        marks = targets.masked_fill(weights == 0, SKIP)
-        found = nll(logits, marks, with_correct=with_correct, transform=transform, with_lse=with_lse)
+        targets = targets.masked_fill(weights == 0, SKIP)
+        found = nll(logits, targets, with_correct=with_correct, transform=transform, with_lse=with_lse)
         return found[0] * weights, *found
 
     def nll_grad(
@@ -173,9 +173,11 @@ def nll_of_stats(
         if factor is not None:
             scale = torch.where(scale != 0, scale * factor, 0.0)  # a factor that is NaN is none of the other rows
         inside = (targets >= 0) & (targets < (logits.shape[-1] if V is None else V))
-        marks = targets.masked_fill(scale == 0, SKIP)
+        active = targets.masked_fill(scale == 0, SKIP)
         plain = torch.where(inside, scale, math.nan)
         c = Coefficients(-plain.unsqueeze(1), plain, None, None)
-        stats.backward(logits, StatsRequest(targets.unsqueeze(1), marks, transform=transform), c, row_max, log_sum, out)
+        stats.backward(
+            logits, StatsRequest(targets.unsqueeze(1), active, transform=transform), c, row_max, log_sum, out
+        )
 
     return nll, weighted_nll, nll_grad

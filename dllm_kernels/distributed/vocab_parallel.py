@@ -133,7 +133,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, re
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
     entropy = _combine_entropy(share, next(columns)) if request.entropy else None
-    off = request.marks == SKIP
+    off = request.active == SKIP
     correct = None
     if request.correct:
         best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max  # a shard of -inf beats nothing
@@ -150,8 +150,8 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, re
 def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     """What a shard without columns adds: nothing."""
     acc = torch.promote_types(dtype, torch.float32)
-    zero = torch.zeros(request.marks.shape, dtype=acc, device=request.marks.device)
-    log_probs = torch.zeros(request.ids.shape, dtype=acc, device=request.marks.device)
+    zero = torch.zeros(request.active.shape, dtype=acc, device=request.active.device)
+    log_probs = torch.zeros(request.ids.shape, dtype=acc, device=request.active.device)
     lowest, none = zero + torch.finfo(acc).min, zero - math.inf
     return StatsResult(
         log_probs, lowest, none, zero if request.entropy else None, correct=zero != 0 if request.correct else None
@@ -184,7 +184,7 @@ def _mix(
     if shard.size:
         parts = torch.stack([t for t in local.mix(logits, here, *sums) if t is not None])
     else:
-        parts = sums[0].new_zeros(1 + request.gradients, request.marks.shape[0])
+        parts = sums[0].new_zeros(1 + request.gradients, request.active.shape[0])
     F, *W = shard.add_parts(parts).unbind()
     return F, W[0] if W else None
 

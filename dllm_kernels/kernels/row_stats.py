@@ -52,7 +52,7 @@ Optional = torch.Tensor | None
 
 @triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS"])
 def _row_stats_parts(
-    logits_ptr, ids_ptr, mark_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
+    logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, K, gain, rate, skip, TILES, SPLITS,
     WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr,
     THREADS: tl.constexpr, ACC: tl.constexpr,
@@ -60,7 +60,7 @@ def _row_stats_parts(
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
     transform = (gain, rate, skip)
-    if tl.load(mark_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != SKIP:
         row = row_offset(n, L, stride_b, stride_l)
         y = tl.load(ids_ptr + n.to(tl.int64) * K)
         target_logit = tl.zeros([], ACC)
@@ -83,7 +83,7 @@ def _row_stats_parts(
 
 @triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "SPLITS"])
 def _row_stats_merge(
-    logits_ptr, ids_ptr, mark_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
+    logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr,
     L, stride_b, stride_l, V, K, gain, rate, skip, SPLITS,
     WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -93,7 +93,7 @@ def _row_stats_merge(
     k = tl.arange(0, BLOCK_K)
     asked = k < K
     ids_at = n.to(tl.int64) * K + k
-    if tl.load(mark_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != SKIP:
         s = tl.arange(0, BLOCK_SPLITS)
         there = s < SPLITS
         part = n.to(tl.int64) * SPLITS + s
@@ -198,7 +198,7 @@ def _with_products(
 
 @triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
 def _row_stats_mix(
-    logits_ptr, mark_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
+    logits_ptr, active_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
     WITH_WEIGHT: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +208,7 @@ def _row_stats_mix(
     transform = (gain, rate, skip)
     mix = tl.zeros([], ACC)
     weight = mix
-    if tl.load(mark_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != SKIP:
         a = tl.load(a_ptr + n)
         b = tl.load(b_ptr + n)
         row_max = tl.load(max_ptr + n)
@@ -302,7 +302,7 @@ def _store_grad(
     ]
 )  # fmt: skip
 def _row_stats_bwd(
-    logits_ptr, ids_ptr, mark_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr, out_ptr,
+    logits_ptr, ids_ptr, active_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr, out_ptr,
     L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, gain, rate, skip, TILES, SPLITS,
     SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_K: tl.constexpr, ACC: tl.constexpr,
@@ -322,7 +322,7 @@ def _row_stats_bwd(
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
     v, there = ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
-    if tl.load(mark_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != SKIP:
         k = tl.arange(0, BLOCK_K)
         ids_at = n.to(tl.int64) * K
         ids = column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=SKIP), V)
@@ -392,11 +392,11 @@ def forward(logits: torch.Tensor, request: Any) -> tuple[Optional, ...]:
         sizes = (*_rows_of(logits, _flat(logits)), V, K, *arguments(request.transform))
         flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _acc(acc)}
         _row_stats_parts[(N * splits,)](
-            logits, request.ids, request.marks, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits),
+            logits, request.ids, request.active, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits),
             BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), num_warps=tile.num_warps, **FUSED,
         )  # fmt: skip
         _row_stats_merge[(N,)](
-            logits, request.ids, request.marks, *parts, log_probs, row_max, log_sum, entropy, correct, *sizes, splits, **flags,
+            logits, request.ids, request.active, *parts, log_probs, row_max, log_sum, entropy, correct, *sizes, splits, **flags,
             BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=_block_k(request.ids), num_warps=1, **FUSED,
         )  # fmt: skip
     F, W = (None, None) if request.a is None else mix(logits, request, row_max, log_sum)
@@ -416,7 +416,7 @@ def mix(logits: torch.Tensor, request: Any, row_max: Optional, log_sum: Optional
     W = torch.empty_like(F) if request.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
-            logits, request.marks, row_max, log_sum, request.a, request.b, F, W, *_rows_of(logits, _flat(logits)), V,
+            logits, request.active, row_max, log_sum, request.a, request.b, F, W, *_rows_of(logits, _flat(logits)), V,
             *arguments(request.transform), tiles, splits, WITH_WEIGHT=request.gradients, ALIGNED=aligned(logits), BLOCK_V=tile.block_v,
             THREADS=threads(num_warps), ACC=_acc(request.a.dtype), num_warps=num_warps, **FUSED,
         )  # fmt: skip
@@ -440,7 +440,7 @@ def backward(
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     num_warps = _tiles.at_most_a_thread_a_column(num_warps, tile.block_v)
     _row_stats_bwd[(B * L * splits,)](
-        logits, request.ids, request.marks, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b, row_max, log_sum, out,
+        logits, request.ids, request.active, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b, row_max, log_sum, out,
         *rows, *out_rows[1:], V, request.ids.shape[1], *arguments(request.transform), tiles, splits,
         SAME_STRIDES=rows == out_rows, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None,
         THROUGH=request.through, BLOCK_V=tile.block_v, BLOCK_K=_block_k(request.ids), ACC=_acc(c.plain.dtype), num_warps=num_warps,

@@ -106,7 +106,8 @@ class Chunks:
         self.weight = job.head.to(plan.dtype)
         self.bias = None if job.bias is None else job.bias.to(plan.dtype)
         self.extra_weight = None if job.extra_weight is None else job.extra_weight.to(plan.dtype)
-        self.rows = ActiveRows(job.marks, plan.options.num_active)
+        assert job.active is not None
+        self.rows = ActiveRows(job.active, plan.options.num_active)
         self.primitives = plan.primitives()
         once = plan.one_pass and plan.dtype in (torch.bfloat16, torch.float32) and not needs.bias
         once = once and plan.options.transform == NO_TRANSFORM

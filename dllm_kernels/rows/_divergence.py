@@ -77,7 +77,8 @@ def backward(job: Job, plan: Plan, mean_alpha: Tensor | None, grad_loss: Tensor)
             _rows_of_logits(job, plan, scale, mean_alpha, grad)
             return Gradients(grad)
         scale, factors, headroom = unit_scale(scale, plan)
-        rows = job._replace(active=job.marks.masked_fill(scale == 0, SKIP))
+        assert job.active is not None
+        rows = job._replace(active=job.active.masked_fill(scale == 0, SKIP))
         chunks = Chunks(rows, plan, plan.needs, factors)
         for _ in _passed(chunks, scale, mean_alpha, with_grad=True):
             pass
@@ -133,12 +134,12 @@ def _passed(
     """(chunk, value, alpha, agree); the products with the gradient are made on the way."""
     take, teacher = chunks.rows.take, _TeacherChunks(chunks)
     compared = _primitive(chunks.plan, mean_alpha, with_grad=with_grad)
-    for chunk, h, marks, logits in chunks:
-        s = take(scale, chunk).masked_fill(marks == SKIP, 0)
+    for chunk, h, active, logits in chunks:
+        s = take(scale, chunk).masked_fill(active == SKIP, 0)
         y = take(chunks.job.ids[:, 0], chunk) if pair_of(chunks.plan).recipe.wants_targets else None
         found = compared(logits[None], teacher.logits(chunk)[None], s, targets=y)
         if with_grad:
-            chunks.add_gradients(chunk, h, marks, logits, s)
+            chunks.add_gradients(chunk, h, active, logits, s)
         yield chunk, *found
 
 

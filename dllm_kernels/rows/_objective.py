@@ -33,13 +33,13 @@ class Objective:
         """The same of other rows: ``f`` takes them from each tensor."""
         return replace(self, aux=tuple(f(t) for t in self.aux))
 
-    def of(self, found: StatsResult, marks: torch.Tensor, needed: bool) -> tuple[torch.Tensor, Upstream]:
+    def of(self, found: StatsResult, active: torch.Tensor, needed: bool) -> tuple[torch.Tensor, Upstream]:
         """(value of each row, 0 where it is off; the gradients of the sum of them, None where there is none)."""
         leaves = [found.log_probs, found.row_max + found.log_sum, found.entropy]
         leaves = [None if t is None else t.detach().requires_grad_(needed) for t in leaves]
         with torch.enable_grad() if needed else torch.no_grad():
             value = self._called(leaves, found.correct)
-            total = torch.where(marks != SKIP, value, 0.0)
+            total = torch.where(active != SKIP, value, 0.0)
             grads = self._gradients(total.sum(), [t for t in leaves if t is not None]) if needed else []
         those = iter(grads)
         upstream = [None if t is None or not needed else next(those) for t in leaves]

@@ -33,7 +33,8 @@ class Job(NamedTuple):
         weight: the head ``[V, D]``, None for logits.
         bias: ``[V]`` or None.
         ids: int64 ``[...]`` or ``[..., K]``, the targets or the ids to look up; below ``[N, K]``, -1 for what no column has.
-        active: ``[...]``, zero where a row does not count, or None; below int64 ``[N]``, ``SKIP`` in such a row.
+        active: ``[...]``, zero where a row does not count, or None; below int64 ``[N]``: ``SKIP`` in such a row, in others the
+            target, or 0 where a row has none.
         weights: ``[...]`` of a weighted sum, else None.
         a: ``[...]`` of the mixture ``log(a + b p)``, or None.
         b: likewise.
@@ -74,12 +75,6 @@ class Job(NamedTuple):
         """The weight, where there is one."""
         assert self.weight is not None
         return self.weight
-
-    @property
-    def marks(self) -> torch.Tensor:
-        """``active`` as it is below: ``SKIP`` in a row that does not count."""
-        assert self.active is not None
-        return self.active
 
 
 class Gradients(NamedTuple):

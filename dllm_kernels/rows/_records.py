@@ -32,7 +32,7 @@ class RowOp(NamedTuple):
 
     Attributes:
         name: by which a compiled op finds the record.
-        rows: (job as the caller gave it, plan) -> ids and marks of N rows, as :class:`Job` has them below.
+        rows: (job as the caller gave it, plan) -> ids and ``active`` of N rows, as :class:`Job` has them below.
         forward: (job, plan) -> all that the op writes, None for what was not asked for.
         kept: (job, written, plan) -> the tensors that backward reads; the leaves first where it is not ``traced``.
         backward: (kept, upstream gradients, plan) -> gradients of the leaves; those not needed None.
@@ -79,14 +79,14 @@ def weighted_targets(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def row_ids(job: Job, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Ids ``[N, K]``, and marks ``[N]``: ``SKIP`` in rows that are off and 0 in the others."""
+    """Ids ``[N, K]``, and ``SKIP`` in rows that are off and 0 in the others, ``[N]``."""
     N = job.x.shape[:-1].numel()
     ids = job.ids.detach().reshape(N, job.ids.shape[-1] if job.ids.dim() == job.x.dim() else 1)
     ids = ids.to(torch.int64).contiguous()
     if plan.options.transform.skip_id is not None:
         ids = ids.masked_fill(ids == plan.options.transform.skip_id, -1)
-    marks = ids.new_zeros(N)
-    return ids, marks if job.active is None else marks.masked_fill(job.active.detach().reshape(-1) == 0, SKIP)
+    zeros = ids.new_zeros(N)
+    return ids, zeros if job.active is None else zeros.masked_fill(job.active.detach().reshape(-1) == 0, SKIP)
 
 
 def _row_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
@@ -104,7 +104,7 @@ def _nll_result(plan: Plan, ids: torch.Size, _: torch.Size, *rows: Tensor | None
 
 
 def _nll_forward(job: Job, plan: Plan) -> Tensors:
-    return plan.primitives().nll(as_blv(job.x), job.marks, **_nll_options(job, plan))
+    return plan.primitives().nll(as_blv(job.x), job.active, **_nll_options(job, plan))
 
 
 def _nll_options(job: Job, plan: Plan) -> dict[str, Any]:
@@ -245,9 +245,9 @@ def _weighted_nll_forward(job: Job, plan: Plan) -> Tensors:
     asked = _nll_options(job, plan)
     found: tuple[Any, ...]
     if plan.read_beyond:
-        found = primitives.nll(logits, job.marks, **asked)
+        found = primitives.nll(logits, job.active, **asked)
     else:
-        weighted, *found = primitives.weighted_nll(logits, job.marks, job.weights, **asked)  # type: ignore[assignment]
+        weighted, *found = primitives.weighted_nll(logits, job.active, job.weights, **asked)  # type: ignore[assignment]
         if not plan.options.round_nll:
             return weighted.sum(), *found
     nll = rounded(found[0], plan)

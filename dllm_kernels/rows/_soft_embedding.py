@@ -40,8 +40,8 @@ def forward(job: Job, plan: Plan) -> torch.Tensor:
         dtype = plan.dtype if primitives.add_parts is None else plan.acc
         out = rows.empty(table.shape[1], dtype=dtype, device=job.x.device)
         through = transform.softcap is None and transform.scale is None
-        for chunk, _, marks, logits in chunks:
-            request = StatsRequest(rows.take(job.ids, chunk), marks, transform=transform, through=through)
+        for chunk, _, active, logits in chunks:
+            request = StatsRequest(rows.take(job.ids, chunk), active, transform=transform, through=through)
             bumped = None
             if job.weights is not None:
                 z = _taken_out(logits, request.ids, transform, primitives, plan.acc)

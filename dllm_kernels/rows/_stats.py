@@ -41,8 +41,8 @@ def linear_forward(job: Job, plan: Plan) -> StatsResult:
     with no_autocast(job):
         request, chunks = _request(job, plan), Chunks(job, plan, NO_GRADIENTS)
         rows, out = chunks.rows, _empty(chunks, request, plan.acc)
-        for chunk, _, marks, logits in chunks:
-            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, marks))
+        for chunk, _, active, logits in chunks:
+            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, active))
             _put(chunks, chunk, out, part)
         if rows.overflow is not None:
             for whole in out:
@@ -63,14 +63,14 @@ def linear_backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan
         if plan.narrow:
             c = c.over(torch.where(size == 0, 1.0, size))
         size, factors, headroom = unit_scale(size, plan)
-        chunks = Chunks(job._replace(active=request.marks), plan, plan.needs, factors)
+        chunks = Chunks(job._replace(active=request.active), plan, plan.needs, factors)
         take = chunks.rows.take
-        for chunk, h, marks, logits in chunks:
+        for chunk, h, active, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
             row_max, log_sum = take(found.row_max, chunk), take(found.log_sum, chunk)
-            here = _part(chunks, chunk, request, marks)
+            here = _part(chunks, chunk, request, active)
             chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
-            chunks.add_gradients(chunk, h, marks, logits, take(size, chunk))
+            chunks.add_gradients(chunk, h, active, logits, take(size, chunk))
         return chunks.gradients(headroom)
 
 
@@ -88,16 +88,16 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
         if plan.narrow and needed:
             sizes = rows.empty(dtype=plan.acc, device=device)
             headroom = torch.full((), torch.finfo(torch.float32).tiny, dtype=plan.acc, device=device)
-        for chunk, h, marks, logits in chunks:
-            here = _part(chunks, chunk, request, marks)
+        for chunk, h, active, logits in chunks:
+            here = _part(chunks, chunk, request, active)
             found = StatsResult(*chunks.primitives.stats.forward(logits[None], here))
             objective = plan.objective.map(lambda t, chunk=chunk: rows.take(t, chunk))
-            part, upstream = objective.of(found, marks, needed)
+            part, upstream = objective.of(found, active, needed)
             rows.put(value, chunk, part)
             _put(chunks, chunk, out, found)
             if needed:
                 c = Coefficients.of(upstream, here, found)
-                size = c.size(upstream).masked_fill(marks == SKIP, 0)
+                size = c.size(upstream).masked_fill(active == SKIP, 0)
                 factors = None
                 if sizes is not None and headroom is not None:
                     rows.put(sizes, chunk, size)
@@ -106,7 +106,7 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
                     factors = Factors(None, factor)
                 here = _with_gradient(here, size)
                 chunks.primitives.stats.backward(logits[None], here, c, found.row_max, found.log_sum, logits[None])
-                chunks.add_gradients(chunk, h, here.marks, logits, size, factors)
+                chunks.add_gradients(chunk, h, here.active, logits, size, factors)
         if rows.overflow is not None:
             value.masked_fill_(rows.overflow, math.nan)
         value = rows.whole(value)
@@ -129,9 +129,10 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
 def _request(job: Job, plan: Plan) -> StatsRequest:
     """What the plan asks of rows that are flattened already."""
     o = plan.options
+    assert job.active is not None
     return StatsRequest(
         job.ids,
-        job.marks,
+        job.active,
         job.a,
         job.b,
         o.transform,
@@ -145,12 +146,12 @@ def _request(job: Job, plan: Plan) -> StatsRequest:
 
 def _with_gradient(request: StatsRequest, size: torch.Tensor) -> StatsRequest:
     """Rows without a gradient switched off: theirs is 0 whatever they hold."""
-    return request._replace(marks=request.marks.masked_fill(size == 0, SKIP))
+    return request._replace(active=request.active.masked_fill(size == 0, SKIP))
 
 
-def _part(chunks: Chunks, chunk: slice, request: StatsRequest, marks: torch.Tensor) -> StatsRequest:
+def _part(chunks: Chunks, chunk: slice, request: StatsRequest, active: torch.Tensor) -> StatsRequest:
     a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (request.a, request.b))
-    return request._replace(ids=chunks.rows.take(request.ids, chunk), marks=marks, a=a, b=b)
+    return request._replace(ids=chunks.rows.take(request.ids, chunk), active=active, a=a, b=b)
 
 
 def _put(chunks: Chunks, chunk: slice, out: Sequence[torch.Tensor | None], part: Sequence[torch.Tensor | None]) -> None:

@@ -27,11 +27,11 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult | None:
     """The statistics; see ``base/_row_stats.py``."""
     if request.a is not None or request.correct or not _may_be_few(logits, request.transform):
         return None
-    rows = None if request.all_on or request.marks.amin().item() >= 0 else places(request.marks != SKIP)
+    rows = None if request.all_on or request.active.amin().item() >= 0 else places(request.active != SKIP)
     ids = _taken(request.ids, rows)
     if (z := _listed(logits, rows)) is None:
         return None
-    log_p, N = torch.log_softmax(z, 1), request.marks.shape[0]
+    log_p, N = torch.log_softmax(z, 1), request.active.shape[0]
     try:
         log_probs = log_p.gather(1, ids)
     except (IndexError, RuntimeError):  # an id that no column has
@@ -162,7 +162,7 @@ def small_backward(
     """The gradient of the statistics in the logits ``[N, V]``, from what ``base/_row_stats.py`` calls (g_k, A, B)."""
     if request.a is not None or not request.whole or not _may_be_few(logits, request.transform):
         return None
-    rows = None if request.all_on or request.marks.amin().item() >= 0 else places(request.marks != SKIP)
+    rows = None if request.all_on or request.active.amin().item() >= 0 else places(request.active != SKIP)
     ids, log_probs = _taken(request.ids, rows), _taken(found.log_probs, rows)
     # Of a finite log-probability all of its row is finite or -inf, and a gradient of 0 makes zeros of it.
     if (z := _listed(logits, rows)) is None or not _finite(log_probs):
@@ -174,7 +174,7 @@ def small_backward(
     plain = torch.zeros_like(z[:, 0]) if of_ids is None else -of_ids.sum(1)
     if of_lse is not None:
         plain += of_lse
-    out = torch.empty(request.marks.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
+    out = torch.empty(request.active.shape[0], logits.shape[-1], dtype=logits.dtype, device=logits.device)
     grad, made = _room(len(z), z.dtype, rows, out)
     if of_entropy is None:
         torch.softmax(z, 1, out=grad).mul_(plain.unsqueeze(1))

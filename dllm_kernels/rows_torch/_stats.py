@@ -157,7 +157,7 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
     if (few := _few.forward(logits, request)) is not None:
         return few
     B, L, V = logits.shape
-    rows = places(request.marks != SKIP)
+    rows = places(request.active != SKIP)
     if rows.numel() == 0:
         return _nothing(request, acc_dtype(logits.dtype))
     acc, some = acc_dtype(logits.dtype), rows.numel() < B * L
@@ -190,7 +190,7 @@ def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
     mix = request.a is not None
 
     def zeros(wanted: bool, dtype: torch.dtype = acc) -> Any:
-        return request.marks.new_zeros(request.marks.shape, dtype=dtype) if wanted else None
+        return request.active.new_zeros(request.active.shape, dtype=dtype) if wanted else None
 
     log_probs = request.ids.new_zeros(request.ids.shape, dtype=acc)
     entropy, part, correct = zeros(request.entropy), mix and request.gradients, zeros(request.correct, torch.bool)
@@ -214,9 +214,9 @@ def mix(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``base/_row_stats.py``."""
     V = logits.shape[-1]
-    rows = places(request.marks != SKIP)
+    rows = places(request.active != SKIP)
     wanted = (True, request.gradients)
-    out = [torch.zeros(request.marks.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
+    out = [torch.zeros(request.active.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
     if rows.numel():
         listed, sums = (
             Listed(logits, rows),
@@ -330,13 +330,13 @@ def backward(
 ) -> None:
     """See ``base/_row_stats.py``."""
     V, acc = logits.shape[-1], acc_dtype(logits.dtype)
-    rows = places(request.marks != SKIP)
-    threads, size = team(request.marks.numel(), V, acc, logits.device)
+    rows = places(request.active != SKIP)
+    threads, size = team(request.active.numel(), V, acc, logits.device)
     if rows.numel() == 0:
         out.zero_()
         return
     source, target = Listed(logits, rows), with_zeros_between(out, rows, size)
-    grad = _Grad.of(c, request, row_max, log_sum, None if rows.numel() == request.marks.numel() else rows, V)
+    grad = _Grad.of(c, request, row_max, log_sum, None if rows.numel() == request.active.numel() else rows, V)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
     jobs = [partial(_grad_block, source, target, request, *block) for block in blocks]
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
