@@ -405,7 +405,7 @@ class _Metrics:
         found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
         q = torch.exp(-found.value).reshape(-1, self.block_size)
         weights = ops.dpace_weights(q, self.mask.reshape(q.shape), alpha=alpha).reshape(self.mask.shape)
-        loss = weight * self._mean(torch.where(weights != 0, found.loss * weights, 0.0), EPS["loss"])
+        loss = weight * self._mean(torch.where(weights != 0, found.loss * weights, 0.0))
         return loss, found, {}
 
     def confidence(self, logits: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
@@ -450,8 +450,8 @@ class _Metrics:
         decay = torch.where(row < 0, 0.0, torch.exp(-row.clamp(min=0).float() / self.gamma))
         return mask * decay / (mask.sum(1, keepdim=True) + eps) / mask.shape[0]
 
-    def _mean(self, rows: torch.Tensor, eps: float) -> torch.Tensor:
-        return (rows.sum(1) / (self.mask.sum(1) + eps)).mean()
+    def _mean(self, rows: torch.Tensor) -> torch.Tensor:
+        return (rows.sum(1) / (self.mask.sum(1) + EPS["loss"])).mean()
 
     def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of each term: what a alone makes, then one that is the rest of the sum, or by a pass of its own."""

@@ -162,7 +162,7 @@ def _token_nll_merge(
 def _token_nll_bwd(
     logits_ptr, target_ptr, scale_ptr, factor_ptr, max_ptr, log_sum_ptr, out_ptr,
     L, stride_b, stride_l, out_stride_b, out_stride_l, V, gain, rate, skip, TILES, SPLITS,
-    SAME_STRIDES: tl.constexpr, WHOLE_ROW: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+    SAME_STRIDES: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0) // SPLITS
@@ -186,8 +186,7 @@ def _token_nll_bwd(
     i = tl.arange(0, BLOCK_V)
     v, there = ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
     if on:
-        if WHOLE_ROW:  # a target that no column has: the row's NLL is NaN, and so is its gradient
-            scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
+        scale = tl.where((y >= 0) & (y < V), scale, float("nan"))  # of a target that no column has the NLL is NaN too
         row_max = tl.load(max_ptr + n)
         log_sum = tl.load(log_sum_ptr + n)
         hot = column_of(y, V)
@@ -302,7 +301,6 @@ def row_grad(
     out: torch.Tensor,
     *,
     factor: torch.Tensor | None = None,
-    whole_row: bool = True,
     transform: Transform = NO_TRANSFORM,
 ) -> None:
     """Launch the backward pass; see ``base._rows`` for the contract."""
@@ -317,6 +315,6 @@ def row_grad(
     many = logits.dtype == torch.float64 and transform[0] is not None
     _token_nll_bwd[(B * L * splits,)](
         logits, targets, scale, factor, row_max, log_sum, out, *rows, *out_rows[1:], V, *arguments(transform), tiles, splits,
-        SAME_STRIDES=rows == out_rows, WHOLE_ROW=whole_row, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
+        SAME_STRIDES=rows == out_rows, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(tile.num_warps * (2 if many else 1), tile.block_v), **FUSED,
     )  # fmt: skip

@@ -111,10 +111,10 @@ def check_counts(**counts: object) -> None:
         _checks.check_constant(name, count)
 
 
-def shift_left(target_ids: torch.Tensor, ignore_index: int = -100) -> torch.Tensor:
+def shift_left(target_ids: torch.Tensor) -> torch.Tensor:
     """Next-token targets ``[B, L]``: position i gets ``target_ids[:, i + 1]``, the last one none.
 
     The targets are shifted and not the logits: slicing ``[B, L, V]`` would copy it forward and pad it backward.
     """
-    shifted = torch.nn.functional.pad(target_ids[:, 1:].long(), (0, 1), value=ignore_index)
+    shifted = torch.nn.functional.pad(target_ids[:, 1:].long(), (0, 1), value=-100)
     return shifted[:, : target_ids.shape[1]]  # of no position when there was none
