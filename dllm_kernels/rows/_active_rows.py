@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.rows._plan import Plan
 
 ROW_MULTIPLE = 128
+Outputs = Sequence[torch.Tensor | None]
 
 
 class ActiveRows:
@@ -66,6 +71,20 @@ class ActiveRows:
             out[chunk] = value
         else:
             out.index_copy_(0, self._index[chunk], value.to(out.dtype))
+
+    def put_each(self, out: Outputs, chunk: slice, values: Outputs) -> None:
+        """:meth:`put` of several results; None where one is not asked for."""
+        for whole, value in zip(out, values, strict=True):
+            if whole is not None and value is not None:
+                self.put(whole, chunk, value)
+
+    def finished(self, out: Outputs) -> list[Any]:
+        """:meth:`whole` of each, NaN where ``num_active`` was too small."""
+        if self.overflow is not None:
+            for t in out:
+                if t is not None and t.is_floating_point():
+                    t.masked_fill_(self.overflow, math.nan)
+        return [None if t is None else self.whole(t) for t in out]
 
     def whole(self, out: torch.Tensor) -> torch.Tensor:
         """The result without the spare row; a copy where it is a number a row, for callers may write into those."""

@@ -150,8 +150,8 @@ class Chunks:
         rows, acc, flags = self.rows, self.plan.acc, {"with_correct": self.plan.options.with_correct}
         through: dict[str, Any] = {**flags, "transform": self.plan.options.transform}
         device = self.logits.device
-        nll, row_max, log_sum = (rows.empty(dtype=acc, device=device) for _ in range(3))
         correct = rows.empty(dtype=torch.bool, device=device) if self.plan.options.with_correct else None
+        out = [*(rows.empty(dtype=acc, device=device) for _ in range(3)), correct]
         for chunk, h, y, logits in self:
             if scale is None:
                 stats = self.primitives.nll(logits[None], y, **through)
@@ -163,13 +163,9 @@ class Chunks:
                     stats, factor = self.factored(logits, y, s, **flags)
                     factors = Factors(factor, factor)
                 self.add_gradients(chunk, h, y, logits, s, factors)
-            for out, part in zip((nll, row_max, log_sum, correct), stats, strict=True):
-                if out is not None and part is not None:
-                    rows.put(out, chunk, part)
-        if rows.overflow is not None:
-            nll.masked_fill_(rows.overflow, float("nan"))
-        whole = rows.whole
-        return whole(nll), whole(row_max), whole(log_sum), None if correct is None else whole(correct)
+            rows.put_each(out, chunk, stats)
+        nll, row_max, log_sum, correct = rows.finished(out)
+        return nll, row_max, log_sum, correct
 
     def add_gradients(
         self,

@@ -50,9 +50,7 @@ def forward(job: Job, plan: Plan) -> torch.Tensor:
             c = _coefficients(request, found, bumped)
             primitives.stats.backward(logits[None], request, c, found.row_max, found.log_sum, logits[None])
             rows.put(out, chunk, torch.mm(logits, table))
-        if rows.overflow is not None:
-            out.masked_fill_(rows.overflow, float("nan"))
-        out = rows.whole(out)
+        (out,) = rows.finished([out])
         return out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(plan.dtype)
 
 

@@ -6,9 +6,6 @@ written over them. Nothing else of a row's length is kept.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import torch
 
 from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
@@ -43,14 +40,9 @@ def linear_forward(job: Job, plan: Plan) -> StatsResult:
         rows, out = chunks.rows, _empty(chunks, request, plan.acc)
         for chunk, _, active, logits in chunks:
             part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, active))
-            _put(chunks, chunk, out, part)
-        if rows.overflow is not None:
-            for whole in out:
-                if whole is not None and whole.is_floating_point():
-                    whole.masked_fill_(rows.overflow, math.nan)
-        log_probs, *others = (None if t is None else rows.whole(t) for t in out)
-        assert log_probs is not None
-        return StatsResult(log_probs.clone() if log_probs is not out[0] else log_probs, *others)
+            rows.put_each(out, chunk, part)
+        found = StatsResult(*rows.finished(out))
+        return found if found.log_probs is out[0] else found._replace(log_probs=found.log_probs.clone())
 
 
 def linear_backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
@@ -93,8 +85,7 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
             found = StatsResult(*chunks.primitives.stats.forward(logits[None], here))
             objective = plan.objective.map(lambda t, chunk=chunk: rows.take(t, chunk))
             part, upstream = objective.of(found, active, needed)
-            rows.put(value, chunk, part)
-            _put(chunks, chunk, out, found)
+            rows.put_each([value, *out], chunk, [part, *found])
             if needed:
                 c = Coefficients.of(upstream, here, found)
                 size = c.size(upstream).masked_fill(active == SKIP, 0)
@@ -107,11 +98,8 @@ def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
                 here = _with_gradient(here, size)
                 chunks.primitives.stats.backward(logits[None], here, c, found.row_max, found.log_sum, logits[None])
                 chunks.add_gradients(chunk, h, here.active, logits, size, factors)
-        if rows.overflow is not None:
-            value.masked_fill_(rows.overflow, math.nan)
-        value = rows.whole(value)
-        log_probs, row_max, log_sum, entropy, _, _, correct = (None if t is None else rows.whole(t) for t in out)
-        loss, lse = value.sum(), row_max + log_sum  # type: ignore[operator]
+        value, log_probs, row_max, log_sum, entropy, _, _, correct = rows.finished([value, *out])
+        loss, lse = value.sum(), row_max + log_sum
         grads = chunks.gradients(wide=headroom is not None) if needed else Gradients()
         return (
             loss,
@@ -152,13 +140,6 @@ def _with_gradient(request: StatsRequest, size: torch.Tensor) -> StatsRequest:
 def _part(chunks: Chunks, chunk: slice, request: StatsRequest, active: torch.Tensor) -> StatsRequest:
     a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (request.a, request.b))
     return request._replace(ids=chunks.rows.take(request.ids, chunk), active=active, a=a, b=b)
-
-
-def _put(chunks: Chunks, chunk: slice, out: Sequence[torch.Tensor | None], part: Sequence[torch.Tensor | None]) -> None:
-    """Write what was found in a chunk's rows."""
-    for whole, found in zip(out, part, strict=True):
-        if whole is not None and found is not None:
-            chunks.rows.put(whole, chunk, found)
 
 
 def _empty(chunks: Chunks, request: StatsRequest, acc: torch.dtype) -> list[torch.Tensor | None]:
