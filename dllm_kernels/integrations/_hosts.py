@@ -1,14 +1,88 @@
-"""What it takes to put functions of ours in the place of a host framework's: its modules, and whether calls would be alike."""
+"""What it takes to put functions of ours in the place of a host framework's: its modules, the swap, whether calls are alike."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 SameDefaults = Mapping[str, tuple[Any, ...]]
+Pairs = Sequence[tuple[Any, Any]]  # what stands somewhere, and what is to stand there
+Places = tuple[
+    tuple[str, str], ...
+]  # (module, place) of an attribute, an entry of a table, or the defaults of a function
+
+
+class Host:
+    """A framework in whose modules ours may stand in the place of its own; one patch at a time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.report: Any = None  # of the patch in force
+        self._asked: dict[str, Any] = {}
+        self._pairs: Pairs = ()
+
+    def earlier(self, **asked: Any) -> Any:
+        """The report of the patch in force, which must have been asked for the same; None where there is none."""
+        if self.report is None:
+            return None
+        if asked != self._asked:
+            with_these = " and ".join(f"{name}={value}" for name, value in self._asked.items())
+            raise RuntimeError(f"{self.name} is patched already, with {with_these}; unpatch() first")
+        return replace(self.report, already=True)
+
+    def patch(self, version: str, pairs: Pairs, problems: Sequence[str], **asked: Any) -> Places:
+        """Put the second of each pair where the first is; where there are problems, raise and replace nothing."""
+        if problems:
+            listed = "\n  ".join(problems)
+            raise RuntimeError(f"{self.name} {version} differs from what can be replaced; nothing was:\n  {listed}")
+        self._pairs, self._asked = pairs, asked
+        return _swap(self.name, pairs)
+
+    def unpatch(self) -> Places:
+        """Put back what stood there, also in modules imported since."""
+        restored = _swap(self.name, [(ours, original) for original, ours in self._pairs])
+        self.report, self._pairs = None, ()
+        return restored
+
+
+def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:
+    """Names to leave as they are, sorted."""
+    excluded, known = {exclude} if isinstance(exclude, str) else set(exclude), set(known)
+    if not excluded <= known:
+        raise ValueError(f"exclude must hold names among {sorted(known)}, got {sorted(excluded - known)}")
+    return sorted(excluded)
+
+
+def _swap(host: str, pairs: Pairs) -> Places:
+    """Wherever the host's loaded modules hold the first of a pair, put the second."""
+    new = {id(old): (old, ours) for old, ours in pairs}
+    done = []
+
+    def swapped(value: Any) -> Any:
+        """The value, or what takes its place; in a tuple too."""
+        if isinstance(value, tuple) and any(id(one) in new for one in value):
+            return tuple(map(swapped, value))
+        return new[id(value)][1] if id(value) in new else value
+
+    for module in loaded(host):
+        for name, value in list(vars(module).items()):
+            places = [(name, functools.partial(setattr, module, name), value)]
+            if isinstance(value, dict) and not name.startswith("__"):
+                places = [(f"{name}[{key!r}]", functools.partial(value.__setitem__, key), value[key]) for key in value]
+            elif inspect.isfunction(value) and value.__module__ == module.__name__ and value.__defaults__:
+                places.append(
+                    (f"{name}.__defaults__", functools.partial(setattr, value, "__defaults__"), value.__defaults__)
+                )
+            for place, put, held in places:
+                if (ours := swapped(held)) is not held:
+                    put(ours)
+                    done.append((module.__name__, place))
+    return tuple(sorted(done))
 
 
 def loaded(host: str) -> list[ModuleType]:

@@ -28,8 +28,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from dllm_kernels import losses, mtp
 from dllm_kernels.base._checks import checked_bool
 from dllm_kernels.base._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
-from dllm_kernels.integrations._hosts import differences, loaded
+from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences, loaded
 from dllm_kernels.mtp.head import head_module, unwrapped
 
 HOST = "nemo_automodel"
@@ -118,15 +117,8 @@ class PatchReport:
         return "\n".join(lines)
 
 
-@dataclass(frozen=True)
-class _Active:
-    pairs: tuple[tuple[Any, Any], ...]
-    excluded: frozenset[str]
-    methods: tuple[tuple[type, str, Any], ...]
-    report: PatchReport
-
-
-_active: _Active | None = None
+_host = Host(HOST)
+_methods: list[tuple[type, str, Any]] = []  # (class, method, original) of the steps that take hidden states
 
 
 def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchReport:
@@ -150,30 +142,22 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
         TypeError: ``fuse_head`` is no bool.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
-    global _active
-    excluded, fuse_head = _checked_excluded(exclude), checked_bool("fuse_head", fuse_head)
-    if _active is not None:
-        if _active.excluded != excluded or bool(_active.methods) != fuse_head:
-            raise RuntimeError(
-                f"{HOST} is patched already, with exclude={sorted(_active.excluded)} and fuse_head={bool(_active.methods)}; "
-                "unpatch() first"
-            )
-        return replace(_active.report, already=True)
-    host = importlib.import_module(HOST)
+    excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
+    asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head)}
+    earlier: PatchReport | None = _host.earlier(**asked)
+    if earlier is not None:
+        return earlier
+    version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
     pairs, problems = _pairs(excluded, fuse_head)
-    methods, missing = _steps() if fuse_head else ((), [])
-    problems += missing
-    if problems:
-        listed = "\n  ".join(problems)
-        raise RuntimeError(f"{HOST} {_version(host)} differs from what can be replaced; nothing was:\n  {listed}")
-    kept = (*KEPT.items(), *((name, "excluded") for name in sorted(excluded)))
-    replaced = _swap(pairs)
+    methods, missing = _steps() if fuse_head else ([], [])
+    replaced = _host.patch(version, pairs, problems + missing, **asked)
+    kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in methods)
-    report = PatchReport(_version(host), replaced, kept, _originals([ours for _, ours in pairs]), fused)
-    _active = _Active(pairs, excluded, methods, report)
+    report = PatchReport(version, replaced, kept, _originals([ours for _, ours in pairs]), fused)
+    _host.report, _methods[:] = report, methods
     for owner, name, original in methods:
         setattr(owner, name, _from_hidden_states(original, STEPS[owner.__name__][2]))
-    return _active.report
+    return report
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
@@ -182,29 +166,13 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     Returns:
         ``(module, name)`` of every attribute that was restored; empty if the framework was not patched.
     """
-    global _active
-    if _active is None:
-        return ()
-    restored = _swap([(ours, original) for original, ours in _active.pairs])
-    for owner, name, original in _active.methods:
+    for owner, name, original in _methods:
         setattr(owner, name, original)
-    _active = None
-    return restored
+    _methods.clear()
+    return _host.unpatch()
 
 
-def _checked_excluded(exclude: Iterable[str]) -> frozenset[str]:
-    known = {name for names in HOMES.values() for name in names}
-    excluded = frozenset([exclude] if isinstance(exclude, str) else exclude)
-    if not excluded <= known:
-        raise ValueError(f"exclude must hold names among {sorted(known)}, got {sorted(excluded - known)}")
-    return excluded
-
-
-def _version(host: ModuleType) -> str:
-    return str(getattr(host, "__version__", "of unknown version"))
-
-
-def _steps() -> tuple[tuple[tuple[type, str, Any], ...], list[str]]:
+def _steps() -> tuple[list[tuple[type, str, Any]], list[str]]:
     """(class, method, original) of every training step, and what is missing."""
     found, missing = [], []
     for name, (home, method, _) in STEPS.items():
@@ -213,7 +181,7 @@ def _steps() -> tuple[tuple[tuple[type, str, Any], ...], list[str]]:
             missing.append(f"{HOST}.{home} has no {name}.{method}")
         else:
             found.append((owner, method, vars(owner)[method]))
-    return tuple(found), missing
+    return found, missing
 
 
 def _from_hidden_states(original: Any, recipe_at: int) -> Any:
@@ -244,7 +212,7 @@ def _originals(ours: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _pairs(excluded: frozenset[str], fuse_head: bool) -> tuple[tuple[tuple[Any, Any], ...], list[str]]:
+def _pairs(excluded: Sequence[str], fuse_head: bool) -> tuple[Pairs, list[str]]:
     """(original, replacement) of every name, and how the originals differ from what can be replaced."""
     pairs, problems = [], []
     for home, names in HOMES.items():
@@ -261,19 +229,7 @@ def _pairs(excluded: frozenset[str], fuse_head: bool) -> tuple[tuple[tuple[Any, 
                 ours = FUSED[name](original)
             problems += _differences(name, original, ours)
             pairs.append((original, ours))
-    return tuple(pairs), problems
-
-
-def _swap(pairs: Sequence[tuple[Any, Any]]) -> tuple[tuple[str, str], ...]:
-    """In every loaded module of the host, replace each attribute that is the first of a pair by the second."""
-    new = {id(old): (old, new) for old, new in pairs}
-    done = []
-    for module in loaded(HOST):
-        for name, value in list(vars(module).items()):
-            if id(value) in new:
-                setattr(module, name, new[id(value)][1])
-                done.append((module.__name__, name))
-    return tuple(sorted(done))
+    return pairs, problems
 
 
 def _differences(name: str, original: Any, ours: Any) -> list[str]:

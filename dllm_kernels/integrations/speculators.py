@@ -23,7 +23,7 @@ import importlib
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 from dllm_kernels import ops
 from dllm_kernels.base import _checks
-from dllm_kernels.integrations._hosts import differences, loaded
+from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences
 from dllm_kernels.ops.dpace_weights import check_alpha, check_choice
 
 HOST = "speculators"
@@ -70,13 +70,7 @@ class PatchReport:
         return "\n".join([*lines, *(f"  {name} kept: excluded" for name in self.kept)])
 
 
-@dataclass(frozen=True)
-class _Active:
-    pairs: tuple[tuple[Any, Any], ...]
-    report: PatchReport
-
-
-_active: _Active | None = None
+_host = Host(HOST)
 
 
 def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
@@ -100,21 +94,14 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
             Or speculators is patched already with another ``exclude``.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
-    global _active
-    kept = tuple(sorted({exclude} if isinstance(exclude, str) else set(exclude)))
-    if not set(kept) <= OURS.keys():
-        raise ValueError(f"exclude must hold names among {sorted(OURS)}, got {sorted(set(kept) - OURS.keys())}")
-    if _active is not None:
-        if _active.report.kept != kept:
-            raise RuntimeError(f"{HOST} is patched already, with exclude={list(_active.report.kept)}; unpatch() first")
-        return replace(_active.report, already=True)
-    pairs, problems = _pairs(kept)
-    version = importlib.metadata.version(HOST)
-    if problems:
-        listed = "\n  ".join(problems)
-        raise RuntimeError(f"{HOST} {version} differs from what can be replaced; nothing was:\n  {listed}")
-    _active = _Active(pairs, PatchReport(version, _swap(pairs), kept))
-    return _active.report
+    kept = checked_excluded(exclude, OURS)
+    earlier: PatchReport | None = _host.earlier(exclude=kept)
+    if earlier is not None:
+        return earlier
+    version, (pairs, problems) = importlib.metadata.version(HOST), _pairs(kept)
+    report = PatchReport(version, _host.patch(version, pairs, problems, exclude=kept), tuple(kept))
+    _host.report = report
+    return report
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
@@ -123,20 +110,15 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     Returns:
         ``(module, place)`` of each restored place; empty if speculators was not patched.
     """
-    global _active
-    if _active is None:
-        return ()
-    restored = _swap(tuple((ours, original) for original, ours in _active.pairs))
-    _active = None
-    return restored
+    return _host.unpatch()
 
 
-def _pairs(kept: tuple[str, ...]) -> tuple[tuple[tuple[Any, Any], ...], list[str]]:
+def _pairs(kept: Iterable[str]) -> tuple[Pairs, list[str]]:
     """(original, replacement) of every function, and how the originals differ from what can be replaced."""
     pairs, problems = [], []
     for home in TABLES:
         module = importlib.import_module(f"{HOST}.{home}")
-        for name in OURS.keys() - kept:
+        for name in OURS.keys() - set(kept):
             original = vars(module).get(name)
             if original is None:
                 problems.append(f"{module.__name__} has no {name}")
@@ -144,7 +126,7 @@ def _pairs(kept: tuple[str, ...]) -> tuple[tuple[tuple[Any, Any], ...], list[str
             found = differences(inspect.signature(original), inspect.signature(OURS[name]), {})
             problems += [f"{module.__name__}.{name}: {problem}" for problem in found]
             pairs.append((original, _of_table(home, original, OURS[name])))
-    return tuple(pairs), sorted(problems)
+    return pairs, sorted(problems)
 
 
 def _of_table(home: str, original: Loss, ours: Loss) -> Loss:
@@ -156,33 +138,6 @@ def _of_table(home: str, original: Loss, ours: Loss) -> Loss:
         return (original if wanted else ours)(logits, targets, *args, **kwargs)
 
     return loss
-
-
-def _swap(pairs: tuple[tuple[Any, Any], ...]) -> tuple[tuple[str, str], ...]:
-    """Wherever the host's loaded modules hold the first of a pair, put the second."""
-    new = {id(old): (old, ours) for old, ours in pairs}
-    done = []
-
-    def swapped(value: Any) -> Any:
-        """The value, or what takes its place; in a tuple too."""
-        if isinstance(value, tuple) and any(id(one) in new for one in value):
-            return tuple(map(swapped, value))
-        return new[id(value)][1] if id(value) in new else value
-
-    for module in loaded(HOST):
-        for name, value in list(vars(module).items()):
-            places = [(name, functools.partial(setattr, module, name), value)]
-            if isinstance(value, dict) and not name.startswith("__"):
-                places = [(f"{name}[{key!r}]", functools.partial(value.__setitem__, key), value[key]) for key in value]
-            elif inspect.isfunction(value) and value.__module__ == module.__name__ and value.__defaults__:
-                places.append(
-                    (f"{name}.__defaults__", functools.partial(setattr, value, "__defaults__"), value.__defaults__)
-                )
-            for place, put, held in places:
-                if (ours := swapped(held)) is not held:
-                    put(ours)
-                    done.append((module.__name__, place))
-    return tuple(sorted(done))
 
 
 # The losses ----------------------------------------------------------------------------------------------------------
