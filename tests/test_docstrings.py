@@ -3,11 +3,14 @@
 import doctest
 import inspect
 import math
+import re
 
 import pytest
 import torch
 
 import dllm_kernels as ours
+from dllm_kernels import distributed, mtp
+from dllm_kernels.integrations import nemo_automodel, speculators, transformers
 
 EXAMPLES = doctest.DocTestFinder(recurse=False)
 PUBLIC = {name: vars(ours)[name] for name in ours.__all__}
@@ -27,3 +30,29 @@ def test_what_is_not_obvious_has_an_example():
 def test_the_example_of(name, capsys):
     (example,) = EXAMPLES.find(PUBLIC[name], name, globs={**PUBLIC, "torch": torch, "math": math})
     assert doctest.DocTestRunner().run(example).failed == 0, capsys.readouterr().out
+
+
+def arguments_of(function):
+    """What its docstring lists, one or several a line."""
+    _, _, listed = (inspect.getdoc(function) or "").partition("Args:\n")
+    lines = re.findall(r"^    (\*{0,2}\w+(?:, \w+)*):", listed.partition("\n\n")[0], re.MULTILINE)
+    return [name.lstrip("*") for line in lines for name in line.split(", ")]
+
+
+def described():
+    """Public functions, and the public methods that public classes of ours define, each once."""
+    modules = [ours, distributed, mtp, nemo_automodel, speculators, transformers]
+    things = [thing for module in modules for name, thing in vars(module).items() if not name.startswith("_")]
+    found = [thing for thing in things if inspect.isfunction(thing)]
+    for owner in {base for thing in things if inspect.isclass(thing) for base in thing.__mro__}:
+        methods = [value for name, value in vars(owner).items() if not name.startswith("_") or name == "__call__"]
+        found += [m.__func__ if isinstance(m, (classmethod, staticmethod)) else m for m in methods]
+    of_ours = {f for f in found if inspect.isfunction(f) and f.__module__.startswith("dllm_kernels.")}
+    return sorted(of_ours, key=lambda f: (f.__module__, f.__qualname__))
+
+
+@pytest.mark.parametrize("function", described(), ids=lambda f: f"{f.__module__}.{f.__qualname__}")
+def test_every_argument_is_described_in_its_place(function):
+    """Where arguments are listed at all: all of them, in their order, and nothing else."""
+    listed = arguments_of(function)
+    assert listed in ([], [name for name in inspect.signature(function).parameters if name not in ("self", "cls")])

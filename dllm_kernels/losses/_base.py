@@ -133,14 +133,7 @@ class DiffusionLoss(TransformedLoss):
     """A loss of tokens ``[B, L]``, from logits or from hidden states.
 
     Args:
-        fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
-            to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
-        softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
-        scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
-            NLL of a target equal to it is NaN. None: every column can be predicted.
-        reduction: "total", or "none" for what each row adds, as :class:`MDLMCrossEntropyLoss` describes it.
-        backend: "auto", "triton" or "torch".
+        fp32_upcast, softcap, scale, skip_id, reduction, backend: as :class:`MDLMCrossEntropyLoss` describes them.
 
     Raises:
         TypeError: ``fp32_upcast`` is no bool.
@@ -230,13 +223,7 @@ class DiffusionLoss(TransformedLoss):
         Args:
             hidden: ``[B, L, D]``; for the hybrid loss also ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
             lm_head_weight: ``[V, D]``.
-            target_ids: as in :meth:`forward`, and so the masks and counts.
-            noise_mask: as in :meth:`forward`.
-            p_mask: as in :meth:`forward`.
-            loss_mask: as in :meth:`forward`.
-            loss_mask_ar: as in :meth:`forward`.
-            num_diffusion_tokens: as in :meth:`forward`.
-            num_ar_tokens: as in :meth:`forward`.
+            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in :meth:`forward`.
             noisy_input_ids: as in :meth:`forward`.
             causal_hidden: ``[B, L, D]`` of the AR branch; None: those in ``hidden``, if it has them (hybrid).
             lm_head_bias: ``[V]`` or None.

@@ -155,13 +155,9 @@ class DFlashDecayLoss(DraftLoss):
         Args:
             hidden: ``[B, T, D]`` of the predicted positions.
             lm_head_weight: ``[V, D]``.
-            target_ids: as in :meth:`forward`.
-            block_mask: as in :meth:`forward`.
-            num_tokens: as in :meth:`forward`.
-            block_size: as in :meth:`forward`.
+            target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
-            num_blocks: as in :meth:`forward`.
-            num_sequences: as in :meth:`forward`.
+            num_blocks, num_sequences: as in :meth:`forward`.
             extra: a low-rank second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the logits. In
                 a drafter's Markov head, u is the embedding of the token before.
 

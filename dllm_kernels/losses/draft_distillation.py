@@ -297,10 +297,7 @@ class DraftDistillationLoss(DraftLoss):
             lm_head_weight: its head ``[V, D]``.
             teacher_hidden: the target model's ``[B, T, D']``, a constant. With ``teacher_rows`` it may have any number of rows,
                 such as all positions of the sequences from which the blocks were drawn. None: as in :meth:`forward`.
-            target_ids: as in :meth:`forward`.
-            block_mask: as in :meth:`forward`.
-            num_tokens: as in :meth:`forward`.
-            block_size: as in :meth:`forward`.
+            target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
             teacher_weight: the target model's head ``[V, D']``, a constant. None: it shares ``lm_head_weight`` and
                 ``lm_head_bias``, but not ``extra``.
@@ -308,11 +305,7 @@ class DraftDistillationLoss(DraftLoss):
             teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V, r]``), a
                 constant, or None.
             teacher_rows: as in :meth:`forward`. The rows are copied one chunk at a time.
-            draft_to_target: as in :meth:`forward`.
-            confidence_logits: as in :meth:`forward`.
-            num_blocks: as in :meth:`forward`.
-            num_sequences: as in :meth:`forward`.
-            total_weight: as in :meth:`forward`.
+            draft_to_target, confidence_logits, num_blocks, num_sequences, total_weight: as in :meth:`forward`.
             extra: a low-rank second part of the draft's head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the
                 logits. In a drafter's Markov head, u is the embedding of the token before.
 

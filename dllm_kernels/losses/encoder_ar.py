@@ -79,9 +79,7 @@ def encoder_ar_loss(
         input_ids: ``[B, S]`` integers, the clean sequence.
         valid_mask: ``[B, S]``, nonzero where a position is not padding; None: all are valid.
         num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions here.
-        softcap: as in :func:`compute_per_token_nll`.
-        scale: as in :func:`compute_per_token_nll`.
-        skip_id: as in :func:`compute_per_token_nll`.
+        softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
         reduction: "total", the loss; or "none", the NLL of each row, 0 where it is not scored, for a trainer with its own
             denominator. Row i predicts token i + 1. It is not divided by ``num_tokens``, which is checked nevertheless.
         backend: "auto", "triton" or "torch".
@@ -120,15 +118,11 @@ def encoder_ar_loss_fused(
     Args:
         hidden: ``[B, S, D]``.
         lm_head_weight: ``[V, D]``.
-        input_ids: as in :func:`encoder_ar_loss`, and so the rest.
-        valid_mask: as in :func:`encoder_ar_loss`.
-        num_tokens: as in :func:`encoder_ar_loss`.
+        input_ids, valid_mask, num_tokens: as in :func:`encoder_ar_loss`.
         lm_head_bias: ``[V]`` or None.
         extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        softcap: as in :func:`compute_per_token_nll`.
-        scale: as in :func:`compute_per_token_nll`.
-        skip_id: as in :func:`compute_per_token_nll`.
+        softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
         reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are made twice.
         backend: "auto", "triton" or "torch".
 

@@ -80,13 +80,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         Args:
             hidden: ``[B, L, D]``; or ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
             lm_head_weight: ``[V, D]``.
-            target_ids: as in :meth:`forward`, and so the masks and counts.
-            noise_mask: as in :meth:`forward`.
-            p_mask: as in :meth:`forward`.
-            loss_mask: as in :meth:`forward`.
-            loss_mask_ar: as in :meth:`forward`.
-            num_diffusion_tokens: as in :meth:`forward`.
-            num_ar_tokens: as in :meth:`forward`.
+            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in :meth:`forward`.
             causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: those in ``hidden``, if it has them.
             noisy_input_ids: not used.
             lm_head_bias: ``[V]`` or None.

@@ -116,11 +116,7 @@ class IDLMLoss(TransformedLoss):
         Args:
             hidden: ``[B, 2 L, D]``: of the masked copy, then of the clean one.
             lm_head_weight: ``[V, D]``.
-            target_ids: as in :meth:`forward`, and so the masks, ``seq_len`` and the count.
-            answer_mask: as in :meth:`forward`.
-            valid_mask: as in :meth:`forward`.
-            seq_len: as in :meth:`forward`.
-            num_diffusion_tokens: as in :meth:`forward`.
+            target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
             extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
             chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.

@@ -54,12 +54,21 @@ PUBLIC: dict[str, str] = {}
 for _module in PAGES.values():
     PUBLIC = documented(_module) | PUBLIC
 PLACES = {where for module in PAGES.values() for where in documented(module).values()}
+SEVERAL = re.compile(r"^( +)(\w+(?:, \w+)+): (.*(?:\n\1 +.*)*)", re.MULTILINE)
 LINK = re.compile(r"\]\[(\w+)\]")
 
 
 def linked(text: str) -> str:
     """A page whose links to public names, ``[...][name]``, lead to the API reference."""
     return LINK.sub(lambda match: f"][{PUBLIC.get(match[1], match[1])}]", text)
+
+
+def one_by_one(text: str) -> str:
+    """The arguments that share a description, ``a, b: ...``, each with it: the pages list them so."""
+    before, head, after = text.partition("Args:\n")
+    arguments, blank, rest = after.partition("\n\n")
+    arguments = SEVERAL.sub(lambda m: "\n".join(f"{m[1]}{name}: {m[3]}" for name in m[2].split(", ")), arguments)
+    return before + head + arguments + blank + rest
 
 
 def markdown(text: str, module: str = "") -> str:
@@ -75,7 +84,7 @@ def markdown(text: str, module: str = "") -> str:
         inner = " ".join(line.strip() for line in match[2].splitlines())
         return f"{match[1]}$$\n{match[1]}{inner.strip()}\n{match[1]}$$\n"
 
-    text = MATH_BLOCK.sub(block, tables(text))
+    text = MATH_BLOCK.sub(block, tables(one_by_one(text)))
     text = INLINE_MATH.sub(r"$\1$", text)
     return LITERAL_BLOCK.sub(":", ROLE.sub(reference, text))
 
