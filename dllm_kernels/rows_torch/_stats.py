@@ -1,6 +1,7 @@
 """The row statistics in plain torch (``base/_row_stats.py``): some active rows at a time, in buffers that stay in cache.
 
-As in ``rows_torch/_nll.py``, threads share the blocks out, and what is one number a row is computed for all of them at once.
+Threads share the blocks out, and what is one number a row is computed for all of them at once. Finding the active rows
+(``nonzero``) syncs a GPU with its host; on CPU it costs nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from dllm_kernels.rows_torch._workers import share_out
 
 
 class _Room(NamedTuple):
-    """A thread's buffers: those of ``rows_torch/_nll.py``, and some more blocks in the dtype of sums."""
+    """A thread's buffers: its :class:`Space`, and some more blocks in the dtype of sums."""
 
     space: Space
     more: Sequence[torch.Tensor]
@@ -74,7 +75,7 @@ def _rooms(
 
 
 def _add_up_mix(
-    p: torch.Tensor, log_p_sum: torch.Tensor | None, mix: _Mix, sums: _Sums, spare: torch.Tensor, transform: Transform
+    p: torch.Tensor, log_p_sum: torch.Tensor | None, mix: _Mix, sums: Sums, spare: torch.Tensor, transform: Transform
 ) -> None:
     """F and W of a block; ``log_p_sum``: where a row of the block has no a."""
     skip, V = transform.skip_id, p.shape[1]
@@ -99,7 +100,7 @@ def _log_p_sum(log_p: torch.Tensor, mix: _Mix, transform: Transform) -> torch.Te
     return sum_rows(log_p) if bool(mix.none.any()) else None
 
 
-class _Sums(NamedTuple):
+class Sums(NamedTuple):
     """What the blocks leave of each row; None where not asked for."""
 
     log_probs: torch.Tensor
@@ -111,7 +112,7 @@ class _Sums(NamedTuple):
     mix_weight: torch.Tensor | None
 
     @classmethod
-    def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> _Sums:
+    def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> Sums:
         mix, acc = request.a is not None, acc_dtype(like.dtype)
         wanted = (
             request.lse or request.correct, request.correct, request.lse, request.entropy, mix, mix and request.gradients,
@@ -122,22 +123,32 @@ class _Sums(NamedTuple):
         ]
         return cls(torch.empty(n, request.ids.shape[1], dtype=acc, device=like.device), *made)
 
-    def blocks(self, size: int, count: int) -> list[_Sums]:
+    def find_largest(self, z: torch.Tensor) -> None:
+        """The maxima of a block, and their columns."""
+        if self.best is not None:
+            torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))  # type: ignore[arg-type]
+        elif self.row_max is not None:
+            torch.amax(z, 1, keepdim=True, out=self.row_max)
+
+    def normalizer(self, log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(M, log S); of a row, or a shard of it, that is all -inf, M - M is NaN and S is 0."""
+        assert self.row_max is not None
+        row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
+        return row_max, log_sum.masked_fill_(self.row_max == -math.inf, -math.inf)
+
+    def blocks(self, size: int, count: int) -> list[Sums]:
         """Views of ``[size, 1]`` and ``[size, K]``."""
         parts = ([None] * count if t is None else split(t, size) for t in self)
-        return [_Sums(*part) for part in zip(*parts, strict=True)]
+        return [Sums(*part) for part in zip(*parts, strict=True)]
 
 
 def _reduce(
-    listed: Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix | None, column: torch.Tensor, room: _Room
+    listed: Listed, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix | None, column: torch.Tensor, room: _Room
 ) -> None:  # fmt: skip
     """All sums of a block of rows."""
     wide = top(room.space.wide, block)
     z = transformed(listed.load(block, room.space), transform, wide)
-    if sums.best is not None:
-        torch.max(z, 1, keepdim=True, out=(sums.row_max, sums.best))  # type: ignore[arg-type]
-    elif sums.row_max is not None:
-        torch.amax(z, 1, keepdim=True, out=sums.row_max)
+    sums.find_largest(z)
     log_p = a_row_at_a_time(torch.log_softmax, z, wide)
     torch.gather(log_p, 1, column, out=sums.log_probs)
     if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
@@ -162,7 +173,7 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
         return _nothing(request, acc_dtype(logits.dtype))
     acc, some = acc_dtype(logits.dtype), rows.numel() < B * L
     with_mix = request.a is not None
-    listed, sums = Listed(logits, rows), _Sums.empty(rows.numel(), logits, request)
+    listed, sums = Listed(logits, rows), Sums.empty(rows.numel(), logits, request)
     ids = request.ids.index_select(0, rows) if some else request.ids
     column, inside = column_of(ids, V)
     threads, size = team(rows.numel(), V, acc, logits.device)
@@ -197,13 +208,9 @@ def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
     return StatsResult(log_probs, zeros(request.lse), zeros(request.lse), entropy, zeros(mix), zeros(part), correct)
 
 
-def _of_rows(sums: _Sums) -> StatsResult:
+def _of_rows(sums: Sums) -> StatsResult:
     """The statistics but for ``correct``."""
-    row_max, log_sum = sums.row_max, sums.log_sum
-    if log_sum is not None and row_max is not None:
-        # Of a row, or a shard of it, that is all -inf, M - M is NaN and S is 0.
-        log_sum = log_sum.masked_fill_(row_max == -math.inf, -math.inf)
-        row_max = row_max.clamp(min=torch.finfo(row_max.dtype).min)
+    row_max, log_sum = (None, None) if sums.log_sum is None else sums.normalizer(sums.log_sum)
     entropy = None if sums.moment is None else 0 - sums.moment
     of_rows = (row_max, log_sum, entropy, sums.mix, sums.mix_weight)
     return StatsResult(sums.log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
@@ -220,7 +227,7 @@ def mix(
     if rows.numel():
         listed, sums = (
             Listed(logits, rows),
-            _Sums.empty(rows.numel(), logits, request._replace(entropy=False, correct=False)),
+            Sums.empty(rows.numel(), logits, request._replace(entropy=False, correct=False)),
         )
         threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
         per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum))
@@ -236,7 +243,7 @@ def mix(
 
 
 def _mix_block(
-    listed: Listed, transform: Transform, block: torch.Tensor, sums: _Sums, mix: _Mix, row_max: torch.Tensor,
+    listed: Listed, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix, row_max: torch.Tensor,
     log_sum: torch.Tensor, room: _Room,
 ) -> None:  # fmt: skip
     wide = top(room.space.wide, block)
