@@ -171,6 +171,8 @@ def test_copies_and_trees_hold_what_they_hold():
     assert again.softcap == CAP
     with pytest.raises((AttributeError, pickle.PicklingError)):
         pickle.dumps(out)
+    operator.iadd(out, 1)
+    torch.testing.assert_close(_pytree.tree_map(lambda leaf: leaf, out).made(), logits + 1)
 
 
 class Adapted(nn.Linear):

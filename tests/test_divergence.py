@@ -506,6 +506,11 @@ BAD = {
         LOGITS, (), {"kind": "ce", "targets": THREE[:2]}, ValueError, r"^targets must have shape \(3,\)",
     ),
     "weights of another shape": (LOGITS, (), {"weights": torch.ones(4)}, ValueError, r"^weights must have shape \(3,\)"),
+    "no logits": (divergence, (None, torch.zeros(3, V)), {}, TypeError, r"^logits must be a torch.Tensor, got NoneType$"),
+    "no hidden states": (
+        linear_divergence, (None, torch.zeros(V, D), torch.zeros(3, D)), {}, TypeError,
+        r"^hidden must be a torch.Tensor, got NoneType$",
+    ),
     "no teacher": (LOGITS, (None,), {}, TypeError, r"^teacher_logits must be a torch.Tensor, got NoneType$"),
     "a teacher of another dtype": (
         LOGITS, (torch.zeros(3, V, dtype=torch.float64),), {}, ValueError, r"^teacher_logits must have dtype float32, got float64$",

@@ -621,6 +621,12 @@ def call(form, settings, **changes):
 
 
 @forms
+def test_targets_that_are_not_given_are_none_that_is_wrong(form, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    assert call(form, {}, target_ids=None).total_loss.isfinite()
+
+
+@forms
 @pytest.mark.parametrize(("message", "settings", "changes"), NEEDED, ids=labelled)
 def test_what_the_settings_need(form, message, settings, changes):
     with pytest.raises(ValueError, match="^" + re.escape(message.format(form))):

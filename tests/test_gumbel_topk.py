@@ -113,12 +113,13 @@ def test_a_given_uniform_is_what_a_seed_draws(backend, device):
 
 @pytest.mark.parametrize("D", [6, 200, 5000])
 def test_ties_go_to_the_lower_index(D, backend, device):
-    log_w = torch.zeros(3, D, device=device)
+    log_w = torch.zeros(4, D, device=device)
     log_w[2, ::2] = -INF
-    uniform = torch.full((3, D), 0.25, device=device)
+    uniform = torch.full((4, D), 0.25, device=device)
     uniform[1, 4] = 0.5  # the only one that beats the others
+    uniform[3, 2:] = 0.5  # more than are chosen
     chosen = gumbel_topk_mask(log_w, 3, uniform=uniform, backend=backend)
-    assert [row.nonzero().flatten().tolist() for row in chosen] == [[0, 1, 2], [0, 1, 4], [1, 3, 5]]
+    assert [row.nonzero().flatten().tolist() for row in chosen] == [[0, 1, 2], [0, 1, 4], [1, 3, 5], [2, 3, 4]]
 
 
 def test_equal_scores_of_either_zero_tie(backend, device):

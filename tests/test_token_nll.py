@@ -366,12 +366,13 @@ def test_rows_read_beyond_the_weights_stay_out_of_the_sum(path):
     assert logits.grad[[0, 2]].eq(0).all()
 
 
-def test_a_weighted_sum_is_the_product_and_the_sum_to_the_bit(path):
+@pytest.mark.parametrize("transform", [{}, {"softcap": 3.0, "scale": 0.7}], ids=["plain", "transformed"])
+def test_a_weighted_sum_is_the_product_and_the_sum_to_the_bit(transform, path):
     """So is its gradient that of the rows for weights times the upstream gradient."""
     logits, targets = inputs((4, 3))
     weights = torch.rand(4, 3, device=DEVICE) - 0.3
     weights[1] = 0
-    options = {"with_lse": True, "with_correct": True, "backend": path}
+    options = {"with_lse": True, "with_correct": True, "backend": path, **transform}
     x, y = (logits.clone().requires_grad_() for _ in range(2))
     rows, found = token_nll(x, targets, active=weights, **options), weighted_nll(y, targets, weights, **options)
     assert torch.equal(found.loss, (rows.nll * weights).flatten().sum())

@@ -39,6 +39,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds for tests of which nothing is known yet
 
+EVERY_ROW_OP = (
+    "tests/test_errors.py tests/test_calls.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_extra.py"
+    " tests/test_transform.py tests/test_row_stats.py tests/test_row_objective.py tests/test_soft_embedding.py"
+    " tests/test_divergence.py tests/test_second_order.py tests/test_compile.py -k 'not triton'"
+)
 # Path within the package -> what pytest is given, the first that matches; quick tests first. A path that nothing matches
 # is judged by the tests of the same stem.
 JUDGES = (
@@ -55,16 +60,23 @@ JUDGES = (
         "kernels/linear_nll*",
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
     ),
-    ("kernels/divergence.py", "tests/test_divergence_kernel.py"),
+    (
+        "kernels/divergence.py",
+        "tests/test_bounds.py tests/test_divergence_kernel.py -k 'kernel or (beside and divergence)'",
+    ),
+    ("distributed/*", "tests/test_distributed.py -k 'two_processes or without_a_process_group'"),
     ("*divergence*", "tests/test_divergence.py"),
-    ("rows/_teacher.py", "tests/test_divergence.py"),
-    ("kernels/row_stats.py", "tests/test_bounds.py tests/test_row_stats.py -k 'triton or (beside and stats)'"),
+    ("rows/_teacher.py", "tests/test_divergence.py tests/test_compile.py -k 'divergence'"),
+    (
+        "kernels/row_stats.py",
+        "tests/test_bounds.py tests/test_row_stats.py tests/test_row_objective.py tests/test_soft_embedding.py"
+        " -k 'triton or (beside and stats)'",
+    ),
     (
         "kernels/*",
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_token_nll.py tests/test_linear_nll.py"
-        " -k 'row or triton or (beside and nll)'",
+        " tests/test_row_stats.py tests/test_transform.py -k 'kernel or triton or (beside and nll)'",
     ),
-    ("distributed/*", "tests/test_distributed.py -k 'two_processes or counts_without'"),
     ("integrations/_deferred.py", "tests/test_deferred_logits.py"),
     ("integrations/nemo*", "tests/test_integrations_nemo.py"),
     ("integrations/_hosts.py", "tests/test_integrations_nemo.py tests/test_integrations_speculators.py"),
@@ -74,20 +86,24 @@ JUDGES = (
     ("mtp*", "tests/test_flags.py tests/test_mtp.py tests/test_errors.py"),
     ("*gumbel*", "tests/test_gumbel_topk.py tests/test_philox.py"),
     ("*philox*", "tests/test_philox.py tests/test_gumbel_topk.py"),
-    ("noise/_topk.py", "tests/test_gumbel_topk.py"),
+    ("noise/_topk.py", "tests/test_gumbel_topk.py tests/test_corruption_levels.py"),
     ("noise/_compiled.py", "tests/test_corruption_compile.py"),
     (
         "noise/_host.py",
         "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_statistics.py",
     ),
-    ("*corrupt*", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_statistics.py"),
+    (
+        "*corrupt*",
+        "tests/test_flags.py tests/test_mix_arguments.py tests/test_corruption.py tests/test_corruption_levels.py"
+        " tests/test_corruption_statistics.py",
+    ),
     ("noise/_grid.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     ("noise/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     ("losses/draft_distillation.py", "tests/test_draft_distillation.py tests/test_losses.py -k 'not triton'"),
     (
         "losses/*",
         "tests/test_flags.py tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py"
-        " tests/test_losses.py",
+        " tests/test_reduction.py tests/test_draft_distillation.py tests/test_losses.py",
     ),
     ("base/_changing.py", "tests/test_compile.py tests/test_corruption_compile.py"),
     ("base/_target_range.py", "tests/test_target_range.py tests/test_mask_values.py tests/test_errors.py"),
@@ -104,26 +120,30 @@ JUDGES = (
     ),
     (
         "*_stats.py",
-        "tests/test_flags.py tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'",
-    ),
-    (
-        "*row_stats.py",
-        "tests/test_flags.py tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py -k 'not triton'",
+        "tests/test_flags.py tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py"
+        " tests/test_row_objective.py tests/test_soft_embedding.py -k 'not triton'",
     ),
     ("rows/_eager.py", "tests/test_second_order.py tests/test_flags.py tests/test_linear_nll.py -k 'not triton'"),
     ("rows/_run.py", "tests/test_without_values.py tests/test_token_nll.py tests/test_compile.py -k 'not triton'"),
     ("rows/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
     (
         "base/_checks.py",
-        "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_losses.py -k 'not triton'",
+        "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_row_objective.py tests/test_extra.py"
+        " tests/test_gumbel_topk.py tests/test_transform.py tests/test_losses.py -k 'not triton'",
     ),
     ("rows/_chunks.py", "tests/test_linear_nll.py tests/test_extra.py tests/test_compile.py -k 'not triton'"),
     ("rows/_compiled*.py", "tests/test_compile.py"),
+    ("ops/dpace_weights.py", "tests/test_dpace_weights.py"),
+    ("*soft_embedding.py", "tests/test_soft_embedding.py -k 'not triton'"),
+    ("*objective.py", "tests/test_errors.py tests/test_row_objective.py -k 'not triton'"),
     (
-        "[!n]*s*/*",
-        "tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_transform.py tests/test_compile.py"
-        " -k 'not triton'",
+        "ops/*",
+        "tests/test_flags.py tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_extra.py"
+        " tests/test_transform.py tests/test_compile.py -k 'not triton'",
     ),
+    ("base/*", EVERY_ROW_OP),
+    ("rows/*", EVERY_ROW_OP),
+    ("rows_torch/*", EVERY_ROW_OP),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
 SPEED_ONLY = ("kernels/_tiles.py",)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.base._divergence import Recipe
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels.base._transform import Transform
 
 Tensor = torch.Tensor
 
@@ -50,10 +50,10 @@ class Pair(NamedTuple):
 
     teacher: Teacher | None
     recipe: Recipe
-    teacher_transform: Transform = NO_TRANSFORM
-    factor: float = 1.0
-    per_row: bool = False
-    linear: bool = False
+    teacher_transform: Transform
+    factor: float
+    per_row: bool
+    linear: bool
     total: Callable[[Tensor], Tensor] | None = None
 
     def flat(self) -> Pair:
