@@ -60,7 +60,8 @@ def every_time(chosen, values, name=None):
 def drawn(everyday=8, exhaustive=32, **strategies):
     """Hypothesis draws these arguments of a test: so many examples every time, and so many with the exhaustive tests.
 
-    Always the same ones: what finds a counterexample by luck is no test of the change at hand.
+    Always the same ones: what finds a counterexample by luck is no test of the change at hand. With ``exhaustive=None`` the
+    test is given its number of ``examples`` elsewhere.
     """
 
     def decorated(test):
@@ -73,43 +74,48 @@ def drawn(everyday=8, exhaustive=32, **strategies):
         functools.update_wrapper(of_examples, test)
         parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*fixtures, "examples")]
         of_examples.__signature__ = inspect.Signature(parameters)
+        if exhaustive is None:
+            return of_examples
         return pytest.mark.parametrize("examples", every_time([everyday], [everyday, exhaustive]))(of_examples)
 
     return decorated
 
 
-def covering(items, strength):
-    """As few as are found of a function's cases in which any ``strength`` of its parameters take all values they have."""
+def covering(items, strength, chosen=()):
+    """As few as are found of a function's cases in which any ``strength`` of its parameters take all values they have.
+
+    Beside those already ``chosen``.
+    """
 
     def combinations(item):
         values = sorted((name, repr(value)) for name, value in item.callspec.params.items())
         return set(itertools.combinations(values, min(strength, len(values))))
 
     left = [(item, combinations(item)) for item in items]
-    wanted, chosen = set().union(*(c for _, c in left)), []
+    wanted = set().union(*(c for _, c in left)).difference(*map(combinations, chosen))
+    more = []
     while wanted:
         item, best = max(left, key=lambda pair: len(pair[1] & wanted))  # the first of equals
-        chosen.append(item)
+        more.append(item)
         wanted -= best
-    return chosen
+    return more
 
 
 @pytest.hookimpl(tryfirst=True)  # before the marks are asked for
 def pytest_collection_modifyitems(items):
     large = defaultdict(list)
     for item in items:
-        if item.get_closest_marker("covering") and not item.get_closest_marker("exhaustive"):
+        if item.get_closest_marker("covering"):
             large[item.path, item.originalname].append(item)
     left_out = set()
     for cases in large.values():
         mark = cases[0].get_closest_marker("covering")
-        everyday = set(covering(cases, *mark.args))
+        everyday = covering([item for item in cases if not item.get_closest_marker("exhaustive")], *mark.args)
         if "most" in mark.kwargs:
-            kept = everyday.union(covering(cases, mark.kwargs["most"]))
+            kept = {*everyday, *covering(cases, mark.kwargs["most"], everyday)}
             left_out.update(item for item in cases if item not in kept)
-        for item in cases:
-            if item not in everyday:
-                item.add_marker("exhaustive")
+        for item in set(cases).difference(everyday):
+            item.add_marker("exhaustive")
     items[:] = [item for item in items if item not in left_out]
     no_gpu = pytest.mark.skip(reason="needs a CUDA or ROCm device")
     for item in items:

@@ -27,3 +27,12 @@ def test_any_so_many_parameters_take_all_values(strength, most):
     for names in itertools.combinations(VALUES, strength):
         for values in itertools.product(*(VALUES[name] for name in names)):
             assert any(all(params[n] == v for n, v in zip(names, values, strict=True)) for params in chosen)
+
+
+def test_what_is_chosen_already_need_not_be_chosen_again():
+    every = list(cases())
+    first = covering(every, 1)
+    more = covering(every, 2, first)
+    assert not {id(item) for item in first} & {id(item) for item in more}
+    assert len(more) < len(covering(every, 2))
+    assert covering(every, 2, [*first, *more]) == []

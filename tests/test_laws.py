@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 
 from tests.cases import BY_NAME, CASES, ROWS, SUMS
-from tests.conftest import DEVICE, drawn
+from tests.conftest import DEVICE, drawn, every_time
 from tests.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
 
 V, D = 11, 4
@@ -21,9 +21,18 @@ garbage = st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0])
 
 
 def cases(selection=CASES):
-    """What a loss adds up has no laws of its own: its rows, but for one loss, in ``make test-exhaustive``."""
-    params = [pytest.param(c, marks=pytest.mark.exhaustive if c in ROWS and c.variant else ()) for c in selection]
-    return pytest.mark.parametrize("case", params, ids=lambda case: case.name)
+    """What a loss adds up has no laws of its own: its rows, but for one loss, in ``make test-exhaustive``.
+
+    Of those, as many examples as of any other case every time.
+    """
+
+    def parametrized(test):
+        some = [c for c in selection if not (c in ROWS and c.variant)]
+        pairs = [(c, n) for c in selection for n in (8, 32) if n == 8 or c in some]
+        every = every_time([(c, 8) for c in some], pairs, name=lambda pair: f"{pair[1]}-{pair[0].name}")
+        return pytest.mark.parametrize(("case", "examples"), every)(test)
+
+    return parametrized
 
 
 def draw(case, seed, size, dtype=torch.float32):
@@ -54,7 +63,7 @@ def rows_that_count(case, inputs, logits):
 
 
 @cases()
-@drawn(seed=seeds, size=sizes, form=forms, value=garbage)
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, value=garbage)
 def test_rows_without_weight_are_inert_whatever_they_hold(case, seed, size, form, value):
     inputs, leaves = draw(case, seed, size)
     idle = ~rows_that_count(case, inputs, leaves["logits"][0])
@@ -68,7 +77,7 @@ def test_rows_without_weight_are_inert_whatever_they_hold(case, seed, size, form
 
 
 @cases([case for case in CASES if case.linear_in])
-@drawn(seed=seeds, size=sizes, form=forms, a=scales, b=scales)
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, a=scales, b=scales)
 def test_linear_in_the_weights(case, seed, size, form, a, b):
     inputs, leaves = draw(case, seed, size, torch.float64)
     name = case.linear_in
@@ -82,7 +91,7 @@ def test_linear_in_the_weights(case, seed, size, form, a, b):
 
 
 @cases([case for case in CASES if not case.transform])  # else the transformed logits differ in rounding
-@drawn(seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
+@drawn(exhaustive=None, seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
 def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
     inputs, leaves = draw(case, seed, size, torch.float64)
     (logits,) = (leaf.mul(1024).round() / 1024 for leaf in leaves["logits"])  # so that the shifted ones are exact
@@ -94,7 +103,7 @@ def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
 
 
 @cases()
-@drawn(seed=seeds, size=sizes, form=forms)
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
 def test_permuting_the_sequences_permutes_the_gradients(case, seed, size, form):
     inputs, leaves = draw(case, seed, size, torch.float64)
     order = torch.randperm(size[0], device=DEVICE)
@@ -122,7 +131,7 @@ def test_permuting_rows_permutes_the_nll(form, seed, size):
 
 
 @cases()
-@drawn(seed=seeds, size=sizes, form=forms)
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
 def test_inputs_are_never_modified(case, seed, size, form):
     inputs, leaves = draw(case, seed, size)
     tensors = [*inputs.values(), *leaves[form]]
@@ -136,7 +145,7 @@ def test_inputs_are_never_modified(case, seed, size, form):
 
 
 @cases()
-@drawn(seed=seeds, size=sizes, chunk=st.integers(1, 40))
+@drawn(exhaustive=None, seed=seeds, size=sizes, chunk=st.integers(1, 40))
 def test_the_hidden_form_is_the_logits_form_of_the_projection(case, seed, size, chunk):
     inputs, leaves = draw(case, seed, size, torch.float64)
     upstream = ones_like_value(case, size)
@@ -153,7 +162,7 @@ def test_the_hidden_form_is_the_logits_form_of_the_projection(case, seed, size, 
 
 
 @cases(SUMS)
-@drawn(seed=seeds, size=sizes, form=forms, factor=st.floats(-5, 5, width=32))
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, factor=st.floats(-5, 5, width=32))
 def test_gradients_are_linear_in_the_upstream_gradient(case, seed, size, form, factor):
     inputs, leaves = draw(case, seed, size, torch.float64)
     function = value_of(case, form, inputs)

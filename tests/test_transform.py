@@ -62,7 +62,7 @@ def names(value):
     return " ".join(value) if isinstance(value, dict) else str(value)
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", STEPS, ids=names)
 def test_parity_from_logits(steps, dtype, path):
@@ -74,7 +74,7 @@ def test_parity_from_logits(steps, dtype, path):
     )
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, most=3)
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("steps", STEPS, ids=names)
@@ -149,7 +149,7 @@ def test_gradcheck():
     torch.autograd.gradcheck(lambda h, w: linear_token_nll(h, w, targets, **steps).nll, (h, w))
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("steps", [{"softcap": 5.0, "skip_id": 17}, {"scale": 0.5, "skip_id": 17}, STEPS[0]], ids=names)
 def test_special_rows(steps, dtype, path):
@@ -180,7 +180,7 @@ def test_special_rows(steps, dtype, path):
         assert grad[:, 17].eq(0).all()
 
 
-@pytest.mark.covering(1)
+@pytest.mark.covering(1, most=2)
 @pytest.mark.parametrize("skip_id", [0, 1, 15, 16, 31, V - 2, V - 1])
 @pytest.mark.parametrize("offset", [0, 3])
 def test_the_skipped_column_anywhere_in_a_row_that_begins_anywhere(skip_id, offset, path):
