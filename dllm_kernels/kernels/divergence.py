@@ -9,15 +9,15 @@ One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - 
     overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
     ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p
 
-(:func:`_with_terms`), which make the row's value (:func:`_value`) and its coefficients (:func:`_coefficients`); with these the
-gradient of any sum of kinds is one expression of a column (:func:`_gradient`):
+(:class:`Sums`, :func:`_with_terms`), which make the row's value (:func:`_value`) and its coefficients (:class:`Coefficients`,
+:func:`_coefficients`); with these the gradient of any sum of kinds is one expression of a column (:func:`_gradient`):
 
     dL/dz_v = p_v (plain or, where p_v <= q_v, below) + apart (p_v - q_v) + ratio p_v (d_v - mean) + mix p_v (lp_v - lm_v)
 
 less one-hots. d = (z - M_z) - (t - M_t): what lp - lq is but for a number a row, which leaves the gradient of rkl unchanged.
 
-The coefficient of each kind comes as an integer that is None where the recipe has no such kind, as a transform's numbers do
-(``_transform.py``): what is None leaves no instruction behind, and which are None is what tells compiled kernels apart.
+The coefficient of each kind (:class:`Kinds`) comes as an integer that is None where the recipe has no such kind, as a transform's
+numbers do (``_transform.py``): what is None leaves no instruction behind, and which are None is what tells compiled kernels apart.
 
 **Passes.** The first reads both rows for M, S and the argmax, per lane as in ``_math.py``. Where the coefficients need no sum
 (kl, soft_ce, teacher_ce, ce) the second makes sums and gradient at once; rkl too, whose sum is made in the first about maxima
@@ -29,7 +29,7 @@ near 1, neither of which a difference of logarithms of small p and m would do. e
 that an infinite one is no NaN. Comparisons and minima hide NaN: the row's own (``poison``) joins all that is made of it.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,8 +52,55 @@ from dllm_kernels.kernels._math import (
 from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments, bits_of, number, through, transformed
 from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, aligned
 
-# As ``_divergence_rows`` takes their coefficients.
-KINDS = ("kl", "rkl", "jsd", "tv", "nla", "lk", "lk_soft_ce", "soft_ce", "teacher_ce", "ce")
+
+
+class Kinds(NamedTuple):
+    """The coefficient of each kind, None where the recipe has no such kind; arguments of ``_divergence_rows`` by these names."""
+
+    kl: Any
+    rkl: Any
+    jsd: Any
+    tv: Any
+    nla: Any
+    lk: Any
+    lk_soft_ce: Any
+    soft_ce: Any
+    teacher_ce: Any
+    ce: Any
+
+
+class Hyper(NamedTuple):
+    """The options of kinds, arguments likewise."""
+
+    beta: Any
+    floor: Any
+    eta: Any
+    kl_scale: Any
+
+
+class Sums(NamedTuple):
+    """Of a row's columns, or of a lane's; what no kind of the recipe asks for stays as it began."""
+
+    overlap: Any
+    below: Any
+    kl: Any
+    soft_ce: Any
+    ratio: Any
+    p_mix: Any
+    q_mix: Any
+
+
+class Coefficients(NamedTuple):
+    """What a row's gradient is made of (:func:`_gradient`)."""
+
+    plain: Any
+    below: Any
+    ratio: Any
+    mean: Any
+    mix: Any
+    apart: Any
+
+
 # One number a row, or one in all, as the caller has them: where they begin makes no other kernel.
 PER_ROW = ["weight_ptr", "row_ptr", "target_ptr", "mean_alpha_ptr", "value_ptr", "alpha_ptr", "agree_ptr"]
 
@@ -62,6 +109,12 @@ TIE = tl.constexpr(1 + 2.0**-18)
 LEAST = tl.constexpr(1e-30)
 FAR = tl.constexpr(-1e38)
 NOWHERE = tl.constexpr(2147483647)
+
+
+@triton.constexpr_function
+def _any(*coefficients):
+    """Whether one of these kinds is in the recipe."""
+    return any(coefficient is not None for coefficient in coefficients)
 
 
 @triton.jit
@@ -98,122 +151,127 @@ def _lane_sum(lanes, x, WIDE: tl.constexpr):
 
 
 @triton.jit
+def _of_all(x):
+    return Sums(x, x, x, x, x, x, x)
+
+
+@triton.jit
+def _totals(sums, tails):
+    """The sums of a row from those of its lanes and of its last columns."""
+    totals = ()
+    for i in tl.static_range(len(sums)):
+        totals += (tl.sum(sums[i], 0) + tl.sum(tails[i], 0),)
+    return Sums(*totals)
+
+
+@triton.jit
 def _with_terms(
     sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
     """The sums of the lanes after the columns of one more tile."""
-    kl, _, jsd, tv, nla, lk, lk_soft_ce, soft_ce, _, _ = kinds
-    overlap, below, of_kl, of_soft_ce, ratio, p_mix, q_mix = sums
+    overlap, below, kl, soft_ce, ratio, p_mix, q_mix = sums
     overlap = _lane_sum(overlap, tl.minimum(p, q), WIDE)
-    if tv is not None or nla is not None or lk is not None or lk_soft_ce is not None:
+    if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
         below = _lane_sum(below, tl.where(p <= q * TIE, p, 0.0), WIDE)
-    if kl is not None or lk is not None:
-        of_kl = _lane_sum(of_kl, _times(q, lq - lp), WIDE)
-    if soft_ce is not None or lk_soft_ce is not None:
-        of_soft_ce = _lane_sum(of_soft_ce, _times(q, 0 - lp), WIDE)
+    if _any(kinds.kl, kinds.lk):
+        kl = _lane_sum(kl, _times(q, lq - lp), WIDE)
+    if _any(kinds.soft_ce, kinds.lk_soft_ce):
+        soft_ce = _lane_sum(soft_ce, _times(q, 0 - lp), WIDE)
     if WITH_RATIO:
         ratio = _lane_sum(ratio, _times(p, d), WIDE)
-    if jsd is not None:
+    if kinds.jsd is not None:
         of_p, of_q = _from_mixture(lp, lq, beta, FAST)
         p_mix = _lane_sum(p_mix, _times(p, of_p), WIDE)
         q_mix = _lane_sum(q_mix, _times(q, of_q), WIDE)
-    return overlap, below, of_kl, of_soft_ce, ratio, p_mix, q_mix
+    return Sums(overlap, below, kl, soft_ce, ratio, p_mix, q_mix)
 
 
 @triton.jit
 def _lam(overlap, mean_alpha_ptr, hyper, ACC: tl.constexpr):
     """The share of the first kind in ``lk``."""
-    _, _, eta, kl_scale = hyper
     a = overlap
     if mean_alpha_ptr is not None:
         a = tl.load(mean_alpha_ptr).to(ACC)
-    return number(kl_scale, ACC) * tl.exp(0 - number(eta, ACC) * a)
+    return number(hyper.kl_scale, ACC) * tl.exp(0 - number(hyper.eta, ACC) * a)
 
 
 @triton.jit
-def _value(sums, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
+def _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
     """Coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax and at the target."""
-    kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce = kinds
-    overlap, _, of_kl, of_soft_ce, ratio, p_mix, q_mix = sums
-    beta, floor, _, _ = hyper
-    value = overlap * 0
-    if kl is not None:
-        value += number(kl, ACC) * (of_kl * LN2)
-    if soft_ce is not None:
-        value += number(soft_ce, ACC) * (of_soft_ce * LN2)
-    if rkl is not None:
-        value += number(rkl, ACC) * (ratio + (of_rows[3] - of_rows[1]) * LN2)
-    if jsd is not None:
-        b = number(beta, ACC)
-        value += number(jsd, ACC) * ((b * q_mix + (1 - b) * p_mix) * LN2)
-    if tv is not None:
-        value += number(tv, ACC) * (1 - overlap)
-    if nla is not None:
-        least = number(floor, ACC)
-        value -= number(nla, ACC) * tl.log(tl.where(overlap < least, least, overlap))
-    if lk is not None:
-        value += number(lk, ACC) * (lam * (of_kl * LN2) + (1 - lam) * (1 - overlap))
-    if lk_soft_ce is not None:
-        value += number(lk_soft_ce, ACC) * (lam * (of_soft_ce * LN2) + (1 - lam) * (1 - overlap))
-    if teacher_ce is not None:
-        value += number(teacher_ce, ACC) * at_hot
-    if ce is not None:
-        value += number(ce, ACC) * at_target
+    value = sums.overlap * 0
+    if kinds.kl is not None:
+        value += number(kinds.kl, ACC) * (sums.kl * LN2)
+    if kinds.soft_ce is not None:
+        value += number(kinds.soft_ce, ACC) * (sums.soft_ce * LN2)
+    if kinds.rkl is not None:
+        value += number(kinds.rkl, ACC) * (ratio + (of_rows[3] - of_rows[1]) * LN2)
+    if kinds.jsd is not None:
+        b = number(hyper.beta, ACC)
+        value += number(kinds.jsd, ACC) * ((b * sums.q_mix + (1 - b) * sums.p_mix) * LN2)
+    if kinds.tv is not None:
+        value += number(kinds.tv, ACC) * (1 - sums.overlap)
+    if kinds.nla is not None:
+        least = number(hyper.floor, ACC)
+        value -= number(kinds.nla, ACC) * tl.log(tl.where(sums.overlap < least, least, sums.overlap))
+    if kinds.lk is not None:
+        value += number(kinds.lk, ACC) * (lam * (sums.kl * LN2) + (1 - lam) * (1 - sums.overlap))
+    if kinds.lk_soft_ce is not None:
+        value += number(kinds.lk_soft_ce, ACC) * (lam * (sums.soft_ce * LN2) + (1 - lam) * (1 - sums.overlap))
+    if kinds.teacher_ce is not None:
+        value += number(kinds.teacher_ce, ACC) * at_hot
+    if kinds.ce is not None:
+        value += number(kinds.ce, ACC) * at_target
     return value
 
 
 @triton.jit
-def _coefficients(sums, lam, has_target, kinds, hyper, ACC: tl.constexpr):
-    """(plain, below, ratio, mean, mix, apart), what :func:`_gradient` takes but for the row's weight."""
-    kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce = kinds
-    overlap, p_below, _, _, mean, p_mix, _ = sums
-    beta, floor, _, _ = hyper
-    plain = overlap * 0
+def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
+    """All but the row's weight; ``mean`` is sum p d."""
+    plain = sums.overlap * 0
     tv_like, ratio, mix, apart = plain, plain, plain, plain
-    if kl is not None:
-        apart += number(kl, ACC)
-    if soft_ce is not None:
-        apart += number(soft_ce, ACC)
-    if tv is not None:
-        tv_like += number(tv, ACC)
-    if nla is not None:
-        tv_like += tl.where(overlap < number(floor, ACC), 0.0, number(nla, ACC) / overlap)
-    if lk is not None:
-        apart += number(lk, ACC) * lam
-        tv_like += number(lk, ACC) * (1 - lam)
-    if lk_soft_ce is not None:
-        apart += number(lk_soft_ce, ACC) * lam
-        tv_like += number(lk_soft_ce, ACC) * (1 - lam)
-    if rkl is not None:
-        ratio = number(rkl, ACC)
-    if jsd is not None:
-        mix = number(jsd, ACC) * (1 - number(beta, ACC)) * LN2
-        plain -= mix * p_mix
-    if teacher_ce is not None:
-        plain += number(teacher_ce, ACC)
-    if ce is not None:
-        plain += tl.where(has_target, number(ce, ACC), 0.0)
-    return tv_like * p_below + plain, tv_like * (p_below - 1) + plain, ratio, mean, mix, apart
+    if kinds.kl is not None:
+        apart += number(kinds.kl, ACC)
+    if kinds.soft_ce is not None:
+        apart += number(kinds.soft_ce, ACC)
+    if kinds.tv is not None:
+        tv_like += number(kinds.tv, ACC)
+    if kinds.nla is not None:
+        tv_like += tl.where(sums.overlap < number(hyper.floor, ACC), 0.0, number(kinds.nla, ACC) / sums.overlap)
+    if kinds.lk is not None:
+        apart += number(kinds.lk, ACC) * lam
+        tv_like += number(kinds.lk, ACC) * (1 - lam)
+    if kinds.lk_soft_ce is not None:
+        apart += number(kinds.lk_soft_ce, ACC) * lam
+        tv_like += number(kinds.lk_soft_ce, ACC) * (1 - lam)
+    if kinds.rkl is not None:
+        ratio = number(kinds.rkl, ACC)
+    if kinds.jsd is not None:
+        mix = number(kinds.jsd, ACC) * (1 - number(hyper.beta, ACC)) * LN2
+        plain -= mix * sums.p_mix
+    if kinds.teacher_ce is not None:
+        plain += number(kinds.teacher_ce, ACC)
+    if kinds.ce is not None:
+        plain += tl.where(has_target, number(kinds.ce, ACC), 0.0)
+    with_below = tv_like * (sums.below - 1) + plain
+    return Coefficients(tv_like * sums.below + plain, with_below, ratio, mean, mix, apart)
 
 
 @triton.jit
 def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
     """The gradient of columns in the transformed logits, but for the one-hots."""
-    kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce = kinds
-    plain, below, ratio, mean, mix, apart = c
-    if tv is not None or nla is not None or lk is not None or lk_soft_ce is not None:
-        grad = p * tl.where(p <= q * TIE, below, plain)
-    elif jsd is not None or teacher_ce is not None or ce is not None:
-        grad = p * plain
+    if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
+        grad = p * tl.where(p <= q * TIE, c.below, c.plain)
+    elif _any(kinds.jsd, kinds.teacher_ce, kinds.ce):
+        grad = p * c.plain
     else:
         grad = tl.zeros(p.shape, p.dtype)
-    if kl is not None or soft_ce is not None or lk is not None or lk_soft_ce is not None:
-        grad += apart * (p - q)  # 0 where they are equal, which a difference of products is not
-    if rkl is not None:
-        grad += _times(p, ratio * (d - mean))
-    if jsd is not None:
+    if _any(kinds.kl, kinds.soft_ce, kinds.lk, kinds.lk_soft_ce):
+        grad += c.apart * (p - q)  # 0 where they are equal, which a difference of products is not
+    if kinds.rkl is not None:
+        grad += _times(p, c.ratio * (d - c.mean))
+    if kinds.jsd is not None:
         of_p, _ = _from_mixture(lp, lq, beta, FAST)
-        grad += _times(p, mix * of_p)
+        grad += _times(p, c.mix * of_p)
     return grad
 
 
@@ -393,11 +451,10 @@ def _pass(
     few = tl.zeros([1], ACC)
     v = wide + tl.arange(0, WIDE)
     tails = _columns(
-        z_few, z_tail, t_tail, v, None, v < V, out_ptr, (few, few, few, few, few, few, few), of_rows, c, hots, kinds, beta, slope,
+        z_few, z_tail, t_tail, v, None, v < V, out_ptr, _of_all(few), of_rows, c, hots, kinds, beta, slope,
         SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
     )  # fmt: skip
-    none = tl.zeros([LANES], ACC)
-    sums = (none, none, none, none, none, none, none)
+    sums = _of_all(tl.zeros([LANES], ACC))
     whole = wide // BLOCK_V * BLOCK_V
     if whole < wide:
         there = i < wide - whole
@@ -430,16 +487,6 @@ def _pass(
 
 
 @triton.jit
-def _totals(sums, tails):
-    overlap, below, of_kl, of_soft_ce, ratio, p_mix, q_mix = sums
-    return (
-        tl.sum(overlap, 0) + tl.sum(tails[0], 0), tl.sum(below, 0) + tl.sum(tails[1], 0),
-        tl.sum(of_kl, 0) + tl.sum(tails[2], 0), tl.sum(of_soft_ce, 0) + tl.sum(tails[3], 0),
-        tl.sum(ratio, 0) + tl.sum(tails[4], 0), tl.sum(p_mix, 0) + tl.sum(tails[5], 0), tl.sum(q_mix, 0) + tl.sum(tails[6], 0),
-    )  # fmt: skip
-
-
-@triton.jit
 def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
     i = tl.arange(0, BLOCK_V)
     for tile in range(0, wide, BLOCK_V):
@@ -453,7 +500,7 @@ def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
     do_not_specialize=[
         "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
         "V", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip",
-        *KINDS, "beta", "floor", "eta", "kl_scale",
+        *Kinds._fields, *Hyper._fields,
     ],
 )  # fmt: skip
 def _divergence_rows(
@@ -465,10 +512,9 @@ def _divergence_rows(
     ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    LIKE_TV: tl.constexpr = tv is not None or nla is not None or lk is not None or lk_soft_ce is not None
-    SUMS_FIRST: tl.constexpr = LIKE_TV or jsd is not None
-    kinds = (kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
-    hyper = (beta, floor, eta, kl_scale)
+    kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
+    SUMS_FIRST: tl.constexpr = _any(jsd, tv, nla, lk, lk_soft_ce)
+    hyper = Hyper(beta, floor, eta, kl_scale)
     transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
     n = tl.program_id(0)
     z_ptr = _row_at(logits_ptr, row_offset(n, L, stride_b, stride_l), WIDE, ALIGNED)
@@ -514,22 +560,25 @@ def _divergence_rows(
             y = column_of(target, V)
             at_target = (max_z - load_target_logit(z_ptr, target, V, transform, ACC)) + log_z * LN2
             at_target = tl.where(has_target, at_target, 0.0)
-        sums = (poison, poison, poison, poison, ratio, poison, poison)
+        sums = _of_all(poison)
         if SUMS_FIRST:
             sums = _pass(
                 z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, None, None, kinds, b, transform, teacher_transform,
                 None, True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
+            ratio = sums.ratio
         lam = poison
-        if lk is not None or lk_soft_ce is not None:
-            lam = _lam(sums[0], mean_alpha_ptr, hyper, ACC)
+        if _any(lk, lk_soft_ce):
+            lam = _lam(sums.overlap, mean_alpha_ptr, hyper, ACC)
         if WITH_GRAD or not SUMS_FIRST:
             scale, slope = w, transform
             if rate is None and gain is not None:  # a slope that is the same everywhere goes with the row's factor
                 scale, slope = w * number(gain, ACC), (None, None, skip)
             scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
-            c = _coefficients(sums, lam, has_target, kinds, hyper, ACC)
-            c = (scale * c[0], scale * c[1], scale * c[2], c[3], scale * c[4], scale * c[5])
+            c = _coefficients(sums, ratio, lam, has_target, kinds, hyper, ACC)
+            c = Coefficients(
+                scale * c.plain, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart
+            )  # fmt: skip
             of_hot, of_y = None, None
             if teacher_ce is not None:
                 of_hot = scale * number(teacher_ce, ACC)
@@ -542,19 +591,20 @@ def _divergence_rows(
                 slope, not SUMS_FIRST, not SUMS_FIRST, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             if not SUMS_FIRST:
-                sums = (found[0], found[1], found[2], found[3], ratio, found[5], found[6])
-        value = _value(sums, of_rows, at_hot, at_target, lam, kinds, hyper, ACC)
+                sums = found
+        value = _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC)
         tl.store(value_ptr + n, value + poison)
-        tl.store(alpha_ptr + n, sums[0] + poison)
+        tl.store(alpha_ptr + n, sums.overlap + poison)
         tl.store(agree_ptr + n, (argmax == hot) & (poison == 0))
 
 
-def _options(parts: dict[str, Any]) -> tuple[int | None, ...]:
-    """(beta, floor, eta, kl_scale) of the kinds that there are."""
+def _options(parts: dict[str, Any]) -> dict[str, int | None]:
+    """Those of the kinds that there are."""
     of_lk = parts.get("lk") or parts.get("lk_soft_ce")
     beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
     eta, kl_scale = of_lk.hyper if of_lk else (None, None)
-    return tuple(None if number is None else bits_of(number) for number in (beta, floor, eta, kl_scale))
+    found = Hyper(beta, floor, eta, kl_scale)._asdict().items()
+    return {name: None if number is None else bits_of(number) for name, number in found}
 
 
 @on_its_device
@@ -588,11 +638,11 @@ def divergence(
     steps = (*transform[::2], *teacher_transform[::2])
     tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(recipe.parts), with_steps=steps != (None,) * 4)
     parts = {part.kind: part for part in recipe.parts}
-    coefficients = (bits_of(parts[kind].coefficient) if kind in parts else None for kind in KINDS)
+    coefficients = {kind: bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields}
     _divergence_rows[(N,)](
         logits, teacher, out, weights, teacher_rows, targets, mean_alpha if recipe.mean_alpha else None, value, alpha, agree,
         *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
-        *arguments(transform), *arguments(teacher_transform), *coefficients, *_options(parts),
+        *arguments(transform), *arguments(teacher_transform), **coefficients, **_options(parts),
         WITH_GRAD=with_grad,
         ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None), FAST=acc == torch.float32 and on_nvidia(),
         BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
