@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from dllm_kernels import corruption, ops
-from dllm_kernels.base import _divergence
 from dllm_kernels.kernels import divergence
+from dllm_kernels.rows._recipes import KINDS, checked_recipe
 from tests.cases import CASES
 from tests.offsets import narrow_offsets
 from tests.test_corruption import ROUTINES, batch
@@ -215,9 +215,9 @@ def in_place_kernels_have_read_what_they_write_over():
 @on_each("sm_90", "gfx942")
 def recipes_have_kernels_of_their_own_and_numbers_have_none(gpu):
     """Whatever Triton keeps compiled kernels by, in memory or on disk, tells recipes apart."""
-    pairs = [dict.fromkeys(pair, 0.5) for pair in itertools.combinations(_divergence.KINDS.keys() - {"lk_soft_ce"}, 2)]
-    recipes = [*map(_divergence.checked_recipe, (*_divergence.KINDS.keys() - {"lk_soft_ce"}, *pairs))]
-    recipes += [_divergence.checked_recipe("lk", base="soft_ce")]
+    pairs = [dict.fromkeys(pair, 0.5) for pair in itertools.combinations(KINDS.keys() - {"lk_soft_ce"}, 2)]
+    recipes = [*map(checked_recipe, (*KINDS.keys() - {"lk_soft_ce"}, *pairs))]
+    recipes += [checked_recipe("lk", base="soft_ce")]
     logits = torch.empty(1, 16, 4096, dtype=torch.bfloat16)
     for recipe in recipes:
         divergence.divergence(logits, logits, torch.ones(16), recipe, targets=torch.zeros(16).long(), with_grad=True)
@@ -226,7 +226,7 @@ def recipes_have_kernels_of_their_own_and_numbers_have_none(gpu):
     for numbers in ({"beta": 0.25, "eta": 0.0}, {"beta": 1 / 3, "kl_scale": 0.0}, {"floor": 1e-3, "eta": 16.0}):
         for coefficient in (1.0, 0.1, 2.0**-60, 3.0):
             kinds = dict.fromkeys(("jsd", "nla", "lk"), coefficient)
-            recipe = _divergence.checked_recipe(kinds, **numbers)
+            recipe = checked_recipe(kinds, **numbers)
             divergence.divergence(logits, logits, torch.ones(16), recipe, with_grad=True)
     assert len(gpu.specimens) == len(recipes) + 1
 

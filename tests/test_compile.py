@@ -8,7 +8,6 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dllm_kernels.base import _compiled_checks
-from dllm_kernels.base._divergence import checked_recipe
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._common import divide
@@ -30,6 +29,7 @@ from dllm_kernels.ops import (
 )
 from dllm_kernels.rows import _compiled
 from dllm_kernels.rows._plan import Job, Needs, Options, Plan
+from dllm_kernels.rows._recipes import checked_recipe
 from dllm_kernels.rows._records import (
     DIVERGENCE,
     LINEAR_TOKEN_NLL,

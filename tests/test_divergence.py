@@ -9,9 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks import measure
-from dllm_kernels.base._divergence import KINDS, NAMES, Recipe, checked_recipe
 from dllm_kernels.ops import divergence, linear_divergence
-from dllm_kernels.rows_torch import _divergence as torch_rows
+from dllm_kernels.rows._recipes import ALIASES, NAMES, checked_recipe, floats, indices, recipe_of
+from dllm_kernels.rows_torch._divergence import KINDS
 from tests.conftest import DEVICE, every_time
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, poison_empty, small_blocks
 
@@ -19,9 +19,14 @@ V, D, R = 23, 6, 7
 NAN, INF = math.nan, math.inf
 SUM = {"ce": 0.1, "l1": 0.9}
 MANY = {"rkl": 0.3, "jsd": 1.0, "nla": 0.2, "soft_ce": 0.1, "teacher_ce": 0.4, "kl": 0.5, "lk": 0.7}
+HALVES = {  # half of each option's default
+    name: {option: known.default / 2 for option, known in KINDS[name].options.items()}
+    for name in NAMES
+    if name in KINDS and KINDS[name].options
+}
 ALL = {
     **{name: {"kind": name} for name in NAMES},
-    "jsd, beta": {"kind": "jsd", "beta": 0.2},
+    **{f"{name}, halves": {"kind": name, **halves} for name, halves in HALVES.items()},
     "jsd of 0": {"kind": "jsd", "beta": 0.0},
     "jsd of 1": {"kind": "jsd", "beta": 1.0},
     "nla, high floor": {"kind": "nla", "floor": 0.5},
@@ -31,7 +36,6 @@ ALL = {
     "many": {"kind": MANY, "alpha": "mean"},
 }
 every_kind = pytest.mark.parametrize("name", ALL)
-ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}
 TRANSFORMS = {
     "": {},
     "transformed": {"softcap": 4.0, "scale": 0.7, "skip_id": 3, "temperature": 1.6},
@@ -472,7 +476,6 @@ def test_meta_tensors():
 
 def test_names():
     """Every kind has functions on both paths; aliases, twice tv and the ends of jsd are kinds that there are already."""
-    assert set(torch_rows.KINDS) == set(KINDS)
     assert (
         checked_recipe("kl_div") == checked_recipe("kl") == checked_recipe("jsd", beta=0) == checked_recipe({"kl": 1})
     )
@@ -480,9 +483,9 @@ def test_names():
     assert checked_recipe("lk_hybrid", alpha="mean").mean_alpha
     assert checked_recipe({"l1": 0.5, "tv": 1, "kl": 0}) == checked_recipe({"tv": 2.0})
     if importlib.util.find_spec("triton"):
-        assert tuple(KINDS) == importlib.import_module("dllm_kernels.kernels.divergence").KINDS
+        assert set(KINDS) == set(importlib.import_module("dllm_kernels.kernels.divergence").Kinds._fields)
     recipe = checked_recipe(MANY, beta=0.3, base="soft_ce")
-    assert Recipe.of(recipe.indices, recipe.numbers) == recipe
+    assert recipe_of(indices(recipe), floats(recipe)) == recipe
 
 
 LOGITS = lambda *a, **o: divergence(torch.zeros(3, V), *(a or (torch.zeros(3, V),)), **o)  # noqa: E731

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import reference
-from dllm_kernels.base._divergence import NAMES, checked_recipe
 from dllm_kernels.base._transform import Transform
+from dllm_kernels.rows._recipes import ALIASES, NAMES, checked_recipe
 from tests.conftest import DEVICE, every_time
 from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_error, poison_empty
 
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.indices
 INF, NAN = math.inf, math.nan
 TILE = 512  # of one warp: two or four 16-byte accesses a thread
 N = 6
-KINDS = {name: {"kind": name} for name in NAMES if name not in ("kl_div", "lk_hybrid")} | {
+KINDS = {name: {"kind": name} for name in NAMES if name not in ALIASES} | {
     "jsd, beta 0.9": {"kind": "jsd", "beta": 0.9},
     "lk from soft_ce": {"kind": "lk", "base": "soft_ce", "eta": 0.0, "kl_scale": 0.5},
     "0.1 ce + 0.9 l1": {"kind": {"ce": 0.1, "l1": 0.9}},
     "kl and rkl": {"kind": {"kl": 0.5, "rkl": 0.3}},
     "rkl beside sums": {"kind": {"rkl": 1.0, "jsd": 2.0, "teacher_ce": 0.3, "ce": 0.5}},
-    "all": {"kind": {name: 0.5 for name in NAMES if name not in ("kl_div", "lk_hybrid")}},
+    "all": {"kind": {name: 0.5 for name in NAMES if name not in ALIASES}},
 }
 STEPS = {
     "as they are": ({}, {}),

@@ -17,7 +17,6 @@ import torch
 
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
-from dllm_kernels.base._divergence import NAMES
 from dllm_kernels.corruption import (
     complementary,
     corrupt_all_masked,
@@ -27,6 +26,7 @@ from dllm_kernels.corruption import (
     corrupt_uniform_random,
     sample_level,
 )
+from dllm_kernels.rows._recipes import NAMES
 from tools.mock_gpu import MockGPU, Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

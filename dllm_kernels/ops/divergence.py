@@ -7,7 +7,7 @@ and writes the gradient over the student's logits. One more product gives the gr
 trained, one more that of the head. So a frozen head that a draft model shares with its target takes three products and the memory
 of two chunks. Logits of both models, their softmax and autograd take five products and many times ``[N, V]``.
 
-The kinds and their gradients stand in ``base/_divergence.py``.
+The kinds and their gradients stand in ``rows_torch/_divergence.py``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _changing, _checks
-from dllm_kernels.base._divergence import Recipe, checked_recipe
+from dllm_kernels.base._divergence import Recipe
 from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._plan import Job, Options, compute_dtype
+from dllm_kernels.rows._recipes import checked_recipe
 from dllm_kernels.rows._records import DIVERGENCE
 from dllm_kernels.rows._results import Divergence
 from dllm_kernels.rows._run import run

@@ -9,6 +9,7 @@ import torch
 
 from dllm_kernels.base._divergence import Recipe
 from dllm_kernels.base._transform import Transform
+from dllm_kernels.rows import _recipes
 
 Tensor = torch.Tensor
 
@@ -78,12 +79,18 @@ class Pair(NamedTuple):
         """What :meth:`unpacked` makes a pair of, but for the floats and tensors."""
         skip = self.teacher_transform.skip_id
         there = sum((t is not None) << i for i, t in enumerate(self.teacher or ()))
-        return [int(self.per_row), int(self.linear), there, -1 if skip is None else skip, *self.recipe.indices]
+        return [
+            int(self.per_row),
+            int(self.linear),
+            there,
+            -1 if skip is None else skip,
+            *_recipes.indices(self.recipe),
+        ]
 
     @property
     def floats(self) -> list[float]:
         """Likewise."""
-        return [self.factor, *self.teacher_transform.factors, *self.recipe.numbers]
+        return [self.factor, *self.teacher_transform.factors, *_recipes.floats(self.recipe)]
 
     @classmethod
     def unpacked(cls, integers: Sequence[int], floats: Sequence[float], tensors: Sequence[Tensor]) -> Pair:
@@ -93,4 +100,6 @@ class Pair(NamedTuple):
         those = iter(tensors)
         fields = (next(those) if there >> i & 1 else None for i in range(len(Teacher._fields) if tensors else 0))
         teacher = Teacher(*fields) if tensors else None  # type: ignore[arg-type]
-        return cls(teacher, Recipe.of(indices, list(floats[3:])), transform, floats[0], bool(per_row), bool(linear))
+        return cls(
+            teacher, _recipes.recipe_of(indices, list(floats[3:])), transform, floats[0], bool(per_row), bool(linear)
+        )

@@ -1,5 +1,23 @@
 """The divergence of rows to a teacher's in plain torch (``base/_divergence.py``): a few rows at a time, in buffers that stay in cache.
 
+With p the softmax of a row of transformed student logits z, q that of the teacher's t, which is a constant, and
+a = sum_v min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in z (L: the value itself):
+
+    kl          sum q (log q - log p)                        p - q
+    rkl         sum p (log p - log q)                        p (log p - log q - L)
+    jsd         beta KL(q||m) + (1 - beta) KL(p||m)          (1 - beta) p (log p - log m - KL(p||m)),  m = beta q + (1 - beta) p
+    tv          1 - a                                        p X - p [p <= q],  X = sum p [p <= q]
+    nla         -log max(a, floor)                           that of tv over a, 0 where a < floor
+    lk          lam kl + (1 - lam) tv                        the same mixture, lam = kl_scale e^(-eta a) a constant
+    lk_soft_ce  lam soft_ce + (1 - lam) tv                   the same mixture
+    soft_ce     -sum q log p                                 p - q
+    teacher_ce  -log p_h,  h the teacher's argmax            p - onehot(h)
+    ce          -log p_y,  y the target                      p - onehot(y)
+
+A product with a probability of 0 is 0. The argmax is the lowest index that has the largest transformed logit. [p <= q] is
+p <= (1 + 2**-18) q: p and q that are equal but for rounding count as p <= q, or the rounding of a row's sum would decide all
+its ties. a is the plain sum of minima.
+
 A kind is a :class:`Kind`: column functions whose sums it needs, column functions that its gradient is made of, and what one row
 makes of the sums. All kinds of a recipe share p, q and what they have in common, so that a sum of kinds is one pass.
 
@@ -9,13 +27,14 @@ torch's ``log_softmax`` followed by ``exp`` takes twice as long as ``softmax``; 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base._divergence import NO_HYPER, TIE, Hyper, Recipe
+from dllm_kernels.base._divergence import NO_HYPER, TIE, Hyper, Option, Recipe
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 from dllm_kernels.rows_torch._blocks import (
@@ -177,22 +196,28 @@ class Kind(NamedTuple):
         gradient: what its gradient is made of.
         row: (sums, numbers, hyper) -> value, and what each part of the gradient is multiplied by.
         minus: "best" or "target": the gradient has -1 more in that column.
+        options: the numbers that it depends on, ``hyper``, at most two: keywords of the public functions.
     """
 
     sums: tuple[Feature, ...]
     gradient: tuple[Feature, ...]
     row: Callable[[Sequence[Tensor], Numbers, Hyper], tuple[Any, tuple[Any, ...]]]
     minus: str = ""
+    options: Mapping[str, Option] = MappingProxyType({})
 
 
+BETA = {"beta": Option(0.5, 0.0, 1.0)}
+FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
+OF_LAM = {"eta": Option(3.0, 0.0, 1e4), "kl_scale": Option(1.0, 0.0, 1.0)}
+# In an order that compiled graphs know them by. What a caller may ask for is derived from this table (``rows/_recipes.py``).
 KINDS = {
     "kl": Kind((FORWARD_KL,), (DIFFERENCE,), _sum),
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), _rkl),
-    "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd),
+    "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd, options=BETA),
     "tv": Kind((BELOW,), (STUDENT, BELOW), _tv),
-    "nla": Kind((BELOW,), (STUDENT, BELOW), _nla),
-    "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk),
-    "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk),
+    "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, options=FLOOR),
+    "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
+    "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
     "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), _sum),
     "teacher_ce": Kind((), (STUDENT,), _at_best, "best"),
     "ce": Kind((), (STUDENT,), _at_target, "target"),

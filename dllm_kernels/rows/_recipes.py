@@ -1,0 +1,127 @@
+"""From what a caller asks for to a recipe, and recipes as the numbers that compiled graphs carry.
+
+The kinds and their options are those of ``rows_torch/_divergence.py``. ``l1`` is twice tv, a ``jsd`` whose beta is 0 or 1 is kl or
+rkl, and the base of ``lk`` makes one of two kinds of it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from dllm_kernels.base import _changing
+from dllm_kernels.base._divergence import NO_HYPER, Hyper, Option, Part, Recipe
+from dllm_kernels.rows_torch._divergence import KINDS
+
+# What a caller may call them, beside their names.
+ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}
+NAMES = (*(name for name in KINDS if name != "lk_soft_ce"), "l1", *ALIASES)
+_ORDER = list(KINDS)
+
+
+def checked_recipe(kind: Any, *, alpha: Any = None, base: Any = None, **options: Any) -> Recipe:
+    """The recipe of the arguments of a public function; None: not given.
+
+    Args:
+        kind: a name, or a dict from names to coefficients.
+        alpha: of ``lk``, "row" or "mean".
+        base: of ``lk``, "kl" or "soft_ce".
+        options: a number for each of the options of the kinds, or None.
+
+    Raises:
+        TypeError: something of another type.
+        ValueError: an unknown name, a number out of range, or an option that belongs to none of the kinds.
+    """
+    wanted = _coefficients(kind)
+    _check_choice("alpha", alpha, ("row", "mean"))
+    _check_choice("base", base, ("kl", "soft_ce"))
+    used = {name for kind_ in wanted for name in _options_of(kind_)}
+    given = {**options, **({"alpha": alpha, "base": base} if "lk" not in wanted else {})}
+    for name, value in given.items():
+        if value is not None and name not in used:
+            owners = sorted(k for k in NAMES if name in _options_of(k) or (k == "lk" and name in ("alpha", "base")))
+            raise ValueError(f"{name} is of kind {' and '.join(map(repr, owners))}, got it with kind={kind!r}")
+    numbers_ = {
+        name: _checked_option(name, options.get(name), option)
+        for k in KINDS.values()
+        for name, option in k.options.items()
+    }
+    parts: dict[tuple[str, Hyper], float] = {}
+    for name, coefficient in wanted.items():
+        resolved, factor, hyper = _resolved(name, base, numbers_)
+        parts[resolved, hyper] = parts.get((resolved, hyper), 0.0) + factor * coefficient
+    return Recipe(tuple(Part(k, c, hyper) for (k, hyper), c in parts.items()), alpha == "mean")
+
+
+def _options_of(kind: str) -> Collection[str]:
+    return KINDS[kind].options if kind in KINDS else ()
+
+
+def _resolved(name: str, base: str | None, options: dict[str, float]) -> tuple[str, float, Hyper]:
+    """(kind of a recipe, factor of its coefficient, its hyperparameters) of a name."""
+    if name == "l1":
+        return "tv", 2.0, NO_HYPER
+    if name == "jsd" and _changing.equals(options["beta"], 0):
+        return "kl", 1.0, NO_HYPER
+    if name == "jsd" and _changing.equals(options["beta"], 1):
+        return "rkl", 1.0, NO_HYPER
+    kind = "lk_soft_ce" if name == "lk" and base == "soft_ce" else name
+    first, second = (*(options[o] for o in _options_of(kind)), 0.0, 0.0)[:2]
+    return kind, 1.0, (first, second)
+
+
+def _coefficients(kind: Any) -> dict[str, float]:
+    """Names without aliases, with their coefficients; those of 0 left out."""
+    kinds: Any = {kind: 1.0} if isinstance(kind, str) else kind
+    if not isinstance(kinds, Mapping):
+        raise TypeError(f"kind must be a name or a dict of names and coefficients, got {type(kind).__name__}")
+    found: dict[str, float] = {}
+    for name, coefficient in kinds.items():
+        if name not in NAMES:
+            raise ValueError(f"kind must be one of {', '.join(NAMES)}, got {name!r}")
+        if isinstance(coefficient, bool) or not isinstance(coefficient, numbers.Real):
+            raise TypeError(f"kind[{name!r}] must be a number, got {type(coefficient).__name__}")
+        if not 0 <= float(coefficient) < math.inf:
+            raise ValueError(
+                f"kind[{name!r}] must not be negative, and finite, got {_changing.shown(float(coefficient))}"
+            )
+        if not _changing.equals(float(coefficient), 0):
+            own = ALIASES.get(str(name), str(name))
+            found[own] = found.get(own, 0.0) + float(coefficient)
+    if not found:
+        raise ValueError(f"kind must have a coefficient that is not 0, got {kind!r}")
+    return found
+
+
+def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value is not None and value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def _checked_option(name: str, value: Any, option: Option) -> float:
+    if value is None:
+        return option.default
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not option.least <= float(value) <= option.most:
+        raise ValueError(f"{name} must lie in [{option.least}, {option.most}], got {_changing.shown(float(value))}")
+    return float(value)
+
+
+def indices(recipe: Recipe) -> list[int]:
+    """The integers of :func:`recipe_of`."""
+    return [int(recipe.mean_alpha), *(_ORDER.index(part.kind) for part in recipe.parts)]
+
+
+def floats(recipe: Recipe) -> list[float]:
+    """The floats of :func:`recipe_of`."""
+    return [number for part in recipe.parts for number in (part.coefficient, *part.hyper)]
+
+
+def recipe_of(indices: list[int], floats: list[float]) -> Recipe:
+    """The recipe of these :func:`indices` and :func:`floats`, as a compiled op's schema can carry them."""
+    mean_alpha, *kinds = indices
+    parts = (Part(_ORDER[k], floats[3 * i], tuple(floats[3 * i + 1 : 3 * i + 3])) for i, k in enumerate(kinds))  # type: ignore[arg-type]
+    return Recipe(tuple(parts), bool(mean_alpha))
