@@ -3,8 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Half of the time of an installation goes into compiling modules, most of which are never imported: Python does it, and
-# keeps it, at the first import. What torch.compile imports takes some 10 seconds to compile: the installation does it, once,
-# where each of the processes that run tests would.
+# keeps it, at the first import. What torch.compile and the tests import takes some 15 seconds to compile: the installation does
+# it, once, where each of the processes that run tests would.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
@@ -37,6 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 		$(PIP) install --quiet --no-compile --no-deps $$host || echo "$$host could not be installed: its tests will be skipped"; \
 	done
 	$(BIN)/python -c 'import torch._inductor.compile_fx'
+	$(BIN)/python -W ignore -c 'import hypothesis.strategies, tests.distributed_workers, tests.trainer_ranks' || true  # peers are optional
 	touch $@
 
 test: $(STAMP)
