@@ -1,5 +1,7 @@
 """torch.compile with no graph break, and what torch asks of a custom op."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -98,7 +100,7 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
             torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.covering(1, most=1)  # that of changing lengths holds every form in the exhaustive tests
+@pytest.mark.covering(1, most=1)  # that of changing lengths holds both forms in the exhaustive tests
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: case.name)
 def test_every_loss_is_one_graph_forward_and_backward(case, form):
@@ -213,11 +215,16 @@ def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
     assert_few_graphs_of(case, form, 7, COUNTS[count])
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("form", ["logits", "hidden"])
+# Both forms of each loss, and of its other options either form in turn.
+IN_TURN = dict(zip([case.name for case in OTHERS if case not in FIRSTS], itertools.cycle(("hidden", "logits"))))
+LENGTHS = [
+    (case.name, form) for case in OTHERS for form in ("logits", "hidden") if form == IN_TURN.get(case.name, form)
+]
+
+
 @pytest.mark.parametrize(
-    "name",
-    every_time(["block diffusion", "token_nll, softcap scale skip_id"], [case.name for case in OTHERS]),
+    ("name", "form"),
+    every_time([("block diffusion", "logits"), ("token_nll, softcap scale skip_id", "hidden")], LENGTHS),
 )
 def test_lengths_that_change_from_step_to_step(name, form):
     assert_few_graphs_of(BY_NAME[name], form, 7)
