@@ -17,15 +17,11 @@ KERNELS = ROOT / "dllm_kernels" / "kernels"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
-# What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are counted. ``make
-# test`` asks for "rows": all others take minutes together.
+DRAWS = ("corrupt", "gumbel", "sample_level")
+# What ``inspect`` is asked for. Disassembling takes as long as compiling, hence only where instructions are looked at.
 RUNS = {
-    "real": "--no-roofline",
+    "real": " ".join(f"--roofline {name}" for name in ("[bf16", *DRAWS)),
     "odd": "--no-roofline --calls odd --target sm_90 --target gfx942",
-    "counted, sm_80": "--kernel [bf16 --target sm_80",
-    "counted, sm_90": "--kernel [bf16 --target sm_90",
-    "rows": "--no-roofline --kernel token_nll_bwd[bf16 --kernel linear_nll_rows[bf16 --target sm_90",
-    "draws": "--kernel corrupt --kernel gumbel --kernel sample_level --target sm_90",
 }
 
 
@@ -52,9 +48,7 @@ def spills(records):
     return [(r["kernel"], r["spills"]) for r in records if r["spills"] != 0]
 
 
-COMPILED = {
-    "real": TARGETS, "odd": ("sm_90", "gfx942"), "counted, sm_90": ("sm_90",), "rows": ("sm_90",), "draws": ("sm_90",),
-}  # fmt: skip
+COMPILED = {"real": TARGETS, "odd": ("sm_90", "gfx942")}
 exhaustive = pytest.mark.exhaustive
 
 
@@ -106,7 +100,7 @@ def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
 
 @exhaustive
 def test_the_instructions_of_a_draw_are_counted(reports):
-    records = reports("draws")
+    records = [r for r in reports("real") if r["target"] == "sm_90" and any(name in r["kernel"] for name in DRAWS)]
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
     # Ten rounds of two products of 64 bits give four words: no draw, of half a word, costs less than five such products.
     assert [(kernel, n) for kernel, n in slots.items() if not 20 < n < 1000] == []
@@ -128,12 +122,16 @@ LEAST_LOADS, LEAST_BYTES_IN_FLIGHT = 4, 24 * 1024
 counted_targets = pytest.mark.parametrize("target", [pytest.param(t, marks=exhaustive) for t in ("sm_80", "sm_90")])
 
 
+def counted(reports, target):
+    return [r for r in reports("real") if r["target"] == target and "[bf16" in r["kernel"]]
+
+
 def row_passes(reports, target):
     """(kernel, which pass, its figures) of the kernels over rows of bf16 logits; a pass that stores makes the gradient.
 
     Of logits as they are or scaled: a cap or a column to skip costs what it costs.
     """
-    rows = [r for r in reports(f"counted, {target}") if "nll" in r["function"]]
+    rows = [r for r in counted(reports, target) if "nll" in r["function"]]
     rows = [r for r in rows if "rate=" not in r["kernel"] and "skip=" not in r["kernel"]]
     return [(r["kernel"], "gradient" if p["bytes"] > 2 else "forward", p) for r in rows for p in r["passes"]]
 
@@ -165,7 +163,7 @@ def test_weights_cost_an_element_nothing(target, reports):
 @counted_targets
 def test_every_kernel_over_rows_has_a_roofline(target, reports):
     names = ("nll", "row_stats", "divergence")
-    rows = [r for r in reports(f"counted, {target}") if any(name in r["function"] for name in names)]
+    rows = [r for r in counted(reports, target) if any(name in r["function"] for name in names)]
     rows = [r for r in rows if not r["function"].endswith("merge")]
     assert len({r["function"] for r in rows}) >= 9
     assert [r["kernel"] for r in rows if not r["passes"]] == []
@@ -176,7 +174,7 @@ def test_few_issue_slots_of_row_statistics(target, reports):
     """Log-probabilities and entropy."""
     most = {"row_stats_parts": 11, "row_stats_bwd": 13.1}  # 13.06 on sm_80 with Triton 3.6, 12.4 with 3.9
     found = {function: [] for function in most}
-    for r in reports(f"counted, {target}"):
+    for r in counted(reports, target):
         if r["function"] in most and "mix" not in r["kernel"] and "skip=" not in r["kernel"]:
             found[r["function"]] += [p["slots"] for p in r["passes"]]
     assert all(found.values())
@@ -186,7 +184,7 @@ def test_few_issue_slots_of_row_statistics(target, reports):
 @counted_targets
 def test_few_issue_slots_of_a_mixture(target, reports):
     """One logarithm for four terms, in one of its loops; the other is for terms too small or too large for it."""
-    found = [r for r in reports(f"counted, {target}") if r["function"] == "row_stats_mix"]
+    found = [r for r in counted(reports, target) if r["function"] == "row_stats_mix"]
     assert {len(r["passes"]) for r in found} == {2}
     least = {r["kernel"]: min(p["slots"] for p in r["passes"]) for r in found}
     assert {kernel: slots for kernel, slots in least.items() if slots > 30} == {}
@@ -206,7 +204,7 @@ MOST_SLOTS_OF_PAIRS = {
 @pytest.mark.parametrize("kind", MOST_SLOTS_OF_PAIRS)
 def test_pairs_of_rows_are_bound_by_memory(kind, target, reports):
     """On an A100 and an H100: both rows read in each pass, 16 bytes at a time, and the gradient written in the last."""
-    (found,) = (r for r in reports(f"counted, {target}") if r["kernel"] == f"divergence_rows[bf16, {kind}]")
+    (found,) = (r for r in counted(reports, target) if r["kernel"] == f"divergence_rows[bf16, {kind}]")
     passes, most = found["passes"], MOST_SLOTS_OF_PAIRS[kind]
     assert [2 * p["bytes"] for p in passes] == [4.0] * (len(most) - 1) + [6.0]
     assert [i for i, p in enumerate(passes) if 2 * p["slots"] > most[i]] == []

@@ -309,7 +309,10 @@ def _clocks_a_turn(issue: float, memory: float, waiting: float, warps: int) -> f
 
 
 def inspect(
-    targets: Iterable[str] = TARGETS, names: Iterable[str] | None = None, calls: str = "real", roofline: bool = True
+    targets: Iterable[str] = TARGETS,
+    names: Iterable[str] | None = None,
+    calls: str = "real",
+    counted: Iterable[str] | None = None,
 ) -> list[Report]:
     """Compile and report.
 
@@ -317,7 +320,7 @@ def inspect(
         targets: names out of ``TARGETS``.
         names: only kernels whose name contains one of these; None: all.
         calls: which calls of ``tools.launches`` launch them: "real" or "odd".
-        roofline: whether to count instructions.
+        counted: instructions are counted only of kernels whose name contains one of these; None: of all.
 
     Returns:
         One report a kernel and target.
@@ -327,10 +330,14 @@ def inspect(
     wanted = []
     for target in targets:
         for name, specimen in launches.specimens(target, getattr(launches, calls)).items():
-            if names is None or any(part in name for part in names):
-                wanted.append((name, specimen, target))
+            if _named(name, names):
+                wanted.append((name, specimen, target, _named(name, counted)))
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # Triton's passes and its tools do not hold the interpreter's lock
-        return list(pool.map(lambda w: report(w[0], w[1], w[2], roofline), wanted))
+        return list(pool.map(lambda w: report(*w), wanted))
+
+
+def _named(name: str, parts: Iterable[str] | None) -> bool:
+    return parts is None or any(part in name for part in parts)
 
 
 def _rows(reports: Iterable[Report]) -> list[dict[str, str]]:
@@ -391,14 +398,16 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--target", action="append", choices=list(TARGETS), help="default: all")
     parser.add_argument("--kernel", action="append", help="only kernels whose name contains this")
     parser.add_argument("--calls", choices=CALLS, default="real", help="of which calls: sizes of training, or odd ones")
-    parser.add_argument("--no-roofline", action="store_true", help="leave the machine code uncounted, which is faster")
+    count = parser.add_mutually_exclusive_group()
+    count.add_argument("--no-roofline", action="store_true", help="leave the machine code uncounted, which is faster")
+    count.add_argument("--roofline", action="append", help="count that only of kernels whose name contains this")
     parser.add_argument("--json", action="store_true", help="print the records as JSON instead of the tables")
     parser.add_argument("--out", type=Path, help="also write the records as JSON")
     args = parser.parse_args(argv)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("TRITON_INTERPRET=1 leaves nothing to compile: unset it", file=sys.stderr)
         return 2
-    reports = inspect(args.target or list(TARGETS), args.kernel, args.calls, not args.no_roofline)
+    reports = inspect(args.target or list(TARGETS), args.kernel, args.calls, [] if args.no_roofline else args.roofline)
     if not reports:
         print("no kernel has such a name", file=sys.stderr)
         return 2
