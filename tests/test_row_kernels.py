@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import reference
+from dllm_kernels import ops
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_error, poison_empty, value_and_grads
 
@@ -183,3 +184,36 @@ def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
 def test_programs_run_in_any_order(path, last_program_first, monkeypatch):
     test_every_kind_of_row(path, TILE - 5, torch.float32, monkeypatch)
     test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(PATHS[path], TILE, 0)
+
+
+def without_rows(op, *of_rows, **options):
+    """A call of an op on logits ``[0, 7]``, forward and backward."""
+
+    def call():
+        x = torch.zeros(0, 7, device=DEVICE, requires_grad=True)
+        found = op(x, *(t.to(DEVICE) for t in of_rows), backend="triton", **options)[0]
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        assert gradient.shape == x.shape
+
+    return call
+
+
+NO_IDS, NONE = torch.empty(0, dtype=torch.int64), torch.empty(0)
+NO_ROWS = {
+    "token_nll": without_rows(ops.token_nll, NO_IDS, with_correct=True),
+    "weighted_nll": without_rows(ops.weighted_nll, NO_IDS, NONE),
+    "row_stats": without_rows(ops.row_stats, NO_IDS, entropy=True),
+    "divergence": without_rows(ops.divergence, torch.empty(0, 7)),
+    "gumbel_topk": lambda: ops.gumbel_topk_mask(torch.empty(0, 7, device=DEVICE), 1, backend="triton"),
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts what Triton's interpreter launches")
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_without_rows_nothing_is_launched(name, monkeypatch):
+    from triton.runtime import interpreter
+
+    launches = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **options: launches.append(args))
+    NO_ROWS[name]()
+    assert not launches

@@ -55,7 +55,7 @@ JUDGES = (
     ("kernels/gumbel_topk.py", "tests/test_bounds.py tests/test_gumbel_topk.py -k 'triton or (beside and gumbel)'"),
     ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
     ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
-    ("*_transform*", "tests/test_transform.py"),
+    ("*_transform*", "tests/test_flags.py tests/test_transform.py"),
     (
         "kernels/linear_nll*",
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
