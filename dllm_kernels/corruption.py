@@ -31,6 +31,7 @@ import torch
 from dllm_kernels.base._backend import use_triton
 from dllm_kernels.base._checks import (
     INT_DTYPES,
+    check_choice,
     check_constant,
     check_float,
     check_ids,
@@ -481,8 +482,7 @@ def sample_level(
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, which BD3-LM and Duo use.
     """
     check_positive_int("B", B)
-    if method not in _corrupt.METHODS:
-        raise ValueError(f"method must be one of {', '.join(_corrupt.METHODS)}, got {method!r}")
+    check_choice("method", method, _corrupt.METHODS)
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
         raise ValueError(f"low and high must satisfy 0 <= low <= high <= 1, got {low} and {high}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,20 +127,30 @@ def checked_bool(name: str, value: object) -> bool:
     return bool(value)
 
 
-def check_int64(name: str, value: Any) -> None:
-    """Raise unless ``value`` is an int that int64 holds."""
+def check_int(name: str, value: Any, least: int | None = None) -> None:
+    """Raise unless ``value`` is an int, of at least ``least``."""
     if not is_int(value):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def check_choice(name: str, value: Any, known: Collection[str]) -> None:
+    """Raise a ValueError unless ``value`` is one of the known words."""
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+
+
+def check_int64(name: str, value: Any) -> None:
+    """Raise unless ``value`` is an int that int64 holds."""
+    check_int(name, value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must be an int of 64 bits, got {value}")
 
 
 def check_positive_int(name: str, value: Any) -> None:
     """Raise unless ``value`` is an int of at least 1."""
-    if not is_int(value):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    check_int(name, value, 1)
 
 
 def check_count(name: str, value: object) -> None:

@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from dllm_kernels import ops
 from dllm_kernels.base import _checks
 from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences
-from dllm_kernels.ops.dpace_weights import check_alpha, check_choice
+from dllm_kernels.ops.dpace_weights import check_alpha
 
 HOST = "speculators"
 TABLES = "losses.utils", "losses.eager"  # the homes of the functions of each, by the same names
@@ -268,7 +268,7 @@ def speculators_metrics(
     Source: speculators 0.9.0, Apache-2.0.
     """
     terms = _terms(loss_config)
-    check_choice("per_position_loss_weight", per_position_loss_weight, WEIGHTS)
+    _checks.check_choice("per_position_loss_weight", per_position_loss_weight, WEIGHTS)
     dpace = per_position_loss_weight == "dpace"
     if dpace and len(terms) > 1:
         raise ValueError(f"loss_config must have one loss with D-PACE, got {', '.join(terms)}")
@@ -319,7 +319,7 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
         raise ValueError(f"loss_config must be a dict of losses and weights, got {loss_config!r}")
     terms = {}
     for name, weight in loss_config.items():
-        check_choice("loss_config", name, KINDS)
+        _checks.check_choice("loss_config", name, KINDS)
         weight = weight[1] if isinstance(weight, tuple) else weight
         _checks.check_number(f"loss_config[{name!r}]", weight)
         terms[name] = float(weight)

@@ -20,7 +20,7 @@ from dllm_kernels.losses._common import (
 )
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
-from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, check_choice, weights_of_blocks
+from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, weights_of_blocks
 
 POSITION_WEIGHTS = ("decay", *VARIANTS)
 NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
@@ -127,14 +127,11 @@ class DraftLoss(TransformedLoss):
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
         _checks.check_constant("loss_gamma", self.loss_gamma)
-        check_choice("normalize", self.normalize, NORMALIZE)
-        check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
+        _checks.check_choice("normalize", self.normalize, NORMALIZE)
+        _checks.check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
         check_alpha("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
-        if not _checks.is_int(self.decay_from):
-            raise TypeError(f"decay_from must be an int, got {type(self.decay_from).__name__}")
-        if self.decay_from < 0:
-            raise ValueError(f"decay_from must be at least 0, got {self.decay_from}")
+        _checks.check_int("decay_from", self.decay_from, 0)
         if self.loss_gamma is not None and not self.loss_gamma > 0:
             raise ValueError(f"loss_gamma must be positive or None, got {self.loss_gamma}")
         if self.chunk_size is not None:

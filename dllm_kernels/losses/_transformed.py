@@ -9,7 +9,6 @@ from torch import nn
 from dllm_kernels.base import _checks
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS
-from dllm_kernels.ops.dpace_weights import check_choice
 from dllm_kernels.rows._plan import Options
 
 
@@ -41,5 +40,5 @@ class TransformedLoss(nn.Module):
         """Whether the output has the loss of each row. Looked at at each call: an attribute may have been assigned since."""
         if self.reduction == "total":
             return False
-        check_choice("reduction", self.reduction, REDUCTIONS)
+        _checks.check_choice("reduction", self.reduction, REDUCTIONS)
         return True

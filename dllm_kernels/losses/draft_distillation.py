@@ -15,7 +15,6 @@ from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
-from dllm_kernels.ops.dpace_weights import check_choice
 from dllm_kernels.rows._recipes import checked_recipe
 from dllm_kernels.rows._results import Divergence
 
@@ -200,7 +199,7 @@ class DraftDistillationLoss(DraftLoss):
         Raises:
             ValueError: an unknown name.
         """
-        check_choice("name", name, PRESETS)
+        _checks.check_choice("name", name, PRESETS)
         return cls(**{**PRESETS[name], **changes})
 
     def forward(
@@ -359,7 +358,7 @@ class DraftDistillationLoss(DraftLoss):
     def _checked_recipe(self) -> Recipe:
         """The kinds, from attributes that may have been assigned since; the rest of them checked."""
         recipe = checked_recipe(self.kind, **{name: getattr(self, name) for name in OPTIONS})
-        check_choice("confidence", self.confidence, CONFIDENCE)
+        _checks.check_choice("confidence", self.confidence, CONFIDENCE)
         _checks.check_number("temperature", self.temperature)
         _checks.check_factor("temperature", self.temperature)
         _checks.check_number("confidence_weight", self.confidence_weight)

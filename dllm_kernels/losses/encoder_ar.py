@@ -9,7 +9,6 @@ from dllm_kernels.base._plain import all_plain
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
-from dllm_kernels.ops.dpace_weights import check_choice
 from dllm_kernels.rows._call import call
 from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import TOKEN_NLL
@@ -142,7 +141,7 @@ def _next_token(
     rows: Rows, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count, reduction: str
 ) -> torch.Tensor:
     rows.check(input_ids, shift=1)
-    check_choice("reduction", reduction, REDUCTIONS)
+    _checks.check_choice("reduction", reduction, REDUCTIONS)
     input_ids, valid_mask = all_plain(input_ids, valid_mask)
     check_counts(num_tokens=num_tokens)
     if valid_mask is None:

@@ -177,7 +177,6 @@ class IDLMLoss(TransformedLoss):
 
 
 def _check_seq_len(seq_len: Any, target_ids: torch.Tensor) -> None:
-    if not _checks.is_int(seq_len):
-        raise TypeError(f"seq_len must be an int, got {type(seq_len).__name__}")
+    _checks.check_int("seq_len", seq_len)
     if seq_len != target_ids.shape[1]:
         raise ValueError(f"seq_len must be the length of target_ids, {target_ids.shape[1]}, got {seq_len}")

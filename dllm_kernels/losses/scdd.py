@@ -206,13 +206,8 @@ class SCDDLoss(DiffusionLoss):
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
-        if not _checks.is_int(self.mask_token_id):
-            raise TypeError(f"mask_token_id must be an int, got {type(self.mask_token_id).__name__}")
-        if self.mask_token_id < 0:
-            raise ValueError(f"mask_token_id must be at least 0, got {self.mask_token_id}")
-        _checks.check_positive_int("num_timesteps", self.num_timesteps)
-        if self.num_timesteps < 2:
-            raise ValueError(f"num_timesteps must be at least 2, got {self.num_timesteps}")
+        _checks.check_int("mask_token_id", self.mask_token_id, 0)
+        _checks.check_int("num_timesteps", self.num_timesteps, 2)
         check_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
         if self.chunk_size is not None:
             _checks.check_positive_int("chunk_size", self.chunk_size)

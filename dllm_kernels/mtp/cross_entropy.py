@@ -54,8 +54,10 @@ class MaskedCrossEntropy(TransformedLoss):
         """The arguments are described with the class."""
         super().__init__(softcap, scale, skip_id, backend=backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
-        self.ignore_index = _checked_index(ignore_index)
-        self.reduction = _checked_reduction(reduction)
+        _checks.check_int("ignore_index", ignore_index)
+        self.ignore_index = int(ignore_index)
+        _checks.check_choice("reduction", reduction, REDUCTIONS)
+        self.reduction = reduction
 
     def forward(
         self,
@@ -132,9 +134,11 @@ class FusedLinearCrossEntropy(TransformedLoss):
         super().__init__(logit_softcapping or None, scale, skip_id, backend=backend)
         if chunk_size is not None:
             _checks.check_positive_int("chunk_size", chunk_size)
-        self.ignore_index = _checked_index(ignore_index)
+        _checks.check_int("ignore_index", ignore_index)
+        self.ignore_index = int(ignore_index)
         self.logit_softcapping = logit_softcapping
-        self.reduction = _checked_reduction(reduction)
+        _checks.check_choice("reduction", reduction, REDUCTIONS)
+        self.reduction = reduction
         self.impl = impl
         self.chunk_size = chunk_size
 
@@ -194,12 +198,6 @@ class FusedLinearCrossEntropy(TransformedLoss):
         return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
 
 
-def _checked_reduction(reduction: str) -> str:
-    if reduction not in REDUCTIONS:
-        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-    return reduction
-
-
 def _check_rows(
     names: _checks.Names,
     loss_fn: MaskedCrossEntropy | FusedLinearCrossEntropy,
@@ -210,12 +208,6 @@ def _check_rows(
     V = _checks.check_rows(names, rows, labels, *head)
     targets = targets_of(labels, loss_fn.ignore_index)
     _checks.check_target_range(None, names.targets, targets, V, skip_id=loss_fn.skip_id)
-
-
-def _checked_index(ignore_index: Any) -> int:
-    if not _checks.is_int(ignore_index):
-        raise TypeError(f"ignore_index must be an int, got {type(ignore_index).__name__}")
-    return int(ignore_index)
 
 
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -61,7 +60,7 @@ def dpace_weights(
         raise ValueError("confidence must have shape [..., k], got ()")
     _checks.check_same_device("confidence", confidence, mask=mask)
     check_alpha("alpha", alpha)
-    check_choice("variant", variant, VARIANTS)
+    _checks.check_choice("variant", variant, VARIANTS)
     confidence, mask = all_plain(confidence, mask)
     _check_confidence(confidence, mask)
     q = confidence.detach().to(torch.promote_types(confidence.dtype, torch.float32))
@@ -84,12 +83,6 @@ def check_alpha(name: str, alpha: Any) -> None:
     _checks.check_number(name, alpha)
     if not 0 <= alpha <= 1:
         raise ValueError(f"{name} must lie in [0, 1], got {alpha}")
-
-
-def check_choice(name: str, value: Any, known: Collection[str]) -> None:
-    """Raise a ValueError unless ``value`` is one of the known words."""
-    if not isinstance(value, str) or value not in known:
-        raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
 
 def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:

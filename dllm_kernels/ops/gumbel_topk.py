@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 import operator
 
 import torch
@@ -11,9 +10,11 @@ from dllm_kernels.base._checks import (
     INT_DTYPES,
     check_dtype,
     check_float,
+    check_int,
     check_same_device,
     check_shape,
     check_tensor,
+    is_int,
 )
 from dllm_kernels.noise import _philox
 from dllm_kernels.noise._topk import choose, counts
@@ -87,17 +88,12 @@ def _check(log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | N
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
     """Raise unless ``k`` is an int of at least 0, or an integer tensor ``[N]`` of such."""
     if not isinstance(k, torch.Tensor):
-        _check_k_number(k)
+        if not is_int(k):
+            raise TypeError(f"k must be an int or a torch.Tensor, got {type(k).__name__}")
+        check_int("k", k, 0)
         return
     check_dtype("k", k, INT_DTYPES)
     check_shape("k", k, log_w.shape[:1], "the rows of log_w")
     check_same_device("log_w", log_w, k=k)
     if k.device.type == "cpu" and not torch.compiler.is_compiling() and bool((k < 0).any()):
         raise ValueError(f"k must be at least 0, got {int(k.min())} in row {int(k.argmin())}")
-
-
-def _check_k_number(k: object) -> None:
-    if isinstance(k, bool) or not isinstance(k, numbers.Integral):  # NumPy's integers too
-        raise TypeError(f"k must be an int or a torch.Tensor, got {type(k).__name__}")
-    if k < 0:
-        raise ValueError(f"k must be at least 0, got {k}")

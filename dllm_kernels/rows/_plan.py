@@ -166,8 +166,7 @@ class Options(NamedTuple):
             with_lse=self.with_lse, with_correct=self.with_correct, entropy=self.entropy, round_nll=self.round_nll,
             inplace_backward=self.inplace_backward,
         )  # fmt: skip
-        if not _checks.is_int(self.ignore_index):
-            raise TypeError(f"ignore_index must be an int, got {type(self.ignore_index).__name__}")
+        _checks.check_int("ignore_index", self.ignore_index)
         return self._replace(
             transform=_checks.checked_transform(V, *self.transform),
             chunk_size=_checks.checked_chunk_size(self.chunk_size),
