@@ -76,11 +76,23 @@ def broken(*args, **options):
     return out._replace(loss=out.loss + 1)
 
 
+def one_gradient_broken(logits, *args, **options):
+    out = dllm_kernels.ops.weighted_nll(logits, *args, **options)
+    return out._replace(loss=out.loss + 2 * (logits[0, 0] - logits[0, 0].detach()))
+
+
 def breaks(*args, **options):
     raise RuntimeError(f"no compiler in {ROOT}")
 
 
-@pytest.mark.parametrize(("function", "said"), [(broken, "torch, WRONG by 1.0e+00"), (breaks, "fails, RuntimeError")])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (broken, "torch, WRONG by 1.0e+00"),
+        (one_gradient_broken, "torch, WRONG by 2.0e+00"),
+        (breaks, "fails, RuntimeError"),
+    ],
+)
 def test_a_loss_that_is_wrong_or_fails_is_said(plain, monkeypatch, function, said):
     monkeypatch.setattr(dllm_kernels, "weighted_nll", function)
     assert facts()["backend=torch on cpu"] == said
