@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.autograd import gradgradcheck
+from torch.autograd import forward_ad, gradgradcheck
 
 from dllm_kernels.ops import (
     linear_row_stats,
@@ -84,6 +84,21 @@ def test_a_gradient_kept_with_its_graph_is_the_same(form, name):
     other = torch.zeros_like(g, requires_grad=True)
     (of_other,) = torch.autograd.grad((g * other).sum(), [other])
     assert torch.equal(of_other, plain)
+
+
+@pytest.mark.parametrize(("form", "name"), ALL)
+def test_a_derivative_in_forward_mode_is_an_error_and_not_0(form, name):
+    """Also where nothing requires a gradient, so that no function of autograd's is there to say so."""
+    x, head = torch.randn(N, V if form == "logits" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    op = OF_LOGITS[name] if form == "logits" else lambda x: OF_HIDDEN[name](x, head)
+    with pytest.raises(NotImplementedError, match=r"no forward-mode derivatives .*: use backward"):
+        torch.func.jvp(op, (x,), (torch.ones_like(x),))
+    with forward_ad.dual_level():
+        op(x)  # which has no tangent
+        if form != "logits":
+            head = forward_ad.make_dual(head, head)
+            with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+                op(x)
 
 
 @pytest.mark.parametrize("name", ["token_nll", "row_stats"])

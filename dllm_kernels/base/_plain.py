@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 
 def is_dtensor(t: Any) -> bool:
@@ -42,6 +43,16 @@ def has_values(t: torch.Tensor) -> bool:
     """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
     # The device by its name: what stands for a GPU that is not there has another, and launches kernels.
     return not (t.device.type == "meta" or isinstance(t, FakeTensor))
+
+
+def check_no_tangent(*tensors: torch.Tensor | None) -> None:
+    """Raise where forward-mode differentiation has come with a tangent, which would be dropped: its derivative would be 0."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
+        raise NotImplementedError(
+            "dllm_kernels has no forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad): use backward"
+        )
 
 
 def values_are_there(t: torch.Tensor | None) -> bool:

@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
@@ -26,9 +27,9 @@ def is_regular(logits: Any, ids: Any, backend: Any) -> bool:
 
 
 def on_torch_path(backend: Any, *tensors: Any) -> bool:
-    """Whether the torch path does the work, on plain tensors that are not those of a graph."""
+    """Whether the torch path does the work, on plain tensors that are not those of a graph and may have no tangent."""
     return (
-        not torch.compiler.is_compiling() and all(type(t) in _PLAIN and t.is_cpu for t in tensors)
+        not torch.compiler.is_compiling() and forward_ad._current_level < 0 and all(type(t) in _PLAIN and t.is_cpu for t in tensors)
         and (backend == "torch" or (backend == "auto" and "DLLM_KERNELS_BACKEND" not in os.environ))
     )  # fmt: skip
 
@@ -36,7 +37,7 @@ def on_torch_path(backend: Any, *tensors: Any) -> bool:
 def are_regular(logits: Any, ids: Any) -> bool:
     """Whether rows of logits and ids would pass the checks but for those of their shapes."""
     return (
-        not torch.compiler.is_compiling() and type(logits) in _PLAIN and type(ids) in _PLAIN
+        not torch.compiler.is_compiling() and forward_ad._current_level < 0 and type(logits) in _PLAIN and type(ids) in _PLAIN
         and logits.is_cpu and ids.is_cpu and logits.dtype in _FLOATS and ids.dtype in _INTS and logits.numel() > 0
         and "DLLM_KERNELS_CHECK" not in os.environ
     )  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from dllm_kernels.base._checks import check_inplace
-from dllm_kernels.base._plain import has_values, is_dtensor
+from dllm_kernels.base._plain import check_no_tangent, has_values, is_dtensor
 from dllm_kernels.base._rows import as_blv
 from dllm_kernels.rows import _eager
 from dllm_kernels.rows._plan import Job, Options, Plan
@@ -31,6 +31,7 @@ def dtensors_by(load: Callable[[], Run]) -> None:
 
 def run(op: RowOp, job: Job, options: Options, objective: Any = None, pair: Pair | None = None) -> Any:
     """What the op returns to its caller, in the shape of the caller's rows; the job and its options have been checked."""
+    check_no_tangent(*job.leaves)
     plan = Plan.of(job, options, objective, pair)
     if not any(is_dtensor(t) for t in (*job, *(plan.pair.tensors if plan.pair is not None else ()))):
         return run_plain(op, job, plan)
