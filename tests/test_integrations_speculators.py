@@ -294,6 +294,27 @@ def test_metrics_of_dspark(host, weighting, confident):
     assert_same(ours, theirs, [i.hidden, i.head, *([i.confidence] if confident else [])])
 
 
+@pytest.mark.parametrize("weighting", integration.WEIGHTS)
+def test_an_anchor_that_predicts_nothing_counts_in_no_rate_whether_it_is_masked_or_not(weighting):
+    masked, unmasked = sequence(), sequence()
+    unmasked.mask[:, ::BLOCK] = True
+    rates = [
+        integration.speculators_metrics(
+            i.hidden,
+            i.head,
+            i.teacher,
+            i.mask,
+            BLOCK,
+            per_position_loss_weight=weighting,
+            confidence_logits=i.confidence,
+        )[1]
+        for i in (masked, unmasked)
+    ]
+    for name in rates[0]:
+        if "loss" not in name:
+            torch.testing.assert_close(rates[1][name], rates[0][name], msg=name)
+
+
 @pytest.mark.parametrize("weight", [1e-2, 1e-4, 1e-9])
 def test_the_loss_of_a_term_is_its_own_however_little_it_weighs(weight):
     i = sequence()

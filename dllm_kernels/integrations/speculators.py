@@ -228,7 +228,7 @@ def speculators_metrics(
     products for each further term, or for one of small weight.
 
     Rows of weight 0 are not read. With ``sample_from_anchor=False`` the anchor's row predicts nothing: it counts in no metric but the
-    number of valid rows, whether ``loss_mask`` masks it, as the trainer does, or not.
+    number of valid rows that the loss is divided by, whether ``loss_mask`` masks it, as the trainer does, or not.
 
     Args:
         hidden: the input of the draft's LM head, ``[1, T, D]``, T a whole number of blocks.
@@ -369,19 +369,19 @@ class _Metrics:
         bce = F.binary_cross_entropy_with_logits(learned, a.float().clamp(0, 1), reduction="none")
         loss = (bce * self._decayed(mask, EPS["confidence"])).sum()
         with torch.no_grad():
-            p, total, valid = learned.sigmoid(), mask.sum().clamp(min=1), self._blocks(mask)
-            prefixes = [(self._blocks(rate) * valid).cumprod(-1) for rate in (p, a)]
+            p, a, valid = (self._blocks(t) for t in (learned.sigmoid(), a, mask))
+            prefixes, total = [(rate * valid).cumprod(-1) for rate in (p, a)], valid.sum().clamp(min=1)
             metrics = _counted("confidence_loss", loss.detach().clone(), None)
-            metrics |= _counted("confidence_abs_error", ((p - a).abs() * mask).sum(), total)
-            metrics |= _counted("confidence_pred_mean", (p * mask).sum(), total.clone())
+            metrics |= _counted("confidence_abs_error", ((p - a).abs() * valid).sum(), total)
+            metrics |= _counted("confidence_pred_mean", (p * valid).sum(), total.clone())
             bias = ((prefixes[0] - prefixes[1]) * valid).sum()
-            return loss, metrics | _counted("confidence_cumprod_bias", bias, valid.sum().clamp(min=1))
+            return loss, metrics | _counted("confidence_cumprod_bias", bias, total.clone())
 
     def acceptance(self, a: torch.Tensor) -> Metrics:
         """The mean rate, and how many tokens of a block sampling accepts, the verifier's own with them."""
-        mask, valid = self.mask, self._blocks(self.mask)
-        lengths, counts = (self._blocks(a) * valid).cumprod(-1).sum(-1) + 1, (valid.sum(-1) > 0).float()
-        metrics = _counted("accept_rate", (a * mask).sum(), mask.sum().clamp(min=1))
+        a, valid = self._blocks(a), self._blocks(self.mask)
+        lengths, counts = (a * valid).cumprod(-1).sum(-1) + 1, (valid.sum(-1) > 0).float()
+        metrics = _counted("accept_rate", (a * valid).sum(), valid.sum().clamp(min=1))
         return metrics | _counted("accept_len", (lengths * counts).sum(), counts.sum().clamp(min=1))
 
     def accuracy(self, agree: torch.Tensor) -> Metrics:
