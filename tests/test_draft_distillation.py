@@ -564,6 +564,12 @@ def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
         (ValueError, "temperature must be positive, from ", {"temperature": 0.0}),
         (TypeError, "temperature must be a number, got NoneType", {"temperature": None}),
         (TypeError, "confidence_weight must be a number, got str", {"confidence_weight": "1"}),
+        (ValueError, "confidence_weight must not be negative, and finite, got -1.0", {"confidence_weight": -1.0}),
+        (
+            ValueError,
+            "confidence_weight must not be negative, and finite, got nan",
+            {"confidence_weight": float("nan")},
+        ),
         (TypeError, "decay_from must be an int, got float", {"decay_from": 1.0}),
         (ValueError, "decay_from must be at least 0, got -1", {"decay_from": -1}),
         (ValueError, "normalize must be one of tokens, rows, mean, blocks, ", {"normalize": "sum"}),

@@ -720,6 +720,8 @@ def test_dflash_settings():
     )
     raises(ValueError, "loss_gamma must be positive or None, got 0", DFlashDecayLoss, 0)
     raises(ValueError, "loss_gamma must be positive or None, got nan", DFlashDecayLoss, float("nan"))
+    for word in ("7", True):
+        raises(TypeError, f"loss_gamma must be a number or None, got {type(word).__name__}", DFlashDecayLoss, word)
     raises(ValueError, "position_weights must be one of decay, dpace, ", DFlashDecayLoss, position_weights="linear")
     raises(ValueError, "dpace_alpha must lie in [0, 1], got 2", DFlashDecayLoss, dpace_alpha=2)
     raises(TypeError, "dpace_alpha must be a number, got NoneType", DFlashDecayLoss, dpace_alpha=None)

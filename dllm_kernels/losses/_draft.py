@@ -94,6 +94,12 @@ def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
     return weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
 
 
+def _check_gamma(loss_gamma: Any) -> None:
+    _checks.check_constant("loss_gamma", loss_gamma)
+    if loss_gamma is not None and not isinstance(loss_gamma, torch.Tensor):
+        _checks.check_number("loss_gamma", loss_gamma, "a number or None")
+
+
 class DraftLoss(TransformedLoss):
     """A loss of blocks of drafted tokens ``[B, T]``, each row weighed by its place or by D-PACE; the losses describe the arguments."""
 
@@ -114,7 +120,7 @@ class DraftLoss(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         super().__init__(softcap, scale, skip_id, reduction, backend)
-        _checks.check_constant("loss_gamma", loss_gamma)  # before it is a float, which has no gradient
+        _check_gamma(loss_gamma)  # before it is a float, which has no gradient, and takes words
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.chunk_size = chunk_size
         self.normalize = normalize
@@ -126,7 +132,7 @@ class DraftLoss(TransformedLoss):
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""
-        _checks.check_constant("loss_gamma", self.loss_gamma)
+        _check_gamma(self.loss_gamma)
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
         _checks.check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
         check_alpha("dpace_alpha", self.dpace_alpha)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -362,6 +363,8 @@ class DraftDistillationLoss(DraftLoss):
         _checks.check_number("temperature", self.temperature)
         _checks.check_factor("temperature", self.temperature)
         _checks.check_number("confidence_weight", self.confidence_weight)
+        if not 0 <= self.confidence_weight < math.inf:
+            raise ValueError(f"confidence_weight must not be negative, and finite, got {self.confidence_weight}")
         return recipe
 
     def _check_there(
