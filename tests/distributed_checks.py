@@ -29,7 +29,7 @@ EXHAUSTIVE = {
     (2, "inside_a_compiled_step[logits]"),
     (2, "tp_divergence[lk, mean]"),
     (2, "tp_divergence_of_logits[kl]"),
-    (2, "special_rows_of_a_divergence"),
+    (4, "special_rows_of_a_divergence"),
     *((2, f"fsdp_reshard_after_forward[{name}]") for name in ("mdlm, counted", "dflash")),
     *((2, f"fsdp_accumulation[{name}]") for name in ("mdlm, counted", "dflash")),
     (4, "a_skipped_column_is_one_of_the_whole_row"),

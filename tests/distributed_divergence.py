@@ -90,11 +90,13 @@ def tp_divergence_of_logits(name):
         (Shard(2), None),
         (Shard(1), Replicate()),
         (Shard(0), Shard(0)),
+        (None, Shard(2)),
     ):
         t = its if of_teacher is None else distribute_tensor(its, mesh, [of_teacher])
 
         def ours(z, t=t, p=of_logits):
-            return ops.divergence(shard(z, mesh, p), t, backend="torch", **options).loss
+            z = z if p is None else shard(z, mesh, p)
+            return ops.divergence(z, t, backend="torch", **options).loss
 
         def leaves(_):
             return [2 * torch.randn(B, L, V).double()], upstream(options)

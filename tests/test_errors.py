@@ -851,6 +851,10 @@ def test_mtp_calls_its_arguments_as_the_caller_does():
         ValueError, f"mtp_per_depth_targets[1] must have dtype {INTS}, got float32",
         fused, mtp_per_depth_h=h, mtp_per_depth_targets=targets,
     )  # fmt: skip
+    raises(
+        ValueError, "mtp_per_depth_targets[1] must be on cpu like mtp_per_depth_h[1], got meta",
+        fused, mtp_per_depth_h=h, mtp_per_depth_targets=[Y, Y.to("meta")],
+    )  # fmt: skip
 
 
 def test_an_unknown_backend_in_the_environment(monkeypatch):
