@@ -60,7 +60,8 @@ def row_objective(
             gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the others
             ``[R]``) and the same rows of each tensor of ``aux``. It returns ``[R]``, made by torch operations. It may be called
-            several times, each time with some of the rows. Inactive rows may be among them; their results are dropped.
+            several times, each time with some of the rows. Inactive rows may be among them; their results are dropped. A tensor
+            of its own that requires a gradient gets one.
         aux: tensors ``[..., *]`` with one entry for each row, constants.
         entropy: whether ``fn`` uses ``stats.entropy``.
         active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum. None: all rows.
@@ -76,8 +77,8 @@ def row_objective(
 
     Raises:
         TypeError: ``fn`` is not callable or returns no floating tensor, or an argument has the wrong type.
-        ValueError: ``fn`` returns another shape or uses a tensor that requires a gradient, a tensor of ``aux`` requires a
-            gradient, shapes, dtypes or devices do not fit, a number is out of range, or the backend is unknown.
+        ValueError: ``fn`` returns another shape, a tensor of ``aux`` requires a gradient, shapes, dtypes or devices do not fit, a
+            number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
 
     Source: the definition; policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
