@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import dllm_kernels as ours
 from dllm_kernels import ops
@@ -706,6 +707,11 @@ def layouts_that_cannot_be_served_in_two_dimensions():
     mesh, y = mesh_of("dp", "tp"), torch.zeros(B, L, dtype=torch.long)
     twice = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2), Shard(2)])
     raises(ValueError, "one mesh dimension", ops.token_nll, twice, y)
+    places = [Replicate(), _StridedShard(2, split_factor=2)]
+    strided = DTensor.from_local(
+        torch.zeros(B, L, 4), mesh, places, run_check=False, shape=(B, L, 8), stride=(8 * L, 8, 1)
+    )
+    raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
     head = distribute_tensor(torch.zeros(V, D), mesh, [Shard(0), Shard(0)])
     raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
 

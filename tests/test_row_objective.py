@@ -253,3 +253,11 @@ def test_a_closure_that_wants_a_gradient():
     temperature = torch.ones((), requires_grad=True)
     with pytest.raises(ValueError, match=r"^fn must not use a tensor that requires a gradient"):
         FORMS["hidden"](lambda s: s.log_probs / temperature)
+
+
+def test_a_constant_has_a_gradient_of_0():
+    h, w, ids = torch.randn(3, D, requires_grad=True), torch.randn(V, D, requires_grad=True), torch.tensor([1, 2, 3])
+    out = linear_row_objective(h, w, ids, lambda s: torch.ones_like(s.log_probs))
+    assert out.loss.item() == 3
+    assert out.correct is None
+    assert not any(g.any() for g in torch.autograd.grad(out.loss, (h, w), materialize_grads=True))

@@ -257,6 +257,10 @@ def test_a_scale_of_one_is_none_at_all():
     assert _checks.checked_transform(V, 3, 1.0, 0) == Transform(3.0, None, 0)
 
 
+def test_the_smallest_and_the_largest_factor_are_factors():
+    assert _checks.checked_transform(V, 1e-18, 1e18) == Transform(1e-18, 1e18, None)
+
+
 def everything(**steps):
     """A call of every op and loss in either form, and of what takes a transform beside them."""
     torch.manual_seed(0)
