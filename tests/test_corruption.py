@@ -154,9 +154,11 @@ def test_uniform_random_is_the_reference(block_size, backend, device):
     assert same(got, expected)
 
 
-def test_all_masked_is_the_reference(backend, device):
+def test_all_masked_is_the_reference(backend, device, monkeypatch):
     ids, loss_mask, _ = batch(3, 50, device)
     expected = reference.corrupt_all_masked(ids, loss_mask, MASK)
+    assert same(corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend), expected)
+    monkeypatch.setattr(ops, "on_host", lambda device: False)
     assert same(corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend), expected)
 
 

@@ -798,3 +798,17 @@ def test_the_example_learns(capsys):
     before, after = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))["main"](100)
     assert after < 0.8 * before
     assert "after 100 steps" in capsys.readouterr().out
+
+
+def test_the_loss_without_labels_is_the_trainers_own():
+    class Host:
+        def compute_loss(self, *given, **options):
+            return given, options
+
+    class Ours(MaskedDiffusionTrainerMixin, Host):
+        def __init__(self):
+            self._wants_logits = False
+
+    given = "model", {"input_ids": torch.zeros(1, 2)}
+    got = Ours().compute_loss(*given, return_outputs=True, num_items_in_batch=3)
+    assert got == (given, {"return_outputs": True, "num_items_in_batch": 3})

@@ -60,8 +60,9 @@ def test_a_penalty_on_a_gradient_is_an_error_whosever_gradient_is_asked_for(form
     (g,) = torch.autograd.grad(value.sum(), x, create_graph=True)
     total = value.sum() + 10 * g.pow(2).sum()
     advice = next(what for end, what in INSTEAD.items() if name.endswith(end))
-    with pytest.raises(RuntimeError, match=rf"no second derivative; .*torch\.(nn\.functional\.)?{advice}"):
+    with pytest.raises(RuntimeError, match=rf"no second derivative; .*torch\.(nn\.functional\.)?{advice}") as raised:
         ASKED[ask](total, layer)
+    assert ("linear(" in str(raised.value)) == (form != "logits")  # where the caller has no logits yet
 
 
 @pytest.mark.parametrize(("form", "name"), ALL)
