@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import forward_ad, gradgradcheck
 
+from dllm_kernels import MDLMCrossEntropyLoss
 from dllm_kernels.ops import (
     linear_row_stats,
     linear_token_nll,
@@ -18,7 +19,9 @@ from tests.conftest import DEVICE
 
 N, V, D = 5, 11, 4
 IDS = torch.tensor([1, 0, 10, 3, 3], device=DEVICE)
+ROWS = torch.ones(1, N, device=DEVICE)
 OF_LOGITS = {
+    "loss, nll": lambda x, **o: MDLMCrossEntropyLoss(**o)(x[None], IDS[None], ROWS, ROWS, ROWS).total_loss,
     "token_nll": lambda x, **o: token_nll(x, IDS, **o).nll,
     "weighted_nll": lambda x, **o: weighted_nll(x, IDS, IDS + 1.0, **o).loss,
     "row_stats": lambda x, **o: row_stats(x, IDS, entropy=True, **o).entropy,
