@@ -180,7 +180,11 @@ def test_the_oracle_stands_alone():
 
 
 FORKED = """
-import os, sys, torch
+import gc, os, sys, time
+start = time.process_time()
+import torch
+TORCH = time.process_time() - start
+gc.freeze()  # torch's objects: looking through them is not what an import costs, and copies their pages in a child
 for code in sys.argv[1:]:
     child = os.fork()
     if not child:
@@ -193,7 +197,7 @@ for code in sys.argv[1:]:
 
 
 def run(*codes):
-    """What programs print that run one after another, each in a process that has imported torch and nothing else."""
+    """What programs print that run one after another, each in a process that has imported torch (in TORCH seconds) alone."""
     done = subprocess.run([sys.executable, "-c", FORKED, *codes], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -230,18 +234,19 @@ import sys, time, torch
 sys.pycache_prefix, sys.dont_write_bytecode = {folder!r}, False
 start = time.process_time()
 import dllm_kernels
-print(time.process_time() - start)
+print((time.process_time() - start) / TORCH)
 """
 
 
 def test_what_importing_loads_and_takes(tmp_path):
-    """Neither Triton nor a framework is loaded, nor are they needed; it takes under 50 ms on top of torch.
+    """Neither Triton nor a framework is loaded, nor are they needed; it takes under a twentieth of what torch takes.
 
-    That from the second time on, as Python caches bytecode, in processor time: what others do meanwhile is not counted.
+    That from the second time on, as Python caches bytecode, in processor time: what others do meanwhile is not counted. Some 50 ms
+    where torch takes 1 s; a processor that is slow or shared is so for both.
     """
     imported = IMPORTED.format(folder=str(tmp_path))
-    tops, distributed, *seconds = run(LOADED, *[imported] * 5, WITHOUT_TRITON).splitlines()
+    tops, distributed, *shares = run(LOADED, *[imported] * 12, WITHOUT_TRITON).splitlines()
     assert not {"triton", "transformers", "nemo_automodel"} & set(tops.split())
     assert distributed == "False"
-    assert min(map(float, seconds)) < 0.05
-    assert len(seconds) == 5
+    assert min(map(float, shares)) < 0.05
+    assert len(shares) == 12
