@@ -56,6 +56,7 @@ def rows(V, dtype):
         "down": (drawn() - high, last),
         "up at some": (with_(high, *range(0, V, 7)), last),
         "far higher from its middle on": (drawn() + 40.0 * (torch.arange(V) >= middle), last),
+        "far higher at its end": (with_(60.0, *range(V - V // 50, V)), first),
         "one of all": (with_(high, first, row=torch.full((V,), -high, dtype=torch.float64)), first),
         "first half -inf": (with_(-INF, *range(middle)), last),
         "all -inf but the last": (with_(0.0, last, row=torch.full((V,), -INF, dtype=torch.float64)), last),
@@ -182,7 +183,7 @@ def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_programs_run_in_any_order(path, last_program_first, monkeypatch):
-    test_every_kind_of_row(path, TILE - 5, torch.float32, monkeypatch)
+    test_every_kind_of_row(path, TILE + 13, torch.float32, monkeypatch)
     test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(PATHS[path], TILE, 0)
 
 
