@@ -207,16 +207,20 @@ def split_rows_of_logits(name):
 
 @check(2, name=FEW)
 def split_rows_of_hidden(name):
-    """Hidden states split along the sequence, the head whole on every rank (tensor parallel without a split)."""
+    """Hidden states split along the sequence, or not, the head whole on every rank (tensor parallel without a split).
+
+    The gradient of the head is summed over ranks that have rows of their own, and not where all have the same.
+    """
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
-    assert_parity(
-        lambda h, w, b: case.hidden_form(
-            shard(h, mesh, Shard(1)), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()), inputs, backend="torch"
-        ),
-        linear_oracle(case, inputs),
-        hidden_draw(case, torch.float64),
-    )
+    for rows in (Shard(1), Replicate()):
+        assert_parity(
+            lambda h, w, b, rows=rows: case.hidden_form(
+                shard(h, mesh, rows), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()), inputs, backend="torch"
+            ),
+            linear_oracle(case, inputs),
+            hidden_draw(case, torch.float64),
+        )
 
 
 @check(4, name=NAMES)

@@ -396,11 +396,20 @@ def test_layouts(layout, columns, backend):
     torch.manual_seed(0)
     z, t = (x.to(DEVICE) for x in LAYOUTS[layout]())
     weights = torch.rand(z.shape[:-1], device=DEVICE).round()
-    same = {"draft_to_target": torch.randperm(V, device=DEVICE)} if columns else {}
+    same = {"targets": torch.randint(0, V, weights.shape, device=DEVICE)}
+    if columns:
+        same["draft_to_target"] = torch.randperm(V, device=DEVICE)
     results = []
     for function in (divergence, reference.divergence):
         leaf = z.detach().requires_grad_()
-        out = function(leaf, t, weights, kind="jsd", **same, **({"backend": backend} if function is divergence else {}))
+        out = function(
+            leaf,
+            t,
+            weights,
+            kind={"jsd": 1.0, "ce": 0.5},
+            **same,
+            **({"backend": backend} if function is divergence else {}),
+        )
         results.append((*(x.detach() for x in out), torch.autograd.grad(out.loss, leaf)[0]))
     torch.testing.assert_close(*results)
 

@@ -781,6 +781,7 @@ def test_evaluation_sees_the_same_noise_whenever(ranks, tmp_path):
     made.train()
     assert seen == [before, before]
     assert rows(made.get_test_dataloader(ranks.samples())) == before
+    assert made.data_collator is ranks.COLLATOR  # the training's again
     assert rows([ranks.COLLATOR(ranks.samples()[:4])]) == before[:4]  # and the caller's own is as it was
 
 

@@ -422,7 +422,9 @@ def test_pipeline_loss_takes_every_form_of_output():
     torch.manual_seed(9)
     model, hidden, labels = Stage(), hiddens(), labels_with_padding()
     logits = torch.randn(B, S, V, dtype=torch.float64, requires_grad=True)
-    loss_fn = MTPLossConfig().build(MaskedCrossEntropy(), model)
+    group = object()
+    loss_fn = MTPLossConfig().build(MaskedCrossEntropy(), model, grad_reduce_group=group)
+    assert loss_fn.grad_reduce_group is group
     main = reference.masked_cross_entropy(logits, labels)
     seq_idx = torch.randint(0, 2, (B, S), dtype=torch.int32)
     expected = main_and_mtp(model, logits, hidden, labels, 0.1)

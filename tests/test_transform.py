@@ -216,6 +216,22 @@ def test_small_logits_under_a_large_cap_keep_their_precision(dtype, path):
         assert_as_good_as_plain([g], [e], 0.0, sizes={V})
 
 
+def test_a_slope_far_beyond_the_cap_keeps_its_precision():
+    """1 - tanh^2, as plain PyTorch has it, would be off by the rounding of 1."""
+    pytest.importorskip("triton")
+    x = torch.tensor([[0.0, 6.0, -8.0, 12.0]], device=DEVICE)
+    ours, exact = (
+        value_and_grads(
+            lambda x: function(x, torch.zeros(1, dtype=torch.int64, device=DEVICE)).sum(), [t], torch.ones(())
+        )
+        for function, t in (
+            (lambda x, y: token_nll(x, y, softcap=1.0, backend="triton").nll, x),
+            (lambda x, y: reference.token_nll(reference.transformed(x, 1.0), y), x.double()),
+        )
+    )
+    torch.testing.assert_close(ours[1].double(), exact[1], rtol=1e-5, atol=0)
+
+
 def test_a_target_that_is_skipped_hurts_its_own_row_alone(path):
     logits, targets, weights = drawn({"skip_id": 9})
     targets[3] = 9

@@ -205,6 +205,11 @@ def test_blocks(V, threads, monkeypatch):
             assert whole > _blocks.COMMON_BLOCK_BYTES
 
 
+def test_a_row_larger_than_a_block_is_a_block(monkeypatch):
+    monkeypatch.setattr(_blocks, "how_many", lambda device: 1)
+    assert _blocks.team(3, _blocks.COMMON_BLOCK_BYTES, torch.float32, torch.device("cuda")) == (1, 1)
+
+
 def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
     """Its maximum is finite then and its sum 0, for the other shards of the row to be added to."""
     small_blocks(monkeypatch, threads=2)

@@ -85,7 +85,7 @@ JUDGES = (
     ("collate.py", "tests/test_flags.py tests/test_collate.py"),
     ("mtp*", "tests/test_flags.py tests/test_mtp.py tests/test_errors.py"),
     ("*gumbel*", "tests/test_gumbel_topk.py tests/test_philox.py"),
-    ("*philox*", "tests/test_philox.py tests/test_gumbel_topk.py"),
+    ("*philox*", "tests/test_philox.py tests/test_default_device.py tests/test_gumbel_topk.py"),
     ("noise/_topk.py", "tests/test_gumbel_topk.py tests/test_corruption_levels.py"),
     ("noise/_compiled.py", "tests/test_corruption_compile.py"),
     (
