@@ -172,6 +172,21 @@ def test_kernel_and_torch_draw_the_same(routine, L, device):
         assert same(by_kernel, by_torch)
 
 
+OTHERS = {
+    "complementary": lambda ids, mask, seeds, **kw: corruption.complementary(mask, mask, **kw),
+    "levels": lambda ids, mask, seeds, **kw: corruption.sample_level(2, seeds=seeds, **kw),
+}
+
+
+@pytest.mark.parametrize("routine", [*ROUTINES.values(), *OTHERS.values()], ids=[*ROUTINES, *OTHERS])
+def test_the_backend_that_was_asked_for_runs(routine, monkeypatch, device):
+    ids, loss_mask, seeds = batch(2, 9, device)
+    monkeypatch.setitem(sys.modules, kernels.__name__, None)
+    routine(ids, loss_mask, seeds=seeds, backend="torch")
+    with pytest.raises(ImportError, match="corruption"):
+        routine(ids, loss_mask, seeds=seeds, backend="triton")
+
+
 def test_kernel_and_torch_draw_the_same_on_long_rows(device):
     ids, loss_mask, seeds = batch(2, 4100, device)  # past what a program holds in registers
     by_kernel, by_torch = (

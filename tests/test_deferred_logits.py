@@ -161,6 +161,14 @@ def test_the_head_is_called_once_and_only_where_it_must_be(monkeypatch):
     assert calls[0] is hidden
 
 
+def test_a_second_forward_pass_defers_too():
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    with deferred_logits(model):
+        first = model(hidden)
+        first.made()
+        assert isinstance(model(hidden), DeferredLogits)
+
+
 def test_copies_and_trees_hold_what_they_hold():
     out, hidden, logits = deferred(lambda z: torch.tanh(z / CAP) * CAP)
     torch.testing.assert_close(copy.copy(out).made(), logits)

@@ -278,6 +278,8 @@ def test_a_row_that_the_teacher_has_not(form, backend):
     assert grad.isnan().any(1).tolist() == [False, True, True, False]
     with pytest.raises(IndexError, match=r"^teacher_rows must lie in \[0, 7\), got -1 at position \(1,\)$"):
         check()
+    weights[1:], th = 0, th[:1]  # nobody looks where a row that weighs nothing points
+    check()
 
 
 def test_targets(backend):

@@ -569,6 +569,8 @@ def test_the_logits_are_not_made_unless_asked_for(ranks, tmp_path):
     assert shapes[2:] == [(4, 16, ranks.V)] * 2
     assert predicted.predictions.shape == (8, 16, ranks.V)
     assert predicted.metrics["test_loss"] == pytest.approx(loss)
+    made.evaluate()
+    assert shapes[4:] == [()] * 2  # and no longer
 
 
 @needs_trainer

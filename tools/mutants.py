@@ -55,7 +55,7 @@ JUDGES = (
     ("kernels/gumbel_topk.py", "tests/test_bounds.py tests/test_gumbel_topk.py -k 'triton or (beside and gumbel)'"),
     ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
     ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
-    ("*_transform*", "tests/test_flags.py tests/test_transform.py"),
+    ("*/_transform.py", "tests/test_flags.py tests/test_transform.py"),
     (
         "kernels/linear_nll*",
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
@@ -156,6 +156,7 @@ SAME_WITHOUT = {
     "strict",
     "stacklevel",
     "non_blocking",
+    "debug_barrier",  # Triton's interpreter has one thread
 }
 
 SWAPPED = {
@@ -188,7 +189,7 @@ class _Places(ast.NodeVisitor):
         self.lines = [0]
         for line in source.splitlines(keepends=True):
             self.lines.append(self.lines[-1] + len(line))
-        self.within_function = False
+        self.within_function, self.returns_bool = False, False
 
     def start(self, node: Place) -> int:
         return self.lines[node.lineno - 1] + node.col_offset
@@ -223,10 +224,11 @@ class _Places(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.name == "specimens":
             return
-        outer, self.within_function = self.within_function, True
+        outer = self.within_function, self.returns_bool
+        self.within_function, self.returns_bool = True, isinstance(node.returns, ast.Name) and node.returns.id == "bool"
         for child in (*node.args.defaults, *filter(None, node.args.kw_defaults), *node.body):
             self.visit(child)
-        self.within_function = outer
+        self.within_function, self.returns_bool = outer
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
         for child in node.body:
@@ -277,7 +279,8 @@ class _Places(ast.NodeVisitor):
         for keyword in node.keywords:
             if keyword.arg and keyword.arg not in SAME_WITHOUT:
                 self.drop_argument(keyword)
-        for child in (node.func, *node.args, *(k.value for k in node.keywords if k.arg not in SAME_WITHOUT)):
+        args = node.args[:1] if self.text(node.func) in ("tl.sum", "tl.max", "tl.min") else node.args
+        for child in (node.func, *args, *(k.value for k in node.keywords if k.arg not in SAME_WITHOUT)):
             self.visit(child)
 
     def drop_argument(self, keyword: ast.keyword) -> None:
@@ -298,7 +301,10 @@ class _Places(ast.NodeVisitor):
 
     def visit_Return(self, node: ast.Return) -> None:
         if node.value is not None and self.text(node.value) != "None":
-            self.add("returns None", node.value, "None")
+            if not self.returns_bool:
+                self.add("returns None", node.value, "None")
+            elif not isinstance(node.value, ast.Constant):  # None is as good as False, and a constant is changed anyway
+                self.add("returns the opposite", node.value, f"not ({self.text(node.value)})")
             self.visit(node.value)
 
     def drop(self, node: ast.stmt) -> None:
@@ -308,7 +314,7 @@ class _Places(ast.NodeVisitor):
     visit_AugAssign = drop  # noqa: N815
 
     def visit_Expr(self, node: ast.Expr) -> None:
-        if isinstance(node.value, ast.Call):
+        if isinstance(node.value, ast.Call) and getattr(node.value.func, "attr", "") not in SAME_WITHOUT:
             self.drop(node)
 
     def visit_Assign(self, node: ast.Assign) -> None:

@@ -176,7 +176,7 @@ def check_rows(
     if names.weight:
         check_float(names.weight, weight)
     check_ids(names.targets, targets)
-    if names.weight and weight is not None:
+    if weight is not None:
         _check_head(names, rows, weight, bias)
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
         check_dtypes(names.rows, rows, {names.weight: weight, names.bias: bias})

@@ -17,9 +17,10 @@ def local_pair(pair: Pair | None, x: torch.Tensor, rows: Rows, shard: VocabShard
     The teacher may be laid out in any way: a tensor of its that is plain is whole, the same on every rank, a DTensor is
     redistributed. Where rows are picked by number, all of them are needed on every rank.
     """
-    if pair is None or pair.teacher is None:
-        return pair
+    if pair is None:
+        return None
     it = pair.teacher
+    assert it is not None
     columns = it.columns
     if columns is not None and shard is not None:
         columns = columns.narrow(0, shard.start, shard.size)
