@@ -1,6 +1,7 @@
 """Choosing k of D: one set from kernel, torch path, host path and reference; counts, ties, edges, errors."""
 
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -49,6 +50,15 @@ def test_kernel_and_torch_choose_the_same_from_a_seed(N, D, source, device):
         return gumbel_topk_mask(log_w, k, generator=torch.Generator().manual_seed(1), backend=backend)
 
     assert torch.equal(run("triton"), run("torch"))
+
+
+@pytest.mark.parametrize("choose", [gumbel_topk_mask, corruption.batched_gumbel_topk, corruption.gumbel_topk])
+def test_the_backend_that_was_asked_for_runs(choose, monkeypatch, device):
+    log_w = torch.zeros(*[2, 5][choose is corruption.gumbel_topk :], device=device)
+    monkeypatch.setitem(sys.modules, "dllm_kernels.kernels.gumbel_topk", None)
+    assert choose(log_w, 2, backend="torch").sum(-1).eq(2).all()
+    with pytest.raises(ImportError, match="gumbel_topk"):
+        choose(log_w, 2, backend="triton")
 
 
 @pytest.mark.parametrize(("N", "D"), SHAPES)

@@ -64,6 +64,7 @@ def test_what_is_broken(source, expected):
         "import a",
         "from a import b",
         "A = int | float",
+        "A = TypeVar('A', bound=int)",
         "def f(a: Literal[1] = b) -> Literal[2]:\n    c: Literal[3] = d",
         "assert a < 1",
         "def f():\n    raise ValueError(a + 1)",

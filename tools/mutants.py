@@ -274,6 +274,8 @@ class _Places(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name == "TypeVar":
+            return
         if name.startswith(("min", "max", "amin", "amax")) and name in SWAPPED:
             self.add("min / max", node.func, SWAPPED[name], self.end(node.func) - len(name))
         for keyword in node.keywords:
