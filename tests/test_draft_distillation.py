@@ -337,6 +337,22 @@ def test_speculators(speculators, name):
         torch.testing.assert_close(out.acceptance_rate.sum(), of_call["accept_rate_sum"])
 
 
+@pytest.mark.parametrize(
+    ("name", "anchor"), [("specforge-dflash", 0), ("speculators-dflash", 0), ("specforge-dspark", 1)]
+)
+@pytest.mark.parametrize("loss_gamma", [None, 4.0])
+def test_what_an_anchor_weighs_that_is_not_masked(name, anchor, loss_gamma):
+    i = drawn()
+    loss = DraftDistillationLoss.preset(name, position_weights="decay", loss_gamma=loss_gamma, reduction="none")
+    given = {"confidence_logits": i.confidence} if name == "specforge-dspark" else {}
+    weights = loss.forward_fused(
+        i.hidden, i.head, i.teacher, i.targets, torch.ones_like(i.mask), block_size=BLOCK, **given
+    ).row_weights.view(B, N, BLOCK)
+    second = math.exp(-1 / loss_gamma) if loss_gamma and anchor else 1.0
+    torch.testing.assert_close(weights[..., 1] / second, torch.ones_like(weights[..., 1]))
+    assert (weights[..., 0] == anchor).all()
+
+
 def test_an_unknown_preset():
     message = (
         "name must be one of specforge-dflash, specforge-dpace, specforge-dspark, speculators-dflash, speculators-dspark, "
