@@ -147,6 +147,9 @@ JUDGES = (
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
 SPEED_ONLY = ("kernels/_tiles.py",)
+SIZES = {  # of what is worked on at a time, or below which another way is quicker
+    "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MORE", "MOST", "SLAB", "TILE", "_MILD", "_SLICE",
+}  # fmt: skip
 SAME_WITHOUT = {
     "device",
     "num_warps",
@@ -156,6 +159,7 @@ SAME_WITHOUT = {
     "strict",
     "stacklevel",
     "non_blocking",
+    "out",  # a result that is used is the same in memory of its own
     "debug_barrier",  # Triton's interpreter has one thread
 }
 
@@ -322,8 +326,16 @@ class _Places(ast.NodeVisitor):
     def visit_Assign(self, node: ast.Assign) -> None:
         if isinstance(node.targets[0], ast.Attribute | ast.Subscript):
             self.drop(node)
-        elif not self.text(node.targets[0]).startswith("__"):
+        elif not self.text(node.targets[0]).startswith("__") and self.text(node.targets[0]) not in SIZES:
             self.visit(node.value)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        """The first of several is broken as the second: the last is the first of one."""
+        self.visit(node.value)
+        if isinstance(node.slice, ast.Constant) and type(node.slice.value) is int and node.slice.value == 0:
+            self.add("constant", node.slice, "1")
+        else:
+            self.visit(node.slice)
 
 
 def mutants_of(file: str, source: bytes) -> list[Mutant]:
@@ -400,7 +412,7 @@ class Workplace:
         sys.modules.pop("tools")
         os.environ["PYTHONPATH"] = str(self.folder)  # of the processes that tests start
         os.environ["STOP_AT_FIRST_FAILURE"] = "1"  # of the distributed tests
-        options = ["-x", "-q", "--tb=short", "-W", "ignore", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        options = ["-x", "-q", "--tb=short", "--disable-warnings", "-p", "no:cacheprovider", "-p", "no:xdist"]
         code = pytest.main(["-m", "not exhaustive", *tests, *options])
         sys.stdout.flush()
         os._exit(code)
