@@ -95,7 +95,7 @@ JUDGES = (
     (
         "*corrupt*",
         "tests/test_flags.py tests/test_mix_arguments.py tests/test_corruption.py tests/test_corruption_levels.py"
-        " tests/test_corruption_statistics.py",
+        " tests/test_corruption_statistics.py tests/test_gumbel_topk.py",
     ),
     ("noise/_grid.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     ("noise/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
@@ -103,7 +103,7 @@ JUDGES = (
     (
         "losses/*",
         "tests/test_flags.py tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py"
-        " tests/test_reduction.py tests/test_draft_distillation.py tests/test_losses.py",
+        " tests/test_reduction.py tests/test_options_arrive.py tests/test_draft_distillation.py tests/test_losses.py",
     ),
     ("base/_changing.py", "tests/test_compile.py tests/test_corruption_compile.py"),
     ("base/_target_range.py", "tests/test_target_range.py tests/test_mask_values.py tests/test_errors.py"),
@@ -129,7 +129,7 @@ JUDGES = (
     (
         "base/_checks.py",
         "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_row_objective.py tests/test_extra.py"
-        " tests/test_gumbel_topk.py tests/test_transform.py tests/test_losses.py -k 'not triton'",
+        " tests/test_gumbel_topk.py tests/test_transform.py tests/test_losses.py tests/test_linear_nll.py -k 'not triton'",
     ),
     ("rows/_chunks.py", "tests/test_linear_nll.py tests/test_extra.py tests/test_compile.py -k 'not triton'"),
     ("rows/_compiled*.py", "tests/test_compile.py"),
