@@ -482,6 +482,19 @@ def test_pipeline_with_the_fused_loss():
         loss_fn((hidden[0], *hidden[1:]), labels)
 
 
+@pytest.mark.parametrize("packing", ["seq_idx", "cu_seqlens"])
+def test_a_row_of_packing_beside_labels_of_one_dimension(packing):
+    torch.manual_seed(3)
+    model, labels = Model(), torch.randint(0, V, (S,))
+    hidden = [h[0] for h in hiddens()]
+    one = {"seq_idx": torch.tensor([0] * 5 + [1] * 6), "cu_seqlens": torch.tensor([0, 5, S])}[packing]
+    flat, row = (
+        calculate_mtp_loss(MaskedCrossEntropy(), mtp_per_depth_h=hidden, labels=labels, model=model, **{packing: t})
+        for t in (one, one[None])
+    )
+    torch.testing.assert_close(flat, row)
+
+
 def test_seq_idx_tail():
     tail = torch.zeros(B, S, dtype=torch.int32)
     x = torch.zeros(B, S, V)
