@@ -442,7 +442,9 @@ def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, t
     torch.manual_seed(0)
     leaves = [torch.randn(N, D).half(), (torch.randn(V, D) / D**0.5).half(), torch.zeros(V).half()]
     targets, weights = torch.randint(0, V, (N,)), torch.logspace(0, -6, N)
-    weights = weights[[1, 2, 3, 4, 11, 5, 6, 7, 8, 12, 9, 10, 13, 0]]  # a very low one in each chunk, the highest in the last
+    weights = weights[
+        [1, 2, 3, 4, 11, 5, 6, 7, 8, 12, 9, 10, 13, 0]
+    ]  # a very low one in each chunk, the highest in the last
 
     def ours(h, w, b):
         w, b = (w, b) if trains_head else (w.detach(), b.detach())

@@ -121,6 +121,21 @@ def test_parity_from_hidden_states(fn, dtype, chunk_size, num_active, backend):
     assert_parity(ours, oracle, hidden_draw(dtype))
 
 
+def test_float16_rows_of_high_and_low_weight_in_one_chunk(backend):
+    """Each row's gradient keeps its precision, whatever the chunks before it and the rows beside it weigh."""
+    torch.manual_seed(0)
+    weights = torch.logspace(0, -6, 14, device=DEVICE)[[1, 2, 3, 4, 11, 5, 6, 7, 8, 12, 9, 10, 13, 0]]
+    h, w = (torch.randn(shape, device=DEVICE).half().requires_grad_() for shape in ((14, D), (V, D)))
+    targets = torch.randint(0, V, (14,), device=DEVICE)
+    out = linear_row_objective(h, w, targets, weighted, weights, chunk_size=5, backend=backend)
+    grads = torch.autograd.grad(out.loss, (h, w))
+    leaves = [t.detach().double().requires_grad_() for t in (h, w)]
+    exact = torch.autograd.grad(reference.linear_row_objective(*leaves, targets, weighted, weights.double()), leaves)
+    for got, want in zip(grads, exact, strict=True):
+        error = (got.double() - want).abs().amax(1) / want.abs().amax(1).clamp(min=torch.finfo(torch.float16).tiny)
+        assert error.max() <= 2 * torch.finfo(torch.float16).eps
+
+
 @objectives
 def test_what_is_returned_beside_the_loss(fn):
     """Detached, 0 where a row is off, and the same from logits and from hidden states."""
