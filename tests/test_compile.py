@@ -21,6 +21,7 @@ from dllm_kernels.mtp import (
     calculate_mtp_loss,
 )
 from dllm_kernels.ops import (
+    linear_divergence,
     linear_row_stats,
     linear_token_nll,
     row_stats,
@@ -307,6 +308,27 @@ def test_a_factor_that_changes_from_step_to_step(name, first):
         return out.square().sum()
 
     assert_few_graphs(step, numbers_that_change(FACTORS[first]), 2)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype"), [("none", torch.float32), ("sum", torch.float16), ("sum", torch.float32)]
+)
+def test_an_annealed_temperature_of_a_divergence(reduction, dtype):
+    """To a frozen head, whose gradients the forward pass makes."""
+    torch.manual_seed(0)
+    h, w, teacher = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((6, D), (V, D), (6, D)))
+    weights = torch.rand(6, device=DEVICE)
+
+    def loss(h, temperature):
+        return linear_divergence(h, w, teacher, weights, temperature=temperature, reduction=reduction).loss.sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for temperature in (2.0, 1.9, 1.8):
+        leaves = [h.clone().requires_grad_() for _ in range(2)]
+        values = [f(leaf, temperature) for f, leaf in zip((loss, compiled), leaves, strict=True)]
+        torch.testing.assert_close(values[1], values[0])
+        expected, got = (torch.autograd.grad(v, leaf)[0] for v, leaf in zip(values, leaves, strict=True))
+        torch.testing.assert_close(got, expected)
 
 
 def test_two_factors_of_which_one_changes():

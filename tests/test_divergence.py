@@ -282,6 +282,15 @@ def test_a_row_that_the_teacher_has_not(form, backend):
     check()
 
 
+def test_num_active_too_small_gives_nan():
+    h, w = torch.randn(4, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    out = linear_divergence(h, w, 2 * h, num_active=2)
+    assert out.loss.isnan()
+    assert out.value.isnan().all()
+    assert out.alpha.isnan().all()
+    assert linear_divergence(h, w, 2 * h, num_active=4).alpha.isfinite().all()
+
+
 def test_targets(backend):
     """-100 has no cross-entropy, another that no column has NaN, in its own row; the other kinds do not mind."""
     torch.manual_seed(0)

@@ -164,3 +164,12 @@ def test_bad_input(error, message, args, options):
 
 def test_the_rounding_of_a_probability_is_no_error():
     assert dpace_weights(torch.tensor([1.0078125], dtype=torch.bfloat16), torch.ones(1)).isfinite().all()
+
+
+def test_a_prefix_that_is_nearly_none():
+    """Of float32's subnormal numbers: a continuation is a ratio, and not small where both are."""
+    confidence, mask = torch.full((1, 6), 1e-9, device=DEVICE), torch.ones(1, 6, device=DEVICE)
+    options = {"alpha": 0.0, "variant": "continuation"}
+    got = dpace_weights(confidence, mask, **options)
+    torch.testing.assert_close(got, reference.dpace_weights(confidence, mask, **options), atol=0.0, rtol=1e-5)
+    assert got[0, :5].tolist() == pytest.approx([1.0] * 5)

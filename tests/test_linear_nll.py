@@ -260,6 +260,23 @@ def test_num_active_too_small_gives_nan(bound, path):
     assert linear_token_nll(hidden, weight, targets, num_active=bound, backend=path).nll.isnan().all()
 
 
+@pytest.mark.parametrize("bad", [-5, 40, 41])
+def test_a_bad_target_hurts_its_own_row_alone(bad, path):
+    """Also where the gradient is written over the logits."""
+    torch.manual_seed(0)
+    h, w = torch.randn(4, 3, device=DEVICE), torch.randn(40, 3, device=DEVICE)
+    targets = torch.tensor([1, bad, 3, 5], device=DEVICE)
+    others = torch.arange(4, device=DEVICE) != 1
+    leaves = [t.clone().requires_grad_() for t in (h, w)]
+    nll = linear_token_nll(*leaves, targets, backend=path).nll
+    assert nll.isnan().tolist() == [False, True, False, False]
+    (grad,) = torch.autograd.grad(nll.sum(), leaves[:1], retain_graph=True)
+    exact = h[others].double().requires_grad_()
+    plain = torch.nn.functional.cross_entropy(exact @ w.double().t(), targets[others], reduction="sum")
+    torch.testing.assert_close(grad[others].double(), torch.autograd.grad(plain, exact)[0], atol=1e-5, rtol=1e-4)
+    assert grad[1].isnan().all()
+
+
 def test_num_active_of_zero_without_an_active_row(path):
     (hidden, weight, _), targets, weights = inputs()
     got = value_and_grads(

@@ -136,6 +136,23 @@ def test_float16_rows_of_high_and_low_weight_in_one_chunk(backend):
         assert error.max() <= 2 * torch.finfo(torch.float16).eps
 
 
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_an_objective_that_writes_into_the_statistics(form):
+    torch.manual_seed(0)
+    h, w, ids = torch.randn(4, D, device=DEVICE), torch.randn(V, D, device=DEVICE), torch.arange(4, device=DEVICE)
+
+    def run(fn):
+        if form == "logits":
+            return row_objective(h @ w.t(), ids, fn, entropy=True)
+        return linear_row_objective(h, w, ids, fn, entropy=True, chunk_size=3)
+
+    out, changed = run(lambda s: 2 * s.log_probs), run(lambda s: s.log_probs.mul_(2))
+    for a, b in zip(out, changed, strict=True):
+        torch.testing.assert_close(a, b)
+    changed.value.zero_()
+    torch.testing.assert_close(changed.log_probs, out.log_probs)
+
+
 @objectives
 def test_what_is_returned_beside_the_loss(fn):
     """Detached, 0 where a row is off, and the same from logits and from hidden states."""

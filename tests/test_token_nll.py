@@ -487,6 +487,18 @@ def test_inplace_backward_reaches_the_layers_before(backend):
     torch.testing.assert_close(ours[1], expected[1])
 
 
+def test_inplace_backward_with_a_target_that_no_column_has(backend):
+    logits, targets = inputs()
+    targets.view(-1)[0] = logits.shape[-1]
+    grads = []
+    for inplace in (False, True):
+        leaf = logits.detach().clone().requires_grad_()
+        nll = token_nll(leaf * 1.0, targets, inplace_backward=inplace, backend=backend).nll
+        grads.append(torch.autograd.grad(nll.sum(), leaf)[0])
+    assert torch.equal(*(g.nan_to_num(99.0) for g in grads))
+    assert grads[0].isfinite().any()
+
+
 def test_inplace_backward_on_a_slice_writes_its_rows_alone(backend):
     leaf, _ = inputs((2, 5))
     z = leaf.clone().requires_grad_() * 1.0

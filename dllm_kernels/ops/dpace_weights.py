@@ -74,7 +74,7 @@ def weights_of_blocks(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant
         return prefix * mask
     suffix = (prefix * mask).flip(-1).cumsum(-1).flip(-1)
     if variant == "continuation":
-        suffix = suffix / prefix.clamp(min=torch.finfo(prefix.dtype).tiny)
+        suffix = torch.where(prefix > 0, suffix / prefix, 0.0)
     return suffix * mask
 
 

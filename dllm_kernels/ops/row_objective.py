@@ -61,7 +61,7 @@ def row_objective(
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the others
             ``[R]``) and the same rows of each tensor of ``aux``. It returns ``[R]``, made by torch operations. It may be called
             several times, each time with some of the rows. Inactive rows may be among them; their results are dropped. A tensor
-            of its own that requires a gradient gets one.
+            of its own that requires a gradient gets one. It must not write into ``aux``, which are the caller's tensors.
         aux: tensors ``[..., *]`` with one entry for each row, constants.
         entropy: whether ``fn`` uses ``stats.entropy``.
         active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum. None: all rows.
@@ -192,8 +192,10 @@ def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) ->
 def _combined(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None) -> RowObjective:
     """The objective of statistics that are there, differentiable through them."""
     rows = stats.lse.dim()
+    log_probs, lse, entropy, _, correct = (
+        None if t is None else t.detach().clone() for t in stats
+    )  # fn may write into its own
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
     value = checked_value(fn(RowStats(*flat[:5]), *flat[5:]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)
-    log_probs, lse, entropy, _, correct = (None if t is None else t.detach() for t in stats)
     return RowObjective(value.sum(), value.detach(), log_probs, lse, entropy, correct)  # type: ignore[arg-type]

@@ -53,6 +53,7 @@ def forward(job: Job, plan: Plan) -> Tensors:
     with no_autocast(job):
         needs = plan.needs if made_in_forward(plan) else NO_GRADIENTS
         scale, factors, headroom = weights * pair.factor, NO_FACTORS, None
+        size = scale if made_in_forward(plan) else None  # the factor is not known while a graph is traced
         if pair.per_row:
             scale = _ones(weights)
         elif any(needs):
@@ -64,7 +65,7 @@ def forward(job: Job, plan: Plan) -> Tensors:
             found, grads = _of_head(job, plan, needs, scale, factors, wide=headroom is not None)
         weighted = torch.where(weights != 0, weights * found.value, 0.0)
         loss = weighted if pair.per_row else weighted.sum()
-        return loss, found.value, found.alpha, found.agree, found.mean_alpha, *grads, headroom
+        return loss, found.value, found.alpha, found.agree, found.mean_alpha, *grads, headroom, size
 
 
 def backward(job: Job, plan: Plan, mean_alpha: Tensor | None, grad_loss: Tensor) -> Gradients:
@@ -122,10 +123,8 @@ def _filled(chunks: Chunks, scale: Tensor, mean_alpha: Tensor | None, *, with_gr
     for chunk, *found in _passed(chunks, scale, mean_alpha, with_grad=with_grad):
         for out, part in zip((value, alpha, agree), found, strict=True):
             rows.put(out, chunk, part)
-    if rows.overflow is not None:
-        value.masked_fill_(rows.overflow, math.nan)
-    value = rows.whole(value)
-    return _Found(value * pair_of(plan).factor, rows.whole(alpha), rows.whole(agree), mean_alpha)
+    value, alpha, agree = rows.finished([value, alpha, agree])
+    return _Found(value * pair_of(plan).factor, alpha, agree, mean_alpha)
 
 
 def _passed(

@@ -36,7 +36,7 @@ class Objective:
     def of(self, found: StatsResult, active: torch.Tensor, needed: bool) -> tuple[torch.Tensor, Upstream]:
         """(value of each row, 0 where it is off; the gradients of the sum of them, None where there is none)."""
         leaves = [found.log_probs, found.row_max + found.log_sum, found.entropy]
-        leaves = [None if t is None else t.detach().requires_grad_(needed) for t in leaves]
+        leaves = [None if t is None else t.detach().clone().requires_grad_(needed) for t in leaves]
         with torch.enable_grad() if needed else torch.no_grad():
             value = self._called(leaves, found.correct)
             total = torch.where(active != SKIP, value, 0.0)

@@ -405,7 +405,7 @@ def _divergence_kept(job: Job, written: Tensors, plan: Plan) -> Tensors:
     assert job.weights is not None
     pair = _divergence.pair_of(plan)
     if _divergence.made_in_forward(plan):
-        return (*written[5:], job.weights * pair.factor)
+        return written[5:]
     return (*job.leaves, job.ids, job.active, job.weights, written[4], *(pair.teacher or ()))
 
 
@@ -440,7 +440,7 @@ def _divergence_specs(job: Job, plan: Plan) -> tuple[Spec | None, ...]:
     headroom = made and plan.narrow and not pair.per_row
     grads = _gradient_specs(job, plan, plan.acc if headroom else None) if made else [None] * LEAVES
     mean = ((), plan.acc) if pair.recipe.mean_alpha else None
-    return (*found, mean, *grads, ((), plan.acc) if headroom else None)
+    return (*found, mean, *grads, ((), plan.acc) if headroom else None, row if made else None)
 
 
 def _divergence_result(_: Plan, __: torch.Size, rows: torch.Size, *shown: Tensor | None) -> Divergence:

@@ -126,6 +126,9 @@ def nll_grad(
     active = Active.of(targets, scale)
     if active.ids.numel() and active.ids.amin().item() < 0:
         active = active.with_target
+    over = out.data_ptr() == logits.data_ptr()
+    if over and active.ids.numel() and active.ids.amax().item() >= logits.shape[-1]:
+        return False  # which would show only after the logits, that the other way reads, have been written over
     times = 1.0 if factor is None else factor.item()
     return bool(times) and _are_few(logits, active.rows) and _grad(logits, active, times, out)
 
