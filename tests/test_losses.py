@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -873,3 +874,49 @@ def test_draft_accuracy_of_fractions():
     hits, count = DFlashDecayLoss._draft_acc_per_pos(correct, valid, 4)
     assert hits.tolist() == [0.75, 1.0, 0.5]
     assert count.tolist() == [2.0, 1.5, 0.5]
+
+
+NO_ALPHA = "alpha must be a number or a 0-d tensor, got "
+
+
+@pytest.mark.parametrize(
+    ("alpha", "error", "message"),
+    [
+        (torch.ones(2, 1, 1), ValueError, f"{NO_ALPHA}a tensor of shape (2, 1, 1), torch.float32"),
+        (torch.ones(2), ValueError, f"{NO_ALPHA}a tensor of shape (2,), torch.float32"),
+        (torch.tensor(1j), ValueError, f"{NO_ALPHA}a tensor of shape (), torch.complex64"),
+        (None, TypeError, f"{NO_ALPHA}NoneType"),
+        (NAN, ValueError, "alpha must be finite, got nan"),
+        (math.inf, ValueError, "alpha must be finite, got inf"),
+    ],
+)
+def test_an_alpha_that_is_no_weight_is_refused_also_when_assigned(alpha, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        HybridDiffusionLLMLoss(alpha)
+    loss, case = HybridDiffusionLLMLoss(), BY_NAME["hybrid"]
+    loss.alpha = alpha
+    with pytest.raises(error, match="^" + re.escape(message)):
+        loss(logits_of(case), **draw(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_an_alpha_that_is_a_tensor(dtype):
+    case = BY_NAME["hybrid"]
+    rows, inputs = logits_of(case), draw(case)
+    for reduction in ("total", "none"):
+        expected, got = (
+            HybridDiffusionLLMLoss(a, reduction=reduction)(rows, **inputs)
+            for a in (2, torch.full((1,), 2, dtype=dtype))
+        )
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dflash_reduces_a_narrow_nll_in_float32(dtype):
+    loss, count = DFlashDecayLoss(loss_gamma=None), 100_001
+    nll = torch.full((1, 70_001), 2.0, dtype=dtype, device=DEVICE, requires_grad=True)
+    for n in (count, torch.tensor(count, device=DEVICE)):
+        out = loss._reduce(nll, torch.ones(1, 70_001, device=DEVICE), n, None)
+        torch.testing.assert_close(out.total_loss, torch.tensor(2 * 70_001 / count, device=DEVICE))
+        assert out.weight_sum == 70_001
+        assert torch.autograd.grad(out.total_loss, nll)[0].dtype == dtype

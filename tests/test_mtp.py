@@ -852,3 +852,18 @@ def test_a_head_that_is_a_parameter_of_an_inner_module():
     model.my_lm_head = Decoder()
     with pytest.raises(ValueError, match="Decoder"):
         head_weight(model)
+
+
+@pytest.mark.parametrize("offsets", [[0, 6, 3, S], [0, 4, S + 1], [2, 4, S], [], [0, 5, S, 2 * S]])
+def test_boundaries_that_do_not_rise_to_the_length(offsets):
+    """Those of a whole batch laid end to end too, which would be taken for those of each row."""
+    call = {"mtp_per_depth_h": hiddens(), "labels": labels_with_padding(), "model": Model()}
+    message = rf"^cu_seqlens must rise from 0 to {S}, the length of labels, or less, got {re.escape(str(offsets))}$"
+    with pytest.raises(ValueError, match=message):
+        calculate_mtp_loss(MaskedCrossEntropy(), cu_seqlens=torch.tensor(offsets, dtype=torch.int32), **call)
+
+
+@pytest.mark.parametrize(("depth", "error"), [(-1, ValueError), (0.5, TypeError)])
+def test_a_depth_that_is_none(depth, error):
+    with pytest.raises(error, match=r"^depth must be "):
+        mtp.depths.mtp_labels(torch.arange(6), depth)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels.base._checks import Extra, check_constant
+from dllm_kernels.base._checks import Extra, check_constant, check_number
+from dllm_kernels.base._plain import plain
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
     Count,
@@ -43,7 +47,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         (1.5, 0.5)
 
     Args:
-        alpha: weight of the diffusion part, a constant.
+        alpha: weight of the diffusion part, a finite constant.
         fp32_upcast: False rounds each token's NLL to the dtype of the logits. The computation is in float32 or wider in any case.
         softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
             becomes -inf. A step whose argument is None is left out.
@@ -68,6 +72,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend
         )
         self.alpha = alpha
+        self._check_alpha()
 
     def forward_fused(  # type: ignore[override]
         self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor, loss_mask: Tensor,
@@ -109,6 +114,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         rows.check(ids, width=2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None)
         causal_name = f"causal_{rows.names.rows}"
         batch.check_used_or_not(**{causal_name: causal, "noisy_input_ids": noisy_input_ids})
+        self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
         if causal is None or batch.loss_mask_ar is None:
@@ -122,8 +128,24 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         other.check(ids)
         return self._two_branches(rows, other, batch)
 
+    def _check_alpha(self) -> None:
+        """Also at each call, since it is an attribute that may have been assigned since."""
+        alpha: Any = self.alpha
+        if isinstance(alpha, Tensor):
+            if alpha.numel() != 1 or alpha.is_complex():
+                raise ValueError(
+                    f"alpha must be a number or a 0-d tensor, got a tensor of shape {tuple(alpha.shape)}, {alpha.dtype}"
+                )
+            return
+        check_number("alpha", alpha, "a number or a 0-d tensor")
+        if not math.isfinite(alpha):
+            raise ValueError(f"alpha must be finite, got {alpha}")
+
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Count]:
-        return self.alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
+        alpha: Any = self.alpha
+        if isinstance(alpha, Tensor):
+            alpha = plain(alpha).reshape(()).to(dtype)
+        return alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
 
     def _one_call(self, rows: Rows, batch: Batch, beyond: int) -> DLLMLossOutput:
         """All rows at once, with ``beyond`` of them after the diffusion rows: the AR branch's, or of no use."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dllm_kernels.base import _checks
-from dllm_kernels.base._plain import all_plain
+from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, is_our_linear
 from dllm_kernels.mtp.cross_entropy import (
     HIDDEN,
@@ -58,7 +58,12 @@ def mtp_labels(
 
     Returns:
         A new int64 tensor of the shape of ``labels``.
+
+    Raises:
+        TypeError: ``depth`` is no int.
+        ValueError: ``depth`` is negative.
     """
+    _checks.check_int("depth", depth, 0)
     labels = widened(labels)
     shift = min(depth + 1, labels.shape[-1])
     shifted = nn.functional.pad(labels[..., shift:], (0, shift), value=ignore_index)
@@ -94,7 +99,12 @@ def _sub_sequences(
     _checks.check_ids("cu_seqlens", boundaries)
     _checks.check_same_device("labels", labels, cu_seqlens=boundaries)
     boundaries = boundaries.long()  # a short type may hold them, and not every position
-    positions = torch.arange(labels.shape[-1], device=labels.device)
+    S = labels.shape[-1]
+    if values_are_there(boundaries):
+        ends = boundaries.tolist()
+        if not ends or [0, *sorted(ends)] != [ends[0], *ends] or ends[-1] > S:
+            raise ValueError(f"cu_seqlens must rise from 0 to {S}, the length of labels, or less, got {ends}")
+    positions = torch.arange(S, device=labels.device)
     # right=True: the position of a boundary is the first of the new sequence.
     return torch.searchsorted(boundaries[1:].contiguous(), positions, right=True).expand(labels.shape)
 
@@ -159,7 +169,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
         lm_weight: ``[V, H]``, the head, where the caller has gathered it already, or where it is of another class than ``nn.Linear``.
         logits_dtype: passed on to a base loss that takes it.
         grad_reduce_group: passed on to a base loss that takes it.
-        loss_weights: a factor per label, shaped like ``labels``.
+        loss_weights: a factor per position of the outputs, shaped like ``labels``; not shifted with these: at depth k it weighs the
+            label k + 1 further on.
         return_per_depth: return an :class:`MTPLossOutput`. The parts carry their graphs, so with a trainable head the
             logits are then made twice.
 
