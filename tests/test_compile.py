@@ -1,6 +1,8 @@
 """torch.compile with no graph break, and what torch asks of a custom op."""
 
 import itertools
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+import dllm_kernels
 from dllm_kernels.base import _compiled_checks
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
@@ -109,6 +112,25 @@ def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
 def test_every_loss_is_one_graph_forward_and_backward(case, form):
     inputs, leaves = draw(case)
     assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
+
+
+@pytest.mark.parametrize("case", [case for case in FIRSTS if isinstance(case.loss, type)], ids=lambda case: case.name)
+def test_the_whole_output_of_a_loss_leaves_its_graph(case):
+    """What a named tuple's ``_replace`` makes does not, on torch 2.11: it arrives empty."""
+    inputs, (h, w, b) = draw(case)
+    compiled = torch.compile(partial(case.output, "hidden"), backend="aot_eager", fullgraph=True)
+    for reduction in ("total", "none"):
+        arguments = case.arguments("hidden", h, inputs, (w, b))
+        expected, got = (of(arguments, reduction=reduction) for of in (partial(case.output, "hidden"), compiled))
+        assert (type(got), len(got)) == (type(expected), len(expected))
+        torch.testing.assert_close(tuple(got), tuple(expected))
+
+
+def test_what_is_traced_leaves_replace_to_one_function():
+    package = Path(dllm_kernels.__file__).parent
+    rooms = [path for room in ("losses", "mtp", "ops") for path in (package / room).glob("*.py")]
+    traced = [*rooms, *(package / "rows" / f"_{name}.py" for name in ("call", "plan", "run", "teacher"))]
+    assert not [str(path) for path in traced if "._replace(" in path.read_text()]
 
 
 @pytest.mark.exhaustive

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -37,9 +38,7 @@ def test_versions_device_and_backends(plain):
     assert not found.keys() & set(report.VARIABLES)
     assert found["backend=auto on cpu"] == found["backend=torch on cpu"] == "torch, right"
     assert found["backend=triton on cpu"].startswith("no, backend='triton' ")
-    import numpy
-
-    assert found["numpy"] == numpy.__version__
+    assert found["numpy"] == np.__version__
     assert "no-such-package" not in found
 
 
@@ -49,7 +48,12 @@ def test_what_is_not_installed_is_not_named(plain, monkeypatch):
 
 
 def test_kernels_through_the_interpreter(plain, monkeypatch):
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    version, numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
+    if version < (3, 7) and numpy >= (2, 4):
+        pytest.skip(
+            "the interpreter of Triton 3.6 fails with NumPy 2.4, unless it is mended as in tests/interpreter.py"
+        )
     command = [sys.executable, "-W", "error", "-m", "dllm_kernels.report"]
     done = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=True

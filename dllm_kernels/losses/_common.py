@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import plain_count
 
 Count = int | torch.Tensor | None
@@ -65,7 +66,7 @@ def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Ten
     """
     weights = weights.detach() if weights.requires_grad else weights
     out = DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone(), weight_sum=weights.sum())
-    return out if row_losses is None else out._replace(row_losses=row_losses, row_weights=weights)
+    return out if row_losses is None else replaced(out, row_losses=row_losses, row_weights=weights)
 
 
 def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:

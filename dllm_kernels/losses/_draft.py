@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import (
     Count,
@@ -267,6 +268,7 @@ class DraftCall:
         row_losses = None
         if found.value is not None and loss._gives_rows():
             row_losses = weighted_rows(found.value, found.weights)
-        return single_loss(found.loss, found.weights, row_losses)._replace(
-            draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct, acceptance_rate=a
+        out = single_loss(found.loss, found.weights, row_losses)
+        return replaced(
+            out, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct, acceptance_rate=a
         )

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, plain
 from dllm_kernels.base._regular import are_regular
 from dllm_kernels.ops import divergence, linear_divergence
@@ -42,11 +43,13 @@ class Rows(NamedTuple):
 
     def of(self, x: torch.Tensor, name: str) -> Rows:
         """Other rows of the same kind, which the caller calls ``name``."""
-        return self._replace(x=x, names=self.names._replace(rows=name))
+        return replaced(self, x=x, names=replaced(self.names, rows=name))
 
     def with_skipped(self, skip_id: int) -> Rows:
         """The same, with a column that is never predicted."""
-        return self._replace(options=self.options._replace(transform=self.options.transform._replace(skip_id=skip_id)))
+        return replaced(
+            self, options=replaced(self.options, transform=replaced(self.options.transform, skip_id=skip_id))
+        )
 
     @property
     def fused(self) -> bool:
@@ -107,7 +110,7 @@ class Rows(NamedTuple):
         if not self.options.round_nll:
             return rows
         dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
-        return rows._replace(nll=_rounded(rows.nll, dtype))
+        return replaced(rows, nll=_rounded(rows.nll, dtype))
 
     def stats(
         self, ids: torch.Tensor, active: torch.Tensor, *, mix: tuple[torch.Tensor, torch.Tensor], **asked: Any
@@ -126,8 +129,8 @@ class Rows(NamedTuple):
     def _do(self, op: RowOp, *of_rows: torch.Tensor | None, **asked: Any) -> Any:
         job = Job(self.x, self.weight, self.bias, *all_plain(*of_rows))
         if self.extra is not None:
-            job = job._replace(extra_x=self.extra[0], extra_weight=self.extra[1])
-        options = self.options._replace(**asked) if asked else self.options
+            job = replaced(job, extra_x=self.extra[0], extra_weight=self.extra[1])
+        options = replaced(self.options, **asked) if asked else self.options
         return run(op, job, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
 
 

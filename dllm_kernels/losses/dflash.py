@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
@@ -205,7 +206,7 @@ class DFlashDecayLoss(DraftLoss):
         weights = self._row_weights(mask, block_size, torch.exp(-token_nll.detach()))
         counts = Counts(num_tokens, num_blocks, num_sequences)
         out = single_loss(sum_of_rows(token_nll, self._normalized(weights, mask, block_size, counts)), weights)
-        return out._replace(draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
+        return replaced(out, draft_correct_per_pos=draft_correct_per_pos, draft_count_per_pos=draft_count_per_pos)
 
     @staticmethod
     def _chunk_nll(

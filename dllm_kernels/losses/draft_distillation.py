@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._divergence import Recipe
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
@@ -55,7 +56,7 @@ class _Teacher(NamedTuple):
     def check(self, rows: Rows, targets: torch.Tensor) -> None:
         """Check that the draft's head, where there is no other, takes the teacher's hidden states; the op checks the rest."""
         if self.x is not None and rows.weight is not None and "teacher_weight" not in self.options:
-            _checks.check_rows(rows.names._replace(rows=self.name), self.x, targets, rows.weight, rows.bias)
+            _checks.check_rows(replaced(rows.names, rows=self.name), self.x, targets, rows.weight, rows.bias)
 
 
 class DraftDistillationLoss(DraftLoss):
@@ -339,7 +340,7 @@ class DraftDistillationLoss(DraftLoss):
         self._check_settings()
         recipe = self._checked_recipe()
         if target_ids is None:  # the mask says how many rows there are
-            rows = rows._replace(names=rows.names._replace(targets="block_mask"))
+            rows = replaced(rows, names=replaced(rows.names, targets="block_mask"))
         targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
         teacher.check(rows, targets)
         self._check_there(recipe, teacher, target_ids, confidence_logits)
@@ -353,8 +354,8 @@ class DraftDistillationLoss(DraftLoss):
             learned = F.binary_cross_entropy_with_logits(s, found.a.clamp(0, 1), reduction="none")
             total = total + self.confidence_weight * sum_of_rows(learned, found.shares)
             if found.value is not None:
-                found = found._replace(value=found.value + self.confidence_weight * learned)
-        return call.output(found)._replace(total_loss=total)
+                found = replaced(found, value=found.value + self.confidence_weight * learned)
+        return replaced(call.output(found), total_loss=total)
 
     def _checked_recipe(self) -> Recipe:
         """The kinds, from attributes that may have been assigned since; the rest of them checked."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
@@ -133,7 +134,7 @@ def encoder_ar_loss_fused(
         ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is unknown.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size)
-    rows = Rows(HIDDEN._replace(targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
+    rows = Rows(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels.base._checks import Extra, check_constant, check_number
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import plain
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
@@ -196,7 +197,7 @@ def _of_rows(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DLLMLossO
     """The output with the rows of both parts, the first L of them the diffusion part's."""
     diffusion = sum_of_rows(nll[:, :L], divided[:, :L])
     out = single_loss(diffusion + sum_of_rows(nll[:, L:], divided[:, L:]), weights, weighted_rows(nll, weights))
-    return out._replace(dllm_loss=diffusion.detach().clone())
+    return replaced(out, dllm_loss=diffusion.detach().clone())
 
 
 def _is_longer(x: Tensor, target_ids: Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
@@ -165,7 +166,7 @@ class IDLMLoss(TransformedLoss):
         if not self._gives_rows():
             return out
         row_weights = torch.cat([scored, alpha * scored], 1)
-        return out._replace(row_losses=nll * row_weights, row_weights=row_weights)
+        return replaced(out, row_losses=nll * row_weights, row_weights=row_weights)
 
     def _check_settings(self) -> None:
         """Also at each call, since they are attributes that may have been assigned since."""

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import plain, values_are_there
 from dllm_kernels.base._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
@@ -175,7 +176,7 @@ class SCDDLoss(DiffusionLoss):
             masked = active & (z == self.mask_token_id)
             weights = torch.where(masked, t.to(rows.acc).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
             out = self._of_one_part(rows, self._predictable(x), weights, divide(weights, count))
-            return out._replace(weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
+            return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
         step = _Step.between(self, t, rows.vocabulary - 1).to(rows.acc)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.acc)
         return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._gives_rows() else None)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, is_our_linear
 from dllm_kernels.mtp.cross_entropy import (
@@ -201,7 +202,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
         weight = head_weight(model) if lm_weight is None else lm_weight
         bias = head_bias(model)
         for k, (output, target, origin) in enumerate(zip(outputs, targets, origins, strict=True)):
-            names = HIDDEN._replace(rows=f"mtp_per_depth_h[{k}]", targets=origin[0])
+            names = replaced(HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=origin[0])
             _checks.check_rows(names, output, target, weight, bias)
             _check_targets(loss_fn, target, weight.shape[0], *origin)
         check_sum_only(loss_fn.reduction, **common)

@@ -20,6 +20,7 @@ import torch
 
 from dllm_kernels.base import _changing, _checks
 from dllm_kernels.base._divergence import Recipe
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
@@ -298,9 +299,9 @@ def _compared(
     _checks.check_factor("temperature", temperature)
     T = float(temperature)
     its_transform = _checked_transform(teacher_transform, V, options.transform)
-    options = options._replace(transform=_tempered(options.transform, T))
+    options = replaced(options, transform=_tempered(options.transform, T))
     pair = Pair(teacher, recipe, _tempered(its_transform, T), T * T, reduction == "none", linear)
-    return run(DIVERGENCE, job._replace(active=job.weights), options, pair=pair)  # type: ignore[no-any-return]
+    return run(DIVERGENCE, replaced(job, active=job.weights), options, pair=pair)  # type: ignore[no-any-return]
 
 
 def _check_rows(sides: Sides, x: torch.Tensor, teacher: Teacher) -> None:
@@ -347,4 +348,4 @@ def _tempered(transform: Transform, T: float) -> Transform:
     """With the logits divided by a temperature, after all else."""
     if _changing.equals(T, 1):
         return transform
-    return transform._replace(scale=(1.0 if transform.scale is None else transform.scale) / T)
+    return replaced(transform, scale=(1.0 if transform.scale is None else transform.scale) / T)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dllm_kernels.base import _changing, _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import plain
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
@@ -99,7 +100,7 @@ def soft_embedding(
     _check_embedding(hidden, head, embedding)
     leaves = [None if t is None else t.detach() for t in job.leaves]
     job = Job.of(leaves, job.of_rows, leaves[1] if embedding is head else embedding.detach())
-    return run(SOFT_EMBEDDING, job._replace(weights=_checked_bump(hidden, bump)), options)  # type: ignore[no-any-return]
+    return run(SOFT_EMBEDDING, replaced(job, weights=_checked_bump(hidden, bump)), options)  # type: ignore[no-any-return]
 
 
 def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.Tensor) -> None:

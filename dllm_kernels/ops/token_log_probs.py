@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._regular import is_regular
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked
@@ -105,7 +106,7 @@ def token_log_probs(
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
     job, options = checked(names, Job(logits_or_hidden, weight, bias, ids, active), options, extra=extra)
     there = job.ids.long() != -100  # compared as uint8, -100 would be 156
-    job = job._replace(active=there if job.active is None else there & (job.active != 0))
+    job = replaced(job, active=there if job.active is None else there & (job.active != 0))
     out = run(ROW_STATS, job, options)
     return TokenLogProbs(out.log_probs, out.entropy)
 

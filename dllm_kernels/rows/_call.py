@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import RowOp
@@ -40,13 +41,13 @@ def checked(
     V = _checks.check_rows(names, x, job.ids, weight, bias)
     if weight is not None and extra is not None:
         u, second = _checks.checked_extra(names, x, weight, extra)
-        job = job._replace(extra_x=u, extra_weight=second)
+        job = replaced(job, extra_x=u, extra_weight=second)
     options = options.checked(V, x.shape[:-1].numel())
     if not several or job.ids.dim() != x.dim() or job.ids.shape[:-1] != x.shape[:-1] or job.ids.shape[-1] < 1:
         _check_ids_shape(names, x, job.ids, several)
     _checks.check_active(names, x, job.active)
     if job.weights is not None:
-        job = job._replace(weights=_checks.checked_weights(names, job.weights, x, job.ids))
+        job = replaced(job, weights=_checks.checked_weights(names, job.weights, x, job.ids))
     for name, t in (("mix[0]", job.a), ("mix[1]", job.b)):
         if t is not None:
             _check_part_of_mix(name, t, names, x)

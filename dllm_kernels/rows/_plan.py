@@ -13,6 +13,7 @@ import torch
 
 from dllm_kernels.base import _changing, _checks
 from dllm_kernels.base._backend import one_pass, use_triton
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import autocasts
 from dllm_kernels.base._rows import SKIP, RowPrimitives
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
@@ -167,7 +168,8 @@ class Options(NamedTuple):
             inplace_backward=self.inplace_backward,
         )  # fmt: skip
         _checks.check_int("ignore_index", self.ignore_index)
-        return self._replace(
+        return replaced(
+            self,
             transform=_checks.checked_transform(V, *self.transform),
             chunk_size=_checks.checked_chunk_size(self.chunk_size),
             num_active=_checks.checked_num_active(self.num_active, rows),
@@ -238,7 +240,7 @@ class Plan(NamedTuple):
     @property
     def for_backward(self) -> Plan:
         """The plan without the teacher's tensors: what backward needs of these is kept with the others."""
-        return self if self.pair is None else self._replace(pair=self.pair._replace(teacher=None))
+        return self if self.pair is None else replaced(self, pair=replaced(self.pair, teacher=None))
 
     def pack(self) -> Packed:
         """What a compiled op has to know, as its schema can carry it: integers, the floats of :mod:`_changing`, tensors."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from dllm_kernels.base._checks import check_inplace
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import check_no_tangent, has_values, is_dtensor
 from dllm_kernels.base._rows import as_blv
 from dllm_kernels.rows import _eager
@@ -45,9 +46,11 @@ def run_plain(op: RowOp, job: Job, plan: Plan) -> Any:
         check_inplace(job.x, as_blv(job.x))
     if plan.objective is not None:
         N = job.x.shape[:-1].numel()
-        plan = plan._replace(objective=plan.objective.map(lambda t: t.detach().reshape(N, *t.shape[job.x.dim() - 1 :])))
+        plan = replaced(
+            plan, objective=plan.objective.map(lambda t: t.detach().reshape(N, *t.shape[job.x.dim() - 1 :]))
+        )
     if plan.pair is not None:
-        plan = plan._replace(pair=plan.pair.flat())
+        plan = replaced(plan, pair=plan.pair.flat())
     shown = _implementation(job).call(op, _flat(op, job, plan), plan)
     return op.result(plan, job.ids.shape, job.x.shape[:-1], *shown)
 

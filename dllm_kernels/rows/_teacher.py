@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from dllm_kernels.base._divergence import Recipe
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows import _recipes
 
@@ -61,13 +62,14 @@ class Pair(NamedTuple):
         """The teacher over rows without a shape."""
         assert self.teacher is not None
         x, u, rows, columns = self.teacher.x, self.teacher.extra_x, self.teacher.rows, self.teacher.columns
-        flat = self.teacher._replace(
+        flat = replaced(
+            self.teacher,
             x=x.reshape(-1, x.shape[-1]) if self.linear else x,
             extra_x=None if u is None else u.reshape(-1, u.shape[-1]),
             rows=None if rows is None else rows.reshape(-1).to(torch.int64).contiguous(),
             columns=None if columns is None else columns.to(torch.int64),
         )
-        return self._replace(teacher=flat)
+        return replaced(self, teacher=flat)
 
     @property
     def tensors(self) -> list[Tensor]:
