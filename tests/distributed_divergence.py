@@ -1,5 +1,6 @@
 """Checks of the divergences in several processes: split vocabularies, sharded heads, split rows, teachers laid out otherwise."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reference
 from dllm_kernels import ops
+from dllm_kernels.rows import _divergence
 from tests.distributed_checks import B, D, L, Sent, V, check, close, mesh_of, shard
 from tests.parity import assert_parity
 
@@ -102,6 +104,47 @@ def tp_divergence_of_logits(name):
             return [2 * torch.randn(B, L, V).double()], upstream(options)
 
         assert_parity(ours, lambda z: reference.divergence(z, its, **options).loss, leaves)
+
+
+@check(2)
+@check(4)
+def every_rank_copies_the_same_pieces_of_the_teacher():
+    """Each ends in a collective, and shards that differ in size, or have no columns, are pieces of one row."""
+    mesh = mesh_of("tp")
+    for Vd in (V, 2):
+        z, t, w, columns = torch.randn(B, L, Vd), torch.randn(B, L, V + 1), torch.rand(B, L), torch.randperm(V + 1)[:Vd]
+        for rows in (1, 2, 5):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_divergence, "COPY_BYTES", rows * t[0, 0].nbytes)
+                got, want = z.clone().requires_grad_(), z.clone().requires_grad_()
+                options = {"kind": {"kl": 1.0, "tv": 0.5}, "draft_to_target": columns}
+                out = ops.divergence(shard(got, mesh, Shard(2)), t, w, backend="torch", **options).loss
+                expected = reference.divergence(want, t, w, **options).loss
+                close(out.detach(), expected.detach())
+                out.backward()
+                expected.backward()
+                close(got.grad, want.grad)
+
+
+@check(2)
+@check(4)
+def a_teacher_whose_rows_one_rank_has():
+    """Whether a rank gathers them follows from the layout, not from what it has: a batch of one is split over all ranks."""
+    mesh = mesh_of("tp")
+    h, t, w, own = (torch.randn(s).double() for s in ((1, L, D), (1, L, D), (V, D), (V, D)))
+    for of_teacher in (Shard(0), Shard(1), Replicate()):
+        for of_head in (Shard(0), Replicate()):
+            theirs, head = distribute_tensor(t, mesh, [of_teacher]), distribute_tensor(own, mesh, [of_head])
+
+            def ours(h, w, theirs=theirs, head=head):
+                h, w = shard(h, mesh, Shard(0)), shard(w, mesh, Shard(0))
+                return ops.linear_divergence(h, w, theirs, kind="kl", teacher_weight=head, backend="torch").loss
+
+            assert_parity(
+                ours,
+                lambda h, w: reference.linear_divergence(h, w, t, kind="kl", teacher_weight=own).loss,
+                lambda _: ([h, w], torch.randn(())),
+            )
 
 
 @check(2)

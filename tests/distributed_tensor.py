@@ -254,6 +254,15 @@ def rows_of_hidden_and_vocabulary(name):
         linear_oracle(case, inputs),
         hidden_draw(case, torch.float64),
     )  # fmt: skip
+    # On the whole mesh, as the hidden states: no FSDP2 has a part in it, and the gradients are summed.
+    assert_parity(
+        lambda h, w, b: case.hidden_form(
+            shard(h, mesh, Shard(0), Replicate()), shard(w, mesh, Replicate(), Shard(0)), shard(b, mesh, Replicate(), Shard(0)),
+            inputs, backend="torch",
+        ),
+        linear_oracle(case, inputs),
+        hidden_draw(case, torch.float64),
+    )  # fmt: skip
 
 
 @check(2)
@@ -718,6 +727,13 @@ def layouts_that_cannot_be_served_in_two_dimensions():
     raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
     head = distribute_tensor(torch.zeros(V, D), mesh, [Shard(0), Shard(0)])
     raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
+    flat, h, w = mesh_of("tp"), torch.zeros(B, L, D), torch.zeros(V, D)
+    for of_hidden, of_head in (
+        ((mesh, [Shard(0), Shard(1)]), (flat, [Replicate()])),
+        ((flat, [Shard(0)]), (mesh, [Replicate(), Replicate()])),
+    ):
+        hidden, head = distribute_tensor(h, *of_hidden), distribute_tensor(w, *of_head)
+        raises(ValueError, "the mesh that splits the rows", ops.linear_token_nll, hidden, head, y)
 
 
 @check(2, form=("logits", "hidden states"))

@@ -206,18 +206,18 @@ def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
     """The mesh dimensions of a head that are tensor parallel; the others are data parallel.
 
     Those with one of ``TENSOR_PARALLEL_NAMES``; those over which ``hidden``, a DTensor on the same mesh, is replicated;
-    and those that split what FSDP2's strided placement says was split before. All of them where the head is nowhere split
-    and ``hidden`` is a DTensor on its mesh: no FSDP2 then averages the gradients, and DTensor's own rule holds, the sum.
+    and those that split what FSDP2's strided placement says was split before. All of them where ``hidden`` is a DTensor on its
+    mesh and the others do not split the head: no FSDP2 then averages the gradients, and DTensor's own rule holds, the sum.
     """
     mesh, placements = weight.device_mesh, weight.placements
     strided = {shard_dim(p) for p in placements if is_strided(p)}
     shared = hidden.placements if isinstance(hidden, DTensor) and hidden.device_mesh == mesh else None
-    if shared is not None and all(p.is_replicate() for p in placements):
-        return list(range(mesh.ndim))
-    return [
+    found = [
         i
         for i, p in enumerate(placements)
         if dim_name(mesh, i) in TENSOR_PARALLEL_NAMES
         or (shared is not None and shared[i].is_replicate())
         or (shard_dim(p) in strided and not is_strided(p) and p.is_shard())
     ]
+    others = [p for i, p in enumerate(placements) if i not in found]
+    return list(range(mesh.ndim)) if shared is not None and all(p.is_replicate() for p in others) else found

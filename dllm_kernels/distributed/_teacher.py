@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from dllm_kernels.distributed._layout import Rows, shard_dim, sum_over
+from dllm_kernels.base._plain import plain
+from dllm_kernels.distributed._layout import Rows, check_local_shape, is_strided, shard_dim, sum_over
 from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.rows._teacher import Pair
@@ -38,39 +40,53 @@ def local_pair(pair: Pair | None, x: torch.Tensor, rows: Rows, shard: VocabShard
 
 
 def _local_rows(t: torch.Tensor, x: torch.Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> torch.Tensor:
-    """The teacher's rows ``[..., C]`` beside the student's, or all where they are picked; the columns of ``part``."""
-    if isinstance(t, DTensor):
-        local = _laid_out_like(t, x, columns=part is not None, picked=picked).to_local()
+    """The teacher's rows ``[..., C]`` beside the student's, or all where they are picked; the columns of ``part``.
+
+    Whether ranks communicate follows from layouts alone, which all of them know, and never from a rank's own piece.
+    """
+    if isinstance(t, DTensor) and isinstance(x, DTensor) and x.device_mesh == t.device_mesh:
+        t = t.redistribute(placements=_beside(t, x, rows, columns=part is not None, picked=picked))
         shape = tuple(t.shape[:-1]) if picked else rows.local_shape
-        if tuple(local.shape) == (*shape, t.shape[-1] if part is None else part.size):
-            return local
-        t = t.full_tensor()
+        check_local_shape("the teacher's rows", t, (*shape, t.shape[-1] if part is None else part.size))
+        return t.to_local()
+    t = plain(t)
     if not picked:
         t = rows.local(t)  # type: ignore[assignment]
     return t if part is None else t.narrow(-1, part.start, part.size)
 
 
-def _laid_out_like(t: DTensor, x: torch.Tensor, *, columns: bool, picked: bool) -> DTensor:
-    """Split over the mesh as the student's rows are, and as its columns; what is not, is whole on every rank."""
-    if not isinstance(x, DTensor) or x.device_mesh != t.device_mesh:
-        return t.redistribute(placements=[Replicate()] * t.device_mesh.ndim)
-    of_columns, last = x.dim() - 1, t.dim() - 1
-    placements: list[Placement] = []
-    for p in x.placements:
-        d = shard_dim(p)
-        kept = d is not None and (columns if d == of_columns else not picked)
-        placements.append((Shard(last) if d == of_columns else p) if kept else Replicate())
-    return t.redistribute(placements=placements)
+def _beside(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
+    """Split over the mesh as the student's ``rows`` are, and as its columns; what is not, is whole on every rank."""
+    of_columns, placements = x.dim() - 1, list[Placement]()
+    for i, p in enumerate(x.placements):
+        if shard_dim(p) == of_columns:
+            placements.append(Shard(t.dim() - 1) if columns else Replicate())
+        else:
+            kept = not picked and x.device_mesh.get_group(i) in rows.groups
+            placements.append(p if kept else Replicate())
+    return placements
 
 
 def _local_head(t: torch.Tensor | None, x: torch.Tensor, part: VocabShard | None) -> torch.Tensor | None:
     """The teacher's head, or the rows of it that make the columns of ``part``."""
     if t is None:
         return None
-    t = gather_head(t, x, "the teacher's head")
-    if isinstance(t, DTensor):
-        local = t.to_local()
-        if part is not None and t.shape[0] == part.total and local.shape[0] == part.size:
-            return local
-        t = t.full_tensor()
+    name = "the teacher's head"
+    t = gather_head(t, x, name)
+    if isinstance(t, DTensor) and part is not None and _is_split_like(t, part):
+        check_local_shape(name, t, (part.size, *t.shape[1:]))
+        return t.to_local()
+    t = plain(t)
     return t if part is None else t.narrow(0, part.start, part.size)
+
+
+def _is_split_like(t: DTensor, part: VocabShard) -> bool:
+    """Whether its first dimension, and no other, is split over the ranks of ``part``, into the same pieces."""
+    split = [i for i, p in enumerate(t.placements) if not p.is_replicate()]
+    if (
+        t.shape[0] != part.total
+        or [shard_dim(t.placements[i]) for i in split] != [0]
+        or is_strided(t.placements[split[0]])
+    ):
+        return False
+    return dist.get_process_group_ranks(t.device_mesh.get_group(split[0])) == dist.get_process_group_ranks(part.group)

@@ -114,6 +114,13 @@ def _local_parameter(t: torch.Tensor, split: list[list[int]]) -> torch.Tensor:
     if not isinstance(t, DTensor):
         return t
     mesh, placements = t.device_mesh, t.placements
+    for i, p in enumerate(placements):
+        ranks = set(dist.get_process_group_ranks(mesh.get_group(i)))
+        if p.is_replicate() and any(len(ranks & set(s)) > 1 and ranks != set(s) for s in split):
+            raise ValueError(
+                "the LM head must be on the mesh that splits the rows of the hidden states, or on a dimension of it, got "
+                f"{layout(t)}: its gradient could not be summed over the ranks that share rows; redistribute one of them"
+            )
     grad_placements: list[Placement] = [
         Partial() if p.is_replicate() and dist.get_process_group_ranks(mesh.get_group(i)) in split else p
         for i, p in enumerate(placements)

@@ -220,7 +220,7 @@ def _rows_of_logits(
     if teacher.columns is None:
         return compared(logits, theirs, scale, teacher_rows=teacher.rows, targets=y, out=out)
     found = [scale.new_empty(scale.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=torch.bool)]
-    for n, b, length in _pieces(logits):
+    for n, b, length in _pieces(logits, theirs.shape[-1]):
         here = slice(n, n + length.stop - length.start)
         index = torch.arange(n, here.stop, device=scale.device) if teacher.rows is None else teacher.rows[here]
         t = _picked(_rows_at(theirs, index), teacher.columns, 1)
@@ -233,10 +233,13 @@ def _rows_of_logits(
     return found[0], found[1], found[2]
 
 
-def _pieces(logits: Tensor) -> Iterator[tuple[int, int, slice]]:
-    """(first row, batch, positions) of pieces whose teacher's columns are copied at a time."""
-    B, L, V = logits.shape
-    step = max(1, COPY_BYTES // max(V * logits.element_size(), 1))
+def _pieces(logits: Tensor, columns: int) -> Iterator[tuple[int, int, slice]]:
+    """(first row, batch, positions) of pieces whose teacher's ``columns`` are copied at a time.
+
+    All of the teacher's: ranks that share a vocabulary have as many, and cut the same pieces, each of which ends in a collective.
+    """
+    B, L, _ = logits.shape
+    step = max(1, COPY_BYTES // max(columns * logits.element_size(), 1))
     for b in range(B):
         for start in range(0, L, step):
             yield b * L + start, b, slice(start, min(start + step, L))
