@@ -24,7 +24,10 @@ def weighted_nll(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, options: Options
 ) -> WeightedNLL | None:
     """Of arguments that have been checked; None where something is not regular, or the logits are not few."""
-    if not (options in _NO_OPTIONS and on_torch_path(options.backend, logits, targets, weights)):
+    # Not asked of a graph, in which what is compared is a constant.
+    if torch.compiler.is_compiling() or not (
+        options in _NO_OPTIONS and on_torch_path(options.backend, logits, targets, weights)
+    ):
         return None
     found = _few.weighted_sum(logits, targets, weights)
     if found is None:
