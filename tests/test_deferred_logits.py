@@ -234,3 +234,57 @@ def test_under_autocast_they_have_its_dtype():
         assert out.dtype == torch.bfloat16
         assert out.usable
         assert out.made().dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_logits_of_a_call_without_gradients_are_constants(mode):
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    with deferred_logits(model), mode():
+        out = model(hidden)
+        assert out.usable
+    assert not out.usable  # a loss of hidden states would train the head
+    made = out.made()
+    assert not made.requires_grad
+    torch.testing.assert_close(made.clone(), model(hidden).detach())
+
+
+def test_who_looks_at_them_without_gradients_does_not_take_theirs():
+    out, hidden, logits = deferred()
+    with torch.no_grad():
+        out.argmax(-1)
+    (got,) = torch.autograd.grad(out.made().square().sum(), hidden)
+    (expected,) = torch.autograd.grad(logits.square().sum(), hidden)
+    torch.testing.assert_close(got, expected)
+
+
+def test_autocast_is_that_of_the_call():
+    model, hidden = Model(lambda z: z.float()).to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        expected = model(hidden)
+        with deferred_logits(model):
+            out = model(hidden.bfloat16())
+    torch.testing.assert_close(torch.log_softmax(out, -1), torch.log_softmax(expected, -1))
+    with deferred_logits(model):
+        out = model(hidden)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        made = out.made()
+    torch.testing.assert_close(made, model(hidden))
+
+
+def test_hidden_states_that_were_modified_are_no_longer_theirs():
+    model, hidden = Model().to(DEVICE), torch.randn(2, 3, D, device=DEVICE)
+    for use in (DeferredLogits.made, lambda z: z.usable, lambda z: z.float().exp()):
+        with deferred_logits(model):
+            out, seen = model(hidden), model(hidden)
+        made = seen.made()
+        hidden.mul_(2)
+        with pytest.raises(RuntimeError, match="modified in place between the LM head and the first use"):
+            use(out)
+        assert seen.made() is made
+
+
+def test_a_cast_to_their_own_dtype_is_themselves():
+    out, _, _ = deferred()
+    assert out.float() is out
+    assert out.to(torch.float32) is out
+    assert out.double() is not out

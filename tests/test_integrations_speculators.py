@@ -366,6 +366,11 @@ def test_metrics_without_the_host():
         (ValueError, "loss_config must be a dict of losses and weights, got {}", {"loss_config": {}}),
         (ValueError, "loss_config must be one of kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, got 'l1'", {"loss_config": {"l1": 1}}),
         (TypeError, "loss_config['tv'] must be a number, got str", {"loss_config": {"tv": "1"}}),
+        (ValueError, "loss_config['tv'] must not be negative, and finite, got -1", {"loss_config": {"ce": 1, "tv": -1}}),
+        (
+            ValueError, "loss_mask must hold 0 or 1, got 0.5 at position (0, 0)",
+            {"loss_mask": torch.full((1, T), 0.5), "loss_config": {"ce": 1}, "per_position_loss_weight": "dpace"},
+        ),
         (
             ValueError, "loss_config must have one loss with D-PACE, got ce, tv",
             {"loss_config": {"ce": 1, "tv": 1}, "per_position_loss_weight": "dpace"},

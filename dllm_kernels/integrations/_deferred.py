@@ -19,6 +19,7 @@ from torch.utils import _pytree
 
 from dllm_kernels.base._checks import FLOAT_DTYPES
 from dllm_kernels.base._head import check_plain_head
+from dllm_kernels.base._plain import autocasts
 from dllm_kernels.mtp.head import head_module
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -29,6 +30,42 @@ class Cap(NamedTuple):
 
     c: float
     done: int  # 1: divided, 2: its tanh, 3: all of it
+
+
+class Moment(NamedTuple):
+    """What held while the head was called, and holds again while its logits are made."""
+
+    grad: bool
+    inference: bool
+    autocast: torch.dtype | None  # what it casts to, where it is on
+    version: int  # of the hidden states
+
+    @classmethod
+    def now(cls, hidden: torch.Tensor) -> Moment:
+        """For a head that is called with ``hidden``."""
+        autocast = torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else None
+        version = 0 if hidden.is_inference() else hidden._version
+        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, version)
+
+    @contextlib.contextmanager
+    def again(self, hidden: torch.Tensor) -> Iterator[None]:
+        """Within it, what held then."""
+        kind = hidden.device.type
+        autocast = torch.autocast(kind, self.autocast, enabled=self.autocast is not None) if kind != "meta" else None
+        with (
+            torch.inference_mode(self.inference),
+            torch.set_grad_enabled(self.grad),
+            autocast or contextlib.nullcontext(),
+        ):
+            yield
+
+    def check_unchanged(self, hidden: torch.Tensor) -> None:
+        """Raise where the logits can no longer be made."""
+        if not hidden.is_inference() and hidden._version > self.version:
+            raise RuntimeError(
+                "the hidden states were modified in place between the LM head and the first use of its logits, which are made "
+                "only then; patch with fuse_head=False, or modify a copy"
+            )
 
 
 @dataclass(init=False, repr=False, eq=False)  # DDP looks for tensors in the fields of what a model returns
@@ -42,6 +79,7 @@ class DeferredLogits:
         steps: what has been done with the logits since, in order.
         cap: the soft cap among these.
         dtype: of the logits.
+        moment: when the head was called.
     """
 
     used: list[torch.Tensor]
@@ -53,7 +91,9 @@ class DeferredLogits:
         dtype: torch.dtype,
         steps: tuple[Step, ...] = (),
         cap: Cap | None = None,
+        moment: Moment | None = None,
     ) -> None:
+        self.moment = Moment.now(hidden) if moment is None else moment
         self.hidden = hidden
         self.head = head
         self.dtype = dtype
@@ -68,8 +108,14 @@ class DeferredLogits:
 
     @property
     def usable(self) -> bool:
-        """Whether hidden states, head and ``softcap`` are all there is to know: nobody has seen the logits themselves."""
-        return self._made is None and (self.cap is None or self.cap.done == 3)
+        """Whether hidden states, head and ``softcap`` are all there is to know: nobody has seen the logits themselves.
+
+        Logits that are constants are no function of hidden states that want a gradient.
+        """
+        if self._made is not None or (self.cap is not None and self.cap.done != 3):
+            return False
+        self.moment.check_unchanged(self.hidden)
+        return self.moment.grad or not torch.is_grad_enabled()
 
     @property
     def softcap(self) -> float | None:
@@ -79,9 +125,12 @@ class DeferredLogits:
     def made(self) -> torch.Tensor:
         """The logits, materialized at the first call."""
         if self._made is None:
-            self._made = self.head.logits(self.hidden)
-            for step in self.steps:
-                self._made = step(self._made)
+            self.moment.check_unchanged(self.hidden)
+            with self.moment.again(self.hidden):
+                made = self.head.logits(self.hidden)
+                for step in self.steps:
+                    made = step(made)
+            self._made = made
         return self._made
 
     @property
@@ -99,10 +148,12 @@ class DeferredLogits:
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits | torch.Tensor:
-        """The logits in another floating dtype, still deferred: a loss computes in float32 anyway."""
+        """The logits in another floating dtype, still deferred: a loss computes in float32 anyway, and rounds to no narrower one."""
         dtype = kwargs.get("dtype", args[0] if len(args) == 1 else None)
         if self._made is not None or dtype not in FLOAT_DTYPES or len(args) + len(kwargs) != 1:
             return self.made().to(*args, **kwargs)
+        if dtype == self.dtype:
+            return self
         return self._after(lambda z: z.to(dtype), self.cap, dtype)
 
     def tanh(self) -> DeferredLogits | torch.Tensor:
@@ -124,7 +175,7 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def _after(self, step: Step, cap: Cap | None, dtype: torch.dtype | None = None) -> DeferredLogits:
-        return DeferredLogits(self.hidden, self.head, dtype or self.dtype, (*self.steps, step), cap)
+        return DeferredLogits(self.hidden, self.head, dtype or self.dtype, (*self.steps, step), cap, self.moment)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # no protocol that a tensor has, such as that of arrays or of pickle
@@ -167,7 +218,7 @@ DeferredLogits.__iter__ = lambda self: iter(self.made())  # type: ignore[attr-de
 
 
 def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
-    return [x.hidden, x._made], (x.head, x.dtype, x.steps, x.cap)
+    return [x.hidden, x._made], (x.head, x.dtype, x.steps, x.cap, x.moment)
 
 
 def _unflatten(children: Any, context: Any) -> DeferredLogits:
@@ -205,9 +256,8 @@ class _Head:
 
 
 def _dtype_of_logits(hidden: torch.Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    autocast = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+    autocast = autocasts(hidden) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ import torch.nn.functional as F
 
 from dllm_kernels import ops
 from dllm_kernels.base import _checks
+from dllm_kernels.base._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences
 from dllm_kernels.ops.dpace_weights import check_alpha
 
@@ -322,6 +324,8 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
         _checks.check_choice("loss_config", name, KINDS)
         weight = weight[1] if isinstance(weight, tuple) else weight
         _checks.check_number(f"loss_config[{name!r}]", weight)
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"loss_config[{name!r}] must not be negative, and finite, got {weight}")
         terms[name] = float(weight)
     return terms
 
@@ -356,6 +360,9 @@ class _Metrics:
 
     def dpace(self, alpha: float) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """The same, of one term, whose own value makes the confidence."""
+        where = first_fraction(self.loss_mask, self.loss_mask)
+        if where is not None:
+            raise ValueError(f"loss_mask must hold 0 or 1, got {self.loss_mask[where].item()} at position {where}")
         ((name, weight),) = self.terms.items()
         found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
         q = torch.exp(-found.value).reshape(-1, self.block_size)

@@ -435,7 +435,8 @@ class MaskedDiffusionTrainerMixin:
 
     with N the supervised tokens of the whole batch: of all micro-batches, and of all ranks with
     ``average_tokens_across_devices``. For batches of :class:`MaskedDiffusionCollator`. Evaluation without metrics is fused
-    too; where predictions are wanted, the logits are made.
+    too; where predictions are wanted, the logits are made, and ``compute_metrics`` gets the labels as they are, packed:
+    ``unpack_labels(torch.as_tensor(prediction.label_ids))`` begins with the tokens.
 
     Not for ``nn.DataParallel`` (start one process per GPU instead), nor for sequences split over processes. What a model
     would add to its own loss (the balance of a router) is not added to this one.
