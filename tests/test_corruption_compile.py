@@ -70,8 +70,8 @@ SHARES = {
     "half life": lambda ids, mask, seeds, x: corruption.corrupt_blockwise(
         ids, mask, MASK, 4, half_life_ratio=x, seeds=seeds
     ),
-    # Numbers as they come: of each value of x / 2 torch 2.11 makes a graph by itself.
-    "levels": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=x, seeds=seeds)],
+    "levels": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=x / 2, high=1 - x / 4, seeds=seeds)],
+    "levels from": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=x, seeds=seeds)],
     "levels to": lambda ids, mask, seeds, x: [corruption.sample_level(2, low=0.01, high=x, seeds=seeds)],
 }
 
@@ -79,6 +79,8 @@ SHARES = {
 @pytest.mark.parametrize("name", SHARES)
 def test_a_number_that_changes_from_step_to_step(name):
     """One graph of the first value, and one for any other."""
+    if name == "levels" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("torch 2.11 makes a graph of each value of x / 2 by itself")
     ids, loss_mask, seeds = torch.arange(60).view(2, 30), torch.ones(2, 30, dtype=torch.bool), torch.tensor([5, 6])
     compiled = torch.compile(SHARES[name], backend="aot_eager", fullgraph=True)
     counters.clear()

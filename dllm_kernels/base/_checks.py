@@ -333,6 +333,13 @@ def check_number(name: str, value: Any, allowed: str = "a number") -> None:
         raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
 
 
+def check_not_negative(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a number that a term may be multiplied by."""
+    check_number(name, value)
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must not be negative, and finite, got {_changing.shown(value)}")
+
+
 def check_factor(name: str, value: Any) -> None:
     """Raise unless ``value`` is None or a Python number that a cap or a scale may be."""
     if value is None:

@@ -82,11 +82,10 @@ def _local_head(t: torch.Tensor | None, x: torch.Tensor, part: VocabShard | None
 
 def _is_split_like(t: DTensor, part: VocabShard) -> bool:
     """Whether its first dimension, and no other, is split over the ranks of ``part``, into the same pieces."""
-    split = [i for i, p in enumerate(t.placements) if not p.is_replicate()]
-    if (
-        t.shape[0] != part.total
-        or [shard_dim(t.placements[i]) for i in split] != [0]
-        or is_strided(t.placements[split[0]])
-    ):
+    split = [(i, p) for i, p in enumerate(t.placements) if not p.is_replicate()]
+    if len(split) != 1 or t.shape[0] != part.total:
         return False
-    return dist.get_process_group_ranks(t.device_mesh.get_group(split[0])) == dist.get_process_group_ranks(part.group)
+    ((i, p),) = split
+    groups = t.device_mesh.get_group(i), part.group
+    ranks, wanted = map(dist.get_process_group_ranks, groups)
+    return shard_dim(p) == 0 and not is_strided(p) and ranks == wanted

@@ -49,7 +49,7 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
     hidden, rows = _local_hidden("hidden states", job.x, group)
     u = None if job.extra_x is None else _local_extra_rows(job.extra_x, job.x, group, rows)
-    split = [dist.get_process_group_ranks(g) for g in rows.groups]
+    split = [set(dist.get_process_group_ranks(g)) for g in rows.groups]
     weight, bias, extra_weight = (None if t is None else _local_parameter(t, split) for t in (w, b, second))
     assert weight is not None
     check_dtypes("hidden", hidden, {"weight": weight, "bias": bias})
@@ -109,22 +109,21 @@ def _check_like(weight: torch.Tensor, others: dict[str, torch.Tensor | None]) ->
             raise ValueError(f"{name} must be laid out like {whose}, {want}, got {got}; redistribute it")
 
 
-def _local_parameter(t: torch.Tensor, split: list[list[int]]) -> torch.Tensor:
+def _local_parameter(t: torch.Tensor, split: list[set[int]]) -> torch.Tensor:
     """This rank's piece; its gradient is summed over the ranks of ``split``, each of which uses it for other rows."""
     if not isinstance(t, DTensor):
         return t
     mesh, placements = t.device_mesh, t.placements
+    grad_placements: list[Placement] = list(placements)
     for i, p in enumerate(placements):
         ranks = set(dist.get_process_group_ranks(mesh.get_group(i)))
-        if p.is_replicate() and any(len(ranks & set(s)) > 1 and ranks != set(s) for s in split):
+        if p.is_replicate() and ranks in split:
+            grad_placements[i] = Partial()
+        elif p.is_replicate() and any(len(ranks & s) > 1 for s in split):
             raise ValueError(
                 "the LM head must be on the mesh that splits the rows of the hidden states, or on a dimension of it, got "
                 f"{layout(t)}: its gradient could not be summed over the ranks that share rows; redistribute one of them"
             )
-    grad_placements: list[Placement] = [
-        Partial() if p.is_replicate() and dist.get_process_group_ranks(mesh.get_group(i)) in split else p
-        for i, p in enumerate(placements)
-    ]
     return local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute makes that sum
 
 

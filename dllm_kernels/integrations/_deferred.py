@@ -76,10 +76,10 @@ class DeferredLogits:
         used: what the logits depend on, though not yet by autograd's graph: hidden states, and views of weight and bias.
         hidden: what the head was called with, ``[..., D]``.
         head: the LM head.
+        moment: when the head was called.
+        dtype: of the logits.
         steps: what has been done with the logits since, in order.
         cap: the soft cap among these.
-        dtype: of the logits.
-        moment: when the head was called.
     """
 
     used: list[torch.Tensor]
@@ -88,14 +88,14 @@ class DeferredLogits:
         self,
         hidden: torch.Tensor,
         head: _Head,
+        moment: Moment,
         dtype: torch.dtype,
         steps: tuple[Step, ...] = (),
         cap: Cap | None = None,
-        moment: Moment | None = None,
     ) -> None:
-        self.moment = Moment.now(hidden) if moment is None else moment
         self.hidden = hidden
         self.head = head
+        self.moment = moment
         self.dtype = dtype
         self.steps = steps
         self.cap = cap
@@ -175,7 +175,7 @@ class DeferredLogits:
     __rmul__ = __mul__
 
     def _after(self, step: Step, cap: Cap | None, dtype: torch.dtype | None = None) -> DeferredLogits:
-        return DeferredLogits(self.hidden, self.head, dtype or self.dtype, (*self.steps, step), cap, self.moment)
+        return DeferredLogits(self.hidden, self.head, self.moment, dtype or self.dtype, (*self.steps, step), cap)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # no protocol that a tensor has, such as that of arrays or of pickle
@@ -218,7 +218,7 @@ DeferredLogits.__iter__ = lambda self: iter(self.made())  # type: ignore[attr-de
 
 
 def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
-    return [x.hidden, x._made], (x.head, x.dtype, x.steps, x.cap, x.moment)
+    return [x.hidden, x._made], (x.head, x.moment, x.dtype, x.steps, x.cap)
 
 
 def _unflatten(children: Any, context: Any) -> DeferredLogits:
@@ -243,7 +243,9 @@ class _Head:
         """Replaces the module's own forward."""
         if self.making or torch.compiler.is_compiling():
             return type(self.module).forward(self.module, hidden)
-        return DeferredLogits(hidden, self, _dtype_of_logits(hidden))
+        moment = Moment.now(hidden)
+        cast = None if hidden.dtype == torch.float64 else moment.autocast
+        return DeferredLogits(hidden, self, moment, cast or hidden.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """By the module itself, with the hooks that gather it."""
@@ -253,11 +255,6 @@ class _Head:
             return made
         finally:
             self.making = False
-
-
-def _dtype_of_logits(hidden: torch.Tensor) -> torch.dtype:
-    autocast = autocasts(hidden) and hidden.dtype != torch.float64
-    return torch.get_autocast_dtype(hidden.device.type) if autocast else hidden.dtype
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -323,9 +322,7 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
     for name, weight in loss_config.items():
         _checks.check_choice("loss_config", name, KINDS)
         weight = weight[1] if isinstance(weight, tuple) else weight
-        _checks.check_number(f"loss_config[{name!r}]", weight)
-        if not 0 <= weight < math.inf:
-            raise ValueError(f"loss_config[{name!r}] must not be negative, and finite, got {weight}")
+        _checks.check_not_negative(f"loss_config[{name!r}]", weight)
         terms[name] = float(weight)
     return terms
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -363,9 +362,7 @@ class DraftDistillationLoss(DraftLoss):
         _checks.check_choice("confidence", self.confidence, CONFIDENCE)
         _checks.check_number("temperature", self.temperature)
         _checks.check_factor("temperature", self.temperature)
-        _checks.check_number("confidence_weight", self.confidence_weight)
-        if not 0 <= self.confidence_weight < math.inf:
-            raise ValueError(f"confidence_weight must not be negative, and finite, got {self.confidence_weight}")
+        _checks.check_not_negative("confidence_weight", self.confidence_weight)
         return recipe
 
     def _check_there(

@@ -103,7 +103,7 @@ def _sub_sequences(
     S = labels.shape[-1]
     if values_are_there(boundaries):
         ends = boundaries.tolist()
-        if not ends or [0, *sorted(ends)] != [ends[0], *ends] or ends[-1] > S:
+        if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > S:
             raise ValueError(f"cu_seqlens must rise from 0 to {S}, the length of labels, or less, got {ends}")
     positions = torch.arange(S, device=labels.device)
     # right=True: the position of a boundary is the first of the new sequence.

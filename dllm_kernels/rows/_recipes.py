@@ -6,12 +6,11 @@ rkl, and the base of ``lk`` makes one of two kinds of it.
 
 from __future__ import annotations
 
-import math
-import numbers
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from dllm_kernels.base import _changing
+from dllm_kernels.base._checks import check_not_negative, check_number
 from dllm_kernels.base._divergence import NO_HYPER, Hyper, Option, Part, Recipe
 from dllm_kernels.rows_torch._divergence import KINDS
 
@@ -81,12 +80,7 @@ def _coefficients(kind: Any) -> dict[str, float]:
     for name, coefficient in kinds.items():
         if name not in NAMES:
             raise ValueError(f"kind must be one of {', '.join(NAMES)}, got {name!r}")
-        if isinstance(coefficient, bool) or not isinstance(coefficient, numbers.Real):
-            raise TypeError(f"kind[{name!r}] must be a number, got {type(coefficient).__name__}")
-        if not 0 <= float(coefficient) < math.inf:
-            raise ValueError(
-                f"kind[{name!r}] must not be negative, and finite, got {_changing.shown(float(coefficient))}"
-            )
+        check_not_negative(f"kind[{name!r}]", coefficient)
         if not _changing.equals(float(coefficient), 0):
             own = ALIASES.get(str(name), str(name))
             found[own] = found.get(own, 0.0) + float(coefficient)
@@ -103,8 +97,7 @@ def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
 def _checked_option(name: str, value: Any, option: Option) -> float:
     if value is None:
         return option.default
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    check_number(name, value)
     if not option.least <= float(value) <= option.most:
         raise ValueError(f"{name} must lie in [{option.least}, {option.most}], got {_changing.shown(float(value))}")
     return float(value)

@@ -24,10 +24,8 @@ def weighted_nll(
     logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, options: Options
 ) -> WeightedNLL | None:
     """Of arguments that have been checked; None where something is not regular, or the logits are not few."""
-    # Not asked of a graph, in which what is compared is a constant.
-    if torch.compiler.is_compiling() or not (
-        options in _NO_OPTIONS and on_torch_path(options.backend, logits, targets, weights)
-    ):
+    # In this order: of a graph no options are compared, which would make them constants of it.
+    if not (on_torch_path(options.backend, logits, targets, weights) and options in _NO_OPTIONS):
         return None
     found = _few.weighted_sum(logits, targets, weights)
     if found is None:

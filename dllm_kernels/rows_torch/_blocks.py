@@ -68,9 +68,8 @@ class Listed:
         B, L, V = t.shape
         position = t.stride(1) if L > 1 else t.stride(0) if B > 1 else V
         batch = t.stride(0) if B > 1 else L * position
-        step = (
-            math.gcd(batch, position) or V or 1
-        )  # every row begins at a multiple of it, so that one number finds a row
+        # Every row begins at a multiple of it, so that one number finds a row; a row may have no columns.
+        step = math.gcd(batch, position) or V or 1
         batch, position = batch // step, position // step
         self.flat = t.detach().as_strided(((B - 1) * batch + (L - 1) * position + 1, V), (step, t.stride(2)))
         dense = (batch, position) == (L, 1)
