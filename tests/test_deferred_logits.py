@@ -248,9 +248,10 @@ def test_logits_of_a_call_without_gradients_are_constants(mode):
     torch.testing.assert_close(made.clone(), model(hidden).detach())
 
 
-def test_who_looks_at_them_without_gradients_does_not_take_theirs():
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_who_looks_at_them_without_gradients_does_not_take_theirs(mode):
     out, hidden, logits = deferred()
-    with torch.no_grad():
+    with mode():
         out.argmax(-1)
     (got,) = torch.autograd.grad(out.made().square().sum(), hidden)
     (expected,) = torch.autograd.grad(logits.square().sum(), hidden)

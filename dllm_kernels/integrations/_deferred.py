@@ -36,7 +36,6 @@ class Moment(NamedTuple):
     """What held while the head was called, and holds again while its logits are made."""
 
     grad: bool
-    inference: bool
     autocast: torch.dtype | None  # what it casts to, where it is on
     version: int  # of the hidden states
 
@@ -45,7 +44,7 @@ class Moment(NamedTuple):
         """For a head that is called with ``hidden``."""
         autocast = torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else None
         version = 0 if hidden.is_inference() else hidden._version
-        return cls(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, version)
+        return cls(torch.is_grad_enabled(), autocast, version)
 
     @contextlib.contextmanager
     def again(self, hidden: torch.Tensor) -> Iterator[None]:
@@ -53,7 +52,7 @@ class Moment(NamedTuple):
         kind = hidden.device.type
         autocast = torch.autocast(kind, self.autocast, enabled=self.autocast is not None) if kind != "meta" else None
         with (
-            torch.inference_mode(self.inference),
+            torch.inference_mode(False),  # in which nothing has a gradient
             torch.set_grad_enabled(self.grad),
             autocast or contextlib.nullcontext(),
         ):
