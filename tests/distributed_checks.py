@@ -30,6 +30,8 @@ EXHAUSTIVE = {
     (2, "tp_divergence[lk, mean]"),
     (2, "tp_divergence_of_logits[kl]"),
     (4, "special_rows_of_a_divergence"),
+    (2, "every_rank_copies_the_same_pieces_of_the_teacher"),
+    (4, "a_teacher_whose_rows_one_rank_has"),
     *((2, f"fsdp_reshard_after_forward[{name}]") for name in ("mdlm, counted", "dflash")),
     *((2, f"fsdp_accumulation[{name}]") for name in ("mdlm, counted", "dflash")),
     (4, "a_skipped_column_is_one_of_the_whole_row"),

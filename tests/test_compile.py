@@ -114,7 +114,13 @@ def test_every_loss_is_one_graph_forward_and_backward(case, form):
     assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
 
 
-@pytest.mark.parametrize("case", [case for case in FIRSTS if isinstance(case.loss, type)], ids=lambda case: case.name)
+CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    every_time([case for case in CLASSES if case.name in ("hybrid", "dflash")], CLASSES, name=lambda case: case.name),
+)
 def test_the_whole_output_of_a_loss_leaves_its_graph(case):
     """What a named tuple's ``_replace`` makes does not, on torch 2.11: it arrives empty."""
     inputs, (h, w, b) = draw(case)
