@@ -8,7 +8,6 @@ them down alike.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from benchmarks.record import report
 from benchmarks.shapes import LINEAR, Shape
 from dllm_kernels import ops
 
-BARE, ONE_PASS = "bare products", "ours, one pass"
+BARE = "bare products"
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -45,16 +44,7 @@ def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
             hidden, head, targets, weights, chunk_size=chunk if options.recipe_chunk else None, backend=options.backend
         ).loss
 
-    def one_pass(*arguments: Any) -> torch.Tensor:
-        os.environ["DLLM_KERNELS_ONE_PASS"] = "1"
-        try:
-            return ours(*arguments)
-        finally:
-            del os.environ["DLLM_KERNELS_ONE_PASS"]
-
     found = peers.linear_losses(options.device, compiled=options.compiled)
-    if options.one_pass:
-        found = {ONE_PASS: one_pass, **found}
     left_out = () if dense else ("plain", "gather", "compiled")
     unweighted = peers.UNWEIGHTED if weighted else ()
     return {"ours": ours, **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
@@ -178,7 +168,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--dense-limit", type=float, default=24e9, help="bytes up to which candidates that hold all logits take part"
     )
-    parser.add_argument("--one-pass", action="store_true", help="also ours with the one-pass chunk kernel")
     measure.add_shape(parser)
     options = measure.parse(parser, argv)
     shares = tuple(options.share or {"full": (1.0, 0.5, 0.15), "small": (0.5,), "toy": (0.5,)}[options.size])

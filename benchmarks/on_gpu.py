@@ -112,7 +112,7 @@ def steps(work: Path, model: Path | None = None) -> list[Step]:
     return [
         measured("predicted", 1.2, *prediction),
         measured("token_nll", 1.3, *short, *shares),
-        measured("linear_nll", 2.5, *dflash, *short, "--one-pass", "--share", "0.5", "--share", "1.0"),
+        measured("linear_nll", 2.5, *dflash, *short, "--share", "0.5", "--share", "1.0"),
         measured("row_stats", 1.5, *policy, *dflash, "--share", "1.0"),
         measured("corruption", 1.5),
         measured("divergence", 0.8, "--kind", "kl", "--kind", "l1", "--samples", "5"),

@@ -90,7 +90,7 @@ def _kernel_sweep(
 def sweep(options: argparse.Namespace, folder: Path) -> list[Record]:
     """Run the sweeps of the two primitives, the linear one with a frozen and with a trainable head."""
     options.compiled, options.input_sets = False, 1
-    options.weighted, options.recipe_chunk, options.dense_limit, options.one_pass = False, False, 24e9, False
+    options.weighted, options.recipe_chunk, options.dense_limit = False, False, 24e9
     logits, linear = (_kernel_sweep(module, options) for module in (token_nll, linear_nll))
     found: list[Record] = []
     for name, cases in sweep_cases(options.size).items():

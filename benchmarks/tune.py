@@ -60,7 +60,7 @@ def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
 
 def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]:
     """The kernels over rows of logits, with the argmax-match and without, and the chunk kernel that is off by default."""
-    from dllm_kernels.kernels import linear_nll, linear_nll_once, token_nll
+    from dllm_kernels.kernels import linear_nll, token_nll
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)
@@ -87,9 +87,6 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
                 2 * chunk.nbytes,
             ),
         }
-        if dtype in (torch.bfloat16, torch.float32):
-            once = functools.partial(linear_nll_once.row_nll_factored_, chunk, y, s, with_correct=correct)
-            found[f"chunk in one pass{label}"] = Launch("linear_nll_rows_once", once, 2 * chunk.nbytes)
     return found
 
 

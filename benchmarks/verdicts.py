@@ -55,11 +55,7 @@ def than(name: str) -> Callable[[dict[str, Record]], float | None]:
 
 def than_the_fastest(them: dict[str, Record]) -> float | None:
     """How many times as long the fastest of the others takes."""
-    found = [
-        ratio
-        for name in them
-        if name not in ("ours", "ours, one pass", "bare products") and (ratio := than(name)(them))
-    ]
+    found = [ratio for name in them if name not in ("ours", "bare products") and (ratio := than(name)(them))]
     return min(found, default=None)
 
 
@@ -113,16 +109,7 @@ def _surprise(case: Record, name: str, them: dict[str, Record]) -> str:
     return f"- {word}: {case['kernel']} at V {case['V']}, {name}: {ratio:.2f} of its prediction, bar 0.9 to 1.1"
 
 
-def _one_pass(case: Record, phase: str, them: dict[str, Record]) -> list[str]:
-    ratio = than("ours, one pass")(them)
-    where = f"{case['shape']}, {case['active']} active"
-    return (
-        [] if ratio is None or phase != "both" else [f"- one pass takes {ratio:.3f} of the two passes' time: {where}"]
-    )
-
-
 def verdicts(folder: Path) -> list[str]:
-    """A line for each bar, for each kernel that the model speaks of, and for the two chunk kernels beside each other."""
+    """A line for each bar, for each kernel that the model speaks of."""
     lines = [_verdict(bar, folder) for bar in BARS]
-    lines += [_surprise(*found) for found in _cases(folder / "predicted.json")]
-    return lines + [line for found in _cases(folder / "linear_nll.json") for line in _one_pass(*found)]
+    return lines + [_surprise(*found) for found in _cases(folder / "predicted.json")]

@@ -161,8 +161,7 @@ def a_weighted_sum_launches_few_kernels(gpu):
 def rows_in_place(columns, dtype, **options):
     """All kernels over rows of logits that may write where they have read."""
     launches.token_nll((2, 16, columns), dtype, **options)
-    for one_pass in (False, True):
-        launches.from_hidden((2, 16, columns), dtype, D=16, frozen=True, one_pass=one_pass, **options)
+    launches.from_hidden((2, 16, columns), dtype, D=16, frozen=True, **options)
     launches.row_stats((2, 16, columns), dtype, entropy=True, mix=True, **options)
     for kind in ("kl", "l1"):
         launches.divergence_from_hidden((2, 16, columns), dtype, D=16, kind=kind, **options)
@@ -182,7 +181,7 @@ def no_program_has_more_threads_than_a_tile_columns(gpu):
     assert [(s.kernel, s.constants["BLOCK_V"]) for s in seen if s.constants["BLOCK_V"] < threads[s]] == []
 
 
-IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "linear_nll_rows_once", "row_stats_bwd", "divergence_rows")
+IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "row_stats_bwd", "divergence_rows")
 
 
 @check
@@ -452,7 +451,6 @@ def far_apart():
     yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
     yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16)
     yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
-    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17, one_pass=True)
     yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
     for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
         yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_correct=True)

@@ -129,5 +129,5 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
     tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(16, 1, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 1, 2))
-    for rule in ("linear_nll_rows", "linear_nll_rows_once", "divergence_rows"):
+    for rule in ("linear_nll_rows", "divergence_rows"):
         monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(16, 1))

@@ -10,7 +10,7 @@ from tests.parity import small_blocks, small_tiles
 NAN, INF = math.nan, math.inf
 LOWEST = torch.finfo(torch.float32).min
 PATHS = ("torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows")
-HEAD_PATHS = ("torch", "torch, on three threads", "triton", "triton, one pass")
+HEAD_PATHS = ("torch", "torch, on three threads", "triton")
 # (shape of the rows, V): one row and several, V of one column, odd and even, at the edge of a tile and beyond it.
 SHAPES = (((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1, 2), 17))
 
@@ -25,13 +25,11 @@ def on_path(path, monkeypatch):
 
 
 def on_head_path(path, monkeypatch):
-    """The backend, in small blocks on threads as large chunks are, in small tiles, in two passes over a chunk or one."""
+    """The backend, in small blocks on threads as large chunks are, or in small tiles."""
     if "three" in path:
         small_blocks(monkeypatch, threads=3)
     if path.startswith("triton"):
         small_tiles(monkeypatch, splits=2)
-    if "one pass" in path:
-        monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", "1")
     return path.split(",")[0]
 
 

@@ -135,7 +135,6 @@ RUNS = {
     **{f"weighted_nll, {d}": (lambda g, d=d: weighted_nll(g, d)) for d in (torch.float16, torch.float64)},
     "weighted_nll, split rows": lambda g: weighted_nll(g, torch.float32),
     **{f"weighted_linear_nll, {d}": (lambda g, d=d: weighted_linear_nll(g, d)) for d in (torch.float16, torch.float32)},
-    "weighted_linear_nll, one pass": lambda g: weighted_linear_nll(g, torch.float32, bias_grad=False),
     "weighted_linear_nll, transformed": lambda g: weighted_linear_nll(g, torch.float64, **TRANSFORM),
     **{f"row_stats, {d}": (lambda g, d=d: row_stats(g, d)) for d in (torch.float16, torch.float32)},
     "row_stats, split rows": lambda g: row_stats(g, torch.float16),
@@ -190,7 +189,6 @@ def guarded(request, monkeypatch):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_nothing_beside_a_tensor_is_touched(name, guarded, monkeypatch):
-    monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", str(int("one pass" in name)))
     small_tiles(monkeypatch, splits=3 if "split" in name else 1)
     torch.manual_seed(0)
     assert in_a_child(lambda: RUNS[name](guarded)) == 0

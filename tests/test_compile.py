@@ -769,9 +769,7 @@ def test_a_plan_survives_packing():
     """But for what is read above the compiled ops: the results asked for, and the target that switches a row off."""
     plans = [
         Plan(torch.bfloat16, True, Options(with_correct=True), Needs(True, False, True)),
-        Plan(
-            torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), read_beyond=True, one_pass=True
-        ),
+        Plan(torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), read_beyond=True),
         Plan(torch.float32, True, Options(Transform(30.0, 1 / 0.7, 0), 7, with_lse=True)),
         Plan(torch.float32, True, Options(Transform(scale=0.1), entropy=True, inplace_backward=True)),
     ]

@@ -55,7 +55,6 @@ def launches(name, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(GridExecutor, "__call__", launch)
-        patch.setenv("DLLM_KERNELS_ONE_PASS", str(int("one pass" in name)))
         small_tiles(patch, splits=3 if "split" in name else 1)
         poison_empty(patch)
         if "in memory" in name:
@@ -83,7 +82,7 @@ def assert_same_bits(name, monkeypatch):
     return {kernel for kernel, _ in quick}
 
 
-@pytest.mark.parametrize("name", ["token_nll, split rows", "weighted_linear_nll, one pass", "corrupt_mix"])
+@pytest.mark.parametrize("name", ["token_nll, split rows", "weighted_linear_nll", "corrupt_mix"])
 def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
     assert assert_same_bits(name, monkeypatch)
 

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks.measure import peak_memory
-from dllm_kernels.base import _backend
 from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
 from dllm_kernels.rows import _active_rows, _chunks
 from dllm_kernels.rows._plan import Needs, Plan
@@ -734,11 +733,3 @@ def test_float16_sums_that_only_fit_once_they_are_scaled_down(chunk_size, compil
     assert_parity(
         function, oracle(targets, weights), lambda _: ([hidden, weight, bias], torch.tensor(0.5, device=DEVICE))
     )
-
-
-@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("1", True)])
-def test_the_unproven_chunk_kernel_runs_only_on_request(value, expected, monkeypatch):
-    monkeypatch.delenv("DLLM_KERNELS_ONE_PASS", raising=False)
-    if value is not None:
-        monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", value)
-    assert _backend.one_pass() is expected

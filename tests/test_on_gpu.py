@@ -49,7 +49,6 @@ def test_every_step_has_what_it_needs():
     assert "-m not exhaustive -x" in words
     assert "-v" in words
     assert "--model" in by_name["predicted"].command
-    assert "--one-pass" in by_name["linear_nll"].command
 
 
 def shell(name, text, minutes=1.0, **options):
@@ -244,14 +243,12 @@ def test_every_bar_has_its_verdict(tmp_path):
     lines = written(
         tmp_path,
         token_nll=[record("ours", 1.05, llada), record("ours", 2.0, llada, "both"), record("liger", 1.9, llada, "both")],
-        linear_nll=[record("ours", 1.1, dflash, "both"), record("bare products", 1.0, dflash, "both"),
-                    record("ours, one pass", 1.32, dflash, "both")],
+        linear_nll=[record("ours", 1.1, dflash, "both"), record("bare products", 1.0, dflash, "both")],
         corruption=[record("ours", 1.0, verdicts._BATCH), record("original", 11.0, verdicts._BATCH)],
         predicted=[record("ours", 2.0, {"kernel": "k", "V": 7}, "chunk", floor=1.2, predicted_share=0.8)],
     )  # fmt: skip
     assert [line.split(":")[0] for line in lines] == [
         "- met", "- NOT MET", "- NOT MET", "- met", "- not measured", "- met", "- not measured", "- not measured", "- NOT MET",
-        "- one pass takes 1.200 of the two passes' time",
     ]  # fmt: skip
     assert lines[0].endswith("of a copy's speed: 0.952, bar 0.9")
     assert lines[8] == "- NOT MET: k at V 7, chunk: 0.75 of its prediction, bar 0.9 to 1.1"

@@ -16,7 +16,6 @@ from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_
 pytestmark = pytest.mark.indices
 
 token_nll_kernels = pytest.importorskip("dllm_kernels.kernels.token_nll")
-linear_nll_once_kernels = pytest.importorskip("dllm_kernels.kernels.linear_nll_once")
 linear_nll_kernels = pytest.importorskip("dllm_kernels.kernels.linear_nll")
 tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
 
@@ -30,8 +29,7 @@ def _several_accesses_a_thread(monkeypatch):
     poison_empty(monkeypatch)
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(TILE, 1))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(TILE, 1, 2))
-    for rule in ("linear_nll_rows", "linear_nll_rows_once"):
-        monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(TILE, 1))
+    monkeypatch.setattr(tiles, "linear_nll_rows", lambda V, itemsize, **_: tiles.Tile(TILE, 1))
 
 
 def rows(V, dtype):
@@ -115,16 +113,10 @@ def over_a_chunk(logits, targets, scale):
     return nll, logits, correct, torch.ones_like(scale).unsqueeze(1)
 
 
-def over_a_chunk_once(logits, targets, scale):
-    (nll, _, _, correct), factor = linear_nll_once_kernels.row_nll_factored_(logits, targets, scale, with_correct=True)
-    return nll, logits, correct, factor.unsqueeze(1)
-
-
 PATHS = {
     "whole rows": forward_and_backward,
     "split rows": forward_and_backward,
     "chunk": over_a_chunk,
-    "chunk, one pass": over_a_chunk_once,
 }
 
 
@@ -132,7 +124,6 @@ DTYPES = {
     "whole rows": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
     "split rows": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
     "chunk": (torch.float64, torch.bfloat16, torch.float16, torch.float32),
-    "chunk, one pass": (torch.float32, torch.bfloat16),  # float16 has not the range, float64 another kernel
 }
 
 
@@ -160,7 +151,7 @@ def test_every_kind_of_row(path, V, dtype, monkeypatch):
                 assert_as_good_as_plain([ours[these]], [e[these]], error, f"{these}, offset {offset}", sizes={V})
 
 
-@pytest.mark.parametrize("path", [forward_and_backward, over_a_chunk, over_a_chunk_once])
+@pytest.mark.parametrize("path", [forward_and_backward, over_a_chunk])
 @pytest.mark.parametrize(("V", "offset"), [(TILE, 0), (TILE + 13, 1)])
 def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
     """And what lies beside the rows is not written at all."""

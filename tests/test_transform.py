@@ -120,26 +120,6 @@ def test_rows_far_apart_and_anywhere_in_memory(kind, path):
     torch.testing.assert_close(grad, oracle[1].float())
 
 
-@pytest.mark.parametrize("frozen", [True, False])
-def test_one_pass_gives_way_to_two(frozen, monkeypatch, path):
-    monkeypatch.setenv("DLLM_KERNELS_ONE_PASS", "1")
-    steps = STEPS[3]
-    _, targets, weights = drawn(steps)
-    h, w = torch.randn(7, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
-    expected = value_and_grads(
-        lambda h: (reference.token_nll(reference.transformed(F.linear(h, w), **steps), targets) * weights).sum(),
-        [h],
-        torch.ones(()),
-    )
-    got = value_and_grads(
-        lambda h: weighted_linear_nll(h, w.requires_grad_(not frozen), targets, weights, backend=path, **steps).loss,
-        [h],
-        torch.ones(()),
-    )
-    for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
 def test_gradcheck():
     steps = {"softcap": 3.0, "scale": 0.8, "skip_id": 2}
     logits, targets, _ = drawn(steps, (4,))

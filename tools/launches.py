@@ -7,11 +7,9 @@ vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -52,9 +50,6 @@ def real() -> Iterator[Call]:
         yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True)
     for shape in (REAL_LOGITS, SHORT_ROWS):
         yield partial(weighted_nll, shape, torch.bfloat16, with_correct=True)
-    for dtype in (torch.bfloat16, torch.float32):
-        for flag in (False, True):
-            yield partial(from_hidden, REAL_HIDDEN, dtype, frozen=True, one_pass=True, with_correct=flag)
     yield partial(from_hidden, REAL_HIDDEN, torch.bfloat16, num_active=5000)
     yield from transformed()
     for dtype in DTYPES:
@@ -200,15 +195,9 @@ def from_hidden(
     *,
     D: int = 2560,
     frozen: bool = False,
-    one_pass: bool = False,
     **options: Any,
 ) -> None:
-    """Both ops from hidden states: the weighted one, and the one whose backward makes the logits again."""
-    with mock.patch.dict(os.environ, DLLM_KERNELS_ONE_PASS=str(int(one_pass))):
-        _from_hidden(shape, dtype, D, frozen, options)
-
-
-def _from_hidden(shape: tuple[int, ...], dtype: torch.dtype, D: int, frozen: bool, options: dict[str, Any]) -> None:
+    """Both ops from hidden states: the weighted one, and the one whose backward recomputes the logits."""
     *rows, V = shape
     hidden = torch.empty(*rows, D, dtype=dtype, requires_grad=True)
     head = torch.empty(V, D, dtype=dtype, requires_grad=not frozen)

@@ -25,14 +25,6 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def one_pass() -> bool:
-    """Whether ``DLLM_KERNELS_ONE_PASS=1`` asks for the chunk kernel that reads the logits once.
-
-    For measurements: no GPU has shown it faster yet. It changes which roundings are made, not what is computed.
-    """
-    return os.environ.get("DLLM_KERNELS_ONE_PASS", "0") == "1"
-
-
 def use_triton(backend: str, tensor: torch.Tensor) -> bool:
     """Decide the backend for one call.
 

@@ -28,10 +28,6 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
 ``nll_and_grad_(logits [C, V], targets, scale, *, with_correct)``
     Both at once, the gradient over the logits.
 
-``nll_factored_(logits [C, V], targets, scale, *, with_correct)``, float32 and bfloat16, or None where a backend has none
-    ``nll`` and a factor a row, in one pass: the gradient is the factor times what then stands where the logits were.
-    Alone without a transform.
-
 ``divergence(...)``
     Of rows to a teacher's: ``base/_divergence.py``.
 
@@ -78,7 +74,6 @@ class RowPrimitives(NamedTuple):
     nll_and_grad_: Callable[..., NLL]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
     divergence: Divergences
-    nll_factored_: Callable[..., tuple[NLL, torch.Tensor]] | None = None
     add_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
     local_ids: Callable[[torch.Tensor], torch.Tensor] | None = None
 

@@ -67,12 +67,6 @@ def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
     return Tile(block, _warps(block * (2 if small else 1), itemsize))
 
 
-def linear_nll_rows_once(V: int, itemsize: int) -> Tile:
-    """A whole row by one program, read and written once: tiles of 16 KiB, 8 warps."""
-    block = _bytes_to_block(itemsize, 16384, V)
-    return Tile(block, _warps(block, itemsize))
-
-
 def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool = False) -> Tile:
     """A pair of rows by one program, read twice or three times: tiles of 16 KiB of each, 16 warps.
 

@@ -15,7 +15,7 @@ def row_primitives(triton: bool) -> RowPrimitives:
 
 
 def _triton() -> RowPrimitives:
-    from dllm_kernels.kernels import divergence, linear_nll, linear_nll_once, row_stats, token_nll
+    from dllm_kernels.kernels import divergence, linear_nll, row_stats, token_nll
 
     return RowPrimitives(
         StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
@@ -25,7 +25,6 @@ def _triton() -> RowPrimitives:
         linear_nll.row_nll_grad_,
         linear_nll.scale_,
         divergence.divergence,
-        linear_nll_once.row_nll_factored_,
     )
 
 

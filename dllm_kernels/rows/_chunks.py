@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels.base._rows import SKIP
-from dllm_kernels.base._transform import NO_TRANSFORM
 from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, multiprocessors
 from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Needs, Plan
 from dllm_kernels.rows._results import rounded, weighted_sum
@@ -109,9 +108,6 @@ class Chunks:
         assert job.active is not None
         self.rows = ActiveRows(job.active, plan.options.num_active)
         self.primitives = plan.primitives()
-        once = plan.one_pass and plan.dtype in (torch.bfloat16, torch.float32) and not needs.bias
-        once = once and plan.options.transform == NO_TRANSFORM
-        self.factored = self.primitives.nll_factored_ if once else None
         (V, D), device = job.head.shape, job.x.device
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
         self.size = max(1, min(size, self.rows.count))
@@ -147,22 +143,18 @@ class Chunks:
 
         ``scale=None`` makes none: only the first product and the reduction run.
         """
-        rows, acc, flags = self.rows, self.plan.acc, {"with_correct": self.plan.options.with_correct}
-        through: dict[str, Any] = {**flags, "transform": self.plan.options.transform}
+        rows, acc, options = self.rows, self.plan.acc, self.plan.options
+        through: dict[str, Any] = {"with_correct": options.with_correct, "transform": options.transform}
         device = self.logits.device
-        correct = rows.empty(dtype=torch.bool, device=device) if self.plan.options.with_correct else None
+        correct = rows.empty(dtype=torch.bool, device=device) if options.with_correct else None
         out = [*(rows.empty(dtype=acc, device=device) for _ in range(3)), correct]
         for chunk, h, y, logits in self:
             if scale is None:
                 stats = self.primitives.nll(logits[None], y, **through)
             else:
                 s = rows.take(scale, chunk)
-                if self.factored is None:
-                    stats, factors = self.primitives.nll_and_grad_(logits, y, s, **through), None
-                else:
-                    stats, factor = self.factored(logits, y, s, **flags)
-                    factors = Factors(factor, factor)
-                self.add_gradients(chunk, h, y, logits, s, factors)
+                stats = self.primitives.nll_and_grad_(logits, y, s, **through)
+                self.add_gradients(chunk, h, y, logits, s)
             rows.put_each(out, chunk, stats)
         nll, row_max, log_sum, correct = rows.finished(out)
         return nll, row_max, log_sum, correct

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 import torch
 
 from dllm_kernels.base import _changing, _checks
-from dllm_kernels.base._backend import one_pass, use_triton
+from dllm_kernels.base._backend import use_triton
 from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import autocasts
 from dllm_kernels.base._rows import SKIP, RowPrimitives
@@ -186,7 +186,6 @@ class Plan(NamedTuple):
         needs: which inputs want a gradient.
         read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
         all_on: of row statistics, no row is off, so that nobody has to look.
-        one_pass: read a chunk of logits once, where the backend and the dtype allow; unproven, see ``_backend.one_pass``.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
         pair: the teacher and how rows are compared with its, where a divergence is asked for.
         objective: an ``Objective`` (``_objective.py``) of the row statistics, where one is asked for; not in compiled ops.
@@ -198,7 +197,6 @@ class Plan(NamedTuple):
     needs: Needs = NO_GRADIENTS
     read_beyond: bool = False
     all_on: bool = False
-    one_pass: bool = False
     rows: RowPrimitives | None = None
     pair: Pair | None = None
     objective: Any = None
@@ -212,7 +210,6 @@ class Plan(NamedTuple):
             options,
             Needs.of(*job.leaves),
             read_beyond=job.weights is not None and job.active is not None,
-            one_pass=job.weight is not None and one_pass(),
             pair=pair,
             objective=objective,
         )
