@@ -29,7 +29,6 @@ from dllm_kernels import (
 )
 from dllm_kernels.losses import _rows as rows_module
 from dllm_kernels.rows import _plan
-from dllm_kernels.rows_torch import _few
 from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
@@ -414,15 +413,8 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 @pytest.mark.parametrize("auto_balance", [False, True])
 def test_idlm_makes_one_call(auto_balance, monkeypatch):
     seen = []
-    run, regular = rows_module.run, rows_module.weighted_nll  # the one where the other has nothing to say
+    run = rows_module.run
     monkeypatch.setattr(rows_module, "run", lambda op, job, *a: seen.append(job.x) or run(op, job, *a))
-
-    def of_regular(x, *others):
-        found = regular(x, *others)
-        seen.extend([] if found is None else [x])
-        return found
-
-    monkeypatch.setattr(rows_module, "weighted_nll", of_regular)
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1
@@ -813,7 +805,6 @@ def test_the_backend_that_was_asked_for_is_the_one_that_runs(case, form, backend
         raise InterruptedError
 
     monkeypatch.setattr(_plan, "row_primitives", stop)
-    monkeypatch.setattr(_few, "weighted_sum", lambda *_: stop(False))  # of few regular logits
     loss = {"logits": case.logits_form, "hidden": case.hidden_form}[form]
     leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
     for other in ("torch", "triton"):  # what a call that names none would take

@@ -25,9 +25,6 @@ is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a produc
 ``backward(logits, request, coefficients, row_max, log_sum, out)``
     Writes the gradient in the logits to ``out``, which may be the logits themselves; zeros where a row is off. In the
     transformed logits where ``request.through`` is False: that of lse is then p itself, whatever the transform.
-
-``small_backward(logits, request, found, upstream)``, or None where a backend has none
-    The same, ``[N, V]``, straight from the upstream gradients, where the call is small enough; None where it is not.
 """
 
 from __future__ import annotations
@@ -55,7 +52,6 @@ class StatsRequest(NamedTuple):
         entropy, correct: whether these are asked for.
         gradients: whether W is.
         whole: whether these are all columns of a row, so that what is found of them is M and S; else a part.
-        all_on: whether no row is known to be off.
         lse: whether (M, log S) are asked for. Without, a backend whose backward pass does not need them leaves them out.
         through: whether the gradient is that in the logits as they are, through the transform.
     """
@@ -69,7 +65,6 @@ class StatsRequest(NamedTuple):
     correct: bool = False
     gradients: bool = False
     whole: bool = True
-    all_on: bool = False
     lse: bool = True
     through: bool = True
 

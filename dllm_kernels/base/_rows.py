@@ -61,7 +61,6 @@ class StatsPrimitives(NamedTuple):
     forward: Callable[..., Any]
     mix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
     backward: Callable[..., None]
-    small_backward: Callable[..., torch.Tensor | None] | None = None
 
 
 class RowPrimitives(NamedTuple):

@@ -11,7 +11,6 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._plain import all_plain, values_are_there
-from dllm_kernels.base._regular import are_regular_masks, are_regular_tokens
 from dllm_kernels.base._target_range import first_fraction, first_true
 from dllm_kernels.losses._common import (
     Count,
@@ -27,14 +26,10 @@ from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 
 P_MASK_MIN = 1e-8
-_COUNTS = (int, type(None))
 
 
 class Batch(NamedTuple):
-    """What is known of the tokens ``[B, L]``, as :meth:`DiffusionLoss.forward` describes it, in plain tensors.
-
-    ``regular``: logits and masks have been seen to pass every check but that of p_mask's range; there are no others.
-    """
+    """Per-token inputs ``[B, L]`` of a loss, described in :meth:`DiffusionLoss.forward`, as plain tensors."""
 
     target_ids: torch.Tensor
     noise_mask: torch.Tensor
@@ -43,17 +38,10 @@ class Batch(NamedTuple):
     loss_mask_ar: torch.Tensor | None
     num_diffusion_tokens: Count
     num_ar_tokens: Count
-    regular: bool = False
 
     @classmethod
-    def of(cls, *fields: Any, logits: Any = None) -> Batch:
-        """The fields in their order; those that are DTensors are gathered."""
-        ids, noise_mask, p_mask, loss_mask, loss_mask_ar, count, count_ar = fields
-        if (
-            loss_mask_ar is None and type(count) in _COUNTS and type(count_ar) in _COUNTS
-            and are_regular_tokens(logits, ids, p_mask, noise_mask, loss_mask)
-        ):  # fmt: skip
-            return cls._make((*fields, True))
+    def of(cls, *fields: Any) -> Batch:
+        """Build the batch from its fields in order; DTensors are gathered."""
         return cls(*all_plain(*fields))
 
     def check_used_or_not(self, **tensors: torch.Tensor | None) -> None:
@@ -71,10 +59,9 @@ class Batch(NamedTuple):
 
         Returns whether each probability is known to be in range, used or not.
         """
-        if not (self.regular or are_regular_masks(self.target_ids, self.p_mask, self.noise_mask, self.loss_mask)):
-            check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
-            self.check_not_swapped()
-            _checks.check_constant("p_mask", self.p_mask)
+        check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
+        self.check_not_swapped()
+        _checks.check_constant("p_mask", self.p_mask)
         return self._check_probabilities()
 
     def check_not_swapped(self) -> None:
@@ -99,14 +86,13 @@ class Batch(NamedTuple):
         """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever p_mask holds there."""
         in_range = self.check_noise()
         on = self.noise_mask.bool() & self.loss_mask.bool()
-        p_mask = self.p_mask if self.regular and self.p_mask.dtype == dtype else self.p_mask.detach().to(dtype)
-        weights = on / p_mask.clamp(min=P_MASK_MIN)
+        weights = on / self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN)
         return weights if in_range else weights.masked_fill_(~on, 0.0)  # a CPU branches at every entry that it may fill
 
     def _check_probabilities(self) -> bool:
         """Raise where they are out of range; on a GPU that would cost a sync, so not there. Whether all are known to be in it."""
         p_mask, noise_mask = self.p_mask, self.noise_mask
-        if not (self.regular or values_are_there(p_mask)):
+        if not values_are_there(p_mask):
             return False
         if p_mask.numel():
             least, most = torch.aminmax(p_mask.detach() if p_mask.requires_grad else p_mask)
@@ -196,7 +182,7 @@ class DiffusionLoss(TransformedLoss):
                 masks that are swapped, as far as it shows; a constant or count that requires a gradient.
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
-        batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens, logits=logits)
+        batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
         rows = Rows(LOGITS, self._options(round_nll=self._rounds()), logits)
         return self._loss(rows, batch, causal_logits, noisy_input_ids)
 
@@ -254,9 +240,8 @@ class DiffusionLoss(TransformedLoss):
     def _loss(
         self, rows: Rows, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
-        if not batch.regular or causal is not None or noisy_input_ids is not None:
-            rows.check(batch.target_ids)
-            batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
+        rows.check(batch.target_ids)
+        batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
         weights, count = self._weights(batch, rows.acc)
         return self._of_one_part(rows, batch.target_ids, weights, divide(weights, count))
 

@@ -10,11 +10,9 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, plain
-from dllm_kernels.base._regular import are_regular
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.rows._plan import Job, Options, compute_dtype
 from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL, RowOp
-from dllm_kernels.rows._regular import weighted_nll
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.rows._run import run
 
@@ -72,10 +70,6 @@ class Rows(NamedTuple):
         ``shift``: how many positions before a token stands the row that it is the target of.
         """
         names, x = self.names, self.x
-        if not self.fused and are_regular(x, target_ids) and x.dim() == 3 and target_ids.dim() == 2:
-            B, L = target_ids.shape
-            if x.shape[0] == B and x.shape[1] == (L if width is None else width):
-                return
         V = _checks.check_rows(names, x, target_ids, self.weight, self.bias)
         _checks.check_ndim(names.rows, x, 3, "[B, L, D]" if self.fused else "[B, L, V]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
@@ -96,10 +90,6 @@ class Rows(NamedTuple):
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **asked: Any
     ) -> WeightedNLL:
         """The sum of weights * NLL: what a loss is whose weights are known."""
-        if self.weight is None and active is None and not asked:
-            regular = weighted_nll(self.x, targets, weights, self.options)
-            if regular is not None:
-                return regular
         weights = weights.detach().to(self.acc)
         op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
         return self._do(op, targets, active, weights, **asked)  # type: ignore[no-any-return]

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._named import replaced
-from dllm_kernels.base._regular import is_regular
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked
-from dllm_kernels.rows._plan import Job, Needs, Options, Plan
+from dllm_kernels.rows._plan import Job, Options
 from dllm_kernels.rows._records import ROW_STATS
-from dllm_kernels.rows._run import run, run_plain
+from dllm_kernels.rows._run import run
 
 
 class TokenLogProbs(NamedTuple):
@@ -85,15 +83,6 @@ def token_log_probs(
             without it, or an unknown backend.
         IndexError: ``check_targets`` is on and an id is out of range.
     """
-    unusual = (weight, bias, extra, active, softcap, skip_id, chunk_size, num_active, check_targets)
-    if (
-        not torch.compiler.is_compiling()  # else a graph would hold for one temperature alone
-        and all(option is None for option in unusual) and type(temperature) in (int, float) and temperature == 1
-        and type(with_entropy) is bool and is_regular(logits_or_hidden, ids, backend)
-    ):  # fmt: skip
-        plan = _plan(logits_or_hidden.dtype, with_entropy, Needs.of(logits_or_hidden))
-        found = run_plain(ROW_STATS, Job(logits_or_hidden, None, None, ids), plan)
-        return TokenLogProbs(found.log_probs, found.entropy)
     _checks.check_flags(with_entropy=with_entropy)
     for name, value in {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}.items():
         if value is not None and weight is None:
@@ -109,12 +98,6 @@ def token_log_probs(
     job = replaced(job, active=there if job.active is None else there & (job.active != 0))
     out = run(ROW_STATS, job, options)
     return TokenLogProbs(out.log_probs, out.entropy)
-
-
-@functools.cache
-def _plan(dtype: torch.dtype, with_entropy: bool, needs: Needs) -> Plan:
-    """The plan of a regular call."""
-    return Plan(dtype, False, Options(entropy=with_entropy), needs, all_on=True)
 
 
 def _checked_temperature(temperature: Any) -> float:

@@ -185,7 +185,6 @@ class Plan(NamedTuple):
         options: those that were asked for.
         needs: which inputs want a gradient.
         read_beyond: rows of weight 0 are read too, so their NaN has to be kept out of the sum.
-        all_on: of row statistics, no row is off, so that nobody has to look.
         rows: row primitives that stand where the backend's would: those of a split vocabulary.
         pair: the teacher and how rows are compared with its, where a divergence is asked for.
         objective: an ``Objective`` (``_objective.py``) of the row statistics, where one is asked for; not in compiled ops.
@@ -196,7 +195,6 @@ class Plan(NamedTuple):
     options: Options = Options()
     needs: Needs = NO_GRADIENTS
     read_beyond: bool = False
-    all_on: bool = False
     rows: RowPrimitives | None = None
     pair: Pair | None = None
     objective: Any = None

@@ -22,14 +22,10 @@ def forward(job: Job, plan: Plan) -> StatsResult:
 def backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
     """The gradient of the logits, contiguous, in their dtype."""
     logits, request = job.x, _request(job, plan)
-    primitives = plan.primitives().stats
-    made = primitives.small_backward and primitives.small_backward(as_blv(logits), request, found, upstream)
-    if made is not None:
-        return Gradients(made.view(logits.shape))
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     c = Coefficients.of(upstream, request, found)
     request = _with_gradient(request, c.size(upstream))
-    primitives.backward(as_blv(logits), request, c, found.row_max, found.log_sum, as_blv(grad))
+    plan.primitives().stats.backward(as_blv(logits), request, c, found.row_max, found.log_sum, as_blv(grad))
     return Gradients(grad)
 
 
@@ -127,7 +123,6 @@ def _request(job: Job, plan: Plan) -> StatsRequest:
         o.entropy,
         o.with_correct,
         any(plan.needs),
-        all_on=plan.all_on,
         lse=plan.keeps_lse(job),
     )
 

@@ -20,8 +20,6 @@ from dllm_kernels.rows_torch._workers import how_many
 BLOCK_BYTES = 1 << 20
 # Bytes of a block that all cores work on, or a GPU: fewer, larger operations.
 COMMON_BLOCK_BYTES = 4 << 20
-# Logits of a call that is small: operations, not numbers, are what it costs.
-FEW = 1 << 19
 # Numbers from which on torch shares an operation out among its threads.
 GRAIN = 1 << 15
 

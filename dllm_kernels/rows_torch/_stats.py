@@ -16,7 +16,6 @@ import torch
 from dllm_kernels.base._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
-from dllm_kernels.rows_torch import _few
 from dllm_kernels.rows_torch._blocks import (
     Listed,
     Space,
@@ -165,8 +164,6 @@ def _reduce(
 
 def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
     """See ``base/_row_stats.py``."""
-    if (few := _few.forward(logits, request)) is not None:
-        return few
     B, L, V = logits.shape
     rows = places(request.active != SKIP)
     if rows.numel() == 0:
