@@ -20,7 +20,7 @@ class Divergence(NamedTuple):
 
     loss: Tensor
     value: Tensor
-    alpha: Tensor
+    acceptance_rate: Tensor
     agree: Tensor
 
 

@@ -157,14 +157,14 @@ def draft_distillation_loss(
     elif confidence == "teacher":
         q = torch.exp(-divergence(logits, teacher_logits, on.to(dtype), kind="teacher_ce").value).detach()
     else:
-        q = each.alpha
+        q = each.acceptance_rate
     weights = position_weights_of(
         mask, rows, q, gamma=loss_gamma, decay_from=decay_from, variant=position_weights, alpha=dpace_alpha
     )
     value = each.value
     if confidence_logits is not None:
         s = torch.where(on, confidence_logits.to(dtype), 0.0)
-        a = each.alpha.clamp(0, 1)
+        a = each.acceptance_rate.clamp(0, 1)
         value = value - confidence_weight * (
             a * torch.nn.functional.logsigmoid(s) + (1 - a) * torch.nn.functional.logsigmoid(-s)
         )

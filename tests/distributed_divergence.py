@@ -213,7 +213,7 @@ def fsdp_divergence():
             mine, heads[0].weight, its, teacher_weight=heads[1].weight if own else None, kind="tv", backend="torch"
         )
         (out.loss * dist.get_world_size()).backward()
-        close(out.alpha, want.alpha.chunk(dist.get_world_size())[rank])
+        close(out.acceptance_rate, want.acceptance_rate.chunk(dist.get_world_size())[rank])
         close(
             h.grad.chunk(dist.get_world_size())[rank] / dist.get_world_size(),
             same.grad.chunk(dist.get_world_size())[rank],

@@ -33,20 +33,15 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.rows import _compiled
-from dllm_kernels.rows._plan import Job, Needs, Options, Plan
-from dllm_kernels.rows._recipes import checked_recipe
-from dllm_kernels.rows._records import (
-    DIVERGENCE,
-    LINEAR_TOKEN_NLL,
-    ROW_STATS,
-    TOKEN_NLL,
-    WEIGHTED_LINEAR_NLL,
-    WEIGHTED_NLL,
-)
-from dllm_kernels.rows._teacher import Pair, Teacher
+from dllm_kernels.rows._divergence import DIVERGENCE
+from dllm_kernels.rows._inputs import NeedsGrad, RowInputs
+from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels.rows._plan import Options, Plan
+from dllm_kernels.rows._recipes import DivergencePlan, checked_recipe
+from dllm_kernels.rows._stats import ROW_STATS
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE, every_time
+from tests.opcheck import TESTS, opcheck
 
 V, D = 19, 8
 # One case for each loss with its counts; those of its other cases go through the same code.
@@ -135,7 +130,7 @@ def test_the_whole_output_of_a_loss_leaves_its_graph(case):
 def test_what_is_traced_leaves_replace_to_one_function():
     package = Path(dllm_kernels.__file__).parent
     rooms = [path for room in ("losses", "mtp", "ops") for path in (package / room).glob("*.py")]
-    traced = [*rooms, *(package / "rows" / f"_{name}.py" for name in ("call", "plan", "run", "teacher"))]
+    traced = [*rooms, *(package / "rows" / f"_{name}.py" for name in ("call", "inputs", "plan", "run"))]
     assert not [str(path) for path in traced if "._replace(" in path.read_text()]
 
 
@@ -621,22 +616,6 @@ def rows(dtype, N=5):
     return logits, targets, active
 
 
-TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-def opcheck(op, tensors, plan, tests=TESTS):
-    """What torch asks of the op over rows, and of its backward where that is an op too."""
-    job = Job(*tensors)
-    torch.library.opcheck(_compiled._rows, (op.name, *job, *plan.pack()), test_utils=tests)
-    if not any(plan.needs) or op.traced(plan) is not None:
-        return
-    job = Job(*(None if t is None else t.detach() for t in job))
-    written = op.forward(job, plan)
-    up = [None if t is None else torch.randn_like(t) for t in written[: op.differentiable]]
-    packed = plan.for_backward.pack()[:3]
-    torch.library.opcheck(_compiled._rows_backward, (op.name, list(op.kept(job, written, plan)), up, *packed))
-
-
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("with_correct", [False, True])
@@ -644,10 +623,10 @@ def test_opcheck_token_nll(dtype, with_correct, backend):
     logits, targets, _ = rows(dtype)
     transform = Transform(3.0, 0.7, 1) if with_correct else NO_TRANSFORM
     for x in (logits, logits.clone().requires_grad_()):
-        needs = Needs(x.requires_grad)
+        needs = NeedsGrad(x.requires_grad)
         plan = Plan(dtype, backend == "triton", Options(transform, with_correct=with_correct), needs)
         tests = TESTS if dtype == torch.float32 else TESTS[:3]
-        opcheck(TOKEN_NLL, (x, None, None, targets.unsqueeze(1), targets), plan, tests)
+        opcheck(TOKEN_NLL, RowInputs(x, targets.unsqueeze(1), targets=targets), plan, tests)
 
 
 @pytest.mark.covering(1)
@@ -658,9 +637,9 @@ def test_opcheck_token_nll(dtype, with_correct, backend):
 def test_opcheck_weighted_nll(dtype, options, beyond, backend):
     logits, targets, weights = rows(dtype)
     for x in (logits, logits.clone().requires_grad_()):
-        plan = Plan(dtype, backend == "triton", Options(**options), Needs(x.requires_grad), beyond)
+        plan = Plan(dtype, backend == "triton", Options(**options), NeedsGrad(x.requires_grad), mask_zero_weight=beyond)
         tests = TESTS if dtype == torch.float32 else TESTS[:3]
-        opcheck(WEIGHTED_NLL, (x, None, None, targets.unsqueeze(1), targets, weights), plan, tests)
+        opcheck(WEIGHTED_NLL, RowInputs(x, targets.unsqueeze(1), targets=targets, weights=weights), plan, tests)
 
 
 def linear_inputs(dtype, needs):
@@ -668,11 +647,16 @@ def linear_inputs(dtype, needs):
     leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((5, D), (V, D), (V,))]
     for leaf, need in zip(leaves, needs, strict=True):
         leaf.requires_grad_(need)
-    return leaves, (targets.unsqueeze(1), targets), weights
+    return leaves, targets, weights
+
+
+def linear(leaves, ids, targets, **others):
+    """Inputs of an op from hidden states, weight and bias."""
+    return RowInputs(leaves[0], ids, *leaves[1:], targets=targets, **others)
 
 
 def linear_plan(dtype, needs, **options):
-    return Plan(dtype, False, Options(with_correct=True, **options), Needs(*needs))
+    return Plan(dtype, False, Options(with_correct=True, **options), NeedsGrad(*needs), from_hidden=True)
 
 
 @pytest.mark.covering(1)
@@ -683,8 +667,9 @@ def test_opcheck_linear(dtype, needs):
     plan = linear_plan(dtype, needs, chunk_size=2, transform=Transform(3.0, 0.7, 1))
     # float16 differs between two ways of rounding the same gradient; its autograd is compared above
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    opcheck(WEIGHTED_LINEAR_NLL, (*leaves, *targets, weights), plan, tests)
-    opcheck(LINEAR_TOKEN_NLL, (*leaves, *targets), plan, tests)
+    ids = targets.unsqueeze(1)
+    opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, ids, targets, weights=weights), plan, tests)
+    opcheck(LINEAR_TOKEN_NLL, linear(leaves, ids, targets), plan, tests)
 
 
 @pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=str)
@@ -692,15 +677,15 @@ def test_opcheck_linear(dtype, needs):
 def test_opcheck_of_float16_without_a_row(needs, N):
     leaves, targets, weights = linear_inputs(torch.float16, needs)
     leaves[0] = leaves[0].detach()[:N].requires_grad_(needs[0])
-    tensors = (*leaves, *(t[:N] for t in targets), weights[:N])
-    opcheck(WEIGHTED_LINEAR_NLL, tensors, linear_plan(torch.float16, needs), TESTS[:3])
+    inputs = linear(leaves, targets[:N].unsqueeze(1), targets[:N], weights=weights[:N])
+    opcheck(WEIGHTED_LINEAR_NLL, inputs, linear_plan(torch.float16, needs), TESTS[:3])
 
 
 def test_opcheck_with_a_given_number_of_active_rows():
     needs = (True, True, True)
     leaves, targets, weights = linear_inputs(torch.float32, needs)
     plan = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
-    opcheck(WEIGHTED_LINEAR_NLL, (*leaves, *targets, weights), plan, TESTS[:3])
+    opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, targets.unsqueeze(1), targets, weights=weights), plan, TESTS[:3])
 
 
 def statistics_of(N, K, mix):
@@ -708,7 +693,7 @@ def statistics_of(N, K, mix):
     ids[0, 0] = -100
     marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
     a, b = (torch.rand(N, device=DEVICE) if mix else None for _ in range(2))
-    return ids, marks, None, a, b
+    return {"ids": ids, "targets": marks, "mix_a": a, "mix_b": b}
 
 
 @pytest.mark.covering(1)
@@ -716,9 +701,11 @@ def statistics_of(N, K, mix):
 def test_opcheck_row_stats(entropy, mix, correct, backend):
     logits, _, _ = rows(torch.float32)
     for x in (logits, logits.clone().requires_grad_()):
-        needs = Needs(x.requires_grad)
-        plan = Plan(torch.float32, backend == "triton", Options(entropy=entropy, with_correct=correct), needs)
-        opcheck(ROW_STATS, (x, None, None, *statistics_of(5, 2, mix)), plan)
+        needs = NeedsGrad(x.requires_grad)
+        plan = Plan(
+            torch.float32, backend == "triton", Options(entropy=entropy, with_correct=correct), needs, with_mix=mix
+        )
+        opcheck(ROW_STATS, RowInputs(x, **statistics_of(5, 2, mix)), plan)
 
 
 @pytest.mark.covering(1)
@@ -727,9 +714,9 @@ def test_opcheck_row_stats(entropy, mix, correct, backend):
 @pytest.mark.parametrize("num_active", [None, 4])
 def test_opcheck_linear_row_stats(dtype, needs, num_active):
     leaves, _, _ = linear_inputs(dtype, needs)
-    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)
+    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)._replace(with_mix=True)
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    opcheck(ROW_STATS, (*leaves, *statistics_of(5, 2, mix=True)), plan, tests)
+    opcheck(ROW_STATS, linear(leaves, **statistics_of(5, 2, mix=True)), plan, tests)
 
 
 @pytest.mark.covering(1)
@@ -738,15 +725,18 @@ def test_opcheck_linear_row_stats(dtype, needs, num_active):
 @pytest.mark.parametrize("per_row", [False, True])
 @pytest.mark.parametrize("form", ["logits", "hidden"])
 def test_opcheck_divergence(dtype, needs, per_row, form):
-    leaves, (ids, marks), weights = linear_inputs(dtype, needs)
+    leaves, targets, weights = linear_inputs(dtype, needs)
     if form == "logits":
         leaves = [torch.randn(5, V, device=DEVICE).to(dtype).requires_grad_(needs[0]), None, None]
-    teacher = Teacher(torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype), rows=marks.clamp(0, 3))
-    recipe = checked_recipe({"ce": 0.1, "lk": 0.9}, alpha="mean")
-    pair = Pair(teacher, recipe, Transform(3.0, 0.7, 1), 4.0, per_row, linear=form == "hidden")
-    plan = Plan(dtype, False, Options(chunk_size=2), Needs(*(needs if form == "hidden" else needs[:1])), pair=pair)
+    inputs = linear(
+        leaves, targets.unsqueeze(1), targets.masked_fill(weights == 0, -100), weights=weights.float(),
+        teacher_x=torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype), teacher_rows=targets.clamp(0, 3),
+    )  # fmt: skip
+    config = DivergencePlan(checked_recipe({"ce": 0.1, "lk": 0.9}, alpha="mean"), Transform(3.0, 0.7, 1), 4.0, per_row)
+    needs = NeedsGrad(*(needs if form == "hidden" else needs[:1]))
+    plan = Plan(dtype, False, Options(chunk_size=2), needs, form == "hidden", divergence=config)
     tests = TESTS if dtype == torch.float32 else TESTS[:3]
-    opcheck(DIVERGENCE, (*leaves, ids, marks.masked_fill(weights == 0, -100), weights.float()), plan, tests)
+    opcheck(DIVERGENCE, inputs, plan, tests)
 
 
 @pytest.mark.parametrize("trains_head", [False, True])
@@ -768,8 +758,8 @@ def test_row_statistics_are_one_graph(trains_head):
 def test_a_plan_survives_packing():
     """But for what is read above the compiled ops: the results asked for, and the target that switches a row off."""
     plans = [
-        Plan(torch.bfloat16, True, Options(with_correct=True), Needs(True, False, True)),
-        Plan(torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), read_beyond=True),
+        Plan(torch.bfloat16, True, Options(with_correct=True), NeedsGrad(True, False, True)),
+        Plan(torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), mask_zero_weight=True),
         Plan(torch.float32, True, Options(Transform(30.0, 1 / 0.7, 0), 7, with_lse=True)),
         Plan(torch.float32, True, Options(Transform(scale=0.1), entropy=True, inplace_backward=True)),
     ]

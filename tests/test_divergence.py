@@ -205,7 +205,7 @@ def test_identical_rows(backend):
         leaf = z.clone().requires_grad_()
         out = divergence(leaf, z.clone(), kind=name, backend=backend)
         (grad,) = torch.autograd.grad(out.loss, leaf)
-        torch.testing.assert_close(out.alpha, torch.ones(5, device=DEVICE))
+        torch.testing.assert_close(out.acceptance_rate, torch.ones(5, device=DEVICE))
         assert out.agree.all()
         assert grad.abs().max() <= (0 if name in ("kl", "soft_ce") else 1e-6), name
         assert name == "soft_ce" or out.value.abs().max() < 1e-6
@@ -218,7 +218,7 @@ def test_rows_without_a_column_in_common(kind, backend):
     out = divergence(z, t, kind=kind, backend=backend)
     want = {"tv": 1, "l1": 2, "nla": 5 * math.log(10), "jsd": math.log(2)}.get(kind, INF)
     assert out.value.item() == pytest.approx(want)
-    assert out.alpha.item() == 0
+    assert out.acceptance_rate.item() == 0
     (grad,) = torch.autograd.grad(out.loss, z)
     if kind == "rkl":
         assert grad[0, :2].isnan().all()
@@ -253,7 +253,7 @@ def test_rows_of_weight_0_and_nan(backend):
     for kind in ("kl", "tv", "teacher_ce", MANY):
         leaves = [t.clone().requires_grad_() for t in (h, w)]
         out = linear_divergence(*leaves, th, weights, kind=kind, reduction="none", backend=backend)
-        assert out.value.isnan().tolist() == out.alpha.isnan().tolist() == [False] * 4 + [True] * 2
+        assert out.value.isnan().tolist() == out.acceptance_rate.isnan().tolist() == [False] * 4 + [True] * 2
         assert out.agree[4:].tolist() == [False, False]
         grads = torch.autograd.grad(out.loss[:4].sum(), leaves, retain_graph=True)
         assert all(g.isfinite().all() for g in grads)
@@ -287,8 +287,8 @@ def test_num_active_too_small_gives_nan():
     out = linear_divergence(h, w, 2 * h, num_active=2)
     assert out.loss.isnan()
     assert out.value.isnan().all()
-    assert out.alpha.isnan().all()
-    assert linear_divergence(h, w, 2 * h, num_active=4).alpha.isfinite().all()
+    assert out.acceptance_rate.isnan().all()
+    assert linear_divergence(h, w, 2 * h, num_active=4).acceptance_rate.isfinite().all()
 
 
 def test_targets(backend):
@@ -376,7 +376,7 @@ def test_a_second_backward():
     h, w, th = torch.randn(4, D, requires_grad=True), torch.randn(V, D), torch.randn(4, D)
     loss = linear_divergence(h, w, th).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r'linear_divergence made its gradients .* use reduction="none"'):
+    with pytest.raises(RuntimeError, match=r'linear_divergence computes its gradients .* use reduction="none"'):
         loss.backward()
     for out in (divergence(h @ w.t(), th @ w.t()).loss, linear_divergence(h, w, th, reduction="none").loss.sum()):
         first, second = (torch.autograd.grad(out, h, retain_graph=True)[0] for _ in range(2))
@@ -548,7 +548,7 @@ BAD = {
         r"^teacher_logits must have the vocabulary of logits, 23 columns, unless draft_to_target is given, got 24$",
     ),
     "no row": (
-        LOGITS, (torch.zeros(0, V),), {"teacher_rows": THREE}, ValueError, r"^teacher_logits must have a row at least",
+        LOGITS, (torch.zeros(0, V),), {"teacher_rows": THREE}, ValueError, r"^teacher_logits must have at least one row",
     ),
     "rows of another shape": (LOGITS, (), {"teacher_rows": THREE[:2]}, ValueError, r"^teacher_rows must have shape \(3,\)"),
     "fractions of rows": (LOGITS, (), {"teacher_rows": torch.ones(3)}, ValueError, r"^teacher_rows must have dtype"),

@@ -87,7 +87,7 @@ def of_oracle(z, t, rest, options, steps, dtype, rows=True):
         teacher_rows=rest["teacher_rows"] if rows else None, **options, **steps[0], teacher_transform=steps[1],
     )  # fmt: skip
     (grad,) = torch.autograd.grad(found.loss, z)
-    return found.value.detach(), found.alpha, grad, found.agree
+    return found.value.detach(), found.acceptance_rate, grad, found.agree
 
 
 LABELS = ("value", "alpha", "gradient")

@@ -383,7 +383,7 @@ def test_the_teacher_is_a_constant_and_the_rest_as_the_op_has_it(form):
         out = loss(F.linear(h, i.head), F.linear(teacher, *own), None, i.mask, draft_to_target=columns)
     expected = reference.divergence(F.linear(h, i.head), F.linear(teacher, *own), i.mask.float(), **asked)
     torch.testing.assert_close(out.total_loss, expected.loss)
-    torch.testing.assert_close(out.acceptance_rate, expected.alpha)
+    torch.testing.assert_close(out.acceptance_rate, expected.acceptance_rate)
     assert torch.equal(out.draft_correct, expected.agree)
     (grad,) = torch.autograd.grad(out.total_loss, h)
     torch.testing.assert_close(grad, torch.autograd.grad(expected.loss, h)[0])
@@ -686,7 +686,7 @@ def test_its_parts_are_those_of_the_package():
     """One sequence of one block: D-PACE of a times the divergence, from the two ops."""
     i = drawn()
     each = linear_divergence(i.hidden, i.head, i.teacher, i.mask, reduction="none")
-    weights = dpace_weights(each.alpha, i.mask)
+    weights = dpace_weights(each.acceptance_rate, i.mask)
     out = total(DraftDistillationLoss(position_weights="dpace", confidence="acceptance"), "hidden", i, i.hidden, i.head)
     torch.testing.assert_close(out.total_loss, (weights * each.loss).sum())
     assert out.draft_correct_per_pos is None

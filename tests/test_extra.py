@@ -13,11 +13,13 @@ import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels import ops
 from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
-from dllm_kernels.rows import _compiled
-from dllm_kernels.rows._plan import Job, Needs, Options, Plan
-from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, WEIGHTED_LINEAR_NLL
+from dllm_kernels.rows._inputs import NeedsGrad, RowInputs
+from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
+from dllm_kernels.rows._plan import Options, Plan
+from dllm_kernels.rows._stats import ROW_STATS
 from tests.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
 from tests.conftest import DEVICE, every_time
+from tests.opcheck import opcheck
 from tests.parity import assert_parity, value_and_grads
 from tests.rows import HEAD_PATHS, on_head_path
 
@@ -324,7 +326,7 @@ def test_backward_a_second_time():
     y, weights = torch.randint(0, V, (B, L), device=DEVICE), torch.rand(B, L, device=DEVICE)
     loss = ops.weighted_linear_nll(h, w, y, weights, extra=(u, second)).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="gave them away in the first backward"):
+    with pytest.raises(RuntimeError, match="frees them in the first backward"):
         loss.backward()
     nll = ops.linear_token_nll(h, w, y, extra=(u, second)).nll.sum()
     first, again = (torch.autograd.grad(nll, second, retain_graph=True)[0] for _ in range(2))
@@ -384,23 +386,18 @@ def test_compiled_is_eager(name, trains):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 0), (0, 0, 0, 0, 1)], ids=str)
 @pytest.mark.parametrize("op", [WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS], ids=lambda op: op.name)
-def test_opcheck(op, trains):
+def test_opcheck_of_a_head_of_two_parts(op, trains):
     torch.manual_seed(0)
     leaves = [torch.randn(shape, device=DEVICE) for shape in ((5, D), (V, D), (V,), (5, R), (V, R))]
     leaves = [leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True)]
     targets = torch.tensor([0, 3, -100, 5, 18], device=DEVICE)
     marks = torch.where(targets == -100, -100, 0)
-    of_rows = (targets.unsqueeze(1), marks if op is ROW_STATS else targets, torch.rand(5, device=DEVICE), None, None)
-    plan = Plan(torch.float32, False, Options(with_correct=True, chunk_size=2), Needs(*map(bool, trains)))
-    job = Job.of(leaves, of_rows)
-    torch.library.opcheck(_compiled._rows, (op.name, *job, *plan.pack()))
-    if op.traced(plan) is None:
-        job = Job(*(None if t is None else t.detach() for t in job))
-        written = op.forward(job, plan)
-        up = [None if t is None else torch.randn_like(t) for t in written[: op.differentiable]]
-        torch.library.opcheck(
-            _compiled._rows_backward, (op.name, list(op.kept(job, written, plan)), up, *plan.pack()[:3])
-        )
+    inputs = RowInputs(
+        leaves[0], targets.unsqueeze(1), *leaves[1:], targets=marks if op is ROW_STATS else targets,
+        weights=torch.rand(5, device=DEVICE),
+    )  # fmt: skip
+    options = Options(with_correct=True, chunk_size=2)
+    opcheck(op, inputs, Plan(torch.float32, False, options, NeedsGrad(*map(bool, trains)), from_hidden=True))
 
 
 def test_a_markov_head_of_a_drafter():

@@ -15,7 +15,8 @@ import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
 from dllm_kernels.rows import _active_rows, _chunks
-from dllm_kernels.rows._plan import Needs, Plan
+from dllm_kernels.rows._inputs import NeedsGrad
+from dllm_kernels.rows._plan import Plan
 from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE
 from tests.parity import (
@@ -198,7 +199,7 @@ def test_rows_of_a_chunk_further_apart_than_they_are_long(dtype, path, monkeypat
 
 
 def test_a_chunk_has_a_row_and_is_even():
-    plan = Plan(torch.float32, False, needs=Needs(True, True))
+    plan = Plan(torch.float32, False, needs=NeedsGrad(True, True))
     assert _active_rows.choose_chunk(10_000, 1000, 64, plan, 132) % 128 == 0
     assert _active_rows.choose_chunk(0, 1000, 64, plan, None) >= 1
 
@@ -206,7 +207,7 @@ def test_a_chunk_has_a_row_and_is_even():
 @pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])
 def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
     """Tiles of 128 x 256 of the product with the fewest of them, grad_hidden's, on the 132 of an H100 or H200."""
-    size = _active_rows.choose_chunk(rows, V, D, Plan(torch.bfloat16, True, needs=Needs(True)), 132)
+    size = _active_rows.choose_chunk(rows, V, D, Plan(torch.bfloat16, True, needs=NeedsGrad(True)), 132)
     chunks = [min(size, rows - start) for start in range(0, rows, size)]
     waves = sum(math.ceil(math.ceil(c / 128) * (D / 256) / 132) for c in chunks)
     assert waves <= 1.05 * (rows / 128) * (D / 256) / 132 + 1
@@ -216,7 +217,7 @@ def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
 def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
     """Each chunk reads and writes its float32 gradient, 4.3 GB at V = 131,072 and D = 4,096."""
     assert (
-        _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=Needs(True, True)), 132)
+        _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), 132)
         == chunk
     )
 
@@ -379,7 +380,7 @@ def test_second_backward(backend):
     weight.requires_grad_()
     loss = weighted_linear_nll(hidden, weight, targets, weights, backend=backend).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="call the loss again for a second one, or use linear_token_nll"):
+    with pytest.raises(RuntimeError, match="recompute the loss to run backward again, or use linear_token_nll"):
         loss.backward()
     for head in (weight, weight.detach()):
         nll = linear_token_nll(hidden, head, targets, backend=backend).nll

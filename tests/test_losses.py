@@ -414,7 +414,7 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 def test_idlm_makes_one_call(auto_balance, monkeypatch):
     seen = []
     run = rows_module.run
-    monkeypatch.setattr(rows_module, "run", lambda op, job, *a: seen.append(job.x) or run(op, job, *a))
+    monkeypatch.setattr(rows_module, "run", lambda op, inputs, *a: seen.append(inputs.x) or run(op, inputs, *a))
     x = torch.randn(2, 12, V, device=DEVICE)
     IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
     assert len(seen) == 1

@@ -32,7 +32,7 @@ def test_by_hand(kind):
     logits, teacher = torch.tensor([P], dtype=torch.float64).log(), torch.tensor([Q], dtype=torch.float64).log()
     out = reference.divergence(logits + 3, teacher - 2, kind=kind, targets=torch.tensor([0]))
     assert out.value.item() == pytest.approx(BY_HAND[kind])
-    assert out.alpha.item() == pytest.approx(0.625)
+    assert out.acceptance_rate.item() == pytest.approx(0.625)
     assert out.agree.tolist() == [False]
 
 
@@ -77,7 +77,7 @@ def test_the_edges():
     rows, weights = torch.tensor([0, 1, 0, 2]), torch.tensor([1, 1, 0, 1])
     for kind in ("kl", "tv", "nla", "jsd"):
         out = reference.divergence(z, teacher, weights, kind=kind, teacher_rows=rows, reduction="none")
-        assert out.alpha[:3].tolist() == pytest.approx([1, 0, 0])
+        assert out.acceptance_rate[:3].tolist() == pytest.approx([1, 0, 0])
         assert out.value[0].item() == pytest.approx(0, abs=1e-6)
         assert out.value[2] == 0
         assert out.value[3].isnan()

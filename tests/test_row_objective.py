@@ -204,7 +204,7 @@ def test_a_second_backward_says_what_to_do():
     h = torch.randn(4, D, device=DEVICE, requires_grad=True)
     loss = linear_row_objective(h, torch.randn(V, D, device=DEVICE), ids, focal, *aux).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match=r"linear_row_objective made its gradients .* use linear_row_stats"):
+    with pytest.raises(RuntimeError, match=r"linear_row_objective computes its gradients .* use linear_row_stats"):
         loss.backward()
 
 

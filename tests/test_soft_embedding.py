@@ -10,11 +10,12 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels import soft_embedding
-from dllm_kernels.rows import _compiled
-from dllm_kernels.rows._plan import Job, Options, Plan
-from dllm_kernels.rows._records import SOFT_EMBEDDING
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._plan import Options, Plan
+from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE
+from tests.opcheck import opcheck
 from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes
 from tests.rows import PATHS, on_path
 
@@ -263,12 +264,11 @@ def test_compiled_is_eager():
         torch.testing.assert_close(compiled, eager)
 
 
-def test_opcheck():
+def test_opcheck_soft_embedding():
     (h, w, e, b), (bump, ids) = draw(torch.float32)
     flat, active = ids.view(-1, 1), torch.where(torch.arange(B * L, device=DEVICE) % 3 == 0, -100, 0)
-    job = Job.of((h.view(-1, D), w, b, None, None), (flat, active, bump.flatten(), None, None), e)
-    plan = Plan(torch.float32, False, Options(chunk_size=5))
-    torch.library.opcheck(_compiled._rows, (SOFT_EMBEDDING.name, *job, *plan.pack()))
+    inputs = RowInputs(h.view(-1, D), flat, w, b, targets=active, bump=bump.flatten(), embedding=e)
+    opcheck(SOFT_EMBEDDING, inputs, Plan(torch.float32, False, Options(chunk_size=5), from_hidden=True))
 
 
 def test_without_values():

@@ -66,7 +66,6 @@ JUDGES = (
     ),
     ("distributed/*", "tests/test_distributed.py -k 'two_processes or four_processes or without_a_process_group'"),
     ("*divergence*", "tests/test_divergence.py"),
-    ("rows/_teacher.py", "tests/test_divergence.py tests/test_compile.py -k 'divergence'"),
     (
         "kernels/row_stats.py",
         "tests/test_bounds.py tests/test_row_stats.py tests/test_row_objective.py tests/test_soft_embedding.py"

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from dllm_kernels.rows._inputs import PER_ROW, RowInputs
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
 
@@ -82,6 +84,11 @@ class Rows(NamedTuple):
             if length != self.shape[d]:
                 t = t.narrow(d, start, length)
         return t
+
+    def local_inputs(self, inputs: RowInputs) -> RowInputs:
+        """The inputs with this rank's part of each tensor that has one entry per row."""
+        per_row: dict[str, Any] = {name: self.local(getattr(inputs, name)) for name in PER_ROW}
+        return inputs._replace(**per_row, aux=tuple(self.local(t) for t in inputs.aux))  # type: ignore[misc]
 
     def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Per-row results of the global shape, the same on every rank, from this rank's parts: one small sum."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
@@ -10,33 +12,36 @@ from dllm_kernels.base._plain import plain
 from dllm_kernels.distributed._layout import Rows, check_local_shape, is_strided, shard_dim, sum_over
 from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed.fsdp import gather_head
-from dllm_kernels.rows._teacher import Pair
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._plan import Plan
 
 
-def local_pair(pair: Pair | None, x: torch.Tensor, rows: Rows, shard: VocabShard | None) -> Pair | None:
-    """The pair with what belongs to this rank's rows of ``x``, the student's as the caller gave it, and to its columns.
+def with_local_teacher(
+    local: RowInputs, plan: Plan, inputs: RowInputs, rows: Rows, shard: VocabShard | None
+) -> tuple[RowInputs, Plan]:
+    """Add this rank's part of the teacher of ``inputs`` to its ``local`` inputs: its rows of the student, and its columns.
 
-    The teacher may be laid out in any way: a tensor of its that is plain is whole, the same on every rank, a DTensor is
-    redistributed. Where rows are picked by number, all of them are needed on every rank.
+    The teacher may be laid out in any way. A plain tensor is whole, and equal on every rank; a DTensor is redistributed. If
+    ``teacher_rows`` is given, every rank needs all of the teacher's rows.
     """
-    if pair is None:
-        return None
-    it = pair.teacher
-    assert it is not None
-    columns = it.columns
+    if plan.divergence is None:
+        return local, plan
+    x, index, columns, u = inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns, inputs.teacher_extra_x
+    assert x is not None
+    part = shard if columns is None else None  # if columns are picked, every rank needs all of them
     if columns is not None and shard is not None:
         columns = columns.narrow(0, shard.start, shard.size)
-    part = shard if it.columns is None else None  # where columns are picked, all of them are needed
-    teacher = it._replace(
-        x=_local_rows(it.x, x, rows, None if pair.linear else part, picked=it.rows is not None),
-        extra_x=None if it.extra_x is None else _local_rows(it.extra_x, x, rows, None, picked=it.rows is not None),
-        rows=rows.local(it.rows),
-        columns=columns,
-        weight=_local_head(it.weight, it.x, part),
-        bias=_local_head(it.bias, it.x, part),
-        extra_weight=_local_head(it.extra_weight, it.x, part),
-    )
-    return pair._replace(teacher=teacher, total=lambda t: sum_over(t, rows.groups))
+    teacher: dict[str, Any] = {
+        "teacher_x": _local_rows(x, inputs.x, rows, None if plan.from_hidden else part, picked=index is not None),
+        "teacher_extra_x": None if u is None else _local_rows(u, inputs.x, rows, None, picked=index is not None),
+        "teacher_rows": rows.local(index),
+        "teacher_columns": columns,
+    }
+    heads: dict[str, Any] = {
+        n: _local_head(getattr(inputs, n), x, part) for n in ("teacher_weight", "teacher_bias", "teacher_extra_weight")
+    }
+    config = plan.divergence._replace(all_reduce=lambda t: sum_over(t, rows.groups))
+    return local._replace(**teacher, **heads), plan._replace(divergence=config)
 
 
 def _local_rows(t: torch.Tensor, x: torch.Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> torch.Tensor:

@@ -8,6 +8,8 @@ hidden states' gradient, of which each rank has the part that went through its c
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
@@ -24,15 +26,16 @@ from dllm_kernels.distributed._layout import (
     sum_gradient_over,
 )
 from dllm_kernels.distributed._shard import VocabShard
-from dllm_kernels.distributed._teacher import local_pair
+from dllm_kernels.distributed._teacher import with_local_teacher
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
 from dllm_kernels.rows._active_rows import choose_chunk, multiprocessors
-from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._plan import Plan
 
 
-def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
-    """This rank's part of a job in which any leaf is a DTensor, and which of all rows it is.
+def local_hidden(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
+    """This rank's part of inputs with a DTensor among the differentiable ones, the plan for it, and which rows it is.
 
     What is known of each row is plain, of the global shape, the same on every tensor-parallel rank; the rows of the head's
     second part may be that too.
@@ -40,21 +43,22 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     Raises:
         ValueError: a layout that cannot be served, with what to do.
     """
-    assert job.weight is not None
-    w, b = gather_head(job.weight, job.x), None if job.bias is None else gather_head(job.bias, job.x)
+    x, embedding = inputs.x, inputs.embedding
+    w, b = gather_head(inputs.head, x), None if inputs.bias is None else gather_head(inputs.bias, x)
     vocab_dim = _vocab_mesh_dim(w)
-    second = None if job.extra_weight is None else gather_head(job.extra_weight, job.x, "extra[1]")
-    table = w if job.table is job.weight else None if job.table is None else gather_head(job.table, job.x, "embedding")
+    second = None if inputs.extra_weight is None else gather_head(inputs.extra_weight, x, "extra[1]")
+    tied = embedding is inputs.weight
+    table = w if tied else None if embedding is None else gather_head(embedding, x, "embedding")
     _check_like(w, {"the LM head's bias": b, "extra[1]": second, "embedding": table})
     group = w.device_mesh.get_group(vocab_dim) if vocab_dim is not None and isinstance(w, DTensor) else None
-    hidden, rows = _local_hidden("hidden states", job.x, group)
-    u = None if job.extra_x is None else _local_extra_rows(job.extra_x, job.x, group, rows)
+    hidden, rows = _local_hidden("hidden states", x, group)
+    u = None if inputs.extra_x is None else _local_extra_rows(inputs.extra_x, x, group, rows)
     split = [set(dist.get_process_group_ranks(g)) for g in rows.groups]
     weight, bias, extra_weight = (None if t is None else _local_parameter(t, split) for t in (w, b, second))
     assert weight is not None
     check_dtypes("hidden", hidden, {"weight": weight, "bias": bias})
     check_dtypes("hidden", hidden, {"extra[0]": u, "extra[1]": extra_weight, "weight": weight})
-    embedding = weight if table is w else None if table is None else _local_parameter(table, split)
+    embedding = weight if tied else None if table is None else _local_parameter(table, split)
     check_dtypes("hidden", hidden, {"embedding": embedding})
     shard = None
     if vocab_dim is not None and isinstance(w, DTensor):
@@ -64,8 +68,15 @@ def local_hidden(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
             if isinstance(t, DTensor):
                 check_local_shape(name, t, (shard.size, t.shape[1]))
         plan = _on_shard(hidden, plan, shard)
-    plan = plan._replace(pair=local_pair(plan.pair, job.x, rows, shard))
-    return Job.of((hidden, weight, bias, u, extra_weight), [rows.local(t) for t in job.of_rows], embedding), plan, rows
+    grad_inputs: dict[str, Any] = {
+        "x": hidden,
+        "weight": weight,
+        "bias": bias,
+        "extra_x": u,
+        "extra_weight": extra_weight,
+    }
+    local = rows.local_inputs(inputs)._replace(**grad_inputs, embedding=embedding)
+    return *with_local_teacher(local, plan, inputs, rows, shard), rows
 
 
 def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:

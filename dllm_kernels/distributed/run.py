@@ -1,4 +1,4 @@
-"""Runs a row op whose job contains DTensors: on local tensors, with results of the global shape."""
+"""Run a row op whose inputs contain DTensors: on local tensors, with results of the global shape."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 from dllm_kernels.distributed._layout import Rows, outside_the_graph, sum_over
 from dllm_kernels.distributed.linear import local_hidden
 from dllm_kernels.distributed.vocab_parallel import local_logits
-from dllm_kernels.rows._plan import Job, Plan
-from dllm_kernels.rows._records import SOFT_EMBEDDING, RowOp
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._op import RowOp
+from dllm_kernels.rows._plan import Plan
 from dllm_kernels.rows._results import Divergence, RowObjective, WeightedNLL
 from dllm_kernels.rows._run import run_plain
+from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
 
 
 @outside_the_graph
-def run(op: RowOp, job: Job, plan: Plan) -> Any:
+def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     """The op's results as plain tensors of the global shape, equal on every rank that shares the rows.
 
     Differentiable outputs stay differentiable.
     """
-    here, plan, rows = (local_logits if job.weight is None else local_hidden)(job, plan)
-    if plan.objective is not None:
-        plan = plan._replace(objective=plan.objective.map(rows.local))
+    here, plan, rows = (local_hidden if plan.from_hidden else local_logits)(inputs, plan)
     if op is SOFT_EMBEDDING and rows.groups:
         raise ValueError(
             "hidden must not have its rows split over ranks that have the same columns of the head, got rows "

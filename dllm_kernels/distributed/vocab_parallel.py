@@ -36,8 +36,9 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
 )
 from dllm_kernels.distributed._shard import VocabShard
-from dllm_kernels.distributed._teacher import local_pair
-from dllm_kernels.rows._plan import Job, Plan
+from dllm_kernels.distributed._teacher import with_local_teacher
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._plan import Plan
 
 
 def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
@@ -65,8 +66,8 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
     )  # fmt: skip
 
 
-def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
-    """This rank's part of a job on DTensor logits ``[..., V]``, and which of all rows it is.
+def local_logits(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
+    """This rank's part of inputs with DTensor logits ``[..., V]``, the plan for it, and which rows it is.
 
     The vocabulary may be split over one mesh dimension and the rows over others; over the rest they are replicated.
     The gradient has the placements of the logits. What is known of each row is plain, of the global shape, the same on
@@ -75,19 +76,18 @@ def local_logits(job: Job, plan: Plan) -> tuple[Job, Plan, Rows]:
     Raises:
         ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
     """
-    logits = job.x
+    logits = inputs.x
     rows = rows_of("logits", logits)
     if not isinstance(logits, DTensor):  # the teacher's are
-        return job, plan._replace(pair=local_pair(plan.pair, logits, rows, None)), rows
+        return *with_local_teacher(inputs, plan, inputs, rows, None), rows
     vocab_dim = _vocab_mesh_dim(logits)
     V = logits.shape[-1]
     shard = None if vocab_dim is None else VocabShard.of(V, logits.device_mesh, vocab_dim)
     check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
     if shard is not None:
         plan = plan._replace(rows=shard_primitives(shard, plan))
-    plan = plan._replace(pair=local_pair(plan.pair, logits, rows, shard))
-    here = local_piece(logits, logits.placements)
-    return Job(here, None, None, *map(rows.local, job.of_rows)), plan, rows  # type: ignore[arg-type]
+    local = rows.local_inputs(inputs)._replace(x=local_piece(logits, logits.placements))
+    return *with_local_teacher(local, plan, inputs, rows, shard), rows
 
 
 def _vocab_mesh_dim(logits: DTensor) -> int | None:

@@ -289,13 +289,13 @@ def speculators_metrics(
     if confidence_logits is not None:
         _checks.check_float("confidence_logits", confidence_logits)
         _checks.check_shape("confidence_logits", confidence_logits, loss_mask.shape, "that of loss_mask")
-        learned, metrics = call.confidence(confidence_logits, found.alpha)
+        learned, metrics = call.confidence(confidence_logits, found.acceptance_rate)
         loss = loss + confidence_head_alpha * learned
     metrics |= _counted("loss", loss.detach().clone(), None)
     for name, value in term_losses.items():
         metrics |= _counted(f"{name}_loss", value, None)
     if _checks.checked_bool("acceptance", acceptance) or confidence_logits is not None:
-        metrics |= call.acceptance(found.alpha)
+        metrics |= call.acceptance(found.acceptance_rate)
     return loss, metrics | call.accuracy(found.agree)
 
 
@@ -414,7 +414,7 @@ class _Metrics:
 
     def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of each term: what a alone makes, then one that is the rest of the sum, or by a pass of its own."""
-        free = {"tv": 1 - found.alpha, "nla": -found.alpha.clamp(min=FLOOR).log()}
+        free = {"tv": 1 - found.acceptance_rate, "nla": -found.acceptance_rate.clamp(min=FLOOR).log()}
         values = {name: free[name] for name in self.terms if name in free}
         # The rest of a sum is made of its digits: of a term that is a small part of it few would be left.
         least = 0.01 * max(self.terms.values())

@@ -9,12 +9,15 @@ import torch
 
 from dllm_kernels.base import _checks
 from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain, plain
+from dllm_kernels.base._plain import plain
 from dllm_kernels.ops import divergence, linear_divergence
-from dllm_kernels.rows._plan import Job, Options, compute_dtype
-from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, ROW_STATS, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL, RowOp
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels.rows._op import RowOp
+from dllm_kernels.rows._plan import Options, compute_dtype
 from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.rows._run import run
+from dllm_kernels.rows._stats import ROW_STATS
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
@@ -92,11 +95,13 @@ class Rows(NamedTuple):
         """The sum of weights * NLL: what a loss is whose weights are known."""
         weights = weights.detach().to(self.acc)
         op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
-        return self._do(op, targets, active, weights, **asked)  # type: ignore[no-any-return]
+        return self._run(op, targets, asked, active=active, weights=weights)  # type: ignore[no-any-return]
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **asked: Any) -> TokenNLL:
         """The NLL of the active rows, differentiable: for weights that are not known before the forward pass."""
-        rows: TokenNLL = self._do(TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL, targets, active, **asked)
+        rows: TokenNLL = self._run(
+            TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL, targets, asked, active=active
+        )
         if not self.options.round_nll:
             return rows
         dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
@@ -106,7 +111,7 @@ class Rows(NamedTuple):
         self, ids: torch.Tensor, active: torch.Tensor, *, mix: tuple[torch.Tensor, torch.Tensor], **asked: Any
     ) -> RowStats:
         """Statistics of the active rows, differentiable: for what is no sum of NLLs."""
-        return self._do(ROW_STATS, ids, active, None, *mix, **asked)  # type: ignore[no-any-return]
+        return self._run(ROW_STATS, ids, asked, active=active, mix_a=mix[0], mix_b=mix[1])  # type: ignore[no-any-return]
 
     def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **asked: Any) -> Divergence:
         """The divergence of the rows to the teacher's, logits or hidden states like these, which is checked here."""
@@ -116,12 +121,12 @@ class Rows(NamedTuple):
         asked |= {"bias": self.bias, "extra": self.extra, "chunk_size": self.options.chunk_size}
         return linear_divergence(self.x, self.weight, teacher, weights, **asked)
 
-    def _do(self, op: RowOp, *of_rows: torch.Tensor | None, **asked: Any) -> Any:
-        job = Job(self.x, self.weight, self.bias, *all_plain(*of_rows))
-        if self.extra is not None:
-            job = replaced(job, extra_x=self.extra[0], extra_weight=self.extra[1])
+    def _run(self, op: RowOp, ids: torch.Tensor, asked: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
+        extra_x, extra_weight = (None, None) if self.extra is None else self.extra
+        per_row = {name: plain(t) for name, t in per_row.items()}
+        inputs = RowInputs(self.x, plain(ids), self.weight, self.bias, extra_x, extra_weight, **per_row)  # type: ignore[arg-type]
         options = replaced(self.options, **asked) if asked else self.options
-        return run(op, job, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
+        return run(op, inputs, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
 
 
 def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

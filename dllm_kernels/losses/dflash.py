@@ -11,8 +11,9 @@ from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.rows._call import call
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import LINEAR_TOKEN_NLL
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL
+from dllm_kernels.rows._plan import Options
 
 
 class DFlashDecayLoss(DraftLoss):
@@ -217,7 +218,7 @@ class DFlashDecayLoss(DraftLoss):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """NLL and argmax-match ``[chunk]`` of rows ``[chunk, D]``, the NLL with a gradient per row."""
         names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
-        job = Job(hidden_chunk, lm_head_weight, lm_head_bias, target_chunk)
-        rows = call(LINEAR_TOKEN_NLL, names, job, Options(with_correct=True))
+        inputs = RowInputs(hidden_chunk, target_chunk, lm_head_weight, lm_head_bias)
+        rows = call(LINEAR_TOKEN_NLL, names, inputs, Options(with_correct=True))
         assert rows.correct is not None
         return rows.nll, rows.correct

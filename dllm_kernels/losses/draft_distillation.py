@@ -424,7 +424,7 @@ class _Call(DraftCall):
         q = None if self.confidence is None else self._of_targets()
         weights, shares = self.weights(q)
         out = self._divergence(shares)
-        return Found(out.loss, weights, shares, out.agree, out.alpha)
+        return Found(out.loss, weights, shares, out.agree, out.acceptance_rate)
 
     def _rows(self) -> Found:
         """The divergence of each row, whose weights may be made of it."""
@@ -432,14 +432,14 @@ class _Call(DraftCall):
             return self._rows_beside_their_mean()
         each = self._divergence(self._on, reduction="none")
         weights, shares = self.weights(self._confidence(each))
-        return Found(sum_of_rows(each.loss, shares), weights, shares, each.agree, each.alpha, each.loss)
+        return Found(sum_of_rows(each.loss, shares), weights, shares, each.agree, each.acceptance_rate, each.loss)
 
     def _rows_beside_their_mean(self) -> Found:
         """The same where the mean of a is that of rows whose weights are known, as it is for their sum."""
         weights, shares = self.weights(None)
         each = self._divergence(shares, reduction="none")
         value = each.loss / torch.where(shares != 0, shares, 1.0)  # each.loss is 0 there
-        return Found(each.loss.sum(), weights, shares, each.agree, each.alpha, value)
+        return Found(each.loss.sum(), weights, shares, each.agree, each.acceptance_rate, value)
 
     @property
     def _on(self) -> torch.Tensor:
@@ -452,7 +452,7 @@ class _Call(DraftCall):
         if self.confidence is None:
             return None
         if self.confidence == "acceptance":
-            return each.alpha.clamp(0, 1)
+            return each.acceptance_rate.clamp(0, 1)
         if part.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered:
             return torch.exp(-each.value / part.coefficient)
         if self.confidence == "target":

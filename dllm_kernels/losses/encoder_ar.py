@@ -11,8 +11,9 @@ from dllm_kernels.base._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.rows._call import call
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import TOKEN_NLL
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._nll import TOKEN_NLL
+from dllm_kernels.rows._plan import Options
 
 
 def compute_per_token_nll(
@@ -45,7 +46,7 @@ def compute_per_token_nll(
         ValueError: shapes, dtypes or devices that do not fit.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
-    return call(TOKEN_NLL, LOGITS, Job(logits, None, None, target_ids), options).nll  # type: ignore[no-any-return]
+    return call(TOKEN_NLL, LOGITS, RowInputs(logits, target_ids), options).nll  # type: ignore[no-any-return]
 
 
 def encoder_ar_loss(

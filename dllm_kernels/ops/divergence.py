@@ -25,12 +25,12 @@ from dllm_kernels.base._plain import all_plain, values_are_there
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked
-from dllm_kernels.rows._plan import Job, Options, compute_dtype
-from dllm_kernels.rows._recipes import checked_recipe
-from dllm_kernels.rows._records import DIVERGENCE
+from dllm_kernels.rows._divergence import DIVERGENCE
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._plan import Options, compute_dtype
+from dllm_kernels.rows._recipes import DivergencePlan, checked_recipe
 from dllm_kernels.rows._results import Divergence
 from dllm_kernels.rows._run import run
-from dllm_kernels.rows._teacher import Pair, Teacher
 
 LOGITS = _checks.Names("logits", "targets")
 LINEAR = _checks.Names("hidden", "targets", "weight", "bias")
@@ -131,16 +131,16 @@ def divergence(
     """
     recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("logits", logits)
-    job = Job(logits, None, None, *_given(logits, targets, weights, recipe))
-    job, options = checked(LOGITS, job, Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend))
+    targets, weights = _defaults(logits, targets, weights, recipe)
+    options = Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend)
+    inputs, options = checked(LOGITS, RowInputs(logits, targets, weights=weights), options)
     _checks.check_float("teacher_logits", teacher_logits)
     _checks.check_dtype("teacher_logits", teacher_logits, (logits.dtype,))
     if teacher_logits.dim() == 0 or teacher_logits.shape[-1] == 0:
         raise ValueError(f"teacher_logits must have shape [..., V] with V >= 1, got {tuple(teacher_logits.shape)}")
-    teacher = Teacher(teacher_logits.detach(), None, None, *all_plain(teacher_rows, draft_to_target))
-    return _compared(
-        Sides("logits", "teacher_logits"), job, options, teacher, recipe, temperature, reduction, teacher_transform
-    )
+    inputs = _with_teacher(inputs, teacher_logits, teacher_rows, draft_to_target)
+    sides = Sides("logits", "teacher_logits")
+    return _compared(sides, inputs, options, recipe, temperature, reduction, teacher_transform)
 
 
 def linear_divergence(
@@ -233,9 +233,9 @@ def linear_divergence(
     """
     recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("hidden", hidden)
-    job = Job(hidden, weight, bias, *_given(hidden, targets, weights, recipe))
+    targets, weights = _defaults(hidden, targets, weights, recipe)
     options = Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend, chunk_size, num_active)
-    job, options = checked(LINEAR, job, options, extra=extra)
+    inputs, options = checked(LINEAR, RowInputs(hidden, targets, weight, bias, weights=weights), options, extra=extra)
     names, head = OWN_HEAD, (teacher_weight, teacher_bias)
     if teacher_weight is None:
         if teacher_bias is not None:
@@ -243,16 +243,17 @@ def linear_divergence(
                 "teacher_bias must be None without teacher_weight: the student's head is taken with its bias"
             )
         names, head = SHARED_HEAD, (weight, bias)
-    _checks.check_rows(names, teacher_hidden, job.ids, *head)
+    _checks.check_rows(names, teacher_hidden, inputs.ids, *head)
     its_weight: Any = head[0]
     if compute_dtype(teacher_hidden, its_weight) != compute_dtype(hidden, weight):
         raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
     u, second = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
-    constants = (teacher_weight, teacher_bias, *all_plain(teacher_rows, draft_to_target), u, second)
-    teacher = Teacher(teacher_hidden.detach(), *(t.detach() if isinstance(t, torch.Tensor) else t for t in constants))
-    return _compared(
-        Sides("hidden", "teacher_hidden"), job, options, teacher, recipe, temperature, reduction, teacher_transform
-    )
+    inputs = _with_teacher(
+        inputs, teacher_hidden, teacher_rows, draft_to_target, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+        teacher_extra_x=u, teacher_extra_weight=second,
+    )  # fmt: skip
+    sides = Sides("hidden", "teacher_hidden")
+    return _compared(sides, inputs, options, recipe, temperature, reduction, teacher_transform)
 
 
 class Sides(NamedTuple):
@@ -262,8 +263,8 @@ class Sides(NamedTuple):
     teacher: str
 
 
-def _given(x: torch.Tensor, targets: Any, weights: Any, recipe: Recipe) -> tuple[Any, None, Any]:
-    """(targets, None, weights), all -100 and all ones where there are none."""
+def _defaults(x: torch.Tensor, targets: Any, weights: Any, recipe: Recipe) -> tuple[Any, Any]:
+    """(targets, weights); all -100 and all ones if not given."""
     rows = x.shape[:-1]
     if targets is None:
         if recipe.wants_targets:
@@ -271,64 +272,79 @@ def _given(x: torch.Tensor, targets: Any, weights: Any, recipe: Recipe) -> tuple
         targets = torch.full(rows, SKIP, dtype=torch.int64, device=x.device)
     elif not recipe.wants_targets:
         raise ValueError("targets must be None without kind 'ce', which alone reads them")
-    return targets, None, torch.ones(rows, dtype=torch.float32, device=x.device) if weights is None else weights
+    return targets, torch.ones(rows, dtype=torch.float32, device=x.device) if weights is None else weights
+
+
+def _with_teacher(
+    inputs: RowInputs, x: torch.Tensor, rows: Any, columns: Any, **others: torch.Tensor | None
+) -> RowInputs:
+    """Add the teacher's tensors as constants; row and column numbers are gathered if they are DTensors."""
+    rows, columns = all_plain(rows, columns)
+    others = {name: t.detach() if isinstance(t, torch.Tensor) else t for name, t in others.items()}
+    return replaced(inputs, teacher_x=x.detach(), teacher_rows=rows, teacher_columns=columns, **others)
 
 
 def _compared(
-    sides: Sides, job: Job, options: Options, teacher: Teacher, recipe: Recipe, temperature: Any, reduction: Any,
+    sides: Sides,
+    inputs: RowInputs,
+    options: Options,
+    recipe: Recipe,
+    temperature: Any,
+    reduction: Any,
     teacher_transform: Any,
-) -> Divergence:  # fmt: skip
+) -> Divergence:
     """Check the teacher against the student, and compare them."""
-    linear = job.weight is not None
-    V = job.head.shape[0] if linear else job.x.shape[-1]
-    its_head = job.weight if teacher.weight is None else teacher.weight
-    its_V = teacher.x.shape[-1] if its_head is None else its_head.shape[0]
-    _check_rows(sides, job.x, teacher)
-    _check_columns(sides, job.x, V, its_V, teacher)
-    if teacher.rows is not None and job.weights is not None:
-        read = teacher.rows.masked_fill(job.weights == 0, 0)
-        _checks.check_target_range(options.check_targets, "teacher_rows", read, teacher.x.shape[:-1].numel(), None)
-    if teacher.columns is not None:
-        always = (
-            True if values_are_there(teacher.columns) else options.check_targets
-        )  # on a GPU looking would cost a sync
-        _checks.check_target_range(always, "draft_to_target", teacher.columns, its_V, None)
+    x, teacher, rows, columns = inputs.x, inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns
+    assert teacher is not None
+    teacher_head = inputs.weight if inputs.teacher_weight is None else inputs.teacher_weight
+    V = x.shape[-1] if inputs.weight is None else inputs.weight.shape[0]
+    teacher_vocab_size = teacher.shape[-1] if teacher_head is None else teacher_head.shape[0]
+    _check_rows(sides, x, teacher, rows)
+    _check_columns(sides, x, V, teacher_vocab_size, columns)
+    if rows is not None and inputs.weights is not None:
+        read = rows.masked_fill(inputs.weights == 0, 0)
+        _checks.check_target_range(options.check_targets, "teacher_rows", read, teacher.shape[:-1].numel(), None)
+    if columns is not None:
+        always = True if values_are_there(columns) else options.check_targets  # on a GPU it would cost a sync
+        _checks.check_target_range(always, "draft_to_target", columns, teacher_vocab_size, None)
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")
     _checks.check_number("temperature", temperature)
     _checks.check_factor("temperature", temperature)
     T = float(temperature)
-    its_transform = _checked_transform(teacher_transform, V, options.transform)
+    transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T)
     options = replaced(options, transform=_tempered(options.transform, T))
-    pair = Pair(teacher, recipe, _tempered(its_transform, T), T * T, reduction == "none", linear)
-    return run(DIVERGENCE, replaced(job, active=job.weights), options, pair=pair)  # type: ignore[no-any-return]
+    config = DivergencePlan(recipe, transform, T * T, reduction == "none")
+    return run(DIVERGENCE, replaced(inputs, active=inputs.weights), options, divergence=config)  # type: ignore[no-any-return]
 
 
-def _check_rows(sides: Sides, x: torch.Tensor, teacher: Teacher) -> None:
-    rows, its_rows = tuple(x.shape[:-1]), tuple(teacher.x.shape[:-1])
-    _checks.check_same_device(sides.student, x, **{sides.teacher: teacher.x})
-    if teacher.rows is not None:
-        _checks.check_ids("teacher_rows", teacher.rows)
-        _checks.check_shape("teacher_rows", teacher.rows, rows, f"that of {sides.student} without its last dimension")
-        _checks.check_same_device(sides.student, x, teacher_rows=teacher.rows)
-        if math.prod(rows) and not math.prod(its_rows):
-            raise ValueError(f"{sides.teacher} must have a row at least, got shape {tuple(teacher.x.shape)}")
-    elif its_rows != rows:
+def _check_rows(sides: Sides, x: torch.Tensor, teacher: torch.Tensor, index: torch.Tensor | None) -> None:
+    rows, teacher_rows = tuple(x.shape[:-1]), tuple(teacher.shape[:-1])
+    _checks.check_same_device(sides.student, x, **{sides.teacher: teacher})
+    if index is not None:
+        _checks.check_ids("teacher_rows", index)
+        _checks.check_shape("teacher_rows", index, rows, f"that of {sides.student} without its last dimension")
+        _checks.check_same_device(sides.student, x, teacher_rows=index)
+        if math.prod(rows) and not math.prod(teacher_rows):
+            raise ValueError(f"{sides.teacher} must have at least one row, got shape {tuple(teacher.shape)}")
+    elif teacher_rows != rows:
         raise ValueError(
             f"{sides.teacher} must have shape {(*rows, '*')}, the rows of {sides.student}, unless teacher_rows is given, got "
-            f"{tuple(teacher.x.shape)}"
+            f"{tuple(teacher.shape)}"
         )
 
 
-def _check_columns(sides: Sides, x: torch.Tensor, V: int, its_V: int, teacher: Teacher) -> None:
-    if teacher.columns is not None:
-        _checks.check_ids("draft_to_target", teacher.columns)
-        _checks.check_shape("draft_to_target", teacher.columns, (V,), "an entry for each of the student's columns")
-        _checks.check_same_device(sides.student, x, draft_to_target=teacher.columns)
-    elif its_V != V:
+def _check_columns(
+    sides: Sides, x: torch.Tensor, V: int, teacher_vocab_size: int, columns: torch.Tensor | None
+) -> None:
+    if columns is not None:
+        _checks.check_ids("draft_to_target", columns)
+        _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
+        _checks.check_same_device(sides.student, x, draft_to_target=columns)
+    elif teacher_vocab_size != V:
         raise ValueError(
             f"{sides.teacher} must have the vocabulary of {sides.student}, {V} columns, unless draft_to_target is given, got "
-            f"{its_V}"
+            f"{teacher_vocab_size}"
         )
 
 

@@ -23,8 +23,9 @@ import torch
 from dllm_kernels.base._checks import LINEAR, Extra
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import call
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 
 
@@ -98,7 +99,8 @@ def weighted_linear_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, with_lse, with_correct,
         round_nll=round_nll,
     )  # fmt: skip
-    return call(WEIGHTED_LINEAR_NLL, LINEAR, Job(hidden, weight, bias, targets, active, weights), options, extra=extra)  # type: ignore[no-any-return]
+    inputs = RowInputs(hidden, targets, weight, bias, active=active, weights=weights)
+    return call(WEIGHTED_LINEAR_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]
 
 
 def linear_token_nll(
@@ -164,4 +166,5 @@ def linear_token_nll(
         with_lse,
         with_correct,
     )
-    return call(LINEAR_TOKEN_NLL, LINEAR, Job(hidden, weight, bias, targets, active), options, extra=extra)  # type: ignore[no-any-return]
+    inputs = RowInputs(hidden, targets, weight, bias, active=active)
+    return call(LINEAR_TOKEN_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]

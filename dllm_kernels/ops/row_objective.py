@@ -14,15 +14,17 @@ from typing import Any
 import torch
 
 from dllm_kernels.base import _checks
+from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, has_values
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS
 from dllm_kernels.rows._call import call, checked
+from dllm_kernels.rows._inputs import RowInputs
 from dllm_kernels.rows._objective import Objective, checked_value
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import ROW_OBJECTIVE, ROW_STATS
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows._results import RowObjective, RowStats
 from dllm_kernels.rows._run import run
+from dllm_kernels.rows._stats import ROW_OBJECTIVE, ROW_STATS
 
 Fn = Callable[..., torch.Tensor]
 
@@ -88,7 +90,7 @@ def row_objective(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
         with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    stats = call(ROW_STATS, LOGITS, Job(logits, None, None, ids, active), options, several=True)
+    stats = call(ROW_STATS, LOGITS, RowInputs(logits, ids, active=active), options, several=True)
     return _combined(fn, aux, stats, active)
 
 
@@ -163,11 +165,13 @@ def linear_row_objective(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    job, options = checked(LINEAR, Job(hidden, weight, bias, ids, active), options, extra=extra, several=True)
+    inputs, options = checked(
+        LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True
+    )
     if torch.compiler.is_compiling() or not has_values(hidden):
-        return _combined(fn, aux, run(ROW_STATS, job, options), active)
-    objective = Objective(fn, aux, several=ids.dim() == hidden.dim())
-    return run(ROW_OBJECTIVE, job, options, objective)  # type: ignore[no-any-return]
+        return _combined(fn, aux, run(ROW_STATS, inputs, options), active)
+    objective = Objective(fn, several=ids.dim() == hidden.dim())
+    return run(ROW_OBJECTIVE, replaced(inputs, aux=aux), options, objective=objective)  # type: ignore[no-any-return]
 
 
 def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:

@@ -14,9 +14,10 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import call
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import ROW_STATS
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows._results import RowStats
+from dllm_kernels.rows._stats import ROW_STATS
 
 Mix = tuple[torch.Tensor, torch.Tensor]
 LOGITS = _checks.Names("logits", "ids")
@@ -83,7 +84,7 @@ def row_stats(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
         with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    return call(ROW_STATS, LOGITS, Job(logits, None, None, ids, active, a=a, b=b), options, several=True)  # type: ignore[no-any-return]
+    return call(ROW_STATS, LOGITS, RowInputs(logits, ids, active=active, mix_a=a, mix_b=b), options, several=True)  # type: ignore[no-any-return]
 
 
 def linear_row_stats(
@@ -144,7 +145,8 @@ def linear_row_stats(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    return call(ROW_STATS, LINEAR, Job(hidden, weight, bias, ids, active, a=a, b=b), options, extra=extra, several=True)  # type: ignore[no-any-return]
+    inputs = RowInputs(hidden, ids, weight, bias, active=active, mix_a=a, mix_b=b)
+    return call(ROW_STATS, LINEAR, inputs, options, extra=extra, several=True)  # type: ignore[no-any-return]
 
 
 def _parts_of(mix: Any) -> tuple[Any, Any]:

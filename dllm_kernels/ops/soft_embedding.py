@@ -19,9 +19,10 @@ from dllm_kernels.base._plain import plain
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import SOFT_EMBEDDING
+from dllm_kernels.rows._inputs import GRAD_INPUTS, RowInputs
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows._run import run
+from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
 
 NAMES = _checks.Names("hidden", "bump_ids", "head", "bias")
 
@@ -96,11 +97,11 @@ def soft_embedding(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active,
     )  # fmt: skip
-    job, options = checked(NAMES, Job(hidden, head, bias, ids, active), options, extra=extra)
+    inputs, options = checked(NAMES, RowInputs(hidden, ids, head, bias, active=active), options, extra=extra)
     _check_embedding(hidden, head, embedding)
-    leaves = [None if t is None else t.detach() for t in job.leaves]
-    job = Job.of(leaves, job.of_rows, leaves[1] if embedding is head else embedding.detach())
-    return run(SOFT_EMBEDDING, replaced(job, weights=_checked_bump(hidden, bump)), options)  # type: ignore[no-any-return]
+    constants = {n: None if t is None else t.detach() for n, t in zip(GRAD_INPUTS, inputs.grad_inputs, strict=True)}
+    constants["embedding"] = constants["weight"] if embedding is head else embedding.detach()  # tied
+    return run(SOFT_EMBEDDING, replaced(inputs, **constants, bump=_checked_bump(hidden, bump)), options)  # type: ignore[no-any-return]
 
 
 def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.Tensor) -> None:

@@ -10,9 +10,10 @@ from dllm_kernels.base import _checks
 from dllm_kernels.base._named import replaced
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import ROW_STATS
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows._run import run
+from dllm_kernels.rows._stats import ROW_STATS
 
 
 class TokenLogProbs(NamedTuple):
@@ -93,10 +94,11 @@ def token_log_probs(
         chunk_size=chunk_size, num_active=num_active, entropy=with_entropy,
     )  # fmt: skip
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
-    job, options = checked(names, Job(logits_or_hidden, weight, bias, ids, active), options, extra=extra)
-    there = job.ids.long() != -100  # compared as uint8, -100 would be 156
-    job = replaced(job, active=there if job.active is None else there & (job.active != 0))
-    out = run(ROW_STATS, job, options)
+    inputs = RowInputs(logits_or_hidden, ids, weight, bias, active=active)
+    inputs, options = checked(names, inputs, options, extra=extra)
+    there = inputs.ids.long() != -100  # compared as uint8, -100 would be 156
+    inputs = replaced(inputs, active=there if inputs.active is None else there & (inputs.active != 0))
+    out = run(ROW_STATS, inputs, options)
     return TokenLogProbs(out.log_probs, out.entropy)
 
 

@@ -13,8 +13,9 @@ import torch
 from dllm_kernels.base._checks import LOGITS
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import call
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import TOKEN_NLL, WEIGHTED_NLL
+from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels.rows._nll import TOKEN_NLL, WEIGHTED_NLL
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 
 
@@ -69,7 +70,7 @@ def token_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
         inplace_backward=inplace_backward,
     )  # fmt: skip
-    return call(TOKEN_NLL, LOGITS, Job(logits, None, None, targets, active), options)  # type: ignore[no-any-return]
+    return call(TOKEN_NLL, LOGITS, RowInputs(logits, targets, active=active), options)  # type: ignore[no-any-return]
 
 
 def weighted_nll(
@@ -126,4 +127,4 @@ def weighted_nll(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
         round_nll=round_nll, inplace_backward=inplace_backward,
     )  # fmt: skip
-    return call(WEIGHTED_NLL, LOGITS, Job(logits, None, None, targets, active, weights), options)  # type: ignore[no-any-return]
+    return call(WEIGHTED_NLL, LOGITS, RowInputs(logits, targets, active=active, weights=weights), options)  # type: ignore[no-any-return]

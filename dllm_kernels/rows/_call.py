@@ -1,6 +1,6 @@
-"""What a public function does of rows, below its docstring: its tensors and its options are checked, once, and the job done.
+"""Shared entry point of the row ops: validate tensors and options once, then run the op.
 
-A loss checks its arguments by itself, under the names that its caller knows, and has the job done.
+Losses validate their own arguments, using the caller's argument names, and call ``run`` directly.
 """
 
 from __future__ import annotations
@@ -12,49 +12,52 @@ import torch
 from dllm_kernels.base import _checks
 from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, values_are_there
-from dllm_kernels.rows._plan import Job, Options
-from dllm_kernels.rows._records import RowOp
+from dllm_kernels.rows._inputs import PER_ROW, RowInputs
+from dllm_kernels.rows._op import RowOp
+from dllm_kernels.rows._plan import Options
 from dllm_kernels.rows._run import run
 
 
 def call(
-    op: RowOp, names: _checks.Names, job: Job, options: Options, *, extra: Any = None, several: bool = False
+    op: RowOp, names: _checks.Names, inputs: RowInputs, options: Options, *, extra: Any = None, several: bool = False
 ) -> Any:
-    """Check a job and its options, as :func:`checked` does, and do it."""
-    return run(op, *checked(names, job, options, extra=extra, several=several))
+    """Validate inputs and options as :func:`checked` does, and run the op."""
+    return run(op, *checked(names, inputs, options, extra=extra, several=several))
 
 
 def checked(
-    names: _checks.Names, job: Job, options: Options, *, extra: Any = None, several: bool = False
-) -> tuple[Job, Options]:
-    """The job with plain tensors a row, weights in the dtype of sums, and its options.
+    names: _checks.Names, inputs: RowInputs, options: Options, *, extra: Any = None, several: bool = False
+) -> tuple[RowInputs, Options]:
+    """Return the inputs with plain tensors per row, weights in the accumulation dtype, and the validated options.
 
-    ``extra``: the second part of the head, as the caller gave it. ``several``: ids may be ``[..., K]``.
+    ``extra``: the low-rank part of the head, as the caller gave it. ``several``: ids may be ``[..., K]``.
 
     Raises:
-        TypeError: an argument is not a tensor, or no number.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range.
-        IndexError: a bad target was looked for, and found.
+        TypeError: an argument is not a tensor, or not a number.
+        ValueError: shapes, dtypes or devices do not match, or a number is out of range.
+        IndexError: a target is out of range and the check for it is on.
     """
-    x, weight, bias = job[:3]
-    job = Job.of(job.leaves, all_plain(*job.of_rows), job.table)
-    V = _checks.check_rows(names, x, job.ids, weight, bias)
+    x, weight = inputs.x, inputs.weight
+    per_row = all_plain(*(getattr(inputs, name) for name in PER_ROW))
+    inputs = replaced(inputs, **dict(zip(PER_ROW, per_row, strict=True)))
+    V = _checks.check_rows(names, x, inputs.ids, weight, inputs.bias)
     if weight is not None and extra is not None:
         u, second = _checks.checked_extra(names, x, weight, extra)
-        job = replaced(job, extra_x=u, extra_weight=second)
+        inputs = replaced(inputs, extra_x=u, extra_weight=second)
     options = options.checked(V, x.shape[:-1].numel())
-    if not several or job.ids.dim() != x.dim() or job.ids.shape[:-1] != x.shape[:-1] or job.ids.shape[-1] < 1:
-        _check_ids_shape(names, x, job.ids, several)
-    _checks.check_active(names, x, job.active)
-    if job.weights is not None:
-        job = replaced(job, weights=_checks.checked_weights(names, job.weights, x, job.ids))
-    for name, t in (("mix[0]", job.a), ("mix[1]", job.b)):
+    ids = inputs.ids
+    if not several or ids.dim() != x.dim() or ids.shape[:-1] != x.shape[:-1] or ids.shape[-1] < 1:
+        _check_ids_shape(names, x, ids, several)
+    _checks.check_active(names, x, inputs.active)
+    if inputs.weights is not None:
+        inputs = replaced(inputs, weights=_checks.checked_weights(names, inputs.weights, x, ids))
+    for name, t in (("mix[0]", inputs.mix_a), ("mix[1]", inputs.mix_b)):
         if t is not None:
             _check_part_of_mix(name, t, names, x)
     _checks.check_target_range(
-        options.check_targets, names.targets, job.ids, V, options.ignore_index, skip_id=options.transform.skip_id
+        options.check_targets, names.targets, ids, V, options.ignore_index, skip_id=options.transform.skip_id
     )
-    return job, options
+    return inputs, options
 
 
 def _check_ids_shape(names: _checks.Names, x: torch.Tensor, ids: torch.Tensor, several: bool) -> None:

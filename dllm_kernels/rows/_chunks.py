@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, multiprocessors
-from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Needs, Plan
-from dllm_kernels.rows._results import rounded, weighted_sum
+from dllm_kernels.rows._inputs import Gradients, NeedsGrad, RowInputs
+from dllm_kernels.rows._plan import Plan
 
 # Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
 SLAB = 4096
@@ -33,64 +33,23 @@ class Factors(NamedTuple):
 NO_FACTORS = Factors()
 
 
-def weighted_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
-    """The loss, (nll, row_max, log_sum, correct), the gradients that the plan needs, and a headroom or None.
-
-    Where the plan is ``narrow``, the gradients of the rows have yet to be multiplied by their weights, and
-    those of the head, in the dtype of sums, by the headroom.
-    """
-    assert job.weights is not None
-    with no_autocast(job):
-        scale, factors, headroom = unit_scale(job.weights, plan) if any(plan.needs) else (None, NO_FACTORS, None)
-        factors = factors._replace(hidden=None)  # backward gives the gradients of the rows theirs
-        chunks = Chunks(job, plan, plan.needs, factors)
-        nll, *stats = chunks.run(scale)
-        nll = rounded(nll, plan)
-        grads = chunks.gradients(wide=headroom is not None)
-        return weighted_sum(nll, job.weights, plan), nll, *stats, *grads, headroom
-
-
 def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
-    """(scale to make the gradient of the logits for, ``[N]``; the factors after the products; the headroom, 0-d).
+    """(scale to make the gradient of the logits for, ``[N]``; the factors after the products; the loss_scale, 0-d).
 
     float16 only: per-row loss scaling. The gradient of the logits is made at scale 1, since w / N times a probability would
     underflow. After the product each row of hidden's gradient gets its own scale. For the head's gradient each row gets its
-    scale over the largest one, and the sum is multiplied by that largest one, the headroom, in float32. In every other dtype
+    scale over the largest one, and the sum is multiplied by that largest one, the loss_scale, in float32. In every other dtype
     the scale is used as it is.
     """
-    if not plan.narrow:
+    if not plan.needs_loss_scaling:
         return scale, NO_FACTORS, None
     largest = scale.abs().amax() if scale.numel() else scale.new_ones(())
     largest = largest.clamp(min=torch.finfo(torch.float32).tiny)
     return (scale != 0).to(scale.dtype), Factors(scale, scale / largest), largest
 
 
-def token_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
-    """(nll, row_max, log_sum, correct); with a frozen head also the gradients of the rows for upstream gradients of 1."""
-    with no_autocast(job):
-        frozen = plan.needs.frozen
-        chunks = Chunks(job, plan, plan.needs if frozen else NO_GRADIENTS)
-        ones = torch.ones(len(job.x), dtype=plan.acc, device=job.x.device) if frozen else None
-        stats, grads = chunks.run(ones), chunks.gradients()
-        return *stats, grads.x, grads.extra_x
-
-
-def token_backward(job: Job, plan: Plan, stats: tuple[torch.Tensor, torch.Tensor], grad_nll: torch.Tensor) -> Gradients:
-    """The logits made again chunk by chunk, and the gradients from the rows' saved (row_max, log_sum)."""
-    with no_autocast(job):
-        scale, factors, headroom = unit_scale(grad_nll.reshape(-1).to(plan.acc).contiguous(), plan)
-        chunks = Chunks(job, plan, plan.needs, factors)
-        for chunk, h, y, logits in chunks:
-            s, row_max, log_sum = (chunks.rows.take(t, chunk) for t in (scale, *stats))
-            chunks.primitives.nll_grad(
-                logits[None], y, s, row_max, log_sum, logits[None], transform=plan.options.transform
-            )
-            chunks.add_gradients(chunk, h, y, logits, s)
-        return chunks.gradients(headroom)
-
-
-def no_autocast(job: Job) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(job.x.device.type, enabled=False)
+def no_autocast(inputs: RowInputs) -> contextlib.AbstractContextManager[Any]:
+    return torch.autocast(inputs.x.device.type, enabled=False)
 
 
 class Chunks:
@@ -100,31 +59,31 @@ class Chunks:
     gradient of the logits then is, is it for both parts.
     """
 
-    def __init__(self, job: Job, plan: Plan, needs: Needs, factors: Factors = NO_FACTORS) -> None:
-        self.job, self.plan, self.needs, self.factors = job, plan, needs, factors
-        self.weight = job.head.to(plan.dtype)
-        self.bias = None if job.bias is None else job.bias.to(plan.dtype)
-        self.extra_weight = None if job.extra_weight is None else job.extra_weight.to(plan.dtype)
-        assert job.active is not None
-        self.rows = ActiveRows(job.active, plan.options.num_active)
+    def __init__(self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS) -> None:
+        self.inputs, self.plan, self.needs, self.factors = inputs, plan, needs, factors
+        self.weight = inputs.head.to(plan.dtype)
+        self.bias = None if inputs.bias is None else inputs.bias.to(plan.dtype)
+        self.extra_weight = None if inputs.extra_weight is None else inputs.extra_weight.to(plan.dtype)
+        assert inputs.targets is not None
+        self.rows = ActiveRows(inputs.targets, plan.options.num_active)
         self.primitives = plan.primitives()
-        (V, D), device = job.head.shape, job.x.device
+        (V, D), device = inputs.head.shape, inputs.x.device
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
-        self.grad_hidden = self.rows.empty(D, dtype=job.x.dtype, device=device) if needs.x else None
+        self.grad_hidden = self.rows.empty(D, dtype=inputs.x.dtype, device=device) if needs.x else None
         self.grad_extra_x: torch.Tensor | None = None
-        if needs.extra_x and job.extra_x is not None:
-            self.grad_extra_x = self.rows.empty(job.extra_x.shape[1], dtype=job.extra_x.dtype, device=device)
+        if needs.extra_x and inputs.extra_x is not None:
+            self.grad_extra_x = self.rows.empty(inputs.extra_x.shape[1], dtype=inputs.extra_x.dtype, device=device)
         self.grad_weight: torch.Tensor | None = None
         self.grad_extra_weight: torch.Tensor | None = None
-        self.grad_bias = torch.zeros(V, dtype=plan.acc, device=device) if needs.bias else None
+        self.grad_bias = torch.zeros(V, dtype=plan.accum_dtype, device=device) if needs.bias else None
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Chunks as (slice, hidden rows, targets, logits): the product that makes the logits happens here."""
         for start in range(0, self.rows.count, self.size):
             chunk = slice(start, min(start + self.size, self.rows.count))
-            h = self.rows.take(self.job.x, chunk).to(self.plan.dtype)
+            h = self.rows.take(self.inputs.x, chunk).to(self.plan.dtype)
             logits = self.logits[: h.shape[0]]
             if self.bias is None:
                 torch.mm(h, self.weight.t(), out=logits)
@@ -135,15 +94,15 @@ class Chunks:
             yield chunk, h, self.rows.take_targets(chunk), logits
 
     def _extra_rows(self, chunk: slice) -> torch.Tensor:
-        assert self.job.extra_x is not None
-        return self.rows.take(self.job.extra_x, chunk).to(self.plan.dtype)
+        assert self.inputs.extra_x is not None
+        return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
 
     def run(self, scale: torch.Tensor | None) -> Rows:
         """One pass over all chunks: (nll, row_max, log_sum, correct), and the gradients for ``scale [N]`` where needed.
 
         ``scale=None`` makes none: only the first product and the reduction run.
         """
-        rows, acc, options = self.rows, self.plan.acc, self.plan.options
+        rows, acc, options = self.rows, self.plan.accum_dtype, self.plan.options
         through: dict[str, Any] = {"with_correct": options.with_correct, "transform": options.transform}
         device = self.logits.device
         correct = rows.empty(dtype=torch.bool, device=device) if options.with_correct else None
@@ -186,18 +145,20 @@ class Chunks:
                 return self._plus_product(total, h.masked_fill(idle, 0), grad_logits, parameter.dtype)
 
             if self.needs.weight:
-                self.grad_weight = added(self.grad_weight, h, self.job.weight)
+                self.grad_weight = added(self.grad_weight, h, self.inputs.weight)
             if self.needs.extra_weight:
-                self.grad_extra_weight = added(self.grad_extra_weight, self._extra_rows(chunk), self.job.extra_weight)
+                self.grad_extra_weight = added(
+                    self.grad_extra_weight, self._extra_rows(chunk), self.inputs.extra_weight
+                )
         if self.grad_bias is not None:
             _add_column_sums(self.grad_bias, grad_logits, of_head)
 
-    def raised(self, headroom: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the headroom that a chunk of these sizes needs, its rows' factors), the head's gradients so far divided anew."""
-        largest = torch.maximum(headroom, size.amax())
+    def raised(self, loss_scale: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(the loss_scale that a chunk of these sizes needs, its rows' factors), the head's gradients so far divided anew."""
+        largest = torch.maximum(loss_scale, size.amax())
         for grad in (self.grad_weight, self.grad_bias, self.grad_extra_weight):
             if grad is not None:
-                grad *= headroom / largest
+                grad *= loss_scale / largest
         return largest, size / largest
 
     def _plus_product(
@@ -205,12 +166,12 @@ class Chunks:
     ) -> torch.Tensor:
         """Total + grad_logits^T h, in place, in float32 whatever the dtype; a single chunk is rounded by its product.
 
-        But not where it still wants its headroom, or where the parameter has another ``dtype``.
+        But not where it still wants its loss_scale, or where the parameter has another ``dtype``.
         """
-        a, acc = grad_logits.t(), self.plan.acc
-        if a.is_cuda or not self.plan.narrow:  # a CPU widens both anyway
+        a, acc = grad_logits.t(), self.plan.accum_dtype
+        if a.is_cuda or not self.plan.needs_loss_scaling:  # a CPU widens both anyway
             h = h.to(a.dtype)
-        single = self.size >= self.rows.count and a.dtype == dtype and not self.plan.narrow
+        single = self.size >= self.rows.count and a.dtype == dtype and not self.plan.needs_loss_scaling
         if a.dtype == acc or single:
             return torch.mm(a, h) if total is None else total.addmm_(a, h)
         if a.is_cuda and torch.version.hip is None:
@@ -226,8 +187,11 @@ class Chunks:
         _add_product_by_slabs(total, a, h)
         return total
 
-    def gradients(self, headroom: torch.Tensor | None = None, *, wide: bool = False) -> Gradients:
-        """The gradients in the dtypes of the inputs, those of the head times the headroom; with ``wide`` these in that of the sums."""
+    def gradients(self, loss_scale: torch.Tensor | None = None, *, wide: bool = False) -> Gradients:
+        """Gradients in the dtypes of the inputs, the head's times ``loss_scale``.
+
+        With ``wide`` those of the head are in the accumulation dtype.
+        """
 
         def of_rows(grad: torch.Tensor | None) -> torch.Tensor | None:
             return None if grad is None else self.rows.whole(grad)
@@ -236,18 +200,18 @@ class Chunks:
             if parameter is None or not needed:
                 return None
             if grad is None:  # there was no chunk
-                grad = torch.zeros(parameter.shape, dtype=self.plan.acc, device=parameter.device)
-            if headroom is not None:
-                grad = grad.to(self.plan.acc) * headroom
-            return grad.to(self.plan.acc if wide else parameter.dtype)
+                grad = torch.zeros(parameter.shape, dtype=self.plan.accum_dtype, device=parameter.device)
+            if loss_scale is not None:
+                grad = grad.to(self.plan.accum_dtype) * loss_scale
+            return grad.to(self.plan.accum_dtype if wide else parameter.dtype)
 
-        job, needs = self.job, self.needs
+        inputs, needs = self.inputs, self.needs
         return Gradients(
             of_rows(self.grad_hidden),
-            of_head(self.grad_weight, job.weight, needs.weight),
-            of_head(self.grad_bias, job.bias, needs.bias),
+            of_head(self.grad_weight, inputs.weight, needs.weight),
+            of_head(self.grad_bias, inputs.bias, needs.bias),
             of_rows(self.grad_extra_x),
-            of_head(self.grad_extra_weight, job.extra_weight, needs.extra_weight),
+            of_head(self.grad_extra_weight, inputs.extra_weight, needs.extra_weight),
         )
 
 

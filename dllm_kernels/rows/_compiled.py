@@ -1,94 +1,112 @@
-"""The row ops as torch.compile sees them: one pair of opaque, functional ops, so that a compiled step has no graph break.
+"""The row ops as torch.compile sees them: one pair of opaque, functional custom ops, so that a compiled step has no graph break.
 
-The whole chunk loop is one op each way. Loaded only while a graph is traced, since registering costs import time.
+The whole chunk loop is one op each way. Imported only while a graph is traced, because registration is slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dllm_kernels.rows._eager import dtypes, in_dtypes, upstream_of
-from dllm_kernels.rows._plan import LEAVES, Job, Plan, placed
-from dllm_kernels.rows._records import ROW_OPS, RowOp, Tensors
+from dllm_kernels.rows._divergence import DIVERGENCE
+from dllm_kernels.rows._eager import dtypes, in_dtypes, restored, upstream_of
+from dllm_kernels.rows._inputs import GRAD_INPUTS, TENSORS, RowInputs
+from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels.rows._op import Outputs, RowOp
+from dllm_kernels.rows._plan import Plan
+from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
+from dllm_kernels.rows._stats import ROW_STATS
+
+# Ops that can be part of a compiled graph, by name. A compiled objective is traced as row statistics and the caller's function.
+ROW_OPS = {
+    op.name: op
+    for op in (TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS, DIVERGENCE, SOFT_EMBEDDING)
+}
 
 
-def call(op: RowOp, job: Job, plan: Plan) -> Tensors:
+def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
     """As ``_eager.call``."""
-    return _in_place(op, job, plan, _rows(op.name, *job, *plan.pack()))[: op.shown]
+    outputs = _rows(op.name, *inputs.tensors, *plan.pack())
+    return {out.name: t for (out, _), t in zip(op.requested(inputs, plan), outputs, strict=True)}
 
 
-def _in_place(op: RowOp, job: Job, plan: Plan, written: Iterable[Tensor]) -> Tensors:
-    """None again where nothing was asked for: a list of tensors has no room for it."""
-    those = iter(written)
-    return tuple(None if spec is None else next(those) for spec in op.specs(job, plan))
+_OPTIONAL = "".join(f"Tensor? {name}, " for name in TENSORS[2:])
+_SCHEMA = f"(str op, Tensor x, Tensor ids, {_OPTIONAL}int[] packed, float[] factors, Tensor? changing) -> Tensor[]"
 
 
-@torch.library.custom_op("dllm_kernels::rows", mutates_args=())
-def _rows(
-    op: str, x: Tensor, weight: Tensor | None, bias: Tensor | None, ids: Tensor, active: Tensor | None,
-    weights: Tensor | None, a: Tensor | None, b: Tensor | None, extra_x: Tensor | None, extra_weight: Tensor | None,
-    table: Tensor | None, packed: list[int], factors: list[float], changing: Tensor | None, constants: list[Tensor],
-) -> list[Tensor]:  # fmt: skip
-    job = Job(x, weight, bias, ids, active, weights, a, b, extra_x, extra_weight, table)
-    plan = Plan.unpack(packed, factors, changing, constants)
-    return [t for t in ROW_OPS[op].forward(job, plan) if t is not None]
+@torch.library.custom_op("dllm_kernels::rows", mutates_args=(), schema=_SCHEMA)
+def _rows(op: str, *arguments: Any) -> list[Tensor]:
+    *tensors, packed, factors, changing = arguments
+    outputs = ROW_OPS[op].forward(RowInputs(*tensors), Plan.unpack(packed, factors, changing))
+    return [outputs[out.name] for out in ROW_OPS[op].outputs if outputs.get(out.name) is not None]
 
 
 @_rows.register_fake
-def _(op: str, *inputs: Any) -> list[Tensor]:
-    job, plan = Job(*inputs[:-4]), Plan.unpack(*inputs[-4:-2])
-    return [job.x.new_empty(spec[0], dtype=spec[1]) for spec in ROW_OPS[op].specs(job, plan) if spec is not None]
+def _(op: str, *arguments: Any) -> list[Tensor]:
+    *tensors, packed, factors, _ = arguments
+    inputs = RowInputs(*tensors)
+    requested = ROW_OPS[op].requested(inputs, Plan.unpack(packed, factors))
+    return [inputs.x.new_empty(shape, dtype=dtype) for _, (shape, dtype) in requested]
 
 
 @torch.library.custom_op("dllm_kernels::rows_backward", mutates_args=())
 def _rows_backward(
-    op: str, kept: list[Tensor | None], upstream: list[Tensor | None], packed: list[int], factors: list[float],
+    op: str, saved: list[Tensor | None], upstream: list[Tensor | None], packed: list[int], factors: list[float],
     changing: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    made = ROW_OPS[op].backward(tuple(kept), tuple(upstream), Plan.unpack(packed, factors, changing))
-    return [g for g in in_dtypes(made, dtypes(kept[:LEAVES])) if g is not None]
+    record, plan = ROW_OPS[op], Plan.unpack(packed, factors, changing)
+    inputs, outputs = restored(record, plan, saved)
+    differentiable = [out.name for out in record.outputs if out.differentiable]
+    grads = record.backward(
+        inputs, outputs, {n: g for n, g in zip(differentiable, upstream, strict=True) if g is not None}, plan
+    )
+    return [g for g in in_dtypes(grads, dtypes(inputs.grad_inputs)) if g is not None]
 
 
 @_rows_backward.register_fake
 def _(
-    op: str, kept: list[Tensor | None], _: Any, packed: list[int], factors: list[float], *changing: Any
+    op: str, saved: list[Tensor | None], _: Any, packed: list[int], factors: list[float], *changing: Any
 ) -> list[Tensor]:
     """Contiguous, whatever the strides of the inputs."""
-    wanted = zip(kept[:LEAVES], Plan.unpack(packed, factors).needs, strict=True)
-    return [t.new_empty(t.shape) for t, need in wanted if need and t is not None]
+    plan = Plan.unpack(packed, factors)
+    inputs, _outputs = restored(ROW_OPS[op], plan, saved)
+    needed = zip(inputs.grad_inputs, plan.needs, strict=True)
+    return [t.new_empty(t.shape) for t, need in needed if need and t is not None]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    name, *tensors, packed, factors, changing, constants = inputs
-    op, job, plan = ROW_OPS[name], Job(*tensors), Plan.unpack(packed, factors, None, constants)
-    written = _in_place(op, job, plan, output)
-    ctx.op, ctx.packed, ctx.constants = op, (packed, factors), len(constants)
-    ctx.written = [t is not None for t in written]
-    ctx.dtypes = dtypes(job.leaves)
-    ctx.save_for_backward(*op.kept(job, written, plan), changing)
-    ctx.mark_non_differentiable(*(t for t in written[op.differentiable :] if t is not None))
+    name, *tensors, packed, factors, changing = inputs
+    op, plan, given = ROW_OPS[name], Plan.unpack(packed, factors), RowInputs(*tensors)
+    requested = [out for out, _ in op.requested(given, plan)]
+    outputs = {out.name: t for out, t in zip(requested, output, strict=True)}
+    of_inputs, of_outputs = op.saved(plan)
+    ctx.op, ctx.packed = op, (packed, factors)
+    ctx.differentiable = [out.name if out.differentiable else None for out in requested]
+    ctx.dtypes = dtypes(given.grad_inputs)
+    ctx.save_for_backward(*(getattr(given, n) for n in of_inputs), *(outputs.get(n) for n in of_outputs), changing)
+    ctx.mark_non_differentiable(*(outputs[out.name] for out in requested if not out.differentiable))
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    op, plan, those = ctx.op, Plan.unpack(*ctx.packed), iter(grads)
-    upstream = upstream_of(op, [next(those) if written else None for written in ctx.written])
-    return None, *placed(_gradients(ctx, op, upstream, plan)), None, None, None, [None] * ctx.constants
+    gradients = _gradients(ctx, ctx.op, upstream_of(ctx.differentiable, grads), Plan.unpack(*ctx.packed))
+    by_name = dict(zip(GRAD_INPUTS, gradients, strict=True))
+    return None, *(by_name.get(name) for name in TENSORS), None, None, None
 
 
-def _gradients(ctx: Any, op: RowOp, upstream: Tensors | None, plan: Plan) -> list[Tensor | None]:
+def _gradients(ctx: Any, op: RowOp, upstream: Outputs | None, plan: Plan) -> list[Tensor | None]:
     if upstream is None or not any(plan.needs):
-        return [None] * LEAVES
-    *kept, changing = ctx.saved_tensors
-    if (backward := op.traced(plan)) is not None:
-        return in_dtypes(backward(tuple(kept), upstream, plan), ctx.dtypes)
-    made = iter(_rows_backward(op.name, kept, list(upstream), *ctx.packed, changing))
-    wanted = zip(kept[:LEAVES], plan.needs, strict=True)
-    return [next(made) if need and t is not None else None for t, need in wanted]
+        return [None] * len(GRAD_INPUTS)
+    *saved, changing = ctx.saved_tensors
+    inputs, outputs = restored(op, plan, saved)
+    if (backward := op.inline_backward(plan)) is not None:
+        return in_dtypes(backward(inputs, outputs, upstream, plan), ctx.dtypes)
+    by_output = [upstream.get(out.name) for out in op.outputs if out.differentiable]
+    grads = iter(_rows_backward(op.name, saved, by_output, *ctx.packed, changing))
+    needed = zip(inputs.grad_inputs, plan.needs, strict=True)
+    return [next(grads) if need and t is not None else None for t, need in needed]
 
 
 _rows.register_autograd(_backward, setup_context=_setup)

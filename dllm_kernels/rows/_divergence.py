@@ -1,15 +1,15 @@
 """Divergence to a teacher over N rows: of logits, or of a head's, chunk by chunk, eager and compiled alike.
 
-A chunk of the student's logits and one of the teacher's exist at a time, each in a buffer that every chunk re-uses, and the
-gradient is written over the student's: with a frozen head that both share, three products. The teacher has no gradient.
+One chunk of the student's logits and one of the teacher's exist at a time, each in a buffer that every chunk re-uses. The
+gradient is written over the student's: three matrix products with a frozen head that both share. The teacher has no gradient.
 
-Where lam of ``lk`` is made from the mean of a, a pass without a gradient comes first: two products more.
+``lk`` with ``alpha="mean"`` needs an extra forward-only pass to compute the mean acceptance rate: two more matrix products.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
 
@@ -18,78 +18,101 @@ import torch
 from dllm_kernels.base._divergence import Divergences
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
-from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Needs, Plan
-from dllm_kernels.rows._teacher import Pair, Teacher
+from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
+from dllm_kernels.rows._nll import scale_copies, scale_in_place
+from dllm_kernels.rows._op import (
+    GRADS,
+    LOGITS,
+    Output,
+    Outputs,
+    RowOp,
+    SingleUseBackward,
+    Spec,
+    as_outputs,
+    gradient_outputs,
+    gradients_of,
+    per_row,
+    per_row_bool,
+    scalar,
+    scaled_rows,
+)
+from dllm_kernels.rows._plan import Plan
+from dllm_kernels.rows._results import Divergence
+from dllm_kernels.rows._stats import row_ids
 
 Tensor = torch.Tensor
-Tensors = tuple[Tensor | None, ...]
 # Bytes of a copy of some of the teacher's columns, where not all are compared.
 COPY_BYTES = 64 << 20
 
 
 class _Found(NamedTuple):
-    """Of N rows: the divergence, a, whether the argmax agrees; the mean of a where lam is made from it."""
+    """Results of N rows, and the mean acceptance rate where lam is computed from it."""
 
     value: Tensor
-    alpha: Tensor
+    acceptance_rate: Tensor
     agree: Tensor
-    mean_alpha: Tensor | None
+    mean_acceptance: Tensor | None
 
 
-def made_in_forward(plan: Plan) -> bool:
-    """Whether the forward pass makes the gradients, which backward only scales: of hidden states, where it can."""
-    return pair_of(plan).linear and any(plan.needs) and (not pair_of(plan).per_row or plan.needs.frozen)
+def computes_gradients(plan: Plan) -> bool:
+    """Whether forward computes the gradients, and backward only scales them: from hidden states, where possible."""
+    return plan.from_hidden and any(plan.needs) and (not plan.of_divergence.per_row or plan.needs.frozen_head)
 
 
-def forward(job: Job, plan: Plan) -> Tensors:
-    """(loss, value, alpha, agree, mean of a, gradients of the leaves, headroom), None for what is not asked for.
+def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    """The loss, the results per row, and the gradients that the plan needs.
 
-    The loss is the weighted sum, and the gradients are those of it; where the plan is ``narrow``, what
-    ``_chunks.weighted_forward`` says of them. With ``per_row`` it is each row's weighted value, and the gradient that of
-    weights of 1.
+    The loss is the weighted sum, and the gradients are those of it; under loss scaling, each row's has yet to be multiplied by
+    ``row_size`` and the head's by ``loss_scale``. With ``per_row`` the loss is each row's weighted value, and the gradient
+    that of weights of 1.
     """
-    assert job.weights is not None
-    pair, weights = pair_of(plan), job.weights
-    with no_autocast(job):
-        needs = plan.needs if made_in_forward(plan) else NO_GRADIENTS
-        scale, factors, headroom = weights * pair.factor, NO_FACTORS, None
-        size = scale if made_in_forward(plan) else None  # the factor is not known while a graph is traced
-        if pair.per_row:
+    assert inputs.weights is not None
+    config, weights, computes = plan.of_divergence, inputs.weights, computes_gradients(plan)
+    with no_autocast(inputs):
+        needs = plan.needs if computes else NO_GRADIENTS
+        scale, factors, loss_scale = weights * config.value_scale, NO_FACTORS, None
+        size = scale if computes else None  # saved, since value_scale is unknown while a graph is traced
+        if config.per_row:
             scale = _ones(weights)
         elif any(needs):
-            scale, factors, headroom = unit_scale(scale, plan)
-            factors = factors._replace(hidden=None)  # backward gives the rows theirs
-        if job.weight is None:
-            found, grads = _of_logits(job, plan), Gradients()
+            scale, factors, loss_scale = unit_scale(scale, plan)
+            factors = factors._replace(hidden=None)  # applied in backward
+        if not plan.from_hidden:
+            found, grads = _of_logits(inputs, plan), Gradients()
         else:
-            found, grads = _of_head(job, plan, needs, scale, factors, wide=headroom is not None)
+            found, grads = _of_head(inputs, plan, needs, scale, factors, wide=loss_scale is not None)
         weighted = torch.where(weights != 0, weights * found.value, 0.0)
-        loss = weighted if pair.per_row else weighted.sum()
-        return loss, found.value, found.alpha, found.agree, found.mean_alpha, *grads, headroom, size
+        loss = weighted if config.per_row else weighted.sum()
+        return {"loss": loss, **found._asdict(), **as_outputs(grads), "loss_scale": loss_scale, "row_size": size}
 
 
-def backward(job: Job, plan: Plan, mean_alpha: Tensor | None, grad_loss: Tensor) -> Gradients:
-    """The gradients of the leaves for the upstream gradient of the loss: everything is made again."""
-    assert job.weights is not None
-    with no_autocast(job):
-        scale = torch.where(grad_loss != 0, job.weights * grad_loss * pair_of(plan).factor, 0.0)
-        if job.weight is None:
-            grad = torch.empty(job.x.shape, dtype=job.x.dtype, device=job.x.device)
-            _rows_of_logits(job, plan, scale, mean_alpha, grad)
+def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+    """Scale the gradients that forward computed; without them, compare the rows again."""
+    if computes_gradients(plan):
+        return (_scale_copies if plan.of_divergence.per_row else scale_in_place)(inputs, outputs, upstream, plan)
+    assert inputs.weights is not None
+    grad_loss, mean = upstream["loss"], outputs.get("mean_acceptance")
+    with no_autocast(inputs):
+        scale = torch.where(grad_loss != 0, inputs.weights * grad_loss * plan.of_divergence.value_scale, 0.0)
+        if not plan.from_hidden:
+            grad = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+            _rows_of_logits(inputs, plan, scale, mean, grad)
             return Gradients(grad)
-        scale, factors, headroom = unit_scale(scale, plan)
-        assert job.active is not None
-        rows = job._replace(active=job.active.masked_fill(scale == 0, SKIP))
+        scale, factors, loss_scale = unit_scale(scale, plan)
+        assert inputs.targets is not None
+        rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, SKIP))
         chunks = Chunks(rows, plan, plan.needs, factors)
-        for _ in _passed(chunks, scale, mean_alpha, with_grad=True):
+        for _ in _passed(chunks, scale, mean, with_grad=True):
             pass
-        return chunks.gradients(headroom)
+        return chunks.gradients(loss_scale)
 
 
-def pair_of(plan: Plan) -> Pair:
-    """The pair, where there is one."""
-    assert plan.pair is not None
-    return plan.pair
+def _scale_copies(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+    """Scale the gradients that forward computed out of place."""
+    if not plan.of_divergence.per_row:
+        return scale_copies(inputs, outputs, upstream, plan)
+    factor, grads = outputs["row_size"] * upstream["loss"], gradients_of(outputs)
+    return Gradients(x=scaled_rows(grads.x, factor), extra_x=scaled_rows(grads.extra_x, factor))
 
 
 def _ones(weights: Tensor) -> Tensor:
@@ -97,101 +120,97 @@ def _ones(weights: Tensor) -> Tensor:
 
 
 def _of_head(
-    job: Job, plan: Plan, needs: Needs, scale: Tensor, factors: Factors, *, wide: bool
+    inputs: RowInputs, plan: Plan, needs: NeedsGrad, scale: Tensor, factors: Factors, *, wide: bool
 ) -> tuple[_Found, Gradients]:
-    """The rows' results, and the gradients for these scales."""
-    chunks = Chunks(job, plan, needs, factors)
+    """The results of all rows, and the gradients for these scales."""
+    chunks = Chunks(inputs, plan, needs, factors)
     mean = None
-    if pair_of(plan).recipe.mean_alpha:
-        mean = _mean(job, plan, _filled(chunks, scale, None, with_grad=False).alpha)
+    if plan.of_divergence.recipe.mean_alpha:
+        mean = _mean(inputs, plan, _filled(chunks, scale, None, with_grad=False).acceptance_rate)
     found = _filled(chunks, scale, mean, with_grad=any(needs))
     return found, chunks.gradients(wide=wide) if any(needs) else Gradients()
 
 
-def _mean(job: Job, plan: Plan, alpha: Tensor) -> Tensor:
-    """The weighted mean of a over the rows of a call."""
-    assert job.weights is not None
-    total = pair_of(plan).total or (lambda t: t)
-    return total(torch.where(job.weights != 0, job.weights * alpha, 0.0).sum()) / total(job.weights.sum())
+def _mean(inputs: RowInputs, plan: Plan, acceptance_rate: Tensor) -> Tensor:
+    """The weighted mean of the acceptance rate over the rows of a call."""
+    assert inputs.weights is not None
+    weights = inputs.weights
+    total: Callable[[Tensor], Tensor] = plan.of_divergence.all_reduce or (lambda t: t)
+    return total(torch.where(weights != 0, weights * acceptance_rate, 0.0).sum()) / total(weights.sum())
 
 
-def _filled(chunks: Chunks, scale: Tensor, mean_alpha: Tensor | None, *, with_grad: bool) -> _Found:
+def _filled(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> _Found:
     """The results of all rows, from one pass over the chunks."""
     rows, plan, device = chunks.rows, chunks.plan, chunks.logits.device
-    value, alpha = (rows.empty(dtype=plan.acc, device=device) for _ in range(2))
+    value, acceptance_rate = (rows.empty(dtype=plan.accum_dtype, device=device) for _ in range(2))
     agree = rows.empty(dtype=torch.bool, device=device)
-    for chunk, *found in _passed(chunks, scale, mean_alpha, with_grad=with_grad):
-        for out, part in zip((value, alpha, agree), found, strict=True):
+    for chunk, *found in _passed(chunks, scale, mean, with_grad=with_grad):
+        for out, part in zip((value, acceptance_rate, agree), found, strict=True):
             rows.put(out, chunk, part)
-    value, alpha, agree = rows.finished([value, alpha, agree])
-    return _Found(value * pair_of(plan).factor, alpha, agree, mean_alpha)
+    value, acceptance_rate, agree = rows.finished([value, acceptance_rate, agree])
+    return _Found(value * plan.of_divergence.value_scale, acceptance_rate, agree, mean)
 
 
 def _passed(
-    chunks: Chunks, scale: Tensor, mean_alpha: Tensor | None, *, with_grad: bool
+    chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(chunk, value, alpha, agree); the products with the gradient are made on the way."""
-    take, teacher = chunks.rows.take, _TeacherChunks(chunks)
-    compared = _primitive(chunks.plan, mean_alpha, with_grad=with_grad)
-    for chunk, h, active, logits in chunks:
-        s = take(scale, chunk).masked_fill(active == SKIP, 0)
-        y = take(chunks.job.ids[:, 0], chunk) if pair_of(chunks.plan).recipe.wants_targets else None
+    """Yield (chunk, value, acceptance rate, agree), and add the chunk's gradients if requested."""
+    take, teacher, recipe = chunks.rows.take, _TeacherChunks(chunks), chunks.plan.of_divergence.recipe
+    compared = _primitive(chunks.plan, mean, with_grad=with_grad)
+    for chunk, h, targets, logits in chunks:
+        s = take(scale, chunk).masked_fill(targets == SKIP, 0)
+        y = take(chunks.inputs.ids[:, 0], chunk) if recipe.wants_targets else None
         found = compared(logits[None], teacher.logits(chunk)[None], s, targets=y)
         if with_grad:
-            chunks.add_gradients(chunk, h, active, logits, s)
+            chunks.add_gradients(chunk, h, targets, logits, s)
         yield chunk, *found
 
 
-def _primitive(plan: Plan, mean_alpha: Tensor | None, *, with_grad: bool) -> Divergences:
-    """The row primitive (``base/_divergence.py``) with what is the same for all rows of a call."""
-    pair = pair_of(plan)
+def _primitive(plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Divergences:
+    """The row primitive (``base/_divergence.py``), with the arguments that are the same for all rows of a call bound."""
+    config = plan.of_divergence
     return partial(
-        plan.primitives().divergence, recipe=pair.recipe.settled, mean_alpha=mean_alpha, with_grad=with_grad,
-        transform=plan.options.transform, teacher_transform=pair.teacher_transform,
+        plan.primitives().divergence, recipe=config.recipe.settled, mean_alpha=mean, with_grad=with_grad,
+        transform=plan.options.transform, teacher_transform=config.teacher_transform,
     )  # fmt: skip
 
 
 class _TeacherChunks:
-    """The teacher's logits beside the student's chunks: the product that makes them happens here."""
+    """Computes the teacher's logits beside the student's chunks."""
 
     def __init__(self, chunks: Chunks) -> None:
-        plan, teacher = chunks.plan, _teacher_of(chunks.plan)
-        self.teacher, self.dtype, self.rows = teacher, plan.dtype, chunks.rows
-        own = teacher.weight is not None
-        head = (teacher.weight, teacher.bias) if own else (chunks.weight, chunks.bias)
-        weight, self.bias, self.extra_weight = (self._compared(t) for t in (*head, teacher.extra_weight))
+        inputs = chunks.inputs
+        self.inputs, self.dtype, self.rows = inputs, chunks.plan.dtype, chunks.rows
+        own = inputs.teacher_weight is not None
+        head = (inputs.teacher_weight, inputs.teacher_bias) if own else (chunks.weight, chunks.bias)
+        weight, self.bias, self.extra_weight = (self._compared(t) for t in (*head, inputs.teacher_extra_weight))
         assert weight is not None
         self.weight = weight
         self.buffer = aligned_rows(chunks.logits.shape[0], weight.shape[0], dtype=self.dtype, device=weight.device)
 
     def _compared(self, t: Tensor | None) -> Tensor | None:
-        """What makes the columns that are compared, in the dtype of the logits."""
+        """The head's rows of the compared columns, in the dtype of the logits."""
         if t is None:
             return None
-        t, columns = t.detach(), self.teacher.columns
+        t, columns = t.detach(), self.inputs.teacher_columns
         return (t if columns is None else _picked(t, columns)).to(self.dtype)
 
     def logits(self, chunk: slice) -> Tensor:
-        """Those of a chunk's rows."""
-        h = self._rows(self.teacher.x, chunk)
+        """The teacher's logits of a chunk's rows."""
+        assert self.inputs.teacher_x is not None
+        h = self._rows(self.inputs.teacher_x, chunk)
         out = self.buffer[: h.shape[0]]
         if self.bias is None:
             torch.mm(h, self.weight.t(), out=out)
         else:
             torch.addmm(self.bias, h, self.weight.t(), out=out)
-        if self.extra_weight is not None and self.teacher.extra_x is not None:
-            out.addmm_(self._rows(self.teacher.extra_x, chunk), self.extra_weight.t())
+        if self.extra_weight is not None and self.inputs.teacher_extra_x is not None:
+            out.addmm_(self._rows(self.inputs.teacher_extra_x, chunk), self.extra_weight.t())
         return out
 
     def _rows(self, t: Tensor, chunk: slice) -> Tensor:
-        rows = self.teacher.rows
+        rows = self.inputs.teacher_rows
         return (self.rows.take(t, chunk) if rows is None else _picked(t, self.rows.take(rows, chunk))).to(self.dtype)
-
-
-def _teacher_of(plan: Plan) -> Teacher:
-    teacher = pair_of(plan).teacher
-    assert teacher is not None
-    return teacher
 
 
 def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
@@ -201,29 +220,34 @@ def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     return t.index_select(dim, inside).masked_fill_(lost, math.nan)
 
 
-def _of_logits(job: Job, plan: Plan) -> _Found:
-    assert job.weights is not None
+def _of_logits(inputs: RowInputs, plan: Plan) -> _Found:
+    assert inputs.weights is not None
     mean = None
-    if pair_of(plan).recipe.mean_alpha:
-        mean = _mean(job, plan, _rows_of_logits(job, plan, job.weights, None, None)[1])
-    value, alpha, agree = _rows_of_logits(job, plan, job.weights, mean, None)
-    return _Found(value * pair_of(plan).factor, alpha, agree, mean)
+    if plan.of_divergence.recipe.mean_alpha:
+        mean = _mean(inputs, plan, _rows_of_logits(inputs, plan, inputs.weights, None, None)[1])
+    value, acceptance_rate, agree = _rows_of_logits(inputs, plan, inputs.weights, mean, None)
+    return _Found(value * plan.of_divergence.value_scale, acceptance_rate, agree, mean)
 
 
 def _rows_of_logits(
-    job: Job, plan: Plan, scale: Tensor, mean_alpha: Tensor | None, grad: Tensor | None
+    inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, alpha, agree) of N rows, the gradient in ``grad``."""
-    compared, teacher = _primitive(plan, mean_alpha, with_grad=grad is not None), _teacher_of(plan)
-    y = job.ids[:, 0].contiguous() if pair_of(plan).recipe.wants_targets else None
-    logits, theirs, out = as_blv(job.x), as_blv(teacher.x), None if grad is None else as_blv(grad)
-    if teacher.columns is None:
-        return compared(logits, theirs, scale, teacher_rows=teacher.rows, targets=y, out=out)
+    """(value, acceptance rate, agree) of N rows; the gradient is written to ``grad``."""
+    assert inputs.teacher_x is not None
+    compared, index, columns = (
+        _primitive(plan, mean, with_grad=grad is not None),
+        inputs.teacher_rows,
+        inputs.teacher_columns,
+    )
+    y = inputs.ids[:, 0].contiguous() if plan.of_divergence.recipe.wants_targets else None
+    logits, teacher, out = as_blv(inputs.x), as_blv(inputs.teacher_x), None if grad is None else as_blv(grad)
+    if columns is None:
+        return compared(logits, teacher, scale, teacher_rows=index, targets=y, out=out)
     found = [scale.new_empty(scale.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=torch.bool)]
-    for n, b, length in _pieces(logits, theirs.shape[-1]):
+    for n, b, length in _pieces(logits, teacher.shape[-1]):
         here = slice(n, n + length.stop - length.start)
-        index = torch.arange(n, here.stop, device=scale.device) if teacher.rows is None else teacher.rows[here]
-        t = _picked(_rows_at(theirs, index), teacher.columns, 1)
+        rows = torch.arange(n, here.stop, device=scale.device) if index is None else index[here]
+        t = _picked(_rows_at(teacher, rows), columns, 1)
         part = compared(
             logits[b : b + 1, length], t[None], scale[here], targets=None if y is None else y[here],
             out=None if out is None else out[b : b + 1, length],
@@ -251,3 +275,47 @@ def _rows_at(t: Tensor, index: Tensor) -> Tensor:
     inside = index.clamp(0, count - 1)
     rows = t[inside // t.shape[1], inside % t.shape[1]]
     return rows.masked_fill_((index != inside).unsqueeze(1), math.nan)
+
+
+def _loss_spec(inputs: RowInputs, plan: Plan) -> Spec:
+    return (inputs.ids.shape[:1] if plan.of_divergence.per_row else ()), plan.accum_dtype
+
+
+def _scales_loss(plan: Plan) -> bool:
+    return computes_gradients(plan) and plan.needs_loss_scaling and not plan.of_divergence.per_row
+
+
+def _single_use(inputs: RowInputs, plan: Plan) -> SingleUseBackward | None:
+    if not computes_gradients(plan) or plan.of_divergence.per_row:
+        return None
+    return SingleUseBackward("linear_divergence", 'reduction="none"', inputs, plan)
+
+
+_INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "weights")
+_TEACHER = tuple(name for name in RowInputs._fields if name.startswith("teacher_"))
+
+DIVERGENCE = RowOp(
+    "divergence",
+    row_ids,
+    (
+        Output("loss", _loss_spec, differentiable=True),
+        Output("value", per_row()),
+        Output("acceptance_rate", per_row()),
+        Output("agree", per_row_bool()),
+        Output("mean_acceptance", scalar(lambda plan: plan.of_divergence.recipe.mean_alpha), public=False),
+        *gradient_outputs(computes_gradients, scaled=_scales_loss),
+        Output("loss_scale", scalar(_scales_loss), public=False),
+        Output("row_size", per_row(computes_gradients), public=False),
+    ),
+    _forward,
+    lambda plan: (
+        ((), (*GRADS, "loss_scale", "row_size"))
+        if computes_gradients(plan)
+        else ((*_INPUTS, *_TEACHER), ("mean_acceptance",))
+    ),
+    _backward,
+    Divergence,
+    ("torch.softmax and what follows from it", f"torch.softmax of {LOGITS}"),
+    inline_backward=lambda plan: _scale_copies if computes_gradients(plan) else None,
+    before_backward=_single_use,
+)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,43 +12,37 @@ from dllm_kernels.base._row_stats import StatsResult, Upstream
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.rows._results import RowStats
 
-Map = Callable[[torch.Tensor], torch.Tensor]
-
 
 @dataclass(frozen=True)
 class Objective:
     """``fn(stats, *aux) -> [R]`` of R rows.
 
     Attributes:
-        fn: the caller's.
-        aux: tensors with an entry, or more, for each row.
-        several: whether the caller's ids have a dimension more than the rows.
+        fn: the caller's function.
+        several: whether the caller's ids have one dimension more than the rows.
     """
 
     fn: Callable[..., torch.Tensor]
-    aux: tuple[torch.Tensor, ...]
     several: bool
 
-    def map(self, f: Map) -> Objective:
-        """The same of other rows: ``f`` takes them from each tensor."""
-        return replace(self, aux=tuple(f(t) for t in self.aux))
-
-    def of(self, found: StatsResult, active: torch.Tensor, needed: bool) -> tuple[torch.Tensor, Upstream]:
-        """(value of each row, 0 where it is off; the gradients of the sum of them, None where there is none)."""
+    def of(
+        self, found: StatsResult, active: torch.Tensor, aux: Sequence[torch.Tensor], needed: bool
+    ) -> tuple[torch.Tensor, Upstream]:
+        """(value per row, 0 in skipped rows; gradients of their sum, None for statistics that fn does not use)."""
         leaves = [found.log_probs, found.row_max + found.log_sum, found.entropy]
         leaves = [None if t is None else t.detach().clone().requires_grad_(needed) for t in leaves]
         with torch.enable_grad() if needed else torch.no_grad():
-            value = self._called(leaves, found.correct)
+            value = self._called(leaves, found.correct, aux)
             total = torch.where(active != SKIP, value, 0.0)
             grads = self._gradients(total.sum(), [t for t in leaves if t is not None]) if needed else []
         those = iter(grads)
         upstream = [None if t is None or not needed else next(those) for t in leaves]
         return total.detach(), Upstream(upstream[0], upstream[1], upstream[2], None)
 
-    def _called(self, leaves: list[Any], correct: torch.Tensor | None) -> torch.Tensor:
+    def _called(self, leaves: list[Any], correct: torch.Tensor | None, aux: Sequence[torch.Tensor]) -> torch.Tensor:
         log_probs, lse, entropy = leaves
         stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, correct)
-        return checked_value(self.fn(stats, *self.aux), lse)
+        return checked_value(self.fn(stats, *aux), lse)
 
     @staticmethod
     def _gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

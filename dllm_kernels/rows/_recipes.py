@@ -6,12 +6,15 @@ rkl, and the base of ``lk`` makes one of two kinds of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
 
 from dllm_kernels.base import _changing
 from dllm_kernels.base._checks import check_not_negative, check_number
 from dllm_kernels.base._divergence import NO_HYPER, Hyper, Option, Part, Recipe
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows_torch._divergence import KINDS
 
 # What a caller may call them, beside their names.
@@ -118,3 +121,39 @@ def recipe_of(indices: list[int], floats: list[float]) -> Recipe:
     mean_alpha, *kinds = indices
     parts = (Part(_ORDER[k], floats[3 * i], tuple(floats[3 * i + 1 : 3 * i + 3])) for i, k in enumerate(kinds))  # type: ignore[arg-type]
     return Recipe(tuple(parts), bool(mean_alpha))
+
+
+class DivergencePlan(NamedTuple):
+    """Configuration of a divergence.
+
+    Attributes:
+        recipe: weighted sum of kinds.
+        teacher_transform: transform of the teacher's logits; the student's is the plan's.
+        value_scale: factor of value and gradient, the square of a temperature.
+        per_row: whether each row's value takes its own upstream gradient, or only the sum does.
+        all_reduce: sums a scalar over the ranks that hold the other rows; None if there are none.
+    """
+
+    recipe: Recipe
+    teacher_transform: Transform = NO_TRANSFORM
+    value_scale: float = 1.0
+    per_row: bool = False
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    @property
+    def integers(self) -> list[int]:
+        """Everything but floats, as :meth:`unpacked` takes it."""
+        skip = self.teacher_transform.skip_id
+        return [int(self.per_row), -1 if skip is None else skip, *indices(self.recipe)]
+
+    @property
+    def floats(self) -> list[float]:
+        """The floats, as :meth:`unpacked` takes them."""
+        return [self.value_scale, *self.teacher_transform.factors, *floats(self.recipe)]
+
+    @classmethod
+    def unpacked(cls, integers: Sequence[int], numbers: Sequence[float]) -> DivergencePlan:
+        """Rebuild from :attr:`integers` and :attr:`floats`."""
+        per_row, skip, *kinds = integers
+        transform = Transform.of(numbers[1:3], None if skip < 0 else skip)
+        return cls(recipe_of(kinds, list(numbers[3:])), transform, numbers[0], bool(per_row))

@@ -1,12 +1,10 @@
-"""What the ops return, and how it is put together from numbers a row."""
+"""Return types of the row ops."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-
-from dllm_kernels.rows._plan import Plan
 
 
 class TokenNLL(NamedTuple):
@@ -88,22 +86,11 @@ class Divergence(NamedTuple):
         loss: sum of weights * value, 0-d, or each row's, of the shape of the rows, with ``reduction="none"``; float32 (float64
             for float64 logits), differentiable.
         value: the divergence of each row, in nats, times the square of the temperature; 0 for rows of weight 0, like the rest.
-        alpha: ``sum_v min(p_v, q_v)``, the rate at which the teacher accepts what the student draws.
-        agree: whether both have the same argmax (the lowest index wins a tie), bool. False where alpha is NaN.
+        acceptance_rate: ``sum_v min(p_v, q_v)``, the rate at which the teacher accepts what the student draws.
+        agree: whether both have the same argmax (the lowest index wins a tie), bool. False where the rate is NaN.
     """
 
     loss: torch.Tensor
     value: torch.Tensor
-    alpha: torch.Tensor
+    acceptance_rate: torch.Tensor
     agree: torch.Tensor
-
-
-def rounded(nll: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """The NLL as a cross-entropy computed in the dtype of the logits would return it, where the plan says so."""
-    return nll.to(plan.dtype).to(nll.dtype) if plan.options.round_nll else nll
-
-
-def weighted_sum(nll: torch.Tensor, weights: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Sum of weights * nll; where rows of weight 0 were read too, their NaN is kept out."""
-    product = nll * weights
-    return (torch.where(weights != 0, product, 0.0) if plan.read_beyond else product).sum()

@@ -14,6 +14,7 @@ any other column, and S is what it leaves.
 from __future__ import annotations
 
 import math
+from typing import NoReturn
 
 import torch
 
@@ -21,37 +22,35 @@ from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels.base._rows import SKIP, RowPrimitives
 from dllm_kernels.base._transform import Transform, transformed
 from dllm_kernels.rows._chunks import Chunks, no_autocast
-from dllm_kernels.rows._plan import NO_GRADIENTS, Job, Plan
+from dllm_kernels.rows._inputs import NO_GRADIENTS, RowInputs
+from dllm_kernels.rows._op import Output, Outputs, RowOp, Spec
+from dllm_kernels.rows._plan import Plan
+from dllm_kernels.rows._stats import row_ids
 
 
-def table_of(job: Job) -> torch.Tensor:
-    """The embedding ``[V, E]``."""
-    assert job.table is not None
-    return job.table
-
-
-def forward(job: Job, plan: Plan) -> torch.Tensor:
-    """``[N, E]`` in the dtype of the logits, zeros in a row that is off; the ids are those of the bumps, the weights their size."""
-    with no_autocast(job):
-        chunks = Chunks(job, plan, NO_GRADIENTS)
+def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    """``[N, E]`` in the dtype of the logits, zeros in skipped rows; the ids are those of the bumps."""
+    assert inputs.embedding is not None
+    with no_autocast(inputs):
+        chunks = Chunks(inputs, plan, NO_GRADIENTS)
         rows, primitives = chunks.rows, chunks.primitives
-        table, transform = table_of(job), plan.options.transform
-        table = chunks.weight if table is job.weight else table.to(plan.dtype)  # tied
-        dtype = plan.dtype if primitives.add_parts is None else plan.acc
-        out = rows.empty(table.shape[1], dtype=dtype, device=job.x.device)
+        table, transform = inputs.embedding, plan.options.transform
+        table = chunks.weight if table is inputs.weight else table.to(plan.dtype)  # tied
+        dtype = plan.dtype if primitives.add_parts is None else plan.accum_dtype
+        out = rows.empty(table.shape[1], dtype=dtype, device=inputs.x.device)
         through = transform.softcap is None and transform.scale is None
-        for chunk, _, active, logits in chunks:
-            request = StatsRequest(rows.take(job.ids, chunk), active, transform=transform, through=through)
+        for chunk, _, targets, logits in chunks:
+            request = StatsRequest(rows.take(inputs.ids, chunk), targets, transform=transform, through=through)
             bumped = None
-            if job.weights is not None:
-                z = _taken_out(logits, request.ids, transform, primitives, plan.acc)
-                bumped = z + rows.take(job.weights, chunk).to(plan.acc).unsqueeze(1)
+            if inputs.bump is not None:
+                z = _taken_out(logits, request.ids, transform, primitives, plan.accum_dtype)
+                bumped = z + rows.take(inputs.bump, chunk).to(plan.accum_dtype).unsqueeze(1)
             found = StatsResult(*primitives.stats.forward(logits[None], request))
             c = _coefficients(request, found, bumped)
             primitives.stats.backward(logits[None], request, c, found.row_max, found.log_sum, logits[None])
             rows.put(out, chunk, torch.mm(logits, table))
         (out,) = rows.finished([out])
-        return out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(plan.dtype)
+        return {"out": out if primitives.add_parts is None else primitives.add_parts(out.contiguous()).to(plan.dtype)}
 
 
 def _taken_out(
@@ -87,3 +86,24 @@ def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tenso
     share = torch.where(others == -math.inf, 0.0, torch.exp(log_sum - log_z))  # 0: the row has no other column
     of_ids = torch.where(there, torch.exp(bumped - log_z) - share * of_lowest, 0.0)
     return Coefficients(of_ids, torch.where(there, share, 1.0).squeeze(1), None, None)
+
+
+def _spec(inputs: RowInputs, plan: Plan) -> Spec:
+    assert inputs.embedding is not None
+    return (inputs.x.shape[0], inputs.embedding.shape[1]), plan.dtype
+
+
+def _no_gradient(*_: object) -> NoReturn:
+    raise AssertionError("soft_embedding takes constants only")
+
+
+SOFT_EMBEDDING = RowOp(
+    "soft_embedding",
+    row_ids,
+    (Output("out", _spec),),
+    _forward,
+    lambda _: ((), ()),
+    _no_gradient,
+    lambda out: out,
+    ("", ""),
+)

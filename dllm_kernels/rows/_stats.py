@@ -1,27 +1,83 @@
-"""The row statistics over N rows, forward and backward, eager and compiled alike: of logits, or of a head's, chunk by chunk.
+"""Row statistics and objectives of them over N rows: of logits, or of hidden states and the LM head, chunk by chunk.
 
-A head's logits exist in one buffer that every chunk re-uses, and are made again in backward, in which the gradient is
-written over them. Nothing else of a row's length is kept.
+The logits of a head exist in one buffer that every chunk re-uses, and are recomputed in backward, which writes the gradient
+over them. Nothing else of length V per row is kept.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 
 from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
 from dllm_kernels.base._rows import SKIP, as_blv
 from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast, unit_scale
-from dllm_kernels.rows._plan import NO_GRADIENTS, Gradients, Job, Plan
+from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, RowInputs
+from dllm_kernels.rows._nll import scale_in_place, scales_loss
+from dllm_kernels.rows._op import (
+    GRADS,
+    LOGITS,
+    Output,
+    Outputs,
+    RowOp,
+    SingleUseBackward,
+    Spec,
+    as_outputs,
+    gradient_outputs,
+    per_row,
+    per_row_bool,
+    scalar,
+)
+from dllm_kernels.rows._plan import Plan
+from dllm_kernels.rows._results import RowObjective, RowStats
+
+Tensor = torch.Tensor
 
 
-def forward(job: Job, plan: Plan) -> StatsResult:
-    """Of rows of logits ``[..., V]``."""
-    return StatsResult(*plan.primitives().stats.forward(as_blv(job.x), _request(job, plan)))
+def row_ids(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Flatten ids to ``[N, K]``; targets ``[N]`` are ``SKIP`` in rows to skip and 0 in the others."""
+    N = inputs.x.shape[:-1].numel()
+    ids = inputs.ids.detach().reshape(N, inputs.ids.shape[-1] if inputs.ids.dim() == inputs.x.dim() else 1)
+    ids = ids.to(torch.int64).contiguous()
+    if plan.options.transform.skip_id is not None:
+        ids = ids.masked_fill(ids == plan.options.transform.skip_id, -1)
+    zeros = ids.new_zeros(N)
+    return ids, zeros if inputs.active is None else zeros.masked_fill(inputs.active.detach().reshape(-1) == 0, SKIP)
 
 
-def backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
+def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    found = (_linear_forward if plan.from_hidden else _logits_forward)(inputs, plan)
+    lse = found.row_max + found.log_sum if plan.options.with_lse else None
+    return {**found._asdict(), "lse": lse}
+
+
+def _logits_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
+    return StatsResult(*plan.primitives().stats.forward(as_blv(inputs.x), _request(inputs, plan)))
+
+
+def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
+    """One matrix product per chunk."""
+    with no_autocast(inputs):
+        request, chunks = _request(inputs, plan), Chunks(inputs, plan, NO_GRADIENTS)
+        rows, out = chunks.rows, _empty(chunks, request, plan.accum_dtype)
+        for chunk, _, targets, logits in chunks:
+            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, targets))
+            rows.put_each(out, chunk, part)
+        found = StatsResult(*rows.finished(out))
+        return found if found.log_probs is out[0] else found._replace(log_probs=found.log_probs.clone())
+
+
+def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+    found = StatsResult(*(outputs.get(name) for name in StatsResult._fields))  # type: ignore[arg-type]
+    of_outputs = Upstream(*(upstream.get(name) for name in Upstream._fields))
+    return (_linear_backward if plan.from_hidden else _logits_backward)(inputs, found, of_outputs, plan)
+
+
+def _logits_backward(inputs: RowInputs, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
     """The gradient of the logits, contiguous, in their dtype."""
-    logits, request = job.x, _request(job, plan)
+    logits, request = inputs.x, _request(inputs, plan)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     c = Coefficients.of(upstream, request, found)
     request = _with_gradient(request, c.size(upstream))
@@ -29,118 +85,141 @@ def backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan) -> Gr
     return Gradients(grad)
 
 
-def linear_forward(job: Job, plan: Plan) -> StatsResult:
-    """Of rows of hidden states: one product a chunk."""
-    with no_autocast(job):
-        request, chunks = _request(job, plan), Chunks(job, plan, NO_GRADIENTS)
-        rows, out = chunks.rows, _empty(chunks, request, plan.acc)
-        for chunk, _, active, logits in chunks:
-            part = chunks.primitives.stats.forward(logits[None], _part(chunks, chunk, request, active))
-            rows.put_each(out, chunk, part)
-        found = StatsResult(*rows.finished(out))
-        return found if found.log_probs is out[0] else found._replace(log_probs=found.log_probs.clone())
-
-
-def linear_backward(job: Job, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
-    """The gradients of what makes the logits: these once more, then a product for each input that wants one."""
-    with no_autocast(job):
-        request = _request(job, plan)
+def _linear_backward(inputs: RowInputs, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
+    """Recompute the logits of each chunk, then one product per input that requires a gradient."""
+    with no_autocast(inputs):
+        request = _request(inputs, plan)
         c = Coefficients.of(upstream, request, found)
         size = c.size(upstream)
         request = _with_gradient(request, size)
-        if plan.narrow:
+        if plan.needs_loss_scaling:
             c = c.over(torch.where(size == 0, 1.0, size))
-        size, factors, headroom = unit_scale(size, plan)
-        chunks = Chunks(job._replace(active=request.active), plan, plan.needs, factors)
+        size, factors, loss_scale = unit_scale(size, plan)
+        chunks = Chunks(inputs._replace(targets=request.active), plan, plan.needs, factors)
         take = chunks.rows.take
-        for chunk, h, active, logits in chunks:
+        for chunk, h, targets, logits in chunks:
             part = Coefficients(*(None if t is None else take(t, chunk) for t in c))  # type: ignore[arg-type]
             row_max, log_sum = take(found.row_max, chunk), take(found.log_sum, chunk)
-            here = _part(chunks, chunk, request, active)
+            here = _part(chunks, chunk, request, targets)
             chunks.primitives.stats.backward(logits[None], here, part, row_max, log_sum, logits[None])
-            chunks.add_gradients(chunk, h, active, logits, take(size, chunk))
-        return chunks.gradients(headroom)
+            chunks.add_gradients(chunk, h, targets, logits, take(size, chunk))
+        return chunks.gradients(loss_scale)
 
 
-def objective_forward(job: Job, plan: Plan) -> tuple[torch.Tensor | None, ...]:
-    """(loss, value, log_probs, lse, entropy, correct), the gradients that the plan needs, a headroom and sizes or None.
+def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
+    """The statistics that the plan asks for, of flattened inputs."""
+    o = plan.options
+    assert inputs.targets is not None
+    return StatsRequest(
+        inputs.ids, inputs.targets, inputs.mix_a, inputs.mix_b, o.transform, o.entropy, o.with_correct, any(plan.needs),
+        lse=plan.keeps_lse,
+    )  # fmt: skip
 
-    The statistics of a chunk, the objective of them, and the gradient over its logits, which are made once. Where the plan is
-    ``narrow``, the gradients are those of ``_chunks.weighted_forward``: the sizes stand in the place of the weights.
+
+def _with_gradient(request: StatsRequest, size: Tensor) -> StatsRequest:
+    """Skip rows without a gradient: theirs is 0 even if the row is NaN."""
+    return request._replace(active=request.active.masked_fill(size == 0, SKIP))
+
+
+def _part(chunks: Chunks, chunk: slice, request: StatsRequest, targets: Tensor) -> StatsRequest:
+    a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (request.a, request.b))
+    return request._replace(ids=chunks.rows.take(request.ids, chunk), active=targets, a=a, b=b)
+
+
+def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype) -> list[Tensor | None]:
+    """Allocate the fields of :class:`StatsResult`, for the chunks to fill."""
+    rows, device, mix = chunks.rows, chunks.logits.device, request.a is not None
+    wanted = (True, True, request.entropy, mix, mix and request.gradients)
+    floats = [rows.empty(dtype=dtype, device=device) if w else None for w in wanted]
+    correct = rows.empty(dtype=torch.bool, device=device) if request.correct else None
+    return [rows.empty(request.ids.shape[1], dtype=dtype, device=device), *floats, correct]
+
+
+def _ids_spec(inputs: RowInputs, plan: Plan) -> Spec:
+    return tuple(inputs.ids.shape), plan.accum_dtype
+
+
+_LOG_PROBS = Output("log_probs", _ids_spec, differentiable=True, like_ids=True)
+_LSE = Output("lse", per_row(lambda plan: plan.options.with_lse), differentiable=True)
+_ENTROPY = Output("entropy", per_row(lambda plan: plan.options.entropy), differentiable=True)
+_CORRECT = Output("correct", per_row_bool(lambda plan: plan.options.with_correct))
+_INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "mix_a", "mix_b")
+
+ROW_STATS = RowOp(
+    "row_stats",
+    row_ids,
+    (
+        _LOG_PROBS, _LSE, _ENTROPY,
+        Output("mix", per_row(lambda plan: plan.with_mix), differentiable=True),
+        _CORRECT,
+        Output("row_max", per_row(lambda plan: plan.keeps_lse), public=False),
+        Output("log_sum", per_row(lambda plan: plan.keeps_lse), public=False),
+        Output("mix_weight", per_row(lambda plan: plan.with_mix and any(plan.needs)), public=False),
+    ),
+    _forward,
+    lambda _: (_INPUTS, ("log_probs", "row_max", "log_sum", "entropy", "mix_weight")),
+    _backward,
+    RowStats,
+    ("torch.log_softmax and what follows from it", f"torch.log_softmax of {LOGITS}"),
+)  # fmt: skip
+
+
+def _objective_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    """The loss, the value and the statistics per row, and the gradients that the plan needs.
+
+    Per chunk: the statistics, the objective of them, and the gradient over the logits, which are computed once. Under loss
+    scaling each row's gradient has yet to be multiplied by ``row_size``, and the head's by ``loss_scale``.
     """
-    with no_autocast(job):
-        request, chunks = _request(job, plan), Chunks(job, plan, plan.needs)
-        rows, out = chunks.rows, _empty(chunks, request, plan.acc)
+    with no_autocast(inputs):
+        request, chunks = _request(inputs, plan), Chunks(inputs, plan, plan.needs)
+        rows, out = chunks.rows, _empty(chunks, request, plan.accum_dtype)
         device, needed = chunks.logits.device, any(plan.needs)
-        value, sizes, headroom = rows.empty(dtype=plan.acc, device=device), None, None
-        if plan.narrow and needed:
-            sizes = rows.empty(dtype=plan.acc, device=device)
-            headroom = torch.full((), torch.finfo(torch.float32).tiny, dtype=plan.acc, device=device)
-        for chunk, h, active, logits in chunks:
-            here = _part(chunks, chunk, request, active)
+        value, sizes, loss_scale = rows.empty(dtype=plan.accum_dtype, device=device), None, None
+        if scales_loss(plan):
+            sizes = rows.empty(dtype=plan.accum_dtype, device=device)
+            loss_scale = torch.full((), torch.finfo(torch.float32).tiny, dtype=plan.accum_dtype, device=device)
+        for chunk, h, targets, logits in chunks:
+            here = _part(chunks, chunk, request, targets)
             found = StatsResult(*chunks.primitives.stats.forward(logits[None], here))
-            objective = plan.objective.map(lambda t, chunk=chunk: rows.take(t, chunk))
-            part, upstream = objective.of(found, active, needed)
+            aux = [rows.take(t, chunk) for t in inputs.aux]
+            part, upstream = plan.objective.of(found, targets, aux, needed)
             rows.put_each([value, *out], chunk, [part, *found])
             if needed:
                 c = Coefficients.of(upstream, here, found)
-                size = c.size(upstream).masked_fill(active == SKIP, 0)
+                size = c.size(upstream).masked_fill(targets == SKIP, 0)
                 factors = None
-                if sizes is not None and headroom is not None:
+                if sizes is not None and loss_scale is not None:
                     rows.put(sizes, chunk, size)
                     c = c.over(torch.where(size == 0, 1.0, size))
-                    headroom, factor = chunks.raised(headroom, size)
+                    loss_scale, factor = chunks.raised(loss_scale, size)
                     factors = Factors(None, factor)
                 here = _with_gradient(here, size)
                 chunks.primitives.stats.backward(logits[None], here, c, found.row_max, found.log_sum, logits[None])
                 chunks.add_gradients(chunk, h, here.active, logits, size, factors)
-        value, log_probs, row_max, log_sum, entropy, _, _, correct = rows.finished([value, *out])
-        loss, lse = value.sum(), row_max + log_sum
-        grads = chunks.gradients(wide=headroom is not None) if needed else Gradients()
-        return (
-            loss,
-            value,
-            log_probs,
-            lse,
-            entropy,
-            correct,
-            *grads,
-            headroom,
-            None if sizes is None else rows.whole(sizes),
-        )
+        value, *whole = rows.finished([value, *out])
+        stats = StatsResult(*whole)
+        grads = chunks.gradients(wide=loss_scale is not None) if needed else Gradients()
+        results: dict[str, Any] = {"loss": value.sum(), "value": value, "lse": stats.row_max + stats.log_sum}
+        results |= {name: getattr(stats, name) for name in ("log_probs", "entropy", "correct")}
+        row_size = None if sizes is None else rows.whole(sizes)
+        return {**results, **as_outputs(grads), "loss_scale": loss_scale, "row_size": row_size}
 
 
-def _request(job: Job, plan: Plan) -> StatsRequest:
-    """What the plan asks of rows that are flattened already."""
-    o = plan.options
-    assert job.active is not None
-    return StatsRequest(
-        job.ids,
-        job.active,
-        job.a,
-        job.b,
-        o.transform,
-        o.entropy,
-        o.with_correct,
-        any(plan.needs),
-        lse=plan.keeps_lse(job),
-    )
-
-
-def _with_gradient(request: StatsRequest, size: torch.Tensor) -> StatsRequest:
-    """Rows without a gradient switched off: theirs is 0 whatever they hold."""
-    return request._replace(active=request.active.masked_fill(size == 0, SKIP))
-
-
-def _part(chunks: Chunks, chunk: slice, request: StatsRequest, active: torch.Tensor) -> StatsRequest:
-    a, b = (None if t is None else chunks.rows.take(t, chunk) for t in (request.a, request.b))
-    return request._replace(ids=chunks.rows.take(request.ids, chunk), active=active, a=a, b=b)
-
-
-def _empty(chunks: Chunks, request: StatsRequest, acc: torch.dtype) -> list[torch.Tensor | None]:
-    """The fields of :class:`StatsResult`, for the chunks to fill."""
-    rows, device, mix = chunks.rows, chunks.logits.device, request.a is not None
-    wanted = (True, True, request.entropy, mix, mix and request.gradients)
-    made = [rows.empty(dtype=acc, device=device) if w else None for w in wanted]
-    correct = rows.empty(dtype=torch.bool, device=device) if request.correct else None
-    return [rows.empty(request.ids.shape[1], dtype=acc, device=device), *made, correct]
+ROW_OBJECTIVE = RowOp(
+    "linear_row_objective",
+    row_ids,
+    (
+        Output("loss", scalar(), differentiable=True),
+        Output("value", per_row()),
+        *(out._replace(differentiable=False) for out in (_LOG_PROBS, _LSE, _ENTROPY, _CORRECT)),
+        *gradient_outputs(lambda _: True, scaled=scales_loss),
+        Output("loss_scale", scalar(scales_loss), public=False),
+        Output("row_size", per_row(scales_loss), public=False),
+    ),
+    _objective_forward,
+    lambda _: ((), (*GRADS, "loss_scale", "row_size")),
+    scale_in_place,
+    RowObjective,
+    ("", f"torch.log_softmax of {LOGITS}"),
+    before_backward=partial(SingleUseBackward, "linear_row_objective", "linear_row_stats"),
+)

@@ -1,0 +1,261 @@
+"""The NLL ops: per row or as a weighted sum, from logits or from hidden states and the LM head."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from dllm_kernels.base._rows import SKIP, as_blv
+from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
+from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, RowInputs
+from dllm_kernels.rows._op import (
+    GRADS,
+    LOGITS,
+    Names,
+    Output,
+    Outputs,
+    RowOp,
+    SingleUseBackward,
+    as_outputs,
+    gradient_outputs,
+    gradients_of,
+    per_row,
+    per_row_bool,
+    scalar,
+    scaled_rows,
+)
+from dllm_kernels.rows._plan import Plan
+from dllm_kernels.rows._results import TokenNLL, WeightedNLL
+
+Tensor = torch.Tensor
+CROSS_ENTROPY = ("torch.nn.functional.cross_entropy", f"torch.nn.functional.cross_entropy on {LOGITS}")
+STATS: Names = ("row_max", "log_sum")
+
+_NLL_OUTPUTS = (
+    Output("nll", per_row(), differentiable=True),
+    Output("lse", per_row(lambda plan: plan.options.with_lse)),
+    Output("correct", per_row_bool(lambda plan: plan.options.with_correct)),
+)
+_STATS_OUTPUTS = tuple(Output(name, per_row(lambda plan: plan.keeps_lse), public=False) for name in STATS)
+
+
+def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Flatten targets to ``[N, 1]`` and ``[N]``, with ``SKIP`` in rows to skip."""
+    y = inputs.ids.detach().reshape(-1).to(torch.int64)
+    off = None if inputs.active is None else inputs.active.detach().reshape(-1) == 0
+    if plan.options.ignore_index != SKIP:
+        ignored = y == plan.options.ignore_index
+        y = y.masked_fill(y == SKIP, -1)  # then an ordinary target out of range
+        off = ignored if off is None else off | ignored
+    if plan.options.transform.skip_id is not None:
+        y = y.masked_fill(y == plan.options.transform.skip_id, -1)
+    y = y.contiguous() if off is None else y.masked_fill(off, SKIP)
+    return y.unsqueeze(1), y
+
+
+def weighted_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """As :func:`row_targets`; rows of weight 0 are skipped too, unless the caller gives ``active``."""
+    return row_targets(inputs if inputs.active is not None else inputs._replace(active=inputs.weights), plan)
+
+
+def rounded(nll: Tensor, plan: Plan) -> Tensor:
+    """Round the NLL as a cross-entropy computed in the dtype of the logits would return it, if requested."""
+    return nll.to(plan.dtype).to(nll.dtype) if plan.options.round_nll else nll
+
+
+def weighted_sum(nll: Tensor, weights: Tensor, plan: Plan) -> Tensor:
+    """Sum weights * nll; NaN in rows of weight 0 is masked out where those were read."""
+    product = nll * weights
+    return (torch.where(weights != 0, product, 0.0) if plan.mask_zero_weight else product).sum()
+
+
+def _named(plan: Plan, nll: Any, row_max: Any, log_sum: Any, correct: Any) -> Outputs:
+    """The outputs per row of all four ops."""
+    lse = row_max + log_sum if plan.options.with_lse else None
+    return {"nll": nll, "lse": lse, "correct": correct, "row_max": row_max, "log_sum": log_sum}
+
+
+def _primitive_options(plan: Plan) -> dict[str, Any]:
+    options: dict[str, Any] = {"with_correct": plan.options.with_correct, "transform": plan.options.transform}
+    return options if plan.keeps_lse else {**options, "with_lse": False}
+
+
+def _nll_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    return _named(plan, *plan.primitives().nll(as_blv(inputs.x), inputs.targets, **_primitive_options(plan)))
+
+
+def _logits_gradient(
+    inputs: RowInputs, outputs: Outputs, plan: Plan, scale: Tensor | None, factor: Tensor | None
+) -> Gradients:
+    """The gradient of the logits from the saved (row_max, log_sum)."""
+    logits, inplace = inputs.x, plan.options.inplace_backward
+    grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+    plan.primitives().nll_grad(
+        as_blv(logits), inputs.targets, scale, *(outputs.get(name) for name in STATS), as_blv(grad), factor=factor,
+        transform=plan.options.transform,
+    )  # fmt: skip
+    if inplace:
+        torch.autograd.graph.increment_version(logits)
+    return Gradients(grad)
+
+
+TOKEN_NLL = RowOp(
+    "token_nll",
+    row_targets,
+    (*_NLL_OUTPUTS, *_STATS_OUTPUTS),
+    _nll_forward,
+    lambda _: (("x", "targets"), STATS),
+    lambda inputs, outputs, upstream, plan: _logits_gradient(inputs, outputs, plan, upstream["nll"], None),
+    TokenNLL,
+    CROSS_ENTROPY,
+)
+
+
+def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    """On a GPU each op on ``[N]`` is a kernel launch, so the kernels multiply by the weights and torch only sums."""
+    assert inputs.weights is not None
+    logits, primitives, options = as_blv(inputs.x), plan.primitives(), _primitive_options(plan)
+    found: tuple[Any, ...]
+    if plan.mask_zero_weight:
+        found = primitives.nll(logits, inputs.targets, **options)
+    else:
+        weighted, *found = primitives.weighted_nll(logits, inputs.targets, inputs.weights, **options)  # type: ignore[assignment]
+        if not plan.options.round_nll:
+            return {"loss": weighted.sum(), **_named(plan, *found)}
+    nll = rounded(found[0], plan)
+    return {"loss": weighted_sum(nll, inputs.weights, plan), **_named(plan, nll, *found[1:])}
+
+
+_LOSS = Output("loss", scalar(), differentiable=True)
+_WEIGHTED_OUTPUTS = (_LOSS, _NLL_OUTPUTS[0]._replace(differentiable=False), *_NLL_OUTPUTS[1:])
+
+WEIGHTED_NLL = RowOp(
+    "weighted_nll",
+    row_targets,
+    (*_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS),
+    _weighted_nll_forward,
+    lambda _: (("x", "targets", "weights"), STATS),
+    lambda inputs, outputs, upstream, plan: _logits_gradient(inputs, outputs, plan, inputs.weights, upstream["loss"]),
+    WeightedNLL,
+    CROSS_ENTROPY,
+)
+
+
+def scales_loss(plan: Plan) -> bool:
+    """Whether gradients computed in forward are those of a scaled loss, see :func:`unit_scale`."""
+    return plan.needs_loss_scaling and any(plan.needs)
+
+
+def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    """The loss, the results per row, and the gradients that the plan needs.
+
+    Where the plan needs loss scaling, the gradients of the rows have yet to be multiplied by their weights, and those of the
+    head, in the accumulation dtype, by ``loss_scale``.
+    """
+    assert inputs.weights is not None
+    with no_autocast(inputs):
+        needed = any(plan.needs)
+        scale, factors, loss_scale = unit_scale(inputs.weights, plan) if needed else (None, NO_FACTORS, None)
+        factors = factors._replace(hidden=None)  # applied in backward
+        chunks = Chunks(inputs, plan, plan.needs, factors)
+        nll, *stats = chunks.run(scale)
+        nll = rounded(nll, plan)
+        grads = chunks.gradients(wide=loss_scale is not None)
+        loss = weighted_sum(nll, inputs.weights, plan)
+        return {"loss": loss, **_named(plan, nll, *stats), **as_outputs(grads), "loss_scale": loss_scale}
+
+
+def scale_in_place(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+    """Scale the gradients saved by forward in place; this can therefore run only once."""
+    if outputs.get("loss_scale") is not None:
+        return scale_copies(inputs, outputs, upstream, plan)
+    grads = gradients_of(outputs)
+    for grad in grads:
+        if grad is not None:
+            plan.primitives().scale_(grad, upstream["loss"])
+    return grads
+
+
+def scale_copies(inputs: RowInputs, outputs: Outputs, upstream: Outputs, _: Plan) -> Gradients:
+    """Scale the gradients saved by forward out of place.
+
+    Under loss scaling a gradient per row is multiplied by its row's size: ``row_size`` where the op has it, else its weight.
+    """
+    grads, loss_scale, grad_loss = gradients_of(outputs), outputs.get("loss_scale"), upstream["loss"]
+    if loss_scale is None:
+        return Gradients(*(None if g is None else _times(g, grad_loss) for g in grads))
+    size = outputs["row_size"] if outputs.get("row_size") is not None else inputs.weights
+    of_rows, of_head = size * grad_loss, grad_loss * loss_scale
+    head = Gradients(*(None if g is None else _times(g, of_head) for g in grads._replace(x=None, extra_x=None)))
+    return head._replace(x=scaled_rows(grads.x, of_rows), extra_x=scaled_rows(grads.extra_x, of_rows))
+
+
+def _times(grad: Tensor, factor: Tensor) -> Tensor:
+    """Multiply in the dtype of the factor: a float16 gradient times a 0-d factor would round the factor to float16."""
+    return (grad.to(factor.dtype) * factor).to(grad.dtype)
+
+
+WEIGHTED_LINEAR_NLL = RowOp(
+    "weighted_linear_nll",
+    weighted_targets,
+    (
+        *_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS, *gradient_outputs(lambda _: True, scaled=scales_loss),
+        Output("loss_scale", scalar(scales_loss), public=False),
+    ),
+    _weighted_linear_forward,
+    lambda plan: (("weights",) if scales_loss(plan) else (), (*GRADS, "loss_scale")),
+    scale_in_place,
+    WeightedNLL,
+    CROSS_ENTROPY,
+    inline_backward=lambda _: scale_copies,
+    before_backward=partial(SingleUseBackward, "weighted_linear_nll", "linear_token_nll"),
+)  # fmt: skip
+
+
+def _linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+    """The results per row; with a frozen head also the gradients of the rows for upstream gradients of 1."""
+    with no_autocast(inputs):
+        frozen = plan.needs.frozen_head
+        chunks = Chunks(inputs, plan, plan.needs if frozen else NO_GRADIENTS)
+        ones = torch.ones(len(inputs.x), dtype=plan.accum_dtype, device=inputs.x.device) if frozen else None
+        return {**_named(plan, *chunks.run(ones)), **as_outputs(chunks.gradients())}
+
+
+def _linear_backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+    """Frozen head: the saved gradients of the rows times the upstream ones. Otherwise recompute the logits."""
+    if plan.needs.frozen_head:
+        x, extra_x = (scaled_rows(outputs.get(name), upstream["nll"]) for name in ("grad_x", "grad_extra_x"))
+        return Gradients(x, extra_x=extra_x)
+    with no_autocast(inputs):
+        scale = upstream["nll"].reshape(-1).to(plan.accum_dtype).contiguous()
+        scale, factors, loss_scale = unit_scale(scale, plan)
+        chunks = Chunks(inputs, plan, plan.needs, factors)
+        for chunk, h, y, logits in chunks:
+            s, row_max, log_sum = (chunks.rows.take(t, chunk) for t in (scale, *(outputs[name] for name in STATS)))
+            chunks.primitives.nll_grad(
+                logits[None], y, s, row_max, log_sum, logits[None], transform=plan.options.transform
+            )
+            chunks.add_gradients(chunk, h, y, logits, s)
+        return chunks.gradients(loss_scale)
+
+
+LINEAR_TOKEN_NLL = RowOp(
+    "linear_token_nll",
+    row_targets,
+    (
+        *_NLL_OUTPUTS, *_STATS_OUTPUTS,
+        *gradient_outputs(lambda plan: plan.needs.frozen_head, ("x", "extra_x")),
+    ),
+    _linear_forward,
+    lambda plan: (
+        ((), ("grad_x", "grad_extra_x"))
+        if plan.needs.frozen_head
+        else (("x", "weight", "bias", "extra_x", "extra_weight", "targets"), STATS)
+    ),
+    _linear_backward,
+    TokenNLL,
+    CROSS_ENTROPY,
+    inline_backward=lambda plan: _linear_backward if plan.needs.frozen_head else None,
+)  # fmt: skip

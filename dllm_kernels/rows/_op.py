@@ -1,0 +1,173 @@
+"""Definition of a row op: its output table, forward, backward, and what backward reads.
+
+Autograd, torch.compile and DTensors are written once over these records (``_eager.py``, ``_compiled.py``, ``_run.py``,
+``distributed/``). A new op is a new record, in the file of its forward pass, and a public function that builds its inputs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+
+from dllm_kernels.rows._inputs import Gradients, RowInputs
+from dllm_kernels.rows._plan import Plan
+
+Tensor = torch.Tensor
+Spec = tuple[tuple[int, ...], torch.dtype]
+# Tensors by the name of the output; an output that was not requested is absent or None.
+Outputs = dict[str, Any]
+Backward = Callable[[RowInputs, Outputs, Outputs, Plan], Gradients]
+Names = tuple[str, ...]
+
+LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
+
+
+class Output(NamedTuple):
+    """One output of a row op.
+
+    Attributes:
+        name: field of the result, or of what backward reads.
+        spec: (inputs, plan) -> (shape, dtype), or None if not requested.
+        differentiable: whether the caller may backpropagate through it.
+        public: whether the caller gets it.
+        like_ids: whether it has the shape of the ids, and not of the rows.
+    """
+
+    name: str
+    spec: Callable[[RowInputs, Plan], Spec | None]
+    differentiable: bool = False
+    public: bool = True
+    like_ids: bool = False
+
+
+class RowOp(NamedTuple):
+    """Definition of a row op over N rows.
+
+    Attributes:
+        name: key of the record in compiled ops.
+        rows: (inputs of the caller, plan) -> flattened (ids, targets).
+        outputs: the output table, in the order of the compiled op's results.
+        forward: (inputs, plan) -> outputs by name.
+        saved: plan -> names of the inputs and of the outputs that backward reads.
+        backward: (saved inputs, saved outputs, upstream gradients by name, plan) -> gradients, None if not needed.
+        result: builds the caller's result from the public outputs, by name.
+        instead: functions with a second derivative, from logits and from hidden states.
+        inline_backward: plan -> backward made of plain torch ops, traced by torch.compile instead of hidden in the custom
+            op; or None.
+        before_backward: (inputs, plan) -> function that an eager backward calls first; or None.
+    """
+
+    name: str
+    rows: Callable[[RowInputs, Plan], tuple[Tensor, Tensor]]
+    outputs: tuple[Output, ...]
+    forward: Callable[[RowInputs, Plan], Outputs]
+    saved: Callable[[Plan], tuple[Names, Names]]
+    backward: Backward
+    result: Callable[..., Any]
+    instead: tuple[str, str]
+    inline_backward: Callable[[Plan], Backward | None] = lambda _: None
+    before_backward: Callable[[RowInputs, Plan], Callable[[], None] | None] | None = None
+
+    def requested(self, inputs: RowInputs, plan: Plan) -> list[tuple[Output, Spec]]:
+        """The outputs that forward computes, each with its shape and dtype."""
+        return [(out, spec) for out in self.outputs if (spec := out.spec(inputs, plan)) is not None]
+
+
+def per_row(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
+    """Spec of an output ``[N]`` in the accumulation dtype."""
+    return lambda inputs, plan: ((_rows(inputs),), plan.accum_dtype) if wanted(plan) else None
+
+
+def per_row_bool(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
+    """Spec of a bool output ``[N]``."""
+    return lambda inputs, plan: ((_rows(inputs),), torch.bool) if wanted(plan) else None
+
+
+def scalar(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
+    """Spec of a 0-d output in the accumulation dtype."""
+    return lambda _, plan: ((), plan.accum_dtype) if wanted(plan) else None
+
+
+def _rows(inputs: RowInputs) -> int:
+    return inputs.ids.shape[0]
+
+
+def gradient_outputs(
+    computed: Callable[[Plan], bool], fields: Names = Gradients._fields, *, scaled: Callable[[Plan], bool] | None = None
+) -> tuple[Output, ...]:
+    """Outputs ``grad_*`` of a forward pass that computes gradients.
+
+    Contiguous, whatever the strides of the inputs. Where ``scaled(plan)``, those of the head are in the accumulation dtype.
+    """
+
+    def spec(field: str) -> Callable[[RowInputs, Plan], Spec | None]:
+        def of(inputs: RowInputs, plan: Plan) -> Spec | None:
+            t: Tensor | None = getattr(inputs, field)
+            if t is None or not getattr(plan.needs, field) or not computed(plan):
+                return None
+            wide = scaled is not None and field not in ("x", "extra_x") and scaled(plan)
+            return tuple(t.shape), plan.accum_dtype if wide else t.dtype
+
+        return of
+
+    return tuple(Output(f"grad_{field}", spec(field), public=False) for field in fields)
+
+
+GRADS: Names = tuple(f"grad_{field}" for field in Gradients._fields)
+
+
+def as_outputs(grads: Gradients) -> Outputs:
+    """Gradients under the names of :func:`gradient_outputs`."""
+    return dict(zip(GRADS, grads, strict=True))
+
+
+def gradients_of(outputs: Outputs) -> Gradients:
+    """The gradients that forward has computed."""
+    return Gradients(*(outputs.get(name) for name in GRADS))
+
+
+class SingleUseBackward:
+    """Raises if gradients computed in forward are requested a second time, or would be dropped."""
+
+    def __init__(self, name: str, instead: str, inputs: RowInputs, plan: Plan) -> None:
+        self.name, self.instead, self.consumed = name, instead, False
+        head = (
+            (inputs.weight, plan.needs.weight),
+            (inputs.bias, plan.needs.bias),
+            (inputs.extra_weight, plan.needs.extra_weight),
+        )
+        self.head = [weakref.ref(t) for t, trains in head if trains and t is not None]
+
+    def __call__(self) -> None:
+        if self.consumed:
+            raise RuntimeError(
+                f"{self.name} computes its gradients in the forward pass and frees them in the first backward; recompute the "
+                f"loss to run backward again, or use {self.instead}"
+            )
+        self.consumed = True
+        _check_still_gathered(self.head)
+
+
+def _check_still_gathered(head: Iterable[weakref.ref[Tensor]]) -> None:
+    """Raise if FSDP2 freed the gathered head before its gradient arrived: the gradient would be lost.
+
+    Backward does not read the head here, so nothing else would notice.
+    """
+    for parameter in (ref() for ref in head):
+        if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
+            raise RuntimeError(
+                "weight, bias or extra[1] was freed before its gradient arrived, which would be lost: under fully_shard with "
+                "reshard_after_forward=False, run the loss inside the head's forward (dllm_kernels.distributed.LossHead) "
+                "where the head is also called by itself in the same step"
+            )
+
+
+def scaled_rows(grad: Tensor | None, factor: Tensor | None) -> Tensor | None:
+    """Multiply each row by a factor, such as its upstream gradient; a row with a factor of 0 becomes 0 even if it is NaN."""
+    if grad is None or factor is None:
+        return None
+    factor = factor.reshape(-1, 1)
+    return torch.where(factor != 0, grad * factor, 0.0).to(grad.dtype)
