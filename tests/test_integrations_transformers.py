@@ -1,7 +1,10 @@
 """A Hugging Face Trainer with the loss in the LM head trains as one with the same loss from logits."""
 
+import copy
 import functools
 import importlib.util
+import itertools
+import pickle
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -304,6 +307,48 @@ def test_workers_that_are_spawned_see_the_epoch_too():
 
 def seeded_alike(worker):
     torch.manual_seed(0)
+
+
+class EachOf:
+    """Collates the same samples with every one of several collators."""
+
+    def __init__(self, collators):
+        self.collators = collators
+
+    def __call__(self, samples):
+        return [collator(samples) for collator in self.collators]
+
+
+@pytest.mark.parametrize(
+    ("context", "persistent"), every_time([("fork", True)], itertools.product(["fork", "spawn"], [True, False]))
+)
+def test_copies_have_an_epoch_of_their_own_that_workers_see(context, persistent):
+    samples, expected = [sample(64, seed) for seed in range(2)], []
+    for epoch in range(2):
+        fresh = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+        fresh.set_epoch(epoch)
+        expected.append(rows([fresh(samples)]))
+    assert all_differ(*expected)
+    original = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+    copies = [copy.copy(original), copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
+    options = {"num_workers": 1, "persistent_workers": persistent, "multiprocessing_context": context}
+    loader = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=EachOf(copies), **options)
+    for epoch in range(2):
+        for each in copies:
+            each.set_epoch(epoch)
+        (batches,) = loader
+        assert [rows([batch]) for batch in batches] == [expected[epoch]] * 3
+    assert rows([original(samples)]) == expected[0]
+    original.set_epoch(2)
+    (batches,) = loader
+    assert [rows([batch]) for batch in batches] == [expected[1]] * 3
+
+
+def test_a_copy_begins_in_the_epoch_of_its_original():
+    samples, original = [sample(64, 5)], MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+    original.set_epoch(3)
+    for made in (copy.copy(original), copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        assert rows([made(samples)]) == rows([original(samples)])
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "seed"])

@@ -178,14 +178,15 @@ class MaskedDiffusionCollator:
         self.rank = rank
         self.level = level
         self.options = options
-        self._epoch = _shared_zero()
+        self._epoch = _shared(0)
         self._generator: tuple[int, torch.Generator] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Give samples with a ``seed_field`` other noise: call it before each epoch, like a sampler's ``set_epoch``.
 
         The mixin calls it for the batches that it trains on. In epoch 0, the first one and that of evaluation, the seed of a
-        sample is used as it is.
+        sample is used as it is. Workers of a ``DataLoader`` see the new epoch while they live; a copy of the collator, however
+        made, begins in the epoch of its original and from then on has an epoch of its own.
 
         Raises:
             TypeError: ``epoch`` is no int.
@@ -246,10 +247,22 @@ class MaskedDiffusionCollator:
             self._generator = worker.seed, torch.Generator("cpu").manual_seed(worker.seed)
         return self._generator[1]
 
+    def __copy__(self) -> MaskedDiffusionCollator:
+        """Copy with shared memory for the copy's epoch: later epochs of the original do not reach the copy."""
+        other = type(self).__new__(type(self))
+        vars(other).update(vars(self), _epoch=_shared(int(self._epoch)))
+        return other
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a deep copy or a pickle, and move its epoch to shared memory; in a spawned worker it is there already."""
+        vars(self).update(state)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+
     def _apart(self, **changes: Any) -> MaskedDiffusionCollator:
-        """A copy in epoch 0, whose epoch is its own."""
+        """A copy in epoch 0."""
         other = copy.copy(self)
-        vars(other).update(changes, _epoch=_shared_zero())
+        vars(other).update(changes)
+        other.set_epoch(0)
         return other
 
 
@@ -279,11 +292,11 @@ def _seed(i: int, field: str, value: Any) -> int:
     return seed
 
 
-def _shared_zero() -> torch.Tensor:
-    """Seen by the workers of a ``DataLoader`` also when it changes, for those that live through several epochs."""
-    zero = torch.zeros((), dtype=torch.int64, device="cpu")
-    zero.share_memory_()  # type: ignore[no-untyped-call]
-    return zero
+def _shared(epoch: int) -> torch.Tensor:
+    """Epoch in shared memory, so that workers of a ``DataLoader`` that live through several epochs see it change."""
+    shared = torch.tensor(epoch, dtype=torch.int64, device="cpu")
+    shared.share_memory_()  # type: ignore[no-untyped-call]
+    return shared
 
 
 def _process_rank() -> int:
