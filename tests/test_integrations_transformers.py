@@ -412,7 +412,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize(("function", "loss"), FUNCTIONS.values(), ids=FUNCTIONS)
 def test_a_function_of_row_weights_is_the_loss_with_these_weights(function, loss, count):
     ids, loss_mask, _, noise, p = noised()
-    labels, model = pack_labels(ids % 13, loss_mask, noise, p), CappedModel().double()
+    labels, model = pack_labels(ids % 13, loss_mask, noise, p), ChangingModel().double()
     hidden = torch.randn(*ids.shape, 4, dtype=torch.float64)
     logits = model(hidden).detach()
     expected = loss(logits, *unpack_labels(labels), num_diffusion_tokens=loss_mask.sum() if count is None else 11)
@@ -457,7 +457,7 @@ def test_scdd_sees_what_the_model_saw():
     loss = dllm_kernels.SCDDLoss(12, num_timesteps=5, max_ratio=0.4)
     targets, masked, p, _ = unpack_labels(batch["labels"])
     times = p.amax(1, keepdim=True).expand_as(p)
-    model = CappedModel()
+    model = ChangingModel()
     embedding = nn.Embedding(13, 4)
     expected = loss(model(embedding(noise)), targets, masked, times, supervised, noisy_input_ids=noise).total_loss
     model.forward = lambda input_ids: model.lm_head(embedding(input_ids))
@@ -626,7 +626,7 @@ def test_a_model_that_changes_its_logits_is_refused(ranks, tmp_path):
     model = Gemma2ForCausalLM(
         Gemma2Config(vocab_size=ranks.V, num_key_value_heads=2, **sizes, **ranks.SPECIALS)
     ).double()
-    with pytest.raises(ValueError, match="must call its LM head once and return what it gives unchanged"):
+    with pytest.raises(ValueError, match=r"return its output unchanged, .* got a call of div on it"):
         ranks.trained(model, tmp_path, 4, 1)
 
 
@@ -685,7 +685,7 @@ def test_data_parallel_is_refused():
         BareTrainer(n_gpu=2)
 
 
-class CappedModel(nn.Module):
+class ChangingModel(nn.Module):
     """Hidden states are given; the logits, or the loss in their place, go through a function."""
 
     def __init__(self, after=lambda x: x):
@@ -696,42 +696,143 @@ class CappedModel(nn.Module):
         return self.after(self.lm_head(hidden))
 
 
-def capped(x):
-    return 2.0 * torch.tanh(x / 2.0)
-
-
-def step(trainer, model, noise=True, scale=1.0):
-    ids, loss_mask, _, noised_at, p = noised()
+def step(trainer, model, noise=True, scale=1.0, seed=0, device="cpu", **options):
+    ids, loss_mask, _, noised_at, p = noised(seed=seed)
     labels = pack_labels(ids % 13, loss_mask, noised_at & noise, p)
     hidden = torch.randn(*ids.shape, 4) * scale
-    return trainer.compute_loss(model, {"hidden": hidden, "labels": labels})
+    return trainer.compute_loss(model, {"hidden": hidden.to(device), "labels": labels.to(device)}, **options)
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number_is_no_misuse(scale):
-    trainer, model = BareTrainer(), CappedModel()
+    trainer, model = BareTrainer(), ChangingModel()
     assert not step(trainer, model, scale=scale).isfinite()
     assert step(trainer, model).isfinite()
 
 
-@pytest.mark.parametrize("first", [{"scale": float("nan")}, {"noise": False}])
-def test_a_cap_is_found_when_the_first_loss_does_not_show_it(first):
-    """The cap of NaN is NaN and that of 0 is 0: such a loss says nothing of what the model does to it."""
-    trainer, model = BareTrainer(), CappedModel(capped)
-    value = step(trainer, model, **first)
-    assert value.isnan() or value == 0
-    with pytest.raises(ValueError, match="must call its LM head once and return what it gives unchanged"):
-        step(trainer, model)
+KEEPS = {
+    "nothing": lambda x: x,
+    "a cast": lambda x: x.float(),
+    "a wider cast": lambda x: x.to(torch.float64),
+    "a view": lambda x: x.view_as(x),
+    "a contiguous one": lambda x: x.contiguous(),
+    "a look at its attributes": lambda x: (x.shape, x.dtype, x.dim(), x.grad_fn, x)[-1],
+}
 
 
-def test_what_the_model_does_to_its_logits_is_looked_at_once():
-    """Looking waits for the GPU."""
-    trainer, looked = BareTrainer(), []
-    check = trainer._check_handed_through
-    trainer._check_handed_through = lambda loss: looked.append(loss) or check(loss)
-    for _ in range(3):
-        step(trainer, CappedModel())
-    assert len(looked) == 1
+class Detaches(torch.autograd.Function):
+    """As DeepSpeed returns the outputs of a module."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def assert_scales(loss):
+    """In place, as a Trainer on several ranks does."""
+    value = loss.item()
+    loss *= 2
+    assert loss.item() == 2 * value
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("after", [*KEEPS.values(), Detaches.apply], ids=[*KEEPS, "a Function"])
+def test_a_model_may_cast_and_view_its_logits(after, training):
+    trainer, model = BareTrainer(), ChangingModel(after).train(training)
+    for seed in range(2):
+        with torch.set_grad_enabled(training):
+            trainer._wants_logits = True
+            expected = step(trainer, model, seed=seed)
+            trainer._wants_logits = False
+            loss = step(trainer, model, seed=seed)
+        assert type(loss) is torch.Tensor
+        torch.testing.assert_close(loss, expected, check_dtype=False)
+        if training:
+            (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
+            assert gradient.abs().sum() > 0
+        assert_scales(loss)
+
+
+def in_place(function):
+    def after(x):
+        function(x)
+        return x
+
+    return after
+
+
+ONE = nn.Parameter(torch.ones(()))
+CHANGES = {
+    "a trained scale": ("mul", lambda x: x * ONE),
+    "a trained scale before it": ("mul", lambda x: ONE * x),
+    "a large cap": ("div", lambda x: 1e6 * torch.tanh(x / 1e6)),
+    "a temperature": ("div", lambda x: x / 1.0),
+    "a bias": ("add", lambda x: x + torch.zeros(())),
+    "a scale in place": ("mul_", in_place(lambda x: x.mul_(1.0))),
+    "a scale in place of a view": ("mul_", in_place(lambda x: x.view_as(x).mul_(1.0))),
+    "a scale in place of its data": ("mul_", in_place(lambda x: x.data.mul_(1.0))),
+    "a scale in place of a list": ("_foreach_mul_", in_place(lambda x: torch._foreach_mul_([x], 1.0))),
+    "an output argument": ("mul", in_place(lambda x: torch.mul(x, 1.0, out=x.detach()))),
+    "an assignment": ("__setitem__", in_place(lambda x: x.__setitem__((), 1.0))),
+    "other data": ("__set__", in_place(lambda x: setattr(x, "data", torch.ones(())))),
+    "fewer columns": ("__getitem__", lambda x: x[..., :5]),
+    "another layout": ("transpose", lambda x: x.transpose(0, 1)),
+    "another shape": ("view", lambda x: x.view(3, 17, 13)),
+    "one more dimension": ("view", lambda x: x.view(1)),
+    "whole numbers": ("long", lambda x: x.long()),
+    "a bound": ("clamp", lambda x: x.clamp(max=1e9)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("name", "after"), CHANGES.values(), ids=CHANGES)
+def test_a_model_that_changes_its_logits_is_found_whatever_their_value(name, after, training):
+    """A step that passes does not excuse the next."""
+    trainer, model = BareTrainer(), ChangingModel()
+    message = f"^the model must call its LM head once and return its output unchanged, .*, got a call of {name} on it; "
+    with torch.set_grad_enabled(training):
+        assert step(trainer, model).isfinite()
+        model.after = after
+        for inputs in ({}, {"scale": float("nan")}, {"noise": False}):
+            with pytest.raises(ValueError, match=message):
+                step(trainer, model, **inputs)
+
+
+@pytest.mark.parametrize("after", [lambda x: torch.ones(()), lambda x: torch.tensor(x.tolist())])
+def test_another_tensor_in_place_of_logits_is_refused(after):
+    with pytest.raises(ValueError, match="got another tensor; a plain Trainer with compute_loss_func=mdlm_loss_func"):
+        step(BareTrainer(), ChangingModel(after))
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_head_that_is_not_called_once_is_refused(calls):
+    model = ChangingModel()
+    model.forward = lambda hidden: [hidden, *(model.lm_head(hidden) for _ in range(calls))][-1]
+    with pytest.raises(ValueError, match=f"must call its LM head once .*, got {calls} calls of the head; "):
+        step(BareTrainer(), model)
+
+
+def test_the_loss_is_not_read_on_the_way():
+    """Reading waits for a GPU; a tensor on the meta device has no value to read."""
+    trainer, model = BareTrainer(), ChangingModel(KEEPS["a cast"]).to("meta")
+    assert step(trainer, model, device="meta", num_items_in_batch=11).device.type == "meta"
+    with pytest.raises(ValueError, match="got a call of mul on it"):
+        step(trainer, ChangingModel(lambda x: x * 1.0).to("meta"), device="meta", num_items_in_batch=11)
+
+
+@pytest.mark.parametrize("training", every_time([True], [True, False]))
+def test_a_compiled_model_is_looked_at_while_it_is_traced(training):
+    model, changing = ChangingModel(KEEPS["a cast"]), ChangingModel(CHANGES["a trained scale"][1])
+    with torch.set_grad_enabled(training):
+        loss = step(BareTrainer(), torch.compile(model, backend="aot_eager", fullgraph=True))
+        torch.testing.assert_close(loss, step(BareTrainer(), model))
+        assert_scales(loss)
+        with pytest.raises(ValueError, match="got a call of mul on it"):
+            step(BareTrainer(), torch.compile(changing, backend="eager"))
 
 
 @needs_trainer
@@ -761,7 +862,7 @@ def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
     """DDP over micro-batches, and FSDP2 with the head as a unit of its own, against one process with the whole batch."""
     assert_same_training(two_ranks["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
     whole = ranks.COLLATOR(ranks.samples())
-    single = ranks.head_gradients(ranks.model(tied=False), whole, int((whole["labels"] != -100).sum()))
+    single = ranks.head_gradients(ranks.model(tied=False), tmp_path, whole, int((whole["labels"] != -100).sum()))
     assert two_ranks["fsdp"].keys() == single.keys()
     for name, gradient in single.items():
         torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")

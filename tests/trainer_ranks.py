@@ -9,13 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import ModernBertConfig, ModernBertForMaskedLM, Trainer, TrainerCallback, TrainingArguments
 
-from dllm_kernels import DLLMCollator, MDLMCrossEntropyLoss
-from dllm_kernels.integrations.transformers import (
-    MaskedDiffusionCollator,
-    MaskedDiffusionTrainerMixin,
-    loss_in_head,
-    unpack_labels,
-)
+from dllm_kernels import DLLMCollator
+from dllm_kernels.integrations.transformers import MaskedDiffusionCollator, MaskedDiffusionTrainerMixin
 
 V, PAD, MASK = 23, 21, 22
 SPECIALS = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), PAD)
@@ -86,19 +81,9 @@ def trained(*args, **options):
     return {k: v.detach().clone() for k, v in made.model.state_dict().items()}, losses
 
 
-def head_gradients(net, batch, count):
-    """Gradients of the loss that runs inside the head, over the tokens of ``count``."""
-    labels = batch.pop("labels")
-    masks = unpack_labels(labels)
-
-    def loss(hidden, weight, bias):
-        out = MDLMCrossEntropyLoss().forward_fused(
-            hidden, weight, *masks, num_diffusion_tokens=count, lm_head_bias=bias
-        )
-        return out.total_loss
-
-    with loss_in_head(net, loss):
-        net(**batch).logits.backward()
+def head_gradients(net, folder, batch, count):
+    """Gradients of the mixin's loss of one micro-batch, over the tokens of ``count``."""
+    trainer(net, folder, 4, 1).compute_loss(net, batch, num_items_in_batch=count).backward()
     return {k: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for k, p in net.named_parameters()}
 
 
@@ -144,7 +129,7 @@ def main(out, kinds):
     whole = COLLATOR(samples())
     count = int((whole["labels"] != -100).sum())
     mine = {k: v.chunk(ranks)[dist.get_rank()] for k, v in whole.items()}
-    fsdp = head_gradients(net, mine, count / ranks)  # FSDP averages over the ranks
+    fsdp = head_gradients(net, out + ".run", mine, count)  # FSDP averages over the ranks, which the Trainer undoes
     if dist.get_rank() == 0:
         torch.save({"ddp": ddp, "fsdp": fsdp, "noise": noise}, out)
     dist.destroy_process_group()

@@ -46,11 +46,12 @@ import inspect
 import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils import _pytree
 
 from dllm_kernels.base._checks import (
     check_constant,
@@ -77,6 +78,8 @@ MASKED = 2**62
 RETURNED = "the weights that loss returns"
 FAR_APART = 0x9E3779B97F4A7C15 - 2**64  # n times it, modulo 2^64, is nowhere near another small multiple
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
+CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
+COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
 Corruption = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 RowWeights = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -185,8 +188,8 @@ class MaskedDiffusionCollator:
         """Give samples with a ``seed_field`` other noise: call it before each epoch, like a sampler's ``set_epoch``.
 
         The mixin calls it for the batches that it trains on. In epoch 0, the first one and that of evaluation, the seed of a
-        sample is used as it is. Workers of a ``DataLoader`` see the new epoch while they live; a copy of the collator, however
-        made, begins in the epoch of its original and from then on has an epoch of its own.
+        sample is used as it is. Running workers of a ``DataLoader`` see the new epoch. Copies of the collator (``copy``,
+        ``pickle``) do not: a copy begins in the epoch of its original and has an epoch of its own.
 
         Raises:
             TypeError: ``epoch`` is no int.
@@ -254,7 +257,7 @@ class MaskedDiffusionCollator:
         return other
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a deep copy or a pickle, and move its epoch to shared memory; in a spawned worker it is there already."""
+        """Restore a deep copy or a pickle, and share the memory of its epoch; in a spawned worker it is shared already."""
         vars(self).update(state)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
@@ -409,7 +412,7 @@ def loss_in_head(
 ) -> Iterator[None]:
     """Within it, the LM head of the model returns ``loss(hidden, weight, bias)`` in place of logits.
 
-    The model must hand what its head returns through unchanged, as ``logits``: no soft cap, no scale.
+    The model must return the output of its head unchanged, as ``logits``: no scale, bias or soft cap. The caller checks it.
 
     Args:
         model: has ``get_output_embeddings()`` or a module named ``lm_head``; may be wrapped by DDP, FSDP.
@@ -429,6 +432,48 @@ def loss_in_head(
         yield
     finally:
         del head.forward
+
+
+class _HeadLoss(torch.Tensor):
+    """Loss that the LM head returned in place of logits.
+
+    Casts, and copies and views with the shape of the loss, keep the class. Any other operation that returns or modifies a
+    tensor raises ValueError. The value of the loss is not compared, because it does not show a scale that begins at 1
+    or a large cap, and because reading it would wait for the GPU. It is a tensor subclass, because wrappers copy the
+    outputs of a model, evaluation has no autograd graph, and ``torch.compile`` traces ``__torch_function__``.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        try:
+            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (IndexError, RuntimeError, TypeError):  # a slice or a shape that only logits have
+            _refuse(f"a call of {name} on it")
+        if name == "__get__":  # an attribute
+            return result
+        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        if name in (*CASTS, *COPIES):
+            changed = any(x.dim() or not x.is_floating_point() for x in tensors)
+        else:
+            changed = len(tensors) > 0 or result is None  # None: an assignment, or another function that writes
+        if changed:
+            _refuse(f"a call of {name} on it")
+        return result
+
+    def plain(self) -> torch.Tensor:
+        """Copy that allows every operation. No view: a view of a Function's output cannot be scaled in place."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.clone()
+
+
+def _refuse(got: str) -> NoReturn:
+    raise ValueError(
+        "the model must call its LM head once and return its output unchanged, with no scale, bias or soft cap, got "
+        f"{got}; {FROM_LOGITS}"
+    )
 
 
 def _linear_head(model: nn.Module) -> nn.Linear:
@@ -469,7 +514,8 @@ class MaskedDiffusionTrainerMixin:
         TypeError: ``loss`` is neither a loss nor a function.
         ValueError: ``loss`` takes other arguments than labels hold, a ``compute_loss_func`` or a ``label_smoothing_factor`` is
             given, several GPUs are visible to one process, sequences are split over processes, the model's head is not an
-            ``nn.Linear`` or is more than that (an adapter, hooks), or the model changes what its head returns.
+            ``nn.Linear`` or is more than that (an adapter, hooks), or the model changes what its head returns: any operation
+            but a cast, a copy or a view of the same shape, in any step.
     """
 
     def __init__(self, *args: Any, loss: DiffusionLoss | RowWeights | None = None, **kwargs: Any) -> None:
@@ -499,7 +545,6 @@ class MaskedDiffusionTrainerMixin:
         self._wants_logits = False
         self._in_head: list[torch.Tensor] | None = None
         self._noisy_input_ids: torch.Tensor | None = None
-        self._handed_through = False
         self._follow_epochs()
 
     def _follow_epochs(self) -> None:
@@ -546,7 +591,7 @@ class MaskedDiffusionTrainerMixin:
         made = list[torch.Tensor]()
 
         def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            made.append(labelled.of_hidden(hidden, weight, bias))
+            made.append(labelled.of_hidden(hidden, weight, bias).as_subclass(_HeadLoss))
             return made[-1]
 
         unwrapped = self.accelerator.unwrap_model(model)
@@ -572,24 +617,13 @@ class MaskedDiffusionTrainerMixin:
     ) -> torch.Tensor:
         if self._in_head is None:
             return self._labelled(labels, num_items_in_batch).of_logits(_logits(outputs))
-        loss = _logits(outputs)
-        if not self._handed_through:  # looked at until seen, since it waits for the GPU
-            self._check_handed_through(loss.detach())
-        return loss
+        loss, calls = _logits(outputs), len(self._in_head)
+        if calls != 1 or not isinstance(loss, _HeadLoss):
+            _refuse("another tensor" if calls == 1 else f"{calls} calls of the head")
+        return loss.plain()
 
     def _labelled(self, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None) -> _Labelled:
         return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids)
-
-    def _check_handed_through(self, loss: torch.Tensor) -> None:
-        made = self._in_head or []
-        one = len(made) == 1 and loss.dim() == 0
-        if not one or not torch.isclose(made[0].detach().to(loss), loss, rtol=0.0, atol=0.0, equal_nan=True):
-            raise ValueError(
-                "the model must call its LM head once and return what it gives unchanged (no soft cap, no scale on the "
-                f"logits), got something else; {FROM_LOGITS}"
-            )
-        # A cap or a scale leaves 0, infinity and NaN as they are: such a loss does not show it, the next one is looked at.
-        self._handed_through = bool(loss.isfinite() & (loss != 0))
 
 
 def _epoch_callback(trainer: Any) -> Any:
