@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dllm_kernels import DLLMLossOutput
+from dllm_kernels import DLLMLossOutput, MDLMCrossEntropyLoss
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations._deferred import DeferredLogits
 from dllm_kernels.losses import _rows
@@ -29,6 +29,7 @@ from reference.scdd import scdd_loss
 ABSENT = ("torchao", "torchdata", "datasets", "nemo_automodel.components._peft.lora_kernel")
 V, D, MASK, CAP = 37, 12, 36, 2.0
 SEEDS = range(4)
+NOT_REPLACED = "excluded", "built before", "of this package"
 
 
 class EmptyModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -161,7 +162,7 @@ def bare_recipe(module, strategy, model, config, **more):
     return recipe
 
 
-def step(module, mode, seed, dtype, noise=None, fused=None, target=None):
+def step(module, mode, seed, dtype, noise=None, fused=None, target=None, loss_fn=None):
     """One training step: what the strategy drew, and the loss, its diffusion part and every gradient."""
     torch.manual_seed(seed)
     strategy = module.get_dllm_strategy(mode)
@@ -176,7 +177,7 @@ def step(module, mode, seed, dtype, noise=None, fused=None, target=None):
     config["dflash"] = {"target_model_id": target, "target_torch_dtype": str(dtype).removeprefix("torch."),
                         "num_blocks_per_sample": 3, "use_fused_linear_ce": fused, "ce_chunk_size": 5}  # fmt: skip
     recipe = bare_recipe(module, strategy, model, config, dllm_block_size=8 if mode == "hybrid" else None)
-    recipe.dllm_loss_fn = strategy.create_loss_fn(config)
+    recipe.dllm_loss_fn = loss_fn or strategy.create_loss_fn(config)
     strategy.setup_extra(recipe)
     if mode == "dflash" and dtype == torch.float64:
         strategy.dflash_loss_fn = OracleDFlash(strategy.dflash_loss_fn.loss_gamma)
@@ -216,7 +217,20 @@ def compare(module, mode, **options):
                 step(module, mode, s, torch.float32, n, **options) for s, n in zip(SEEDS, noise, strict=True)
             ]
         integration.unpatch()
+    if mode == "mdlm":
+        found |= {who: not_replaced(module, who, noise) for who in NOT_REPLACED}
     return found
+
+
+def not_replaced(module, who, noise):
+    """Steps under ``fuse_head`` whose loss is not the replaced one, and how their losses were computed."""
+    before = module.get_dllm_strategy("mdlm").create_loss_fn({})
+    integration.patch(fuse_head=True, exclude=["MDLMCrossEntropyLoss"] if who == "excluded" else [])
+    loss_fn = {"built before": before, "of this package": MDLMCrossEntropyLoss(), "excluded": None}[who]
+    with counted() as calls:
+        runs = [step(module, "mdlm", s, torch.float32, n, loss_fn=loss_fn) for s, n in zip(SEEDS, noise, strict=True)]
+    integration.unpatch()
+    return {"runs": runs, "calls": calls}
 
 
 @contextlib.contextmanager

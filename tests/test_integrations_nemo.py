@@ -107,6 +107,20 @@ def test_a_recipe_step_from_hidden_states_makes_no_logits(steps, mode):
     assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
 
 
+@pytest.mark.parametrize("who", ["excluded", "built before", "of this package"])
+def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, who):
+    """A loss of the host gets logits, a loss of this package hidden states."""
+    case = steps["cases"]["mdlm"]
+    runs, calls = case[who]["runs"], case[who]["calls"]
+    for run, host in zip(runs, case["host"], strict=True):
+        torch.testing.assert_close(run["results"], host["results"])
+    if who == "of this package":
+        assert calls == {"weighted_linear_nll of hidden states": len(runs)}
+    else:
+        assert calls["made"] >= len(runs)
+        assert not [op for op in calls if "hidden states" in op]
+
+
 @pytest.mark.parametrize("mode", ["mdlm", "hybrid"])
 def test_a_recipe_corrupts_within_its_rules(steps, mode):
     for ours, host in zip(steps["cases"][mode]["ours"], steps["cases"][mode]["host"], strict=True):
@@ -264,8 +278,7 @@ def test_fused_losses_take_logits_and_what_stands_for_them(fused):
     ids, on = torch.randint(0, V, (2, 6)), torch.ones(2, 6)
     x, y = torch.randn(2, 6, V), torch.randn(2, 6, V)
     loss = fused.HybridDiffusionLLMLoss(0.5)
-    assert type(loss).__module__ == fused.__name__
-    assert isinstance(loss, dllm_kernels.HybridDiffusionLLMLoss)
+    assert type(loss) is dllm_kernels.HybridDiffusionLLMLoss
     assert type(pickle.loads(pickle.dumps(loss))) is type(loss)
     masks = (ids, on, on / 2, on, on, 5, 4)
     expected = loss(x, *masks, y).total_loss
@@ -294,12 +307,54 @@ def test_fused_losses_take_logits_and_what_stands_for_them(fused):
     torch.testing.assert_close(fused.encoder_ar_loss(z, ids, on), fused.encoder_ar_loss(capped, ids, on))
 
 
-def test_a_loss_of_the_host_takes_what_stands_for_logits(strategy):
-    """One that was built before the switch."""
+def built_before(name):
+    return getattr(module("components.loss.dllm_loss"), name)
+
+
+def excluded(name):
+    integration.patch(exclude=[name], fuse_head=True)
+    return getattr(module("components.loss.dllm_loss"), name)
+
+
+def of_this_package(name):
+    return getattr(dllm_kernels, name)
+
+
+@pytest.mark.parametrize("source", [built_before, excluded, of_this_package])
+@pytest.mark.parametrize("name", ["MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss"])
+def test_a_loss_that_is_not_replaced_takes_deferred_logits(strategy, monkeypatch, name, source):
+    """A loss of the host gets the logits themselves, a loss of this package the hidden states."""
+    monkeypatch.setattr(integration, "STEPS", {})
     x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
-    loss = module("components.loss.dllm_loss").MDLMCrossEntropyLoss()
-    out = loss(of_deferred(x), ids, on.bool(), on / 2, on)
-    torch.testing.assert_close(out.total_loss, loss(x, ids, on.bool(), on / 2, on).total_loss)
+    masks = (ids, on.bool(), on / 2, on, on, 5, 4)
+    expected = getattr(dllm_kernels, name)()(x, *masks, causal_logits=x).total_loss
+    loss = source(name)()
+    if source is not excluded:
+        integration.patch(fuse_head=True)
+    for causal in (None, x):
+        z = of_deferred(x)
+        out = loss(z, *masks, causal_logits=causal if causal is None else z)
+        assert z.usable == (source is of_this_package)
+        if causal is not None:
+            torch.testing.assert_close(out.total_loss, expected)
+    integration.unpatch()
+    torch.testing.assert_close(loss(x, *masks, causal_logits=x).total_loss, expected)
+    if source is of_this_package:
+        with pytest.raises(TypeError, match=r"^logits must be a torch\.Tensor, got DeferredLogits"):
+            loss(of_deferred(x), *masks)
+
+
+def test_a_subclass_of_a_loss_takes_deferred_logits(fused):
+    class Doubled(dllm_kernels.MDLMCrossEntropyLoss):
+        def forward(self, logits, *args, **kwargs):
+            out = super().forward(logits, *args, **kwargs)
+            return out._replace(total_loss=2 * out.total_loss)
+
+    x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    z = of_deferred(x)
+    loss = Doubled()(z, ids, on, on / 2, on).total_loss
+    assert z.usable
+    torch.testing.assert_close(loss, 2 * dllm_kernels.MDLMCrossEntropyLoss()(x, ids, on, on / 2, on).total_loss)
 
 
 @pytest.mark.parametrize("max_ratio", [0.0, 0.1, 0.6])

@@ -39,6 +39,7 @@ from dllm_kernels.base._checks import checked_bool
 from dllm_kernels.base._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences, loaded
+from dllm_kernels.losses._base import DiffusionLoss
 from dllm_kernels.mtp.head import head_module, unwrapped
 
 HOST = "nemo_automodel"
@@ -83,6 +84,9 @@ STEPS = {
 }
 # -100 marks ignored labels whatever the loss's own index is, so both defaults mean "the loss's own".
 SAME_DEFAULTS = {"ignore_index": (None, -100)}
+# The classes whose ``forward`` the losses of those steps have. It is replaced there, so that a loss that the user imported from this
+# package takes hidden states as well as one that the host builds by its own name.
+FUSED_LOSSES = DiffusionLoss, losses.IDLMLoss
 MADE_OF = ("weight", "bias", "parametrizations")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 
@@ -118,7 +122,7 @@ class PatchReport:
 
 
 _host = Host(HOST)
-_methods: list[tuple[type, str, Any]] = []  # (class, method, original) of the steps that take hidden states
+_methods: list[tuple[type, str, Any]] = []  # (class, method, original) of the replaced steps and losses
 
 
 def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchReport:
@@ -154,9 +158,11 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in methods)
     report = PatchReport(version, replaced, kept, _originals([ours for _, ours in pairs]), fused)
-    _host.report, _methods[:] = report, methods
+    _host.report = report
     for owner, name, original in methods:
-        setattr(owner, name, _from_hidden_states(original, STEPS[owner.__name__][2]))
+        _replace(owner, name, _from_hidden_states(original, STEPS[owner.__name__][2]))
+    for loss in FUSED_LOSSES if fuse_head else ():
+        _replace(loss, "forward", _of_deferred_logits(loss.forward))
     return report
 
 
@@ -170,6 +176,12 @@ def unpatch() -> tuple[tuple[str, str], ...]:
         setattr(owner, name, original)
     _methods.clear()
     return _host.unpatch()
+
+
+def _replace(owner: type, name: str, method: Any) -> None:
+    """Replace a method of a class until :func:`unpatch`."""
+    _methods.append((owner, name, vars(owner)[name]))
+    setattr(owner, name, method)
 
 
 def _steps() -> tuple[list[tuple[type, str, Any]], list[str]]:
@@ -433,27 +445,35 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
 
 
-def _fused_loss(original: Any) -> Any:
-    """Our loss, called with hidden states and the head instead of deferred logits."""
-    ours: Any = getattr(losses, original.__name__)
-    signature = inspect.signature(ours.forward)
+def _of_deferred_logits(forward: Any) -> Any:
+    """A loss's ``forward`` that also accepts deferred logits, from whose hidden states and head it computes the loss."""
+    signature = inspect.signature(forward)
 
-    class Fused(ours):  # type: ignore[misc]
-        __doc__ = ours.__doc__
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not any(isinstance(value, DeferredLogits) for value in (*args, *kwargs.values())):
+            return forward(self, *args, **kwargs)
+        given = signature.bind(self, *args, **kwargs).arguments
+        logits = {name: z for name in HIDDEN if (z := given.pop(name, None)) is not None}
+        if not _from_one_head(logits.values(), self.softcap):
+            return forward(**{name: _made(z) for name, z in logits.items()}, **given)
+        del given["self"]
+        first = logits["logits"]
+        rows = {HIDDEN[name]: z.hidden for name, z in logits.items()}
+        weight, bias = _head_of(first)
+        return _capped(self, first.softcap).forward_fused(**rows, lm_head_weight=weight, lm_head_bias=bias, **given)
 
-        @functools.wraps(ours.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(self, *args, **kwargs).arguments
-            del given["self"]
-            logits = {name: z for name in HIDDEN if (z := given.pop(name, None)) is not None}
-            if not _from_one_head(logits.values(), self.softcap):
-                return super().forward(**{name: _made(z) for name, z in logits.items()}, **given)
-            first = logits["logits"]
-            rows = {HIDDEN[name]: z.hidden for name, z in logits.items()}
-            weight, bias = _head_of(first)
-            return _capped(self, first.softcap).forward_fused(**rows, lm_head_weight=weight, lm_head_bias=bias, **given)
+    return wrapped
 
-    return _named_like(original, Fused)
+
+def _fused_compute_per_token_nll(original: Any) -> Any:
+    """Our function, for the losses of the host that call it with deferred logits: it materializes them."""
+
+    @functools.wraps(losses.compute_per_token_nll)
+    def compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
+        return losses.compute_per_token_nll(_made(logits), *args, **kwargs)
+
+    return compute_per_token_nll
 
 
 def _fused_encoder_ar_loss(original: Any) -> Any:
@@ -493,10 +513,6 @@ def _made(logits: Any) -> Any:
 
 
 FUSED: dict[str, Callable[[Any], Any]] = {
-    "MDLMCrossEntropyLoss": _fused_loss,
-    "BlockDiffusionCrossEntropyLoss": _fused_loss,
-    "HybridDiffusionLLMLoss": _fused_loss,
-    "IDLMLoss": _fused_loss,
-    "SCDDLoss": _fused_loss,
     "encoder_ar_loss": _fused_encoder_ar_loss,
+    "_compute_per_token_nll": _fused_compute_per_token_nll,
 }
