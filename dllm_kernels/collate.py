@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels.base._checks import check_int64, check_positive_int, checked_bool
+from dllm_kernels.base._checks import check_int64, check_positive_int, checked_bool, type_name
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -183,7 +183,7 @@ class DLLMCollator:
 def _length(i: int, sample: Mapping[str, Any]) -> int:
     """The common length of the fields of sample i; raises where they differ."""
     if not isinstance(sample, Mapping):
-        raise TypeError(f"sample {i} must be a dict, got {type(sample).__name__}")
+        raise TypeError(f"sample {i} must be a dict, got {type_name(sample)}")
     for field in FIELDS:
         if field not in sample:
             raise ValueError(f"sample {i} has no field {field!r}; it has {', '.join(map(repr, sample)) or 'none'}")
@@ -199,9 +199,9 @@ def _length(i: int, sample: Mapping[str, Any]) -> int:
 
 
 def _not_numbers(name: str, values: object) -> TypeError:
-    what = type(values).__name__
+    what = type_name(values)
     if isinstance(values, (list, tuple)):
-        what += " of " + ", ".join(sorted({type(value).__name__ for value in values}))
+        what += " of " + ", ".join(sorted({type_name(value) for value in values}))
     return TypeError(f"{name} must be a sequence of numbers, got {what}")
 
 

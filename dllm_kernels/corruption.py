@@ -41,6 +41,7 @@ from dllm_kernels.base._checks import (
     check_positive_int,
     check_same_device,
     check_tensor,
+    type_name,
 )
 from dllm_kernels.base._plain import is_dtensor
 from dllm_kernels.base._target_range import first_fraction
@@ -183,7 +184,7 @@ def corrupt_uniform(
     mask_id = _checked_mask_id(mask_token_id, input_ids)
     eps = _checked_eps(eps)
     if not isinstance(exact, bool):
-        raise TypeError(f"exact must be a bool, got {type(exact).__name__}")
+        raise TypeError(f"exact must be a bool, got {type_name(exact)}")
     level = _checked_level(level, input_ids, None)
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
@@ -394,7 +395,7 @@ def corrupt_mix(
     p = _checked_of_row("mask_prob", mask_prob, input_ids)
     q = _checked_of_row("uniform_prob", uniform_prob, input_ids)
     if not isinstance(check, bool):
-        raise TypeError(f"check must be a bool, got {type(check).__name__}")
+        raise TypeError(f"check must be a bool, got {type_name(check)}")
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)[:2]
@@ -551,7 +552,7 @@ def _checked_mask_id(mask_token_id: int, input_ids: torch.Tensor) -> int:
     try:
         index = operator.index(None if isinstance(mask_token_id, bool) else mask_token_id)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"mask_token_id must be an int, got {type(mask_token_id).__name__}") from None
+        raise TypeError(f"mask_token_id must be an int, got {type_name(mask_token_id)}") from None
     _check_fits("mask_token_id", index, input_ids)
     return index
 

@@ -284,7 +284,7 @@ def test_unequal_lengths_are_named(field):
         (7, "int"),
         ("12", "str"),
         ({3, 4}, "set"),
-        (torch.tensor(1), "Tensor"),
+        (torch.tensor(1), "torch.Tensor"),
         (["a", 2], "list of int, str"),
         ([None, 1], "list of NoneType, int"),
         ([[1], [2, 3]], "list of list"),

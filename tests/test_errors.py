@@ -21,6 +21,7 @@ from dllm_kernels import (
     acceptance_length,
     calculate_mtp_loss,
     compute_per_token_nll,
+    corrupt_uniform,
     scdd_schedule,
 )
 from dllm_kernels.ops import (
@@ -95,7 +96,7 @@ def test_row_statistics(rows, op):
         raises(ValueError, f"{shape}, got {tuple(bad.shape)}", op, bad)
     raises(TypeError, "active must be a torch.Tensor, got int", op, Y, active=1)
     raises(ValueError, "active must have shape (2, 3) (that of ids), got (2, 1)", op, Y, active=ON[:, :1])
-    raises(TypeError, "mix must be a tuple of two tensors (a, b), got Tensor", op, Y, mix=ON)
+    raises(TypeError, "mix must be a tuple of two tensors (a, b), got torch.Tensor", op, Y, mix=ON)
     raises(TypeError, "mix must be a tuple of two tensors (a, b), got 1 of them", op, Y, mix=(ON,))
     raises(TypeError, "mix[1] must be a torch.Tensor, got float", op, Y, mix=(ON, 1.0))
     raises(ValueError, f"mix[0] must have dtype {FLOATS}, got int64", op, Y, mix=(Y, ON))
@@ -150,7 +151,9 @@ def test_weights(op):
 @linear_ops
 def test_linear_ops(op):
     raises(TypeError, "hidden must be a torch.Tensor, got NoneType", op, None, W, Y)
-    raises(TypeError, "weight must be a torch.Tensor, got Linear", op, H, torch.nn.Linear(2, 2), Y)
+    raises(
+        TypeError, "weight must be a torch.Tensor, got torch.nn.modules.linear.Linear", op, H, torch.nn.Linear(2, 2), Y
+    )
     raises(ValueError, f"hidden must have dtype {FLOATS}, got int64", op, H.long(), W, Y)
     raises(ValueError, f"weight must have dtype {FLOATS}, got int64", op, H, W.long(), Y)
     raises(ValueError, f"targets must have dtype {INTS}, got float32", op, H, W, Y.float())
@@ -564,10 +567,21 @@ def test_seq_len_of_idlm(form):
     assert call(seq_len=np.int64(3)).isfinite()
 
 
+def test_a_type_is_named_with_its_module():
+    """Other libraries have classes of the same name."""
+    message = "generator must be a torch.Generator or None, got numpy.random._generator.Generator"
+    raises(TypeError, message, corrupt_uniform, Y, ON, 0, generator=np.random.default_rng(0))
+
+
 def test_idlm_settings():
     raises(TypeError, "clean_loss_weight must be a number, got str", IDLMLoss, "0.2")
     raises(TypeError, "clean_loss_weight must be a number, got bool", IDLMLoss, True)
-    raises(TypeError, "clean_loss_weight must be a number, got Parameter", IDLMLoss, torch.nn.Parameter(torch.ones(())))
+    raises(
+        TypeError,
+        "clean_loss_weight must be a number, got torch.nn.parameter.Parameter",
+        IDLMLoss,
+        torch.nn.Parameter(torch.ones(())),
+    )
     raises(ValueError, "clean_loss_weight must be finite, got nan", IDLMLoss, float("nan"))
     loss = IDLMLoss(np.float32(0.5), 1)
     assert loss.auto_balance is True

@@ -55,13 +55,16 @@ def with_forward():
 
 
 MORE = {
-    "adapter": (lambda: LoRALinear(H, V), "LoRALinear with a forward of its own"),
-    "subclass of LossHead": (lambda: SaysMore(H, V), "SaysMore with a forward of its own"),
-    "forward set on it": (with_forward, "Linear with a forward set on the object"),
-    "forward hook": (with_hook("register_forward_hook"), "Linear with a hook, .*lambda"),
-    "forward pre-hook": (with_hook("register_forward_pre_hook"), "Linear with a hook"),
-    "backward hook": (with_hook("register_full_backward_hook"), "Linear with a hook"),
-    "backward pre-hook": (with_hook("register_full_backward_pre_hook"), "Linear with a hook"),
+    "adapter": (lambda: LoRALinear(H, V), r"tests\.test_head\.LoRALinear with a forward of its own"),
+    "subclass of LossHead": (lambda: SaysMore(H, V), r"tests\.test_head\.SaysMore with a forward of its own"),
+    "forward set on it": (with_forward, r"torch\.nn\.modules\.linear\.Linear with a forward set on the object"),
+    "forward hook": (with_hook("register_forward_hook"), r"torch\.nn\.modules\.linear\.Linear with a hook, .*lambda"),
+    "forward pre-hook": (with_hook("register_forward_pre_hook"), r"torch\.nn\.modules\.linear\.Linear with a hook"),
+    "backward hook": (with_hook("register_full_backward_hook"), r"torch\.nn\.modules\.linear\.Linear with a hook"),
+    "backward pre-hook": (
+        with_hook("register_full_backward_pre_hook"),
+        r"torch\.nn\.modules\.linear\.Linear with a hook",
+    ),
 }
 
 
@@ -178,7 +181,7 @@ def test_a_loss_head_cannot_take_over_a_parametrization():
 
 
 def test_a_loss_head_is_made_of_a_linear_layer():
-    with pytest.raises(TypeError, match=r"linear must be an nn\.Linear, got Embedding"):
+    with pytest.raises(TypeError, match=r"linear must be an nn\.Linear, got torch\.nn\.modules\.sparse\.Embedding"):
         LossHead.of(nn.Embedding(V, H))
 
 
@@ -194,7 +197,7 @@ def test_a_loss_head_is_made_before_sharding_adds_its_hooks():
     head.register_forward_pre_hook(functools.partial(gather))
     in_head(Model(head), FUSED)
     main_loss(Model(head), FUSED)
-    with pytest.raises(ValueError, match=r"Linear with a hook, .*gather"):
+    with pytest.raises(ValueError, match=r"torch\.nn\.modules\.linear\.Linear with a hook, .*gather"):
         LossHead.of(head)
 
 
@@ -232,7 +235,7 @@ class FoundByName(nn.Module):
 @pytest.mark.parametrize("model", [Model(NormHead()), FoundByName(NormHead())])
 @pytest.mark.parametrize("entry", BY_WEIGHT)
 def test_a_head_of_another_class_is_not_bypassed(entry, model):
-    with pytest.raises(ValueError, match=r"got NormHead with a forward of its own"):
+    with pytest.raises(ValueError, match=r"got tests\.test_head\.NormHead with a forward of its own"):
         BY_WEIGHT[entry](model, FUSED)
 
 
@@ -240,9 +243,12 @@ def test_a_head_of_another_class_is_not_bypassed(entry, model):
 @pytest.mark.parametrize(
     ("head", "what"),
     [
-        (Adapted(nn.Linear(H, V)), "Adapted with a forward of its own"),
-        (nn.Sequential(nn.Dropout(0.5), nn.Linear(H, V)), "Sequential with a forward of its own"),
-        (nn.ModuleList([LoRALinear(H, V)]), "LoRALinear with a forward of its own"),
+        (Adapted(nn.Linear(H, V)), r"tests\.test_head\.Adapted with a forward of its own"),
+        (
+            nn.Sequential(nn.Dropout(0.5), nn.Linear(H, V)),
+            r"torch\.nn\.modules\.container\.Sequential with a forward of its own",
+        ),
+        (nn.ModuleList([LoRALinear(H, V)]), r"tests\.test_head\.LoRALinear with a forward of its own"),
     ],
 )
 @pytest.mark.parametrize("entry", BY_WEIGHT)
@@ -272,7 +278,9 @@ def test_a_tied_embedding_and_a_mere_holder_are_used(entry, base):
 
 
 def test_a_head_without_a_weight_is_named():
-    with pytest.raises(ValueError, match=r"the LM head must have a weight, got ModuleList"):
+    with pytest.raises(
+        ValueError, match=r"the LM head must have a weight, got torch\.nn\.modules\.container\.ModuleList"
+    ):
         main_loss(Model(nn.ModuleList()), FUSED)
 
 
@@ -306,7 +314,7 @@ def test_the_head_is_looked_at_within_a_compiled_graph():
         (nn.Linear(2, 3), 0, ValueError, "factor must be positive and finite, got 0"),
         (nn.Linear(2, 3), float("inf"), ValueError, "factor must be positive and finite, got inf"),
         (nn.Linear(2, 3), "1", TypeError, "factor must be a number, got str"),
-        (torch.ones(3, 2), 1.0, TypeError, "head must be an nn.Module or parameters, got Tensor"),
+        (torch.ones(3, 2), 1.0, TypeError, "head must be an nn.Module or parameters, got torch.Tensor"),
         (["weight"], 1.0, TypeError, "head must be an nn.Module or parameters, got str"),
     ],
 )

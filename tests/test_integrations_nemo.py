@@ -340,7 +340,10 @@ def test_a_loss_that_is_not_replaced_takes_deferred_logits(strategy, monkeypatch
     integration.unpatch()
     torch.testing.assert_close(loss(x, *masks, causal_logits=x).total_loss, expected)
     if source is of_this_package:
-        with pytest.raises(TypeError, match=r"^logits must be a torch\.Tensor, got DeferredLogits"):
+        with pytest.raises(
+            TypeError,
+            match=r"^logits must be a torch\.Tensor, got dllm_kernels\.integrations\._deferred\.DeferredLogits",
+        ):
             loss(of_deferred(x), *masks)
 
 

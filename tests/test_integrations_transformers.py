@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import pickle
+import re
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -477,7 +478,11 @@ NO_LOSSES = {
         "be a loss or a function .*, got the class MDLMCrossEntropyLoss",
     ),
     "a word": ("mdlm", TypeError, "be a loss or a function that makes row weights, got str"),
-    "other arguments": (dllm_kernels.IDLMLoss(), ValueError, "take target_ids, .* got IDLMLoss, which takes others"),
+    "other arguments": (
+        dllm_kernels.IDLMLoss(),
+        ValueError,
+        r"take target_ids, .* got dllm_kernels\.losses\.idlm\.IDLMLoss, which takes others",
+    ),
 }
 
 
@@ -544,10 +549,25 @@ def test_the_head_is_itself_again_afterwards():
     assert "forward" not in vars(model.lm_head)
 
 
-@pytest.mark.parametrize("head", [nn.Bilinear(2, 2, 3), None])
-def test_a_head_that_is_not_linear_is_refused(head):
-    message = f"must be an nn.Linear for the loss to run inside it, got {type(head).__name__}"
-    with pytest.raises(ValueError, match=message), loss_in_head(Model(head), lambda *_: None):
+class Linear(nn.Module):
+    """A layer of another library that is called as torch's is."""
+
+    def forward(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        (nn.Bilinear(2, 2, 3), "torch.nn.modules.linear.Bilinear"),
+        (None, "NoneType"),
+        (Linear(), "tests.test_integrations_transformers.Linear"),
+    ],
+    ids=str,
+)
+def test_a_head_that_is_not_linear_is_refused(head, name):
+    message = f"must be an nn.Linear for the loss to run inside it, got {name};"
+    with pytest.raises(ValueError, match=re.escape(message)), loss_in_head(Model(head), lambda *_: None):
         pass
 
 
@@ -648,7 +668,8 @@ def test_an_adapter_of_the_head_is_refused_and_trains_from_logits(ranks, tmp_pat
     model = ranks.model(tied=False)
     model.decoder = Adapted(8, ranks.V, dtype=torch.float64)
     with pytest.raises(
-        ValueError, match="got Adapted with a forward of its own; a plain Trainer with compute_loss_func"
+        ValueError,
+        match=r"got tests\.test_\w+\.Adapted with a forward of its own; a plain Trainer with compute_loss_func",
     ):
         ranks.trained(model, tmp_path, 4, 1)
     trained, _ = ranks.trained(model, tmp_path, 4, 1, kind=Trainer, compute_loss_func=mdlm_loss_func)

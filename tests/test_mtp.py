@@ -9,6 +9,7 @@ from torch import nn
 
 import reference
 from dllm_kernels import mtp
+from dllm_kernels.base._checks import type_name
 from dllm_kernels.losses import _rows
 from dllm_kernels.mtp import (
     FusedLinearCrossEntropy,
@@ -261,7 +262,9 @@ def test_bad_input():
         calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_logits=logits, **call)
     with pytest.raises(ValueError, match="must hold at least one depth"):
         calculate_mtp_loss(masked, mtp_per_depth_h=[], **call)
-    with pytest.raises(ValueError, match="mtp_per_depth_h must be given to FusedLinearCrossEntropy"):
+    with pytest.raises(
+        ValueError, match=r"mtp_per_depth_h must be given to dllm_kernels\.mtp\.cross_entropy\.FusedLinearCrossEntropy"
+    ):
         calculate_mtp_loss(fused, mtp_per_depth_logits=logits, **call)
     with pytest.raises(ValueError, match=r"the output of MTP depth 1 must have shape \(2, 11, 8\)"):
         calculate_mtp_loss(masked, mtp_per_depth_h=[hidden[0], hidden[1][:, :5]], **call)
@@ -295,7 +298,9 @@ def test_bad_input():
         FusedLinearCrossEntropy(chunk_size=0)
     with pytest.raises(ValueError, match=r"mask must have shape \(22,\)"):
         masked(logits[0], labels, mask=torch.ones(3))
-    with pytest.raises(ValueError, match="logits is needed by MaskedCrossEntropy, got None"):
+    with pytest.raises(
+        ValueError, match=r"logits is needed by dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
+    ):
         calculate_loss(masked, labels=labels, model=model)
 
 
@@ -478,7 +483,9 @@ def test_pipeline_with_the_fused_loss():
     output = SimpleNamespace(logits=None, hidden_states=[None, hidden[0]], mtp_per_depth_h=hidden[1:])
     expected = main_and_mtp(model, model.lm_head(hidden[0]), hidden[1:], labels, 0.1)
     torch.testing.assert_close(loss_fn(output, labels), expected)
-    with pytest.raises(ValueError, match="output must not be a tuple for FusedLinearCrossEntropy"):
+    with pytest.raises(
+        ValueError, match=r"output must not be a tuple for dllm_kernels\.mtp\.cross_entropy\.FusedLinearCrossEntropy"
+    ):
         loss_fn((hidden[0], *hidden[1:]), labels)
 
 
@@ -723,7 +730,9 @@ def test_what_marks_the_packing_is_checked():
         calculate_mtp_loss(loss_fn, cu_seqlens=meta[0], **call)
     with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
         calculate_mtp_loss(loss_fn, **(call | {"labels": [1]}))
-    with pytest.raises(ValueError, match="labels is needed by MaskedCrossEntropy, got None"):
+    with pytest.raises(
+        ValueError, match=r"labels is needed by dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
+    ):
         calculate_loss(loss_fn, logits=torch.randn(B, S, V))
 
 
@@ -780,12 +789,12 @@ def test_what_a_loss_depends_on_does_not_vanish(loss_fn):
     expected = reference.mtp_loss([model.lm_head(h) for h in hidden], labels, 0.1).loss
     torch.testing.assert_close(calculate_mtp_loss(loss_fn, grad_reduce_group=object(), **call), expected)
     for option in ({"num_label_tokens": 3}, {"loss_weights": torch.ones(B, S)}):
-        message = f"{next(iter(option))} must be None for {type(loss_fn).__name__}, whose forward does not take it"
+        message = f"{next(iter(option))} must be None for {type_name(loss_fn)}, whose forward does not take it"
         with pytest.raises(ValueError, match=message):
             calculate_mtp_loss(loss_fn, **call, **option)
     call["model"] = Model(bias=torch.randn(V, dtype=torch.float64))
     if isinstance(loss_fn, PlainLinear):
-        with pytest.raises(ValueError, match="lm_bias must be None for PlainLinear"):
+        with pytest.raises(ValueError, match=r"lm_bias must be None for tests\.test_mtp\.PlainLinear"):
             calculate_mtp_loss(loss_fn, **call)
     else:
         expected = reference.mtp_loss([call["model"].lm_head(h) for h in hidden], labels, 0.1).loss
@@ -822,7 +831,9 @@ def test_pipeline_loss_of_a_mapping():
     }
     for base in BASES:
         torch.testing.assert_close(PipelineCausalLMLoss(base(), model)(output, labels), expected)
-    with pytest.raises(ValueError, match="logits is needed by MaskedCrossEntropy, got None"):
+    with pytest.raises(
+        ValueError, match=r"logits is needed by dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
+    ):
         PipelineCausalLMLoss(MaskedCrossEntropy(), model)({"hidden_states": hidden[0]}, labels)
 
 

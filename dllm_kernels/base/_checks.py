@@ -48,10 +48,16 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
+def type_name(value: object) -> str:
+    """The type of ``value`` with its module, because other libraries have a ``Tensor``, a ``Generator`` and a ``Linear`` too."""
+    kind = type(value)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def check_tensor(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is a tensor."""
     if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}")
 
 
 def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
@@ -78,7 +84,7 @@ def check_flags(**flags: object) -> None:
     """Raise a TypeError unless every one is a bool."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+            raise TypeError(f"{name} must be a bool, got {type_name(value)}")
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int], of: str = "") -> None:
@@ -123,14 +129,14 @@ def is_int(value: object) -> bool:
 def checked_bool(name: str, value: object) -> bool:
     """As a bool what is one, or 0 or 1: a word such as "no" would be taken for True."""
     if not isinstance(value, (bool, np.bool_)) and not (is_int(value) and value in (0, 1)):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a bool, got {type_name(value)}")
     return bool(value)
 
 
 def check_int(name: str, value: Any, least: int | None = None) -> None:
     """Raise unless ``value`` is an int, of at least ``least``."""
     if not is_int(value):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        raise TypeError(f"{name} must be an int, got {type_name(value)}")
     if least is not None and value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
 
@@ -161,7 +167,7 @@ def check_count(name: str, value: object) -> None:
         if math.prod(value.shape) != 1:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         return
-    raise TypeError(f"{name} must be a number or a 0-d tensor, got {type(value).__name__}")
+    raise TypeError(f"{name} must be a number or a 0-d tensor, got {type_name(value)}")
 
 
 def check_rows(
@@ -224,7 +230,7 @@ def checked_extra(
     if extra is None:
         return None, None
     if not isinstance(extra, (tuple, list)) or len(extra) != 2:
-        got = f"{len(extra)} of them" if isinstance(extra, (tuple, list)) else type(extra).__name__
+        got = f"{len(extra)} of them" if isinstance(extra, (tuple, list)) else type_name(extra)
         raise TypeError(f"{name} must be a tuple of two tensors (u, U), got {got}")
     u, second = extra
     check_float(f"{name}[0]", u)
@@ -330,7 +336,7 @@ def _as_int(value: Any) -> int:
 def check_number(name: str, value: Any, allowed: str = "a number") -> None:
     """Raise a TypeError unless ``value`` is a number, of Python's or NumPy's."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be {allowed}, got {type(value).__name__}")
+        raise TypeError(f"{name} must be {allowed}, got {type_name(value)}")
 
 
 def check_not_negative(name: str, value: Any) -> None:
@@ -355,7 +361,7 @@ def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
     check_factor("softcap", softcap)
     check_factor("scale", scale)
     if skip_id is not None and not is_int(skip_id):
-        raise TypeError(f"skip_id must be an int or None, got {type(skip_id).__name__}")
+        raise TypeError(f"skip_id must be an int or None, got {type_name(skip_id)}")
     if skip_id is not None and skip_id < 0:
         raise ValueError(f"skip_id must not be negative, got {skip_id}")
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from dllm_kernels.base._checks import type_name
+
 LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # a class of ours that computes the same adds its own
 # These gather, free and lay out the parameters, and compute nothing.
 SHARDING = ("torch.distributed.", "deepspeed.")
@@ -35,7 +37,7 @@ def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) ->
     if projects(head) and (more := _more_than_linear(head, () if replaced else SHARDING, replaced)):
         raise ValueError(
             "the LM head must do no more than an nn.Linear for a loss to use its weight in its place, got "
-            f"{type(head).__name__} with {more}; {advice}"
+            f"{type_name(head)} with {more}; {advice}"
         )
 
 
@@ -48,7 +50,7 @@ def _more_than_linear(head: nn.Module, tolerated: tuple[str, ...], replaced: boo
         for hook in getattr(head, hooks).values():
             hook = getattr(hook, "func", hook)  # what a functools.partial is of
             if not tolerated or not str(getattr(hook, "__module__", "")).startswith(tolerated):
-                return f"a hook, {getattr(hook, '__qualname__', type(hook).__name__)}"
+                return f"a hook, {getattr(hook, '__qualname__', type_name(hook))}"
     if replaced and any(not isinstance(p, nn.Parameter | None) for p in (head.weight, head.bias)):
         return "a parametrized weight or bias"
     return None

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels.base._checks import check_number
+from dllm_kernels.base._checks import check_number, type_name
 from dllm_kernels.base._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.distributed._layout import (
     dim_name,
@@ -74,7 +74,7 @@ class LossHead(nn.Linear):
             ValueError: it has a ``forward`` of its own (an adapter), hooks or a parametrization, which would be lost.
         """
         if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear must be an nn.Linear, got {type(linear).__name__}")
+            raise TypeError(f"linear must be an nn.Linear, got {type_name(linear)}")
         check_plain_head(linear, "call the head itself and give its logits to the loss", replaced=True)
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
@@ -134,7 +134,7 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
         parameters = list(head.parameters() if isinstance(head, nn.Module) else head)
     for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
-            raise TypeError(f"head must be an nn.Module or parameters, got {type(parameter).__name__}")
+            raise TypeError(f"head must be an nn.Module or parameters, got {type_name(parameter)}")
         setattr(parameter, _FACTOR, factor)
     _FACTORS.update(dict.fromkeys(modules, factor))
 

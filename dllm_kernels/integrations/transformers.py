@@ -61,6 +61,7 @@ from dllm_kernels.base._checks import (
     check_int64,
     check_mask,
     check_shape,
+    type_name,
 )
 from dllm_kernels.base._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
@@ -272,13 +273,13 @@ class MaskedDiffusionCollator:
 def _check_that_it_masks(corrupt: Corruption) -> None:
     """Raise where the third argument of ``corrupt`` is a vocabulary size, which MASK's id would be taken for."""
     if not callable(corrupt):
-        raise TypeError(f"corrupt must be a function, got {type(corrupt).__name__}")
+        raise TypeError(f"corrupt must be a function, got {type_name(corrupt)}")
     try:
         parameters = list(inspect.signature(corrupt).parameters.values())
     except ValueError:  # of a builtin
         return
     if len(parameters) > 2 and parameters[2].name == "vocab_size":
-        name = getattr(corrupt, "__name__", type(corrupt).__name__)
+        name = getattr(corrupt, "__name__", type_name(corrupt))
         raise ValueError(
             f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
         )
@@ -290,7 +291,7 @@ def _seed(i: int, field: str, value: Any) -> int:
     try:
         seed = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+        raise TypeError(f"{name} must be an int, got {type_name(value)}") from None
     check_int64(name, seed)
     return seed
 
@@ -393,10 +394,10 @@ def _checked_loss(loss: Any) -> DiffusionLoss | RowWeights:
     if loss is None:
         return MDLMCrossEntropyLoss()
     if isinstance(loss, type) or not callable(loss):
-        got = f"the class {loss.__name__}" if isinstance(loss, type) else type(loss).__name__
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else type_name(loss)
         raise TypeError(f"loss must be a loss or a function that makes row weights, got {got}")
     if isinstance(loss, TransformedLoss) and not isinstance(loss, DiffusionLoss):
-        name = type(loss).__name__
+        name = type_name(loss)
         raise ValueError(f"loss must take target_ids, noise_mask, p_mask and loss_mask, got {name}, which takes others")
     return loss  # type: ignore[no-any-return]
 
@@ -480,7 +481,7 @@ def _linear_head(model: nn.Module) -> nn.Linear:
     head = head_module(model)
     if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
         raise ValueError(
-            f"the LM head must be an nn.Linear for the loss to run inside it, got {type(head).__name__}; {FROM_LOGITS}"
+            f"the LM head must be an nn.Linear for the loss to run inside it, got {type_name(head)}; {FROM_LOGITS}"
         )
     check_plain_head(head, FROM_LOGITS)
     return head

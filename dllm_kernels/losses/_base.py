@@ -110,7 +110,7 @@ def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:
     """Raise where it is the count of a loss that has no AR part, given by position."""
     hint = "; a count goes by its keyword, num_diffusion_tokens="
     if isinstance(loss_mask_ar, (int, float)):
-        raise TypeError(f"loss_mask_ar must be a torch.Tensor, got {type(loss_mask_ar).__name__}{hint}")
+        raise TypeError(f"loss_mask_ar must be a torch.Tensor, got {_checks.type_name(loss_mask_ar)}{hint}")
     if isinstance(loss_mask_ar, torch.Tensor) and loss_mask_ar.dim() == 0:
         raise ValueError(f"loss_mask_ar must have shape {tuple(shape)} (that of target_ids), got (){hint}")
 

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
+from dllm_kernels.base._checks import type_name
 from dllm_kernels.mtp.cross_entropy import PADDING, FusedLinearCrossEntropy
 from dllm_kernels.mtp.head import head_bias, head_weight
 
@@ -49,7 +50,7 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
 def required(kwargs: Mapping[str, Any], name: str, loss_fn: nn.Module) -> Any:
     """The argument of this name; raises where it is missing."""
     if kwargs.get(name) is None:
-        raise ValueError(f"{name} is needed by {type(loss_fn).__name__}, got None")
+        raise ValueError(f"{name} is needed by {type_name(loss_fn)}, got None")
     return kwargs[name]
 
 
@@ -61,7 +62,7 @@ def _call(loss_fn: nn.Module, offered: Mapping[str, Any]) -> torch.Tensor:
     known = given if takes_all else {k: v for k, v in given.items() if k in parameters}
     for name in ("num_label_tokens", "loss_weights", "lm_bias"):
         if name in given and name not in known:
-            raise ValueError(f"{name} must be None for {type(loss_fn).__name__}, whose forward does not take it")
+            raise ValueError(f"{name} must be None for {type_name(loss_fn)}, whose forward does not take it")
     loss: torch.Tensor = loss_fn(**known)
     return loss
 

@@ -237,7 +237,7 @@ def _depth_outputs(
         raise ValueError(f"exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got {got}")
     if logits is not None and is_linear(loss_fn):
         raise ValueError(
-            f"mtp_per_depth_h must be given to {type(loss_fn).__name__}, which works from hidden states, got logits"
+            f"mtp_per_depth_h must be given to {_checks.type_name(loss_fn)}, which works from hidden states, got logits"
         )
     outputs = list(hidden if hidden is not None else logits or [])
     if not outputs:

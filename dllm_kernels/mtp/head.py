@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from dllm_kernels.base._checks import type_name
 from dllm_kernels.base._head import check_plain_head, projects
 from dllm_kernels.base._plain import is_dtensor
 
@@ -35,7 +36,7 @@ def head_weight(model: nn.Module | None) -> torch.Tensor:
     if head is not None:
         check_plain_head(head, FROM_LOGITS)
         if not isinstance(weight := getattr(head, "weight", None), torch.Tensor):
-            raise ValueError(f"the LM head must have a weight, got {type(head).__name__}; {FROM_LOGITS}")
+            raise ValueError(f"the LM head must have a weight, got {type_name(head)}; {FROM_LOGITS}")
         return weight
     model = unwrapped(model)
     parameters = () if model is None else model.named_parameters(remove_duplicate=False)
@@ -45,7 +46,7 @@ def head_weight(model: nn.Module | None) -> torch.Tensor:
             return parameter
     raise ValueError(
         "model has no LM head: it needs get_output_embeddings(), a module named lm_head or a parameter with lm_head in "
-        f"its name; got {type(model).__name__}"
+        f"its name; got {type_name(model)}"
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dllm_kernels.base._checks import type_name
 from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, required
 from dllm_kernels.mtp.cross_entropy import PADDING
 from dllm_kernels.mtp.depths import calculate_mtp_loss
@@ -86,7 +87,7 @@ class PipelineCausalLMLoss(nn.Module):
         if isinstance(output, tuple):
             if linear:
                 raise ValueError(
-                    f"output must not be a tuple for {type(self.loss_fn).__name__}, which works from hidden states: a "
+                    f"output must not be a tuple for {type_name(self.loss_fn)}, which works from hidden states: a "
                     "pipeline stage with MTP returns logits first"
                 )
             output = self._from_tuple(output)

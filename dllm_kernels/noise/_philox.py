@@ -46,6 +46,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from dllm_kernels.base._checks import type_name
+
 COIN_BITS, TOKEN_BITS = 23, 41
 # The counter of a row's zero; below it lie the levels of row 0, up to 2^35 of them.
 ZERO = 1 << 32
@@ -176,7 +178,7 @@ def resolve_seed(
     so that its state gives the same mask on every device. None is the device's default generator.
     """
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {type(generator).__name__}")
+        raise TypeError(f"generator must be a torch.Generator or None, got {type_name(generator)}")
     if seeds is not None:
         if generator is not None:
             raise ValueError("generator and seeds exclude each other: expected one of them, got both")
@@ -213,7 +215,7 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 def _checked_seeds(seeds: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
     if not isinstance(seeds, torch.Tensor):
-        raise TypeError(f"seeds must be a torch.Tensor, got {type(seeds).__name__}")
+        raise TypeError(f"seeds must be a torch.Tensor, got {type_name(seeds)}")
     if seeds.dtype != torch.int64:
         raise ValueError(f"seeds must have dtype int64, got {str(seeds.dtype).removeprefix('torch.')}")
     if tuple(seeds.shape) != (rows,):

@@ -353,7 +353,7 @@ def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
     if given is None:
         return students
     if not isinstance(given, Mapping):
-        raise TypeError(f"teacher_transform must be a dict or None, got {type(given).__name__}")
+        raise TypeError(f"teacher_transform must be a dict or None, got {_checks.type_name(given)}")
     for name in given:
         if name not in Transform._fields:
             raise ValueError(f"teacher_transform must have no keys but {', '.join(Transform._fields)}, got {name!r}")

@@ -15,6 +15,7 @@ from dllm_kernels.base._checks import (
     check_shape,
     check_tensor,
     is_int,
+    type_name,
 )
 from dllm_kernels.noise import _philox
 from dllm_kernels.noise._topk import choose, counts
@@ -89,7 +90,7 @@ def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
     """Raise unless ``k`` is an int of at least 0, or an integer tensor ``[N]`` of such."""
     if not isinstance(k, torch.Tensor):
         if not is_int(k):
-            raise TypeError(f"k must be an int or a torch.Tensor, got {type(k).__name__}")
+            raise TypeError(f"k must be an int or a torch.Tensor, got {type_name(k)}")
         check_int("k", k, 0)
         return
     check_dtype("k", k, INT_DTYPES)

@@ -177,7 +177,7 @@ def linear_row_objective(
 def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """(ids, active, aux), plain; checks what no other op has."""
     if not callable(fn):
-        raise TypeError(f"fn must be a function of the row statistics, got {type(fn).__name__}")
+        raise TypeError(f"fn must be a function of the row statistics, got {_checks.type_name(fn)}")
     ids, active = all_plain(*per_row)
     aux = all_plain(*aux)
     _checks.check_tensor(name, x)

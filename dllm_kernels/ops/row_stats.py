@@ -154,7 +154,7 @@ def _parts_of(mix: Any) -> tuple[Any, Any]:
     if mix is None:
         return None, None
     if not isinstance(mix, (tuple, list)) or len(mix) != 2:
-        got = f"{len(mix)} of them" if isinstance(mix, (tuple, list)) else type(mix).__name__
+        got = f"{len(mix)} of them" if isinstance(mix, (tuple, list)) else _checks.type_name(mix)
         raise TypeError(f"mix must be a tuple of two tensors (a, b), got {got}")
     for name, t in zip(("mix[0]", "mix[1]"), mix, strict=True):
         _checks.check_tensor(name, t)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from dllm_kernels.base._checks import type_name
 from dllm_kernels.base._row_stats import StatsResult, Upstream
 from dllm_kernels.base._rows import SKIP
 from dllm_kernels.rows._results import RowStats
@@ -60,7 +61,7 @@ class Objective:
 def checked_value(value: Any, lse: torch.Tensor) -> torch.Tensor:
     """What ``fn`` returned for rows of this logsumexp ``[R]``, in its dtype."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type(value).__name__
+        got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type_name(value)
         raise TypeError(f"fn must return a floating tensor, got {got}")
     if value.shape != lse.shape:
         raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _changing
-from dllm_kernels.base._checks import check_not_negative, check_number
+from dllm_kernels.base._checks import check_not_negative, check_number, type_name
 from dllm_kernels.base._divergence import NO_HYPER, Hyper, Option, Part, Recipe
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows_torch._divergence import KINDS
@@ -78,7 +78,7 @@ def _coefficients(kind: Any) -> dict[str, float]:
     """Names without aliases, with their coefficients; those of 0 left out."""
     kinds: Any = {kind: 1.0} if isinstance(kind, str) else kind
     if not isinstance(kinds, Mapping):
-        raise TypeError(f"kind must be a name or a dict of names and coefficients, got {type(kind).__name__}")
+        raise TypeError(f"kind must be a name or a dict of names and coefficients, got {type_name(kind)}")
     found: dict[str, float] = {}
     for name, coefficient in kinds.items():
         if name not in NAMES:
