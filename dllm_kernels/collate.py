@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels.base._checks import check_int64, check_positive_int, checked_bool, type_name
+from dllm_kernels.base._checks import check_int, check_int64, check_positive_int, checked_bool, type_name
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -43,8 +43,8 @@ class DLLMCollator:
         pad_token_id: token of the global pad.
         eos_token_id: token of the block fill; None: the pad token.
         block_size: positions of a block; None: no block fill.
-        pad_seq_len_divisible: the length becomes a multiple of this (and of ``block_size``); None or 1: no rounding.
-        max_seq_len: the length is at most this, also after rounding.
+        pad_seq_len_divisible: the length becomes a multiple of this (and of ``block_size``); None or less than 2: no rounding.
+        max_seq_len: the length is at most this, also after rounding, but at least 1.
         supervise_padding: whether the global pad is supervised.
         response_window: align blocks on the response instead of on position 0 and attend to the fill. Each sample must
             then have at most one supervised run.
@@ -53,7 +53,7 @@ class DLLMCollator:
 
     Raises:
         TypeError: a token or a size is not an int, or a flag is not a bool.
-        ValueError: a size < 1, or a token of more than 64 bits.
+        ValueError: ``block_size`` < 1, or a token of more than 64 bits.
     """
 
     def __init__(
@@ -71,10 +71,11 @@ class DLLMCollator:
         check_int64("pad_token_id", pad_token_id)
         if eos_token_id is not None:
             check_int64("eos_token_id", eos_token_id)
-        sizes = {"block_size": block_size, "pad_seq_len_divisible": pad_seq_len_divisible, "max_seq_len": max_seq_len}
-        for name, value in sizes.items():
+        if block_size is not None:
+            check_positive_int("block_size", block_size)
+        for name, value in (("pad_seq_len_divisible", pad_seq_len_divisible), ("max_seq_len", max_seq_len)):
             if value is not None:
-                check_positive_int(name, value)
+                check_int(name, value)
         self.pad_token_id = pad_token_id
         self.eos_token_id = eos_token_id
         self.block_size = block_size
@@ -127,7 +128,7 @@ class DLLMCollator:
     def _rows(self, samples: Sequence[Mapping[str, Any]], field: str) -> list[Row]:
         """One field of every sample as an array, cut to ``max_seq_len``: what lies beyond is not worth converting."""
         whole = self.response_window and field == "loss_mask"  # a run beyond the cut is still a second run
-        limit = None if whole else self.max_seq_len
+        limit = None if whole or self.max_seq_len is None else max(self.max_seq_len, 1)
         fractions = field == "loss_mask"
         return [
             _as_row(f"sample {i}, field {field!r}", sample[field], limit, fractions) for i, sample in enumerate(samples)

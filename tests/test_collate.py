@@ -326,10 +326,31 @@ def test_a_sample_that_is_no_dict_is_named():
         DLLMCollator()([sample(2), [1, 2]])
 
 
+def test_the_block_size_is_at_least_1():
+    with pytest.raises(ValueError, match="block_size must be at least 1, got 0"):
+        DLLMCollator(block_size=0)
+
+
+@pytest.mark.parametrize("divisor", [0, -4, 1])
+def test_a_divisor_below_2_does_not_round_the_length(divisor):
+    out = DLLMCollator(block_size=4, pad_seq_len_divisible=divisor)([sample(5)])
+    assert out["input_ids"].shape == (1, 8)
+
+
+@pytest.mark.parametrize("response_window", [False, True])
+@pytest.mark.parametrize("limit", [0, -3])
+def test_a_length_limit_below_1_leaves_one_position(limit, response_window):
+    """As the original does, whose rows have at least one position."""
+    samples = [sample(5), sample(2)]
+    options = {"eos_token_id": 8, "block_size": 4, "response_window": response_window}
+    out = DLLMCollator(max_seq_len=limit, **options)(samples)
+    expected = DLLMCollator(max_seq_len=1, **options)(samples)
+    assert all(torch.equal(out[name], expected[name]) for name in expected)
+    assert out["input_ids"].tolist() == [[s["input_ids"][0]] for s in samples]
+
+
 @pytest.mark.parametrize("name", ["block_size", "pad_seq_len_divisible", "max_seq_len"])
 def test_sizes_are_checked(name):
-    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
-        DLLMCollator(**{name: 0})
     with pytest.raises(TypeError, match=f"{name} must be an int, got float"):
         DLLMCollator(**{name: 2.0})
 

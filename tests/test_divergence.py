@@ -32,6 +32,9 @@ ALL = {
     "nla, high floor": {"kind": "nla", "floor": 0.5},
     "lk, mean": {"kind": "lk", "alpha": "mean", "eta": 2.0},
     "lk, soft_ce": {"kind": "lk", "base": "soft_ce", "kl_scale": 0.5},
+    "lk, eta of 1e6": {"kind": "lk", "eta": 1e6},
+    "lk, negative eta": {"kind": "lk", "eta": -1.5},
+    "a difference": {"kind": {"kl": 1.0, "tv": -0.5}},
     "ce and l1": {"kind": SUM},
     "many": {"kind": MANY, "alpha": "mean"},
 }
@@ -515,7 +518,7 @@ BAD = {
     "a kind that there is not": (LOGITS, (), {"kind": "hinge"}, ValueError, r"^kind must be one of kl, rkl, .*, got 'hinge'$"),
     "a list of kinds": (LOGITS, (), {"kind": ["kl"]}, TypeError, r"^kind must be a name or a dict"),
     "a word for a coefficient": (LOGITS, (), {"kind": {"kl": "1"}}, TypeError, r"^kind\['kl'\] must be a number, got str$"),
-    "a negative coefficient": (LOGITS, (), {"kind": {"kl": -1.0}}, ValueError, r"^kind\['kl'\] must not be negative"),
+    "an infinite coefficient": (LOGITS, (), {"kind": {"kl": INF}}, ValueError, r"^kind\['kl'\] must be finite, got inf$"),
     "no coefficient": (LOGITS, (), {"kind": {"kl": 0}}, ValueError, r"^kind must have a coefficient that is not 0"),
     "an option of another kind": (LOGITS, (), {"beta": 0.5}, ValueError, r"^beta is of kind 'jsd', got it with kind='kl'$"),
     "alpha of another kind": (LOGITS, (), {"alpha": "row"}, ValueError, r"^alpha is of kind 'lk', got it with kind='kl'$"),

@@ -26,7 +26,10 @@ N = 6
 KINDS = {name: {"kind": name} for name in NAMES if name not in ALIASES} | {
     "jsd, beta 0.9": {"kind": "jsd", "beta": 0.9},
     "lk from soft_ce": {"kind": "lk", "base": "soft_ce", "eta": 0.0, "kl_scale": 0.5},
+    "lk, eta of 1e6": {"kind": "lk", "eta": 1e6},
+    "lk, negative eta": {"kind": "lk", "eta": -1.5},
     "0.1 ce + 0.9 l1": {"kind": {"ce": 0.1, "l1": 0.9}},
+    "kl less tv": {"kind": {"kl": 1.0, "tv": -0.5}},
     "kl and rkl": {"kind": {"kl": 0.5, "rkl": 0.3}},
     "rkl beside sums": {"kind": {"rkl": 1.0, "jsd": 2.0, "teacher_ce": 0.3, "ce": 0.5}},
     "all": {"kind": {name: 0.5 for name in NAMES if name not in ALIASES}},

@@ -589,7 +589,7 @@ def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
         (TypeError, "decay_from must be an int, got float", {"decay_from": 1.0}),
         (ValueError, "decay_from must be at least 0, got -1", {"decay_from": -1}),
         (ValueError, "normalize must be one of tokens, rows, mean, blocks, ", {"normalize": "sum"}),
-        (ValueError, "loss_gamma must be positive or None, got 0.0", {"loss_gamma": 0.0}),
+        (ValueError, "loss_gamma must be a number other than 0, or None, got 0.0", {"loss_gamma": 0.0}),
     ],
     ids=labelled,
 )

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import itertools
+import math
 import os
 import pickle
 import runpy
@@ -358,6 +359,33 @@ def test_a_subclass_of_a_loss_takes_deferred_logits(fused):
     loss = Doubled()(z, ids, on, on / 2, on).total_loss
     assert z.usable
     torch.testing.assert_close(loss, 2 * dllm_kernels.MDLMCrossEntropyLoss()(x, ids, on, on / 2, on).total_loss)
+
+
+@pytest.mark.parametrize("gamma", [-2.0, -0.5, -math.inf, math.inf])
+@pytest.mark.parametrize("normalize", ["tokens", "mean"])
+def test_every_gamma_of_dflash(strategy, gamma, normalize):
+    """Also a negative one, under which the weights grow."""
+    x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    host = module("components.loss.dllm_loss").DFlashDecayLoss(gamma, normalize=normalize)
+    ours = dllm_kernels.DFlashDecayLoss(gamma, normalize=normalize)
+    for block_size in (None, 4):
+        expected = host(x, ids, on, 5, block_size).total_loss
+        assert expected.isfinite()
+        torch.testing.assert_close(ours(x, ids, on, 5, block_size).total_loss, expected)
+
+
+@pytest.mark.parametrize("gamma_shape", [-0.5, -2.0, 0])
+def test_every_shape_of_the_schedule(strategy, gamma_shape):
+    home, t = module("components.loss.dllm_loss"), torch.tensor([0.1, 0.5, 0.9])
+    settings = {"max_ratio": 0.2, "gamma_shape": gamma_shape, "t_peak": 0.4}
+    ours, host = dllm_kernels.scdd_schedule(t, **settings), home.scdd_schedule(t, **settings)
+    for name in vars(host):
+        torch.testing.assert_close(getattr(ours, name), getattr(host, name))
+    ids = torch.randint(0, V - 1, (3, 8))
+    z = torch.where(torch.rand(3, 8) < 0.5, V - 1, ids)
+    batch = (torch.randn(3, 8, V), ids, z != ids, t[:, None].expand(3, 8), torch.ones(3, 8))
+    losses = (loss(V - 1, 20, **settings)(*batch, noisy_input_ids=z) for loss in (dllm_kernels.SCDDLoss, home.SCDDLoss))
+    torch.testing.assert_close(*(out.total_loss for out in losses), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("max_ratio", [0.0, 0.1, 0.6])
@@ -804,6 +832,22 @@ def test_losses_that_are_left_alone_use_the_replaced_parts(strategy):
     assert isinstance(out, dllm_kernels.DLLMLossOutput)
     out.total_loss.backward()
     assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("sizes", [{"pad_seq_len_divisible": 0}, {"pad_seq_len_divisible": -3}, {"max_seq_len": 0},
+                                   {"max_seq_len": -2}], ids=str)  # fmt: skip
+def test_every_size_of_the_collator(strategy, sizes, window):
+    home = module("components.datasets.dllm.collate")
+    samples = [
+        {"input_ids": [*range(5, 5 + n)], "loss_mask": [0] + [1] * (n - 1), "attention_mask": [1] * n} for n in (5, 2)
+    ]
+    host, ours = (
+        collator(block_size=4, eos_token_id=2, response_window=window, **sizes)(samples)
+        for collator in (home.DLLMCollator, dllm_kernels.DLLMCollator)
+    )
+    for name in host:
+        assert torch.equal(ours[name], host[name])
 
 
 def test_the_collator_of_the_host_and_ours_agree(strategy):

@@ -2,10 +2,12 @@
 
 import importlib
 import inspect
+import math
 import re
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -166,6 +168,38 @@ def test_eta_of_lk(host):
         torch.testing.assert_close(call(host.eager.lk_hybrid_loss), call(original))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("eta", [0, 1e4, 1e6, 1e30, math.inf, -1.5, np.float32(2e4)], ids=str)
+def test_every_eta_of_the_host(host, eta, dtype):
+    """Value and gradient, and a large eta is tv."""
+    z, t = drawn(0, dtype)
+    upstream = torch.randn(1, T, device=DEVICE)
+    theirs = value_and_grads(lambda z: host.eager.lk_hybrid_loss(z, t, eta=eta), [z], upstream)
+    tv = host.eager.tv_loss(z, t)
+    integration.patch()
+    for table in (host.eager, host.utils):
+        ours = value_and_grads(lambda z: table.lk_hybrid_loss(z, t, eta=eta), [z], upstream)  # noqa: B023
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        if eta >= 1e6:
+            torch.testing.assert_close(ours[0], tv)
+    with pytest.raises(ValueError, match=r"^eta must lie in \[-inf, inf\], got nan$"):
+        host.eager.lk_hybrid_loss(z, t, eta=math.nan)
+
+
+@pytest.mark.parametrize("shape", [(), (1, T), (1,)])
+def test_an_eta_that_is_a_tensor(host, shape):
+    """One for each row too, with a gradient."""
+    z, t = drawn(0, torch.float32)
+    eta, upstream = 3 * torch.rand(shape, device=DEVICE), torch.randn(1, T, device=DEVICE)
+    theirs = value_and_grads(lambda z, eta: host.eager.lk_hybrid_loss(z, t, eta), [z, eta], upstream)
+    integration.patch()
+    for table in (host.eager, host.utils):
+        ours = value_and_grads(lambda z, eta: table.lk_hybrid_loss(z, t, eta), [z, eta], upstream)  # noqa: B023
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
 def test_targets_of_another_dtype(host):
     z, t = drawn(0, torch.float32)
     original = host.eager.kl_div_loss
@@ -257,6 +291,21 @@ def test_metrics_of_dflash(host, spec, from_anchor):
         ),
         lambda h, w: host.dflash.compute_metrics(
             F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, loss_config=config, **given
+        ),
+        [i.hidden, i.head],
+    )
+
+
+@pytest.mark.parametrize("gamma", [-2.0, math.inf])
+@pytest.mark.parametrize("spec", ['{"ce": 0.5, "tv": -0.3}', '{"kl_div": 1, "rkl": -2, "jsd": -0.5}'])
+def test_metrics_with_negative_weights_and_gammas(host, spec, gamma):
+    i, config = sequence(), host.utils.resolve_loss_config(spec, "eager")
+    assert_same(
+        lambda h, w: integration.speculators_metrics(
+            h, w, i.teacher, i.mask, BLOCK, gamma=gamma, loss_config=weights_of(config)
+        ),
+        lambda h, w: host.dflash.compute_metrics(
+            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, gamma=gamma, loss_config=config
         ),
         [i.hidden, i.head],
     )
@@ -366,7 +415,7 @@ def test_metrics_without_the_host():
         (ValueError, "loss_config must be a dict of losses and weights, got {}", {"loss_config": {}}),
         (ValueError, "loss_config must be one of kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, got 'l1'", {"loss_config": {"l1": 1}}),
         (TypeError, "loss_config['tv'] must be a number, got str", {"loss_config": {"tv": "1"}}),
-        (ValueError, "loss_config['tv'] must not be negative, and finite, got -1", {"loss_config": {"ce": 1, "tv": -1}}),
+        (ValueError, "loss_config['tv'] must be finite, got inf", {"loss_config": {"ce": 1, "tv": float("inf")}}),
         (
             ValueError, "loss_mask must hold 0 or 1, got 0.5 at position (0, 0)",
             {"loss_mask": torch.full((1, T), 0.5), "loss_config": {"ce": 1}, "per_position_loss_weight": "dpace"},
@@ -378,7 +427,7 @@ def test_metrics_without_the_host():
         (ValueError, "per_position_loss_weight must be one of fixed-exp-decay, dpace, got 'none'",
             {"per_position_loss_weight": "none"}),
         (ValueError, "dpace_alpha must lie in [0, 1], got 2", {"dpace_alpha": 2}),
-        (ValueError, "gamma must be positive, got 0", {"gamma": 0}),
+        (ValueError, "gamma must be a number other than 0, got 0", {"gamma": 0}),
         (ValueError, "hidden must have whole blocks of block_size=5 rows, got 24 rows", {"block_size": 5}),
         (ValueError, "loss_mask must have shape (1, 24) ", {"loss_mask": torch.ones(1, 3)}),
         (ValueError, "confidence_logits must have shape (1, 24) (that of loss_mask), got (1, 3)",

@@ -51,10 +51,10 @@ def test_noise_and_probabilities_swapped(name, form):
 @losses
 def test_probabilities_and_supervision_swapped(name, form):
     message = (
-        "loss_mask must hold no fractions beside a p_mask of nothing but 0 and 1, got 0.5 at position (0, 0); "
+        "loss_mask must hold no fractions beside a p_mask of 0 and 1, got 0.5 at position (0, 0); "
         "are p_mask and loss_mask swapped?"
     )
-    for supervised in (ON, ON.long(), NOISE):
+    for supervised in (NOISE, NOISE.long(), 0 * ON):
         raises(message, name, form, p=supervised, mask=TIMES)
 
 
@@ -69,6 +69,7 @@ def test_masks_that_can_be_what_they_are_given_as(name, form):
     half = torch.tensor([[0.5, 1.0, 1.0, 0.0]] * B)
     torch.testing.assert_close(call(name, form, noise=half, mask=half == 1), call(name, form, noise=ON, mask=half == 1))
     assert call(name, form, p=ON).isfinite()
+    assert call(name, form, p=ON, mask=ON / 2) == call(name, form, p=ON)
     assert call(name, form, noise=torch.zeros(B, L), p=torch.zeros(B, L)).isfinite()
 
 

@@ -290,8 +290,8 @@ def test_bad_input():
         FusedLinearCrossEntropy(reduction="none")(
             hidden[0], labels, model.lm_head.weight, loss_weights=torch.ones(B, S)
         )
-    with pytest.raises(ValueError, match=r"logit_softcapping must be positive, from 1e-18 to 1e[+]18, got -30"):
-        FusedLinearCrossEntropy(logit_softcapping=-30)
+    with pytest.raises(ValueError, match=r"logit_softcapping must be positive, from 1e-18 to 1e[+]18, got 1e[+]19"):
+        FusedLinearCrossEntropy(logit_softcapping=-1e19)
     with pytest.raises(TypeError, match="logit_softcapping must be a number or None, got str"):
         FusedLinearCrossEntropy(logit_softcapping="30")
     with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
@@ -779,6 +779,14 @@ class Plain(nn.Module):
 class PlainLinear(nn.Module):
     def forward(self, hidden_states, labels, lm_weight):
         return reference.masked_cross_entropy(hidden_states @ lm_weight.t(), labels)
+
+
+def test_the_sign_of_a_soft_cap_makes_no_difference():
+    """As in the original, because tanh is odd."""
+    hidden, labels, weight = hiddens()[0], labels_with_padding(), torch.randn(V, H, dtype=torch.float64)
+    positive, negative = (FusedLinearCrossEntropy(logit_softcapping=c) for c in (2.5, -2.5))
+    assert torch.equal(negative(hidden, labels, weight), positive(hidden, labels, weight))
+    assert (negative.logit_softcapping, negative.softcap) == (-2.5, 2.5)
 
 
 @pytest.mark.parametrize("loss_fn", [Plain(), PlainLinear()])

@@ -339,6 +339,13 @@ def check_number(name: str, value: Any, allowed: str = "a number") -> None:
         raise TypeError(f"{name} must be {allowed}, got {type_name(value)}")
 
 
+def check_finite(name: str, value: Any) -> None:
+    """Raise unless ``value`` is a finite number."""
+    check_number(name, value)
+    if not -math.inf < float(value) < math.inf:
+        raise ValueError(f"{name} must be finite, got {_changing.shown(float(value))}")
+
+
 def check_not_negative(name: str, value: Any) -> None:
     """Raise unless ``value`` is a number that a term may be multiplied by."""
     check_number(name, value)

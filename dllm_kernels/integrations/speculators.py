@@ -22,6 +22,7 @@ import functools
 import importlib
 import importlib.metadata
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -180,9 +181,16 @@ def neg_log_acceptance_loss(logits: torch.Tensor, targets: torch.Tensor) -> torc
     return _of_rows("nla", logits, targets)
 
 
-def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float = 3.0) -> torch.Tensor:
-    """``lam KL(q || p) + (1 - lam) (1 - a)`` of each row with the constant lam = exp(-eta a), and a as in :func:`tv_loss`."""
-    return _of_rows("lk", logits, targets, eta=eta)
+def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float | torch.Tensor = 3.0) -> torch.Tensor:
+    """``lam KL(q || p) + (1 - lam) (1 - a)`` of each row with the constant lam = exp(-eta a), and a as in :func:`tv_loss`.
+
+    ``eta`` may be any number, or a tensor that broadcasts with ``[1, T]``, which takes two passes over the logits.
+    """
+    if not isinstance(eta, torch.Tensor):
+        return _of_rows("lk", logits, targets, eta=eta)
+    kl, tv = kl_div_loss(logits, targets), tv_loss(logits, targets)
+    lam = torch.exp(-eta * (1 - tv).detach())
+    return lam * kl + (1 - lam) * tv
 
 
 OURS: dict[str, Loss] = {
@@ -238,7 +246,7 @@ def speculators_metrics(
             may have any number of rows.
         loss_mask: ``[1, T]``, 0 or 1.
         block_size: rows of a block, including the anchor's.
-        gamma: gamma of the decay.
+        gamma: gamma of the decay, not 0.
         loss_config: ``{name: weight}``, or speculators' own ``{name: (function, weight)}``, whose functions are not called.
             None: ``{"kl_div": 1.0}``.
         per_position_loss_weight: "fixed-exp-decay" or "dpace". As in speculators, "dpace" takes one term only.
@@ -308,8 +316,8 @@ def _check_blocks(hidden: torch.Tensor, loss_mask: torch.Tensor, block_size: int
     if hidden.shape[1] % block_size:
         raise ValueError(f"hidden must have whole blocks of block_size={block_size} rows, got {hidden.shape[1]} rows")
     _checks.check_number("gamma", gamma)
-    if not gamma > 0:
-        raise ValueError(f"gamma must be positive, got {gamma}")
+    if gamma == 0 or math.isnan(gamma):
+        raise ValueError(f"gamma must be a number other than 0, got {gamma}")
 
 
 def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
@@ -322,7 +330,7 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
     for name, weight in loss_config.items():
         _checks.check_choice("loss_config", name, KINDS)
         weight = weight[1] if isinstance(weight, tuple) else weight
-        _checks.check_not_negative(f"loss_config[{name!r}]", weight)
+        _checks.check_finite(f"loss_config[{name!r}]", weight)
         terms[name] = float(weight)
     return terms
 
@@ -417,8 +425,8 @@ class _Metrics:
         free = {"tv": 1 - found.acceptance_rate, "nla": -found.acceptance_rate.clamp(min=FLOOR).log()}
         values = {name: free[name] for name in self.terms if name in free}
         # The rest of a sum is made of its digits: of a term that is a small part of it few would be left.
-        least = 0.01 * max(self.terms.values())
-        others = [name for name, weight in self.terms.items() if name not in free and weight > least]
+        least = 0.01 * max(map(abs, self.terms.values()))
+        others = [name for name, weight in self.terms.items() if name not in free and abs(weight) > least]
         last = others.pop() if others else None
         with torch.no_grad():
             for name in self.terms.keys() - values.keys() - {last}:

@@ -76,10 +76,11 @@ class Batch(NamedTuple):
                 "are noise_mask and p_mask swapped?"
             )
         where = first_fraction(loss_mask, loss_mask)
-        if where is not None and values_are_there(p_mask) and bool(((p_mask == 0) | (p_mask == 1)).all()):
+        # A p_mask of ones is no sign of a swap, because routines that mask every position return it.
+        if where is not None and values_are_there(p_mask) and _holds_zeros_and_ones(p_mask):
             raise ValueError(
-                f"loss_mask must hold no fractions beside a p_mask of nothing but 0 and 1, got {loss_mask[where].item()} at "
-                f"position {where}; are p_mask and loss_mask swapped?"
+                f"loss_mask must hold no fractions beside a p_mask of 0 and 1, got {loss_mask[where].item()} at position {where}; "
+                "are p_mask and loss_mask swapped?"
             )
 
     def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
@@ -104,6 +105,12 @@ class Batch(NamedTuple):
                 f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
             )
         return False
+
+
+def _holds_zeros_and_ones(mask: torch.Tensor) -> bool:
+    """Whether a mask holds 0, perhaps 1, and nothing else."""
+    zero = mask == 0
+    return bool(zero.any()) and bool((zero | (mask == 1)).all())
 
 
 def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:

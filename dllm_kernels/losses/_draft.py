@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -139,8 +140,8 @@ class DraftLoss(TransformedLoss):
         check_alpha("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
         _checks.check_int("decay_from", self.decay_from, 0)
-        if self.loss_gamma is not None and not self.loss_gamma > 0:
-            raise ValueError(f"loss_gamma must be positive or None, got {self.loss_gamma}")
+        if self.loss_gamma is not None and (self.loss_gamma == 0 or math.isnan(self.loss_gamma)):
+            raise ValueError(f"loss_gamma must be a number other than 0, or None, got {self.loss_gamma}")
         if self.chunk_size is not None:
             _checks.check_positive_int("chunk_size", self.chunk_size)
 

@@ -42,7 +42,8 @@ class DFlashDecayLoss(DraftLoss):
         2.5
 
     Args:
-        loss_gamma: gamma of the decay; None: every row has the weight 1. Used with ``position_weights="decay"`` only.
+        loss_gamma: gamma of the decay, not 0; a negative one makes the weights grow. None: every row has the weight 1. Used with
+            ``position_weights="decay"`` only.
         use_fused_linear_ce: a setting for the training loop to read: whether it should call :meth:`forward_fused` with hidden
             states or :meth:`forward` with logits. It does not change what these methods do.
         chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`. Larger chunks take more memory and mean

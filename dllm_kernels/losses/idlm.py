@@ -64,6 +64,7 @@ class IDLMLoss(TransformedLoss):
         self.clean_loss_weight = clean_loss_weight
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
         self._check_settings()
+        self.clean_loss_weight = float(clean_loss_weight)  # a Fraction does not multiply a tensor
 
     def forward(
         self,

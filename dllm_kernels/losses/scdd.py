@@ -53,7 +53,8 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
     Args:
         t: times ``[...]``, floating; taken to be 0 or 1 beyond.
         max_ratio: the uniform mass at the peak, in [0, 1); 0 is plain masked diffusion.
-        gamma_shape: how narrow the peak is, >= 0.
+        gamma_shape: width of the peak: the larger, the narrower. If it is negative, ``t_peak`` is the minimum of c, and t = 0 and
+            t = 1 give NaN.
         t_peak: where it is, in (0, 1).
 
     Returns:
@@ -81,8 +82,8 @@ def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:
         _checks.check_number(name, value)
     if not 0 <= max_ratio < 1:
         raise ValueError(f"max_ratio must lie in [0, 1), got {max_ratio}")
-    if not (gamma_shape >= 0 and math.isfinite(gamma_shape)):
-        raise ValueError(f"gamma_shape must be finite and at least 0, got {gamma_shape}")
+    if not math.isfinite(gamma_shape):
+        raise ValueError(f"gamma_shape must be finite, got {gamma_shape}")
     if not 0 < t_peak < 1:
         raise ValueError(f"t_peak must lie in (0, 1), got {t_peak}")
 

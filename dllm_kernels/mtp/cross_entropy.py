@@ -104,7 +104,7 @@ class FusedLinearCrossEntropy(TransformedLoss):
 
     Args:
         ignore_index: label to leave out; -100 is left out as well.
-        logit_softcapping: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; 0: no cap.
+        logit_softcapping: c makes each logit ``c tanh(z / c)``, as Gemma's are; 0: no cap. The sign of c makes no difference.
         reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
         impl: accepted so that a configuration written for another implementation still loads; there is one here.
         scale, skip_id: each logit is then multiplied by ``scale``, that of column ``skip_id`` becomes -inf; None: not so.
@@ -130,8 +130,10 @@ class FusedLinearCrossEntropy(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         """The arguments are described with the class."""
-        _checks.check_factor("logit_softcapping", logit_softcapping or None)
-        super().__init__(logit_softcapping or None, scale, skip_id, backend=backend)
+        if logit_softcapping:
+            _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
+            _checks.check_factor("logit_softcapping", abs(logit_softcapping))
+        super().__init__(None, scale, skip_id, backend=backend)
         if chunk_size is not None:
             _checks.check_positive_int("chunk_size", chunk_size)
         _checks.check_int("ignore_index", ignore_index)
@@ -144,8 +146,8 @@ class FusedLinearCrossEntropy(TransformedLoss):
 
     @property
     def softcap(self) -> float | None:
-        """``logit_softcapping``, or None where that is 0."""
-        return self.logit_softcapping or None
+        """The absolute value of ``logit_softcapping``, or None if it is 0."""
+        return abs(self.logit_softcapping) if self.logit_softcapping else None
 
     @softcap.setter
     def softcap(self, value: float | None) -> None:

@@ -104,7 +104,7 @@ def divergence(
         reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient per row.
         beta: beta of ``jsd``, in [0, 1]; None: 0.5.
         floor: floor of ``nla``; None: 1e-5.
-        eta: eta of ``lk``; None: 3.
+        eta: eta of ``lk``, any number; None: 3.
         kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
         alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a over the
             call, which takes one more pass over the logits. None: "row".
@@ -206,7 +206,7 @@ def linear_divergence(
         reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient per row.
         beta: beta of ``jsd``, in [0, 1]; None: 0.5.
         floor: floor of ``nla``; None: 1e-5.
-        eta: eta of ``lk``; None: 3.
+        eta: eta of ``lk``, any number; None: 3.
         kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
         alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a over the
             call, which takes one more pass over the logits. None: "row".

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels.base import _changing
-from dllm_kernels.base._checks import check_not_negative, check_number, type_name
+from dllm_kernels.base._checks import check_finite, check_number, type_name
 from dllm_kernels.base._divergence import NO_HYPER, Hyper, Option, Part, Recipe
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows_torch._divergence import KINDS
@@ -83,7 +83,7 @@ def _coefficients(kind: Any) -> dict[str, float]:
     for name, coefficient in kinds.items():
         if name not in NAMES:
             raise ValueError(f"kind must be one of {', '.join(NAMES)}, got {name!r}")
-        check_not_negative(f"kind[{name!r}]", coefficient)
+        check_finite(f"kind[{name!r}]", coefficient)
         if not _changing.equals(float(coefficient), 0):
             own = ALIASES.get(str(name), str(name))
             found[own] = found.get(own, 0.0) + float(coefficient)
