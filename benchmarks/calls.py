@@ -131,5 +131,4 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--busy", type=int, default=0, help="other processes at work meanwhile")
     parser.set_defaults(samples=100, cache="hot", threads=1)
     options = measure.parse(parser, argv)
-    record.report(run(options), options, baseline="plain")
-    return 0
+    return record.report(run(options), options, baseline="plain")

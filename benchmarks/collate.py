@@ -57,5 +57,4 @@ def main(argv: list[str]) -> int:
             case = {"samples": samples, "up to": longest, "cut to": max_seq_len, "response window": response_window}
             timed = {name: (lambda _, f=f, batch=batch: f(batch)) for name, f in found.items()}
             results += compare("collate", case, "collate", timed, options)
-    report(results, options, baseline=base)
-    return 0
+    return report(results, options, baseline=base)

@@ -86,5 +86,4 @@ def main(argv: list[str]) -> int:
     shapes = [*MASKS[options.size], *(BARS if options.size == "small" else ())]
     results = [r for shape in shapes for r in run_shape(shape, options, measured["copy_bytes_per_s"])]
     names = {result.name: None for result in results}
-    report(results, options, baseline=peers.baseline(names), measured_ceilings=measured)
-    return 0
+    return report(results, options, baseline=peers.baseline(names), measured_ceilings=measured)

@@ -199,6 +199,6 @@ def main(argv: list[str]) -> int:
     measured = ceilings(options.device, options.dtype, options.size)
     results = run(options, shapes, measured)
     lines = beyond(results)
-    report(results, options, baseline="plain", measured_ceilings=measured)
+    status = report(results, options, baseline="plain", measured_ceilings=measured)
     print("\n" + "\n".join(lines))
-    return 0
+    return status

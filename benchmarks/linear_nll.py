@@ -8,6 +8,7 @@ them down alike.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from benchmarks.shapes import LINEAR, Shape
 from dllm_kernels import ops
 
 BARE = "bare products"
+PHASES = ("both", "evaluate")
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -34,20 +36,26 @@ def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.de
     return hidden, head, targets, weights, torch.rand((), device=device) + 0.5
 
 
-def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
-    """Ours and every peer that runs here; those that hold all logits only where ``dense`` says that they fit."""
+def ours(options: Any, chunk_size: int | None = None) -> peers.Loss:
+    """``weighted_linear_nll`` with this chunk size or, if ``options.recipe_chunk``, with the one that it is called with."""
 
-    def ours(
+    def run(
         hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
     ) -> torch.Tensor:
-        return ops.weighted_linear_nll(
-            hidden, head, targets, weights, chunk_size=chunk if options.recipe_chunk else None, backend=options.backend
-        ).loss
+        size = chunk if options.recipe_chunk else chunk_size
+        return ops.weighted_linear_nll(hidden, head, targets, weights, chunk_size=size, backend=options.backend).loss
 
+    return run
+
+
+def losses(options: Any, weighted: bool, dense: bool) -> dict[str, peers.Loss]:
+    """Ours and, unless ``options.alone``, every peer that runs here; if ``dense``, also those that hold all logits."""
+    if options.alone:
+        return {"ours": ours(options)}
     found = peers.linear_losses(options.device, compiled=options.compiled)
     left_out = () if dense else ("plain", "gather", "compiled")
     unweighted = peers.UNWEIGHTED if weighted else ()
-    return {"ours": ours, **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
+    return {"ours": ours(options), **{k: v for k, v in found.items() if k not in (*left_out, *unweighted)}}
 
 
 def candidate(loss: peers.Loss, inputs: list[Inputs], shape: Shape, phase: str) -> measure.Candidate:
@@ -88,22 +96,35 @@ def bare_products(inputs: Inputs, shape: Shape, phase: str) -> measure.Candidate
     return measure.Candidate(run)
 
 
-def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape, rows: int) -> dict[str, float]:
-    """Each candidate's gradient of the hidden states against float64, on the first rows."""
+def _gradient(loss: peers.Loss, inputs: Inputs, head: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Gradient of the hidden states, for fresh leaves of the head's dtype."""
+    hidden, _, targets, weights, upstream = (t.detach() for t in inputs)
+    leaf = hidden.to(head.dtype, copy=True).requires_grad_()
+    head = head.detach().requires_grad_(not shape.frozen)
+    wide = torch.promote_types(head.dtype, torch.float32)
+    value = loss(leaf, head, targets, weights.to(wide), shape.chunk)
+    (grad,) = torch.autograd.grad(value, leaf, upstream.to(wide))
+    return grad
+
+
+def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape) -> tuple[dict[str, float], float]:
+    """Each candidate's gradient of the hidden states, all rows, against float64, and the largest error that is correct."""
     hidden, head, targets, weights, upstream = (t.detach() for t in inputs)
-    part = [t.flatten(0, 1)[:rows][None] for t in (hidden, targets, weights)]
-    exact = part[0].double().requires_grad_()
-    exact_loss = peers.plain_linear(exact, head.double(), part[1], part[2].double(), None)
-    torch.autograd.backward(exact_loss, upstream.double())
-    assert exact.grad is not None
-    found = {}
-    for name, loss in candidates.items():
-        copy = part[0].clone().requires_grad_()
-        trainable = head.clone().requires_grad_(not shape.frozen)
-        torch.autograd.backward(loss(copy, trainable, part[1], part[2], shape.chunk), upstream)
-        assert copy.grad is not None
-        found[name] = measure.relative_error(copy.grad, exact.grad)
-    return found
+    frozen = replace(shape, frozen=True)  # the reference needs the gradient of the hidden states alone
+
+    def by_parts(head: torch.Tensor) -> torch.Tensor:
+        """The plain form in the head's dtype, a few rows at a time."""
+        grads = []
+        for chunk in measure.slices(shape.rows, shape.vocab):
+            part = [t.flatten(0, 1)[chunk][None] for t in (hidden, targets, weights)]
+            grads.append(_gradient(peers.plain_linear, (part[0], head, *part[1:], upstream), head, frozen))  # type: ignore[arg-type]
+        return torch.cat(grads, 1).view_as(hidden)
+
+    exact = by_parts(head.double())
+    found = measure.each_error(
+        candidates, lambda loss: measure.relative_error(_gradient(loss, inputs, head, shape), exact)
+    )
+    return found, measure.allowed_error(measure.relative_error(by_parts(head), exact), head.dtype)
 
 
 def floor_flops(shape: Shape, active: int, phase: str) -> int:
@@ -134,12 +155,12 @@ def run(
         for share in shares:
             inputs = [make_inputs(shape, share, options.dtype, options.device, options.weighted)]
             active = int((inputs[0][3] != 0).sum())
-            off = errors(candidates, inputs[0], shape, min(shape.rows, 64))
+            off, allowed = errors(candidates, inputs[0], shape)
             case = {
                 "shape": shape.name, "rows": shape.rows, "V": shape.vocab, "D": shape.hidden,
                 "head": "frozen" if shape.frozen else "trainable", "active": f"{share:.0%}",
             }  # fmt: skip
-            for phase in ("both", "evaluate"):
+            for phase in options.phase or PHASES:
                 results += measure.compare(
                     "linear_nll",
                     case,
@@ -148,6 +169,7 @@ def run(
                     | {BARE: bare_products(inputs[0], shape, phase)},
                     options,
                     errors=off,
+                    allowed_error=allowed,
                     floor_s=floor_flops(shape, active, phase) / measured["gemm_flop_per_s"],
                     floor_bytes=floor_memory(shape, options.dtype.itemsize, shape.chunk or 1024, phase),
                 )
@@ -168,9 +190,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--dense-limit", type=float, default=24e9, help="bytes up to which candidates that hold all logits take part"
     )
+    measure.add_alone(parser)
+    measure.add_phases(parser, PHASES)
     measure.add_shape(parser)
     options = measure.parse(parser, argv)
     shares = tuple(options.share or {"full": (1.0, 0.5, 0.15), "small": (0.5,), "toy": (0.5,)}[options.size])
     results, measured, base = run(options, measure.chosen(LINEAR[options.size], options), shares)
-    report(results, options, baseline=base, measured_ceilings=measured)
-    return 0
+    return report(results, options, baseline=base, measured_ceilings=measured)

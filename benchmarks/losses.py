@@ -327,5 +327,4 @@ def main(argv: list[str]) -> int:
     options = measure.parse(parser, argv)
     results = run(options, options.loss or tuple(SUBJECTS), options.share or (0.5,))
     base = "original" if any(result.name == "original" for result in results) else "reference"
-    record.report(results, options, baseline=base)
-    return 0
+    return record.report(results, options, baseline=base)

@@ -20,24 +20,28 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import contextlib
 import functools
 import gc
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.record import table, write_json
+from benchmarks.record import said, table, write_json
 from benchmarks.result import Result as Result  # which the subjects take from here
 from benchmarks.result import Timing as Timing
 from benchmarks.shapes import Shape
 
 # Over the last-level cache of an H200 (50 MB) and of common CPUs.
 FLUSH_BYTES = {"cuda": 256 << 20, "cpu": 64 << 20}
+ROWS_BYTES = 256 << 20  # of float64 rows that a comparison with float64 holds at a time
+Value = TypeVar("Value")
 DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -92,6 +96,16 @@ def arguments(subject: str, description: str | None = None) -> argparse.Argument
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """The option ``--shape``, for a subject that runs over shapes: ``chosen`` applies it."""
     parser.add_argument("--shape", action="append", help="a shape by the beginning of its name (default: all)")
+
+
+def add_alone(parser: argparse.ArgumentParser) -> None:
+    """The option ``--alone``, for a subject whose peers can be left out."""
+    parser.add_argument("--alone", action="store_true", help="without peers and plain code")
+
+
+def add_phases(parser: argparse.ArgumentParser, phases: Sequence[str]) -> None:
+    """The option ``--phase``, for a subject with several of them."""
+    parser.add_argument("--phase", action="append", choices=tuple(phases), help="default: all")
 
 
 def chosen(shapes: Sequence[Shape], options: argparse.Namespace) -> tuple[Shape, ...]:
@@ -192,6 +206,7 @@ def measure(
     warmup: int = 3,
     cache: str = "cold",
     label: str = "",
+    failed: dict[str, str] | None = None,
 ) -> dict[str, Timing]:
     """Time the candidates, interleaved.
 
@@ -203,6 +218,7 @@ def measure(
         warmup: untimed calls per candidate before.
         cache: "cold" (flushed, inputs rotate) or "hot" (the same call ran just before).
         label: what the progress bar says.
+        failed: receives the reason of each candidate that raises, which is then dropped. None: the exception propagates.
 
     Returns:
         name -> ``Timing``, in the order given.
@@ -213,30 +229,51 @@ def measure(
     on_gpu = device.type == "cuda"
     clock = _time_cuda if on_gpu else _time_cpu
     flush = _flusher(device) if cache == "cold" else None
-    items = [(name, _as_candidate(candidate)) for name, candidate in candidates.items()]
+    items = {name: _as_candidate(candidate) for name, candidate in candidates.items()}
     taken: dict[str, list[float]] = {name: [] for name in candidates}
     host = dict.fromkeys(candidates, 0.0)
     rounds = tqdm(range(warmup + samples), desc=label, leave=False, disable=not sys.stderr.isatty())
+
+    def sample(name: str, number: int) -> None:
+        candidate, index = items[name], number % input_sets
+        if number == warmup and on_gpu:
+            host[name] = _host_time(candidate, device)
+        state = candidate.prepare(index)
+        if flush is None:
+            again = candidate.prepare(index)
+            seconds = clock(candidate, state, lambda: candidate.run(again), host[name], device)
+        else:
+            seconds = clock(candidate, state, flush, host[name], device)
+        if number >= warmup:
+            taken[name].append(seconds)
+
     _collect_garbage()
     gc.disable()  # a collection inside a sample would be charged to whoever is being timed
     try:
         for number in rounds:
-            if number == warmup and on_gpu:
-                host = {name: _host_time(candidate, device) for name, candidate in items}
-            index = number % input_sets
-            for place in range(len(items)):
-                name, candidate = items[(number + place) % len(items)]
-                state = candidate.prepare(index)
-                if flush is None:
-                    again = candidate.prepare(index)
-                    seconds = clock(candidate, state, lambda c=candidate, s=again: c.run(s), host[name], device)  # type: ignore[misc]
-                else:
-                    seconds = clock(candidate, state, flush, host[name], device)
-                if number >= warmup:
-                    taken[name].append(seconds)
+            first = number % max(len(items), 1)
+            for name in (*list(items)[first:], *list(items)[:first]):
+                try:
+                    sample(name, number)
+                except Exception as error:
+                    if failed is None:
+                        raise
+                    failed[name] = _failure(name, error)
+                    del items[name]
     finally:
         gc.enable()
-    return {name: Timing(tuple(values), host[name] if on_gpu else None) for name, values in taken.items()}
+    return {name: Timing(tuple(taken[name]), host[name] if on_gpu else None) for name in items}
+
+
+def _failure(name: str, error: Exception) -> str:
+    """Print the traceback of a candidate that raised, release what it held, and return the reason in one line."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        print(f"{name} raised:\n{''.join(traceback.format_exception(error))}", file=sys.stderr, flush=True)
+    reason = said(error)
+    traceback.clear_frames(error.__traceback__)
+    with contextlib.suppress(Exception):  # a broken device refuses this too
+        torch.cuda.empty_cache()
+    return reason
 
 
 _MARK = "benchmarks: measured from here"
@@ -290,10 +327,49 @@ def peak_memory(candidate: CandidateLike, device: torch.device | str, index: int
 
 
 def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
-    """``||value - exact|| / ||exact||`` in float64; the difference's norm where ``exact`` is zero."""
-    difference = torch.linalg.vector_norm(value.double() - exact.double()).item()
-    scale = torch.linalg.vector_norm(exact.double()).item()
-    return float(difference / scale if scale else difference)
+    """``||value - exact|| / ||exact||`` in float64; the norm of the difference if ``exact`` is zero."""
+    distance = Distance()
+    distance.add(value, exact)
+    return distance.relative()
+
+
+def allowed_error(plain: float, dtype: torch.dtype) -> float:
+    """Largest :func:`relative_error` that counts as correct: twice plain PyTorch's and one rounding step of the result."""
+    return 2 * plain + torch.finfo(dtype).eps
+
+
+def each_error(candidates: Mapping[str, Value], error_of: Callable[[Value], float]) -> dict[str, float]:
+    """Return ``error_of`` of each candidate, without those that raise: ``compare`` meets and records the exception."""
+    found = {}
+    for name, candidate in candidates.items():
+        try:
+            found[name] = error_of(candidate)
+        except Exception as error:
+            _failure(f"{name}, compared with float64,", error)
+    return found
+
+
+class Distance:
+    """``relative_error`` of a tensor that is compared part by part, for references of which only a part fits in memory."""
+
+    def __init__(self) -> None:
+        self._squares: list[torch.Tensor] = []
+
+    def add(self, value: torch.Tensor, exact: torch.Tensor) -> None:
+        """Compare one more part."""
+        parts = value.double() - exact.double(), exact.double()
+        self._squares.append(torch.stack([torch.linalg.vector_norm(part).square() for part in parts]))
+
+    def relative(self) -> float:
+        """Error of all parts together."""
+        difference, scale = torch.stack(self._squares).sum(0).sqrt().tolist()
+        return float(difference / scale if scale else difference)
+
+
+def slices(rows: int, columns: int) -> list[slice]:
+    """Slices of so many rows of float64 numbers that a few temporaries of a slice fit on any GPU."""
+    step = max(1, ROWS_BYTES // (8 * max(columns, 1)))
+    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def copy_bandwidth(device: torch.device | str, nbytes: int, samples: int = 20) -> float:
@@ -331,11 +407,14 @@ def compare(
     *,
     input_sets: int = 1,
     errors: Mapping[str, float] | None = None,
+    allowed_error: float | None = None,
     floor_s: float | None = None,
     floor_bytes: int | None = None,
     memory: bool = True,
 ) -> list[Result]:
     """Take every candidate's peak memory on one case, and time those that fit.
+
+    A candidate that raises is recorded with the reason, in ``extra["failed"]``, and costs the others nothing.
 
     Args:
         subject: the benchmark's name.
@@ -345,6 +424,7 @@ def compare(
         options: what ``parse`` returned.
         input_sets: how many input sets the candidates can take in rotation.
         errors: name -> distance from float64.
+        allowed_error: the largest of these that counts as correct.
         floor_s: the least time possible at this run's ceilings.
         floor_bytes: the least extra memory possible.
         memory: whether to report peak memory.
@@ -358,15 +438,16 @@ def compare(
     for name, candidate in candidates.items():
         result = results[name]
         result.error = None if errors is None else errors.get(name)
+        result.allowed_error = allowed_error
         result.floor_s, result.floor_bytes = floor_s, floor_bytes
         try:  # memory first: who does not fit is not timed
             peak = peak_memory(candidate, options.device)
-        except torch.OutOfMemoryError:
-            result.extra["failed"] = "out of memory"
-            torch.cuda.empty_cache()
+        except Exception as error:
+            result.extra["failed"] = _failure(name, error)
             continue
         result.peak_bytes = peak if memory else None
         fitting[name] = candidate
+    failed: dict[str, str] = {}
     timings = measure(
         fitting,
         device=options.device,
@@ -375,9 +456,12 @@ def compare(
         warmup=options.warmup,
         cache=options.cache,
         label=label,
+        failed=failed,
     )
     for name, timing in timings.items():
         results[name].timing = timing
+    for name, reason in failed.items():
+        results[name].extra["failed"] = reason
     if options.live:
         _show(list(results.values()), options)
     return list(results.values())

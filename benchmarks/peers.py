@@ -3,28 +3,89 @@
 Every peer is a function of the same arguments as ours and returns a scalar loss. ``original`` is nemo-automodel, whose
 losses this package replaces; ``compiled`` is ``torch.compile`` of the plain code; ``gather`` takes the active rows and
 then runs plain PyTorch, so that leaving rows out is not mistaken for the speed of a kernel.
+
+``python -m benchmarks peers`` lists which peers can be imported here and why the others cannot.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.record import PACKAGES, markdown, said, version, write_whole
+
 Loss = Callable[..., torch.Tensor]
+DLLM_LOSS, DLLM_CORRUPTION = (
+    "nemo_automodel.components.loss.dllm_loss",
+    "nemo_automodel.components.datasets.dllm.corruption",
+)
+#: Name of a peer -> the modules that its candidates come from.
+MODULES = {
+    "original": (DLLM_LOSS, DLLM_CORRUPTION),
+    "liger": (
+        "liger_kernel.transformers",
+        "liger_kernel.transformers.fused_linear_jsd",
+        "liger_kernel.ops.fused_linear_scaled_cross_entropy",
+    ),
+    "cut-cross-entropy": ("cut_cross_entropy",),
+    "quack": ("quack.cross_entropy", "quack.linear_cross_entropy"),
+    "speculators, eager": ("speculators.losses.eager",),
+    "speculators, fused": ("speculators.losses.utils",),
+}
+_refused: dict[str, str] = {}
 
 
 @functools.cache
 def module(name: str) -> Any:
-    """The module, or None where it or something it needs is not installed."""
+    """Import the module; None if that fails, and ``refusals`` then has the reason."""
     try:
         return importlib.import_module(name)
-    except ImportError:
+    except Exception as error:  # a package that does not fit its requirements raises anything
+        _refused[name] = said(error)
         return None
+
+
+def _add(losses: dict[str, Loss], name: str, module_name: str, make: Callable[[Any], Loss]) -> None:
+    """Add the peer if its module can be imported and offers what ``make`` takes from it."""
+    if (peer := module(module_name)) is None:
+        return
+    try:
+        losses[name] = make(peer)
+    except Exception as error:
+        print(f"{name} is not measured: {said(error)}", file=sys.stderr)
+
+
+def refusals() -> dict[str, str | None]:
+    """Module -> why it cannot be imported; None if it can."""
+    return {name: None if module(name) is not None else _refused[name] for names in MODULES.values() for name in names}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print which peers can be imported, and why not the others."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks peers", description=main.__doc__)
+    parser.add_argument("--out", type=Path, help="write the table as JSON")
+    options = parser.parse_args(argv)
+    why = refusals()
+    rows = [
+        {"peer": peer, "module": name, "imported": "yes" if why[name] is None else f"no: {why[name]}"}
+        for peer, names in MODULES.items()
+        for name in names
+    ]
+    print(markdown(rows))
+    versions = {name: version(name) for name in PACKAGES}
+    print("\nversions: " + ", ".join(f"{name} {found}" for name, found in versions.items() if found is not None))
+    if options.out is not None:
+        write_whole(options.out, json.dumps({"imports": why, "versions": versions}, indent=1) + "\n")
+    return 0
 
 
 def _wide(logits: torch.Tensor) -> torch.Tensor:
@@ -74,15 +135,12 @@ def _liger_mdlm(peer: Any) -> Loss:
 def logits_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
     """Name -> loss(logits [B, L, V], targets [B, L], weights [B, L]) for what can run here."""
     losses: dict[str, Loss] = {"plain": plain_mdlm, "gather": _gather_mdlm}
-    if (peer := module("nemo_automodel.components.loss.dllm_loss")) is not None:
-        losses["original"] = _original_mdlm(peer)
+    _add(losses, "original", DLLM_LOSS, _original_mdlm)
     if compiled:
         losses["compiled"] = torch.compile(plain_mdlm)
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu and (peer := module("liger_kernel.transformers")) is not None:
-        losses["liger"] = _liger_mdlm(peer)
-    if on_gpu and (peer := module("quack.cross_entropy")) is not None:
-        losses["quack"] = _quack_mdlm(peer)
+    if torch.device(device).type == "cuda":
+        _add(losses, "liger", "liger_kernel.transformers", _liger_mdlm)
+        _add(losses, "quack", "quack.cross_entropy", _quack_mdlm)
     return losses
 
 
@@ -158,24 +216,33 @@ def _cce_linear(peer: Any) -> Loss:
     return run
 
 
+def _quack_linear(peer: Any) -> Loss:
+    def run(
+        hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
+    ) -> torch.Tensor:
+        labels = torch.where(weights != 0, targets, -100).flatten()
+        total: torch.Tensor = peer.chunked_linear_cross_entropy(hidden.flatten(0, -2), weight, labels, reduction="sum")
+        return total
+
+    return run
+
+
 #: Peers whose loss has no weight per row: they are compared where all active rows weigh 1.
-UNWEIGHTED = ("torch chunked", "liger")
+UNWEIGHTED = ("torch chunked", "liger", "quack")
 
 
 def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]:
     """Name -> loss(hidden, weight, targets, weights, chunk) for what can run here."""
     losses: dict[str, Loss] = {"plain": plain_linear, "gather": _gather_linear}
-    if (peer := module("nemo_automodel.components.loss.dllm_loss")) is not None:
-        losses["original"] = _original_linear(peer)
+    _add(losses, "original", DLLM_LOSS, _original_linear)
     if compiled:
         losses["compiled"] = torch.compile(plain_linear)
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):
         losses["torch chunked"] = _torch_chunked
-    on_gpu = torch.device(device).type == "cuda"
-    if on_gpu and (peer := module("liger_kernel.transformers")) is not None:
-        losses["liger"] = _liger_linear(peer)
-    if on_gpu and (peer := module("cut_cross_entropy")) is not None:
-        losses["cut-cross-entropy"] = _cce_linear(peer)
+    if torch.device(device).type == "cuda":
+        _add(losses, "liger", "liger_kernel.transformers", _liger_linear)
+        _add(losses, "cut-cross-entropy", "cut_cross_entropy", _cce_linear)
+        _add(losses, "quack", "quack.linear_cross_entropy", _quack_linear)
     return losses
 
 
@@ -218,12 +285,17 @@ def divergence_losses(kind: str, device: torch.device | str) -> dict[str, Loss]:
     """Name -> loss(hidden [N, D], teacher [N, D], head [V, D], weights [N]) of that kind for what can run here."""
     losses: dict[str, Loss] = {}
     on_gpu = torch.device(device).type == "cuda"
-    if kind in SPECULATORS and (peer := module("speculators.losses.eager")) is not None:
-        losses["speculators, eager"] = _speculators_divergence(getattr(peer, SPECULATORS[kind]))
-    if on_gpu and kind in SPECULATORS and (peer := module("speculators.losses.utils")) is not None:
-        losses["speculators, fused"] = _speculators_divergence(getattr(peer, SPECULATORS[kind]))
-    if on_gpu and kind in LIGER_BETA and (peer := module("liger_kernel.transformers.fused_linear_jsd")) is not None:
-        losses["liger"] = _liger_divergence(peer, LIGER_BETA[kind])
+
+    def of_speculators(peer: Any) -> Loss:
+        return _speculators_divergence(getattr(peer, SPECULATORS[kind]))
+
+    if kind in SPECULATORS:
+        _add(losses, "speculators, eager", "speculators.losses.eager", of_speculators)
+    if on_gpu and kind in SPECULATORS:
+        _add(losses, "speculators, fused", "speculators.losses.utils", of_speculators)
+    if on_gpu and kind in LIGER_BETA:
+        found = "liger_kernel.transformers.fused_linear_jsd"
+        _add(losses, "liger", found, lambda peer: _liger_divergence(peer, LIGER_BETA[kind]))
     return losses
 
 

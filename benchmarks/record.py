@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.result import QUANTILES, Result
+from benchmarks.result import OUT_OF_MEMORY, PEERS, QUANTILES, Result
 
 PACKAGES = (
     "triton",
@@ -27,6 +27,8 @@ PACKAGES = (
     "liger-kernel",
     "cut-cross-entropy",
     "quack-kernels",
+    "speculators",
+    "pydantic",
     "transformers",
 )
 
@@ -41,11 +43,20 @@ def _command(*words: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Return the installed version of the package; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def said(error: BaseException) -> str:
+    """Return the type of an exception and the first line of its message."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return OUT_OF_MEMORY
+    first = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
 def _sources() -> str:
@@ -92,7 +103,7 @@ def environment(device: torch.device | str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in PACKAGES},
         "cpu": {"model": _cpu_model(), "count": os.cpu_count(), "threads": torch.get_num_threads()},
         "gpu": _gpu(torch.device(device)),
     }
@@ -200,8 +211,12 @@ def report(
     *,
     baseline: str | None = None,
     measured_ceilings: Mapping[str, float] | None = None,
-) -> None:
-    """Print the table, the device and ceilings above it; write the JSON where ``--out`` asks for it."""
+) -> int:
+    """Print the table, the device and ceilings above it, and write the JSON if ``--out`` is given.
+
+    Returns:
+        The exit status: 1 if a candidate other than a peer raised anything but an out-of-memory error.
+    """
     print(f"\n{device_name(options.device)}, torch {torch.__version__}")
     print(f"{options.samples} samples, {options.cache} cache, {torch.get_num_threads()} CPU threads")
     if measured_ceilings:
@@ -211,3 +226,5 @@ def report(
     if options.out is not None:
         write_json(options.out, results, options, measured_ceilings)
         print(f"\nraw results: {options.out}")
+    failed = {result.name: result.extra["failed"] for result in results if "failed" in result.extra}
+    return int(any(name not in PEERS and reason != OUT_OF_MEMORY for name, reason in failed.items()))

@@ -6,6 +6,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 QUANTILES = (0.2, 0.5, 0.8)
+OUT_OF_MEMORY = "out of memory"
+#: Candidates that are not this project's code: a benchmark succeeds even if one of them fails.
+PEERS = frozenset(
+    {
+        "original", "compiled", "torch chunked", "liger", "cut-cross-entropy", "quack", "speculators, eager",
+        "speculators, fused",
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,9 +50,10 @@ class Result:
         timing: the samples; None where only memory or error was asked for.
         peak_bytes: peak of allocated bytes above those held before the call.
         error: distance from float64, see ``relative_error``.
+        allowed_error: the largest ``error`` that counts as correct.
         floor_s: the least time possible at this run's ceilings.
         floor_bytes: the least extra memory possible.
-        extra: whatever else the subject wants to record.
+        extra: further values of the subject; ``failed`` says why the candidate has no timing.
     """
 
     subject: str
@@ -55,6 +64,7 @@ class Result:
     timing: Timing | None = None
     peak_bytes: int | None = None
     error: float | None = None
+    allowed_error: float | None = None
     floor_s: float | None = None
     floor_bytes: int | None = None
     extra: dict[str, Any] = field(default_factory=dict)

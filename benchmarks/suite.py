@@ -89,8 +89,8 @@ def _kernel_sweep(
 
 def sweep(options: argparse.Namespace, folder: Path) -> list[Record]:
     """Run the sweeps of the two primitives, the linear one with a frozen and with a trainable head."""
-    options.compiled, options.input_sets = False, 1
-    options.weighted, options.recipe_chunk, options.dense_limit = False, False, 24e9
+    options.compiled, options.input_sets, options.phase = False, 1, None
+    options.weighted, options.recipe_chunk, options.dense_limit, options.alone = False, False, 24e9, False
     logits, linear = (_kernel_sweep(module, options) for module in (token_nll, linear_nll))
     found: list[Record] = []
     for name, cases in sweep_cases(options.size).items():

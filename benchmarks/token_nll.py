@@ -6,6 +6,7 @@ fewest bytes that can move: forward reads the active rows; backward reads them o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from benchmarks.record import report
 from benchmarks.shapes import LOGITS, MDLM_SHARES, Shape
 from dllm_kernels import ops
 
+PHASES = ("forward", "backward", "both")
 Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -29,12 +31,12 @@ def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.de
 
 
 def losses(options: Any) -> dict[str, peers.Loss]:
-    """Ours and every peer that runs here, by name."""
+    """Ours and, unless ``options.alone``, every peer that runs here, by name."""
 
     def ours(logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return ops.weighted_nll(logits, targets, weights, backend=options.backend).loss
 
-    return {"ours": ours, **peers.logits_losses(options.device, compiled=options.compiled)}
+    return {"ours": ours, **({} if options.alone else peers.logits_losses(options.device, compiled=options.compiled))}
 
 
 def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> measure.Candidate:
@@ -59,20 +61,36 @@ def candidate(loss: peers.Loss, inputs: list[Inputs], phase: str) -> measure.Can
     return measure.Candidate(both if phase == "both" else forward, dropped)
 
 
-def errors(candidates: dict[str, peers.Loss], inputs: Inputs, share_of_rows: int) -> dict[str, float]:
-    """Each candidate's gradient against float64, on the first rows: a float64 copy of all would not fit."""
+def _gradient(loss: peers.Loss, rows: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """Gradient of the logits, for a fresh leaf of the dtype."""
+    logits, targets, weights, upstream = rows
+    leaf = logits.detach().to(dtype, copy=True).requires_grad_()
+    wide = torch.promote_types(dtype, torch.float32)
+    (grad,) = torch.autograd.grad(loss(leaf, targets, weights.to(wide)), leaf, upstream.to(wide))
+    return grad
+
+
+def errors(candidates: dict[str, peers.Loss], inputs: Inputs) -> tuple[dict[str, float], float]:
+    """Each candidate's gradient of all rows against the plain form in float64, and the largest error that is correct."""
     logits, targets, weights, upstream = inputs
-    part = [t.detach().flatten(0, 1)[:share_of_rows][None] for t in (logits, targets, weights)]
-    exact_logits = part[0].double().requires_grad_()
-    torch.autograd.backward(candidates["plain"](exact_logits, part[1], part[2].double()), upstream.double())
-    assert exact_logits.grad is not None
-    found = {}
-    for name, loss in candidates.items():
-        copy = part[0].clone().requires_grad_()
-        torch.autograd.backward(loss(copy, part[1], part[2]), upstream)
-        assert copy.grad is not None
-        found[name] = measure.relative_error(copy.grad, exact_logits.grad)
-    return found
+    dtype, rows = logits.dtype, logits.shape[:2].numel()
+
+    def part(chunk: slice) -> Inputs:
+        first, second, third = (t.detach().flatten(0, 1)[chunk][None] for t in (logits, targets, weights))
+        return first, second, third, upstream
+
+    def error(gradient_of: Callable[[slice], torch.Tensor]) -> float:
+        distance = measure.Distance()
+        for chunk in measure.slices(rows, logits.shape[-1]):
+            distance.add(gradient_of(chunk), _gradient(peers.plain_mdlm, part(chunk), torch.float64)[0])
+        return distance.relative()
+
+    def of_all(loss: peers.Loss) -> float:
+        grad = _gradient(loss, inputs, dtype).flatten(0, 1)
+        return error(lambda chunk: grad[chunk])
+
+    plain = error(lambda chunk: _gradient(peers.plain_mdlm, part(chunk), dtype)[0])
+    return measure.each_error(candidates, of_all), measure.allowed_error(plain, dtype)
 
 
 def floor_bytes_moved(shape: Shape, active: int, itemsize: int, phase: str) -> int:
@@ -93,9 +111,9 @@ def run(
         for share in shares:
             inputs = [make_inputs(shape, share, options.dtype, options.device) for _ in range(options.input_sets)]
             active = int((inputs[0][2] != 0).sum())
-            off = errors(candidates, inputs[0], min(shape.rows, 64))
+            off, allowed = errors(candidates, inputs[0])
             case = {"shape": shape.name, "rows": shape.rows, "V": shape.vocab, "active": f"{share:.0%}"}
-            for phase in ("forward", "backward", "both"):
+            for phase in options.phase or PHASES:
                 moved = floor_bytes_moved(shape, active, options.dtype.itemsize, phase)
                 results += measure.compare(
                     "token_nll",
@@ -105,6 +123,7 @@ def run(
                     options,
                     input_sets=len(inputs),
                     errors=off,
+                    allowed_error=allowed,
                     floor_s=moved / measured["copy_bytes_per_s"],
                     floor_bytes=0 if phase == "forward" else shape.rows * shape.vocab * options.dtype.itemsize,
                 )
@@ -117,9 +136,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--compiled", action="store_true", help="also torch.compile of the plain code (slow to start)")
     parser.add_argument("--input-sets", type=int, default=1, help="sets of inputs to rotate through")
     parser.add_argument("--share", type=float, action="append", help="share of active rows (default: a sweep)")
+    measure.add_alone(parser)
+    measure.add_phases(parser, PHASES)
     measure.add_shape(parser)
     options = measure.parse(parser, argv)
     shares = tuple(options.share or {"full": MDLM_SHARES, "small": (0.5,), "toy": (0.5,)}[options.size])
     results, measured, base = run(options, measure.chosen(LOGITS[options.size], options), shares)
-    report(results, options, baseline=base, measured_ceilings=measured)
-    return 0
+    return report(results, options, baseline=base, measured_ceilings=measured)

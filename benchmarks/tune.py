@@ -122,5 +122,4 @@ def main(argv: list[str]) -> int:
             case = {"kernel": name, "rule": launch.rule, "shape": shape.name}
             floor = launch.nbytes / measured["copy_bytes_per_s"]
             results += compare("tune", case, "launch", candidates, options, floor_s=floor, memory=False)
-    report(results, options, baseline="rule", measured_ceilings=measured)
-    return 0
+    return report(results, options, baseline="rule", measured_ceilings=measured)

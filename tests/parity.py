@@ -104,6 +104,21 @@ def assert_parity(
         assert_as_good_as_plain(got, e, largest_error(p, e), label, sizes)
 
 
+class Spoilt(torch.autograd.Function):
+    """Identity whose gradient ``change(gradient)`` alters in place: what a check of gradients has to notice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, change: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        ctx.change = change
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grad.clone()
+        ctx.change(grad)
+        return grad, None
+
+
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``torch.empty`` return the worst that fresh memory may hold, so that what is not written shows."""
     empty = torch.empty

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import re
+import sys
 import time
 
 import pytest
@@ -10,8 +12,11 @@ import torch.nn.functional as F
 
 from benchmarks import __main__ as command
 from benchmarks import measure, peers, record
+from benchmarks.result import PEERS
+from benchmarks.shapes import Shape
 from dllm_kernels import ops
 from tests import trainers
+from tests.parity import Spoilt
 
 CPU = torch.device("cpu")
 
@@ -117,6 +122,77 @@ def test_the_sleep_is_bounded():
     assert measure._sleep_for(1.0) == int(measure.CLOCK * 2e-3)  # a call that waits, whose sleep it would wait for
 
 
+def test_a_candidate_that_raises_costs_the_others_nothing(options, capsys):
+    """In its first call, or in a later one, which is timed; ours too, but that is a failure."""
+    calls = []
+
+    def later(_):
+        calls.append("later")
+        if len(calls) > 3:
+            raise ValueError("not\nnow")
+
+    def at_once(_):
+        raise torch.OutOfMemoryError("too much")
+
+    def ours(_):
+        raise RuntimeError("broken")
+
+    candidates = {"liger": later, "plain": lambda _: None, "quack": at_once, "ours": ours}
+    results = {r.name: r for r in measure.compare("test", {"N": 1}, "forward", candidates, options)}
+    failed = {name: result.extra.get("failed") for name, result in results.items()}
+    assert failed == {
+        "liger": "ValueError: not", "plain": None, "quack": "out of memory", "ours": "RuntimeError: broken",
+    }  # fmt: skip
+    assert [name for name, result in results.items() if result.timing is not None] == ["plain"]
+    assert len(results["plain"].timing.samples) == options.samples
+    assert "RuntimeError: broken" in capsys.readouterr().err
+    assert record.report(list(results.values()), options) == 1
+    del results["ours"]
+    assert record.report(list(results.values()), options) == 0
+    assert "ValueError: not" in capsys.readouterr().out
+    assert [r["extra"] for r in json.loads(options.out.read_text())["results"]] == [
+        {"failed": "ValueError: not"}, {}, {"failed": "out of memory"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("subject", ["token_nll", "linear_nll", "row_stats"])
+def test_a_peer_that_raises_leaves_the_results_of_the_others(subject, tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no kernel image")
+
+    module = importlib.import_module(f"benchmarks.{subject}")
+    name = "statistics" if subject == "row_stats" else "losses"
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *options: {"liger": broken, **real(*options)})
+    out = tmp_path / "out.json"
+    toy = ["--size", "toy", "--samples", "1", "--warmup", "1", "--cache", "hot", "--device", "cpu", "--out", str(out)]
+    assert module.main([*toy, *([] if subject == "row_stats" else ["--phase", "both"])]) == 0
+    results = json.loads(out.read_text())["results"]
+    of_liger, others = ([r for r in results if (r["name"] == "liger") == is_it] for is_it in (True, False))
+    assert {(r["extra"]["failed"], r["timing"]) for r in of_liger} == {("RuntimeError: no kernel image", None)}
+    assert all(r["timing"] is not None for r in others)
+    assert all(0 < r["error"] <= r["allowed_error"] for r in others if r["name"] == "ours")
+
+
+def wrong_last_row(grad):
+    grad.flatten(0, -2)[-1] *= 3
+
+
+@pytest.mark.parametrize("subject", ["token_nll", "linear_nll"])
+def test_errors_are_those_of_all_rows(subject, monkeypatch):
+    """Also of those that a float64 copy has no room for beside the others."""
+    module = importlib.import_module(f"benchmarks.{subject}")
+    monkeypatch.setattr(measure, "ROWS_BYTES", 8 * 257 * 30)  # 30 rows at a time
+    shape = Shape("test", 2, 50, 257, 32, frozen=True)
+    if subject == "token_nll":
+        inputs, plain = module.make_inputs(shape, 1.0, torch.float32, "cpu"), peers.plain_mdlm
+    else:
+        inputs, plain = module.make_inputs(shape, 1.0, torch.float32, "cpu", True), peers.plain_linear
+    candidates = {"ours": plain, "wrong": lambda x, *more: plain(Spoilt.apply(x, wrong_last_row), *more)}
+    found, allowed = module.errors(candidates, inputs, *([shape] if subject == "linear_nll" else []))
+    assert 0 < found["ours"] <= allowed < 1e-5 < found["wrong"]
+
+
 @pytest.mark.gpu
 def test_peak_memory_on_a_gpu():
     x = torch.zeros(1 << 20, device="cuda")
@@ -142,6 +218,54 @@ def test_what_errors_are_measured_against_is_float64(name):
     for form, z in {"logits": logits.double(), "hidden": hidden.double() @ head.double().T}.items():
         nll = z.logsumexp(-1) - z.gather(-1, targets[..., None])[..., 0]
         torch.testing.assert_close(found[form], (nll * weights.double()).sum(), rtol=1e-14, atol=0)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_the_original_is_the_plain_loss(form):
+    pytest.importorskip(peers.DLLM_LOSS)
+    torch.manual_seed(0)
+    logits, hidden, head = torch.randn(1, 6, 50), torch.randn(1, 6, 8), torch.randn(50, 8)
+    targets, weights = torch.arange(6)[None], torch.tensor([[0.0, 1.0, 2.0, 0.0, 3.0, 4.0]])
+    if form == "logits":
+        losses, given = peers.logits_losses("cpu", False), (logits, targets, weights)
+    else:
+        losses, given = peers.linear_losses("cpu", False), (hidden, head, targets, weights, 4)
+    torch.testing.assert_close(losses["original"](*given), losses["plain"](*given))
+
+
+@pytest.fixture
+def broken_peers(tmp_path, monkeypatch):
+    """quack cannot be imported, liger lacks what is called, and nothing that was imported before is remembered."""
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no cutlass\\nfor you')")
+    (tmp_path / "liger_kernel").mkdir()
+    for name in ("__init__", "transformers"):
+        (tmp_path / "liger_kernel" / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    peers.module.cache_clear()
+    yield
+    peers.module.cache_clear()
+    for name in [name for name in sys.modules if name.startswith(("quack", "liger_kernel"))]:
+        del sys.modules[name]
+
+
+def test_which_peers_can_be_imported_and_why_not(broken_peers, tmp_path, capsys):
+    assert peers.main(["--out", str(tmp_path / "peers.json")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"quack +\| quack.cross_entropy +\| no: RuntimeError: no cutlass *\|", printed)
+    assert re.search(r"liger +\| liger_kernel.transformers +\| yes", printed)
+    written = json.loads((tmp_path / "peers.json").read_text())["imports"]
+    assert (written["quack.cross_entropy"], written["liger_kernel.transformers"]) == ("RuntimeError: no cutlass", None)
+    assert "ModuleNotFoundError: " in written["cut_cross_entropy"]
+    assert set(peers.MODULES) <= PEERS
+
+
+def test_a_peer_that_lacks_what_is_called_is_named_and_not_measured(broken_peers, capsys):
+    losses = peers.logits_losses("cuda", False)
+    assert {"plain", "gather"} <= losses.keys()
+    assert not {"liger", "quack"} & losses.keys()
+    assert "liger is not measured: AttributeError: " in capsys.readouterr().err
 
 
 def test_a_trainers_divergences_are_those_they_are_measured_beside():
