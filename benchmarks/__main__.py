@@ -30,6 +30,9 @@ SUBJECTS = {
         "train a small diffusion LM on real text, reference loss beside ours",
         tuple(("--mode", mode, "--tiny", "--steps", "2", "--threads", "1") for mode in MODES),
     ),
+    "peers": Subject("benchmarks.peers", "which peers can be imported, and why not the others", ((),)),
+    "verify": Subject("benchmarks.verify", "ours against float64 on all rows, at the shapes of the headline figures"),
+    "headline": Subject("benchmarks.headline", "ours alone at those shapes, beside a copy and the bare products"),
     "token_nll": Subject("benchmarks.token_nll", "per-token NLL and MDLM loss from logits", ((*TOY[0][:-1], "cold"),)),
     "linear_nll": Subject("benchmarks.linear_nll", "fused linear cross-entropy from hidden states"),
     "row_stats": Subject("benchmarks.row_stats", "log-probabilities at given ids and entropy, with gradients"),
@@ -44,6 +47,9 @@ SUBJECTS = {
         (("--target", "sm_90", "--kernel", "bf16"),),
     ),
     "predicted": Subject("tools.predicted", "the row kernels beside what the static roofline says of them"),
+    "variants": Subject(
+        "benchmarks.variants", "chunk sizes, a cache hint and prefetching, each beside what the package does"
+    ),
     "tune": Subject("benchmarks.tune", "search the kernels' tile sizes"),
     "on_gpu": Subject(
         "benchmarks.on_gpu",

@@ -1,15 +1,21 @@
-"""Everything that a GPU has to show, in as many minutes as one is lent: measurements, the tests that need one, the sanitizer.
+"""Everything that a GPU has to show, in as many minutes as one is lent: correctness, measurements, tests, the sanitizer.
 
 ``python -m benchmarks on_gpu --minutes M --out DIR`` runs the steps in the order of what decides most, each in a process of
 its own for at most its share of the minutes, and leaves out what no longer fits; what it then started is ended with it.
+First the peers that can be imported, and why the others cannot. Then ``verify``, ours against float64: the exit status is 1
+if it fails, and every verdict then says "unverified". Then ours beside the ceilings, the peers, and the rest.
 Output goes to stdout as it is made. ``DIR`` holds three files, brought up to date all the while, so that whoever ends this
 at any moment has what was measured: ``results.tar.gz`` (a log of every step and the raw numbers of those that measure),
-``summary.json`` (what became of each) and ``verdicts.md`` (each bar beside what was measured).
+``summary.json`` (the outcome of each step) and ``verdicts.md`` (each bar beside what was measured).
 
     --wheels FOLDER   peers, installed without their requirements and for this run only
-    --model FILE      what ``inspect --out`` wrote at home, for ``predicted``
     --resume DIR      an earlier ``DIR``: its results come along, and steps that have an outcome are not run again
     --steps NAME ...  these and no others, again if need be
+
+A machine without a package index needs these wheels, for its Python, some 8 MB together: ``liger-kernel``,
+``cut-cross-entropy``, ``nemo-automodel`` (the original: without it the bar of corruption is not measured) and ``speculators``;
+also what their imports need and such a machine may lack, ``pydantic`` with ``pydantic-core``, ``annotated-types`` and
+``typing-inspection``. ``quack-kernels`` needs ``nvidia-cutlass-dsl`` besides, a compiler of 88 MB.
 
 ``--rehearse`` runs the same at toy size on a CPU, through Triton's interpreter.
 """
@@ -42,6 +48,7 @@ NUMBERS = (
     "token_nll", "linear_nll", "row_kernels", "row_stats", "losses", "mtp", "corruption", "corruption_levels", "gumbel_topk", "philox",
     "compile", "divergence", "divergence_kernel",
 )  # fmt: skip
+BENCHMARKS = (sys.executable, "-m", "benchmarks")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
 TOY = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
 REFRESH = 15.0  # s between two looks at what a step has made so far
@@ -71,24 +78,22 @@ class Step:
     needs: str | None = None
 
 
-def steps(work: Path, model: Path | None = None) -> list[Step]:
-    """What to run, what decides most first; results under ``work``."""
+def steps(work: Path) -> list[Step]:
+    """List the steps, most decisive first; results under ``work``."""
 
-    def measured(name: str, minutes: float, *words: str, subject: str | None = None) -> Step:
-        run = (
-            sys.executable,
-            "-m",
-            "benchmarks",
-            subject or name,
-            "--live",
-            "--out",
-            str(work / f"{name}.json"),
-            *words,
-        )
-        return Step(name, minutes, run, (*run, *TOY))
+    def result(name: str) -> str:
+        return str(work / f"{name}.json")
+
+    def measured(
+        name: str, minutes: float, *words: str, subject: str | None = None, on_gpu: tuple[str, ...] = ()
+    ) -> Step:
+        run = (*BENCHMARKS, subject or name, "--live", "--out", result(name), *words)
+        return Step(name, minutes, (*run, *on_gpu), (*run, *TOY))
 
     def tests(name: str, minutes: float, *words: str) -> Step:
-        return Step(name, minutes, (*PYTEST, *words), (*PYTEST, "--collect-only", "-q", *words))
+        # One thread: twelve processes share the cores, and what the CPU path allocates depends on its threads.
+        alone = {"OMP_NUM_THREADS": "1"}
+        return Step(name, minutes, (*PYTEST, *words), (*PYTEST, "--collect-only", "-q", *words), alone)
 
     def sanitized(tool: str) -> Step:
         some = (
@@ -103,26 +108,42 @@ def steps(work: Path, model: Path | None = None) -> list[Step]:
         alone = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         return Step(tool, 2.5, run, (*PYTEST, "--collect-only", "-q", *some), alone, needs=run[0])
 
-    prediction = () if model is None else ("--model", str(model.resolve()))
     shares = ("--share", "1.0", "--share", "0.5", "--share", "0.15")
     with_gpu_marks = [
         str(f.relative_to(ROOT)) for f in sorted(ROOT.glob("tests/test_*.py")) if "mark.gpu" in f.read_text()
     ]
     short, dflash, policy = ("--shape", "LLaDA SFT 4x1024"), ("--shape", "DFlash Qwen3-4B"), ("--shape", "policy")
+    dflash_8b, trained = ("--shape", "DFlash Qwen3-8B 7680"), ("--shape", "trained head")
+    both, compiled = ("--phase", "both"), ("--compiled",)
+    peers = (*BENCHMARKS, "peers", "--out", result("peers"))
+    verify = (*BENCHMARKS, "verify", "--out", result("verify"))
+    smoke, inspect = (*BENCHMARKS, "smoke"), (*BENCHMARKS, "inspect", "--target", "sm_90", "--out", result("model"))
+    kernels = ("token_nll", "linear_nll", "row_stats", "divergence", "corruption")
     return [
-        measured("predicted", 1.2, *prediction),
-        measured("token_nll", 1.3, *short, *shares),
-        measured("linear_nll", 2.5, *dflash, *short, "--share", "0.5", "--share", "1.0"),
+        Step("peers", 0.6, peers, peers),
+        Step("verify", 1.5, verify, (*verify, *TOY, "--backend", "triton")),
+        measured("headline", 1.5),
+        measured("token_nll", 1.2, *short, *both, "--share", "1.0", on_gpu=compiled),
+        measured("linear_nll", 1.8, *dflash, *dflash_8b, *both, "--share", "0.5", on_gpu=(*compiled, "--samples", "10")),
+        measured("trained_head", 1.0, *trained, *both, "--share", "1.0", subject="linear_nll",
+                 on_gpu=(*compiled, "--samples", "10")),
+        measured("corruption", 0.7),
+        measured("variants", 0.5, on_gpu=("--samples", "10")),
+        tests("gpu_tests", 1.5, "-n", "6", "-m", "gpu", *with_gpu_marks),
+        # Compiles the kernels once, before twelve processes ask for them at the same time.
+        Step("compile", 0.8, (*smoke, *kernels), (*smoke, "corruption")),
+        tests("parity", 5.0, "-n", "12", "--maxfail=20", "-m", "not exhaustive", *(f"tests/test_{n}.py" for n in NUMBERS)),
+        # As on a machine without a GPU: what is predicted follows from the Triton that is installed here.
+        Step("model", 1.5, (*inspect, "--kernel", "[bf16"), (*inspect, "--kernel", "token_nll_merge[bf16"),
+             {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}),
+        measured("predicted", 1.2, "--model", result("model")),
+        measured("divergence", 0.8, "--kind", "kl", "--kind", "l1", on_gpu=("--samples", "5")),
         measured("row_stats", 1.5, *policy, *dflash, "--share", "1.0"),
-        measured("corruption", 1.5),
-        measured("divergence", 0.8, "--kind", "kl", "--kind", "l1", "--samples", "5"),
-        tests("gpu_tests", 3.0, "-n", "6", "-m", "gpu", *with_gpu_marks),
-        tests("parity", 5.0, "-n", "8", "-m", "not exhaustive", "-x", *(f"tests/test_{name}.py" for name in NUMBERS)),
         sanitized("memcheck"),
         sanitized("racecheck"),
         measured("token_nll_sizes", 3.0, *shares, subject="token_nll"),
-        measured("linear_nll_sizes", 3.5, "--share", "0.5", "--samples", "10", subject="linear_nll"),
-        measured("tune", 4.0, "--samples", "5"),
+        measured("linear_nll_sizes", 3.5, "--share", "0.5", subject="linear_nll", on_gpu=("--samples", "10")),
+        measured("tune", 4.0, on_gpu=("--samples", "5")),
         measured("losses", 4.0),
     ]  # fmt: skip
 
@@ -146,6 +167,8 @@ class Run:
         self.out, self.work, self.toy = out, work, toy
         self.settings = {**settings, **({"TRITON_INTERPRET": "1"} if toy else {}), "PYTHONUNBUFFERED": "1"}
         self.done: dict[str, dict[str, object]] = {}
+        # Asked once, before the first step: git and nvidia-smi would run beside what is measured.
+        self.environment = environment("cpu" if toy else "cuda")
 
     def resume(self, folder: Path) -> None:
         """Take over the results of an earlier run."""
@@ -155,9 +178,8 @@ class Run:
 
     def save(self, running: str | None = None) -> None:
         """Bring the three files up to date, each replaced as a whole."""
-        where = environment("cpu" if self.toy else "cuda")
-        summary = {"rehearsal": self.toy, "environment": where, "steps": self.done, "running": running}
-        found = "\n".join(verdicts(self.work)) + "\n"
+        summary = {"rehearsal": self.toy, "environment": self.environment, "steps": self.done, "running": running}
+        found = "\n".join(verdicts(self.work, "toy" if self.toy else "full")) + "\n"
         for folder in (self.work, self.out):
             write_whole(folder / "summary.json", json.dumps(summary, indent=1))
             write_whole(folder / "verdicts.md", found)
@@ -278,9 +300,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder for the results")
-    add("--minutes", type=float, default=28.0, help="in which this has ended (default: 28)")
-    add("--wheels", type=Path, help="folder with wheels of the peers")
-    add("--model", type=Path, help="predictions, as inspect --out wrote them")
+    add("--minutes", type=float, default=9.0, help="in which this has ended (default: 9)")
+    add("--wheels", type=Path, help="folder with wheels of the peers and of what they need, see above")
     add("--resume", type=Path, help="results of an earlier run, whose steps are not run again")
     add("--steps", nargs="+", metavar="NAME", help="run these only")
     add("--rehearse", action="store_true", help="toy size on a CPU")
@@ -295,8 +316,6 @@ def _parsed(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"argument --steps: must be of {', '.join(names)}, got {', '.join(sorted(unknown))}")
     if options.wheels is not None and not options.wheels.is_dir():
         parser.error(f"argument --wheels: must be a folder, got {options.wheels}")
-    if options.model is not None and not options.model.is_file():
-        parser.error(f"argument --model: must be a file, got {options.model}")
     if options.resume is not None and not (options.resume / "results.tar.gz").is_file():
         parser.error(f"argument --resume: must be a folder with results.tar.gz, got {options.resume}")
     if not options.rehearse and not torch.cuda.is_available():
@@ -316,11 +335,7 @@ def main(argv: Sequence[str]) -> int:
         run = Run(options.out, work, toy=options.rehearse, settings=peers)
         if options.resume is not None:
             run.resume(options.resume)
-        todo = [
-            s
-            for s in steps(work, options.model)
-            if (s.name in options.steps if options.steps else s.name not in run.done)
-        ]
+        todo = [s for s in steps(work) if (s.name in options.steps if options.steps else s.name not in run.done)]
         return _run_all(run, todo, start + 60 * options.minutes)
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 ACTIVE_SHARES = {"toy": (0.5,), "small": (1.0, 0.5, 0.15), "full": (1.0, 0.5, 0.15)}
 MDLM_SHARES = (0.15, 0.5, 0.85)  # t ~ U(0, 1): a batch masks anything between
@@ -52,6 +53,8 @@ GEMMA_CANVAS = Shape("block diffusion 1x256", 1, 256, 262_144, 2816, block_size=
 GEMMA_BATCH = Shape("block diffusion 4x1024", 4, 1024, 262_144, 2816, block_size=256)
 DFLASH_4B = Shape("DFlash Qwen3-4B", 1, 7680, 151_936, 2560, frozen=True, block_size=16, chunk=1024)
 DFLASH_8B = Shape("DFlash Qwen3-8B batch 4", 4, 8192, 151_936, 4096, frozen=True, block_size=17, chunk=1024)
+DFLASH_8B_SHORT = Shape("DFlash Qwen3-8B 7680", 1, 7680, 151_936, 4096, frozen=True, block_size=16, chunk=1024)
+TRAINED = Shape("trained head 1x8192", 1, 8192, 128_256, 4096)
 POLICY = Shape("policy 1x8192", 1, 8192, 151_936, 4096)  # a rollout of which log-probabilities and entropies are asked
 MTP = Shape("MTP 2 depths", 2, 8192, 131_072, 4096, depths=2)
 
@@ -74,7 +77,7 @@ LOGITS = {
 LINEAR = {
     "toy": (TOY_FROZEN, TOY_TRAINABLE),
     "small": (CPU_FROZEN, CPU_TRAINABLE),
-    "full": (DFLASH_4B, DFLASH_8B, LLADA_SHORT, MTP),
+    "full": (DFLASH_4B, DFLASH_8B_SHORT, DFLASH_8B, TRAINED, LLADA_SHORT, MTP),
 }
 
 
@@ -102,4 +105,29 @@ MASKS = {
         MaskShape(64, 4096, None),
         MaskShape(512, 4096, 32),
     ),
+}
+
+
+class Headline(NamedTuple):
+    """The shapes that the verdicts of a GPU run are about.
+
+    Attributes:
+        logits: NLL from logits.
+        policy: log-probabilities and entropy from logits.
+        frozen: NLL from hidden states through a frozen head.
+        trained: NLL from hidden states through a trained head.
+        masks: corruption.
+    """
+
+    logits: Shape
+    policy: Shape
+    frozen: tuple[Shape, ...]
+    trained: Shape
+    masks: MaskShape
+
+
+HEADLINE = {
+    "toy": Headline(TOY_LOGITS, TOY_LOGITS, (TOY_FROZEN,), TOY_TRAINABLE, MaskShape(2, 64, 16)),
+    "small": Headline(CPU_LOGITS, CPU_LOGITS, (CPU_FROZEN,), CPU_TRAINABLE, MaskShape(8, 4096, 32)),
+    "full": Headline(LLADA_SHORT, POLICY, (DFLASH_4B, DFLASH_8B_SHORT), TRAINED, MaskShape(64, 4096, 32)),
 }

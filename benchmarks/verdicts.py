@@ -1,4 +1,8 @@
-"""The bars that a GPU has to meet, each beside what was measured: one line a bar, from the raw results of the subjects."""
+"""The bars that a GPU has to meet, each beside what was measured: one line per bar, from the raw results of the steps.
+
+A verdict counts only beside ``verify.json`` of the same sources and device in which every comparison passes; without it
+each line says ``unverified``. A bar whose own error against float64 is too large is ``WRONG`` whatever its speed.
+"""
 
 from __future__ import annotations
 
@@ -8,108 +12,205 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.linear_nll import BARE
+from benchmarks.shapes import HEADLINE, Shape
+
 Record = dict[str, Any]
+Candidates = dict[str, Record]
+Find = Callable[..., Candidates]
+Measured = Callable[[Candidates, Find], float | None]
+BASES = ("ours", BARE)  # candidates that are no competitors
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What is claimed.
+    """One claim.
 
     Attributes:
         claim: in words.
-        results: the file that decides it.
-        case: what its case must hold, besides the phase.
+        results: the step whose results decide it.
+        case: what its case must hold, besides the phase; ``subject`` is that of its records.
         phase: of the measurement.
-        measured: from the records of that case, by candidate; None where one is missing.
-        least: the bar.
+        measured: from the candidates of that case, and from those of another one by what differs; None if one is missing.
+        least: smallest value that meets the bar.
     """
 
     claim: str
     results: str
     case: dict[str, object]
     phase: str
-    measured: Callable[[dict[str, Record]], float | None]
+    measured: Measured
     least: float
 
 
-def _median(them: dict[str, Record], name: str) -> float | None:
+def _median(them: Candidates, name: str) -> float | None:
     timing = them.get(name, {}).get("timing")
     return None if timing is None else float(timing["q50_s"])
 
 
-def of_floor(them: dict[str, Record]) -> float | None:
+def _ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or not denominator else numerator / denominator
+
+
+def of_floor(them: Candidates, _: Find) -> float | None:
     """The least time at this run's ceilings, as a share of ours."""
-    ours = _median(them, "ours")
-    return None if ours is None else float(them["ours"]["floor_s"]) / ours
+    return _ratio(them.get("ours", {}).get("floor_s"), _median(them, "ours"))
 
 
-def than(name: str) -> Callable[[dict[str, Record]], float | None]:
-    """How many times as long a candidate takes."""
-
-    def ratio(them: dict[str, Record]) -> float | None:
-        ours, other = _median(them, "ours"), _median(them, name)
-        return None if ours is None or other is None else other / ours
-
-    return ratio
+def within(seconds: float) -> Measured:
+    """How many times ours fits into so many seconds."""
+    return lambda them, _: _ratio(seconds, _median(them, "ours"))
 
 
-def than_the_fastest(them: dict[str, Record]) -> float | None:
-    """How many times as long the fastest of the others takes."""
-    found = [ratio for name in them if name not in ("ours", "bare products") and (ratio := than(name)(them))]
-    return min(found, default=None)
+def than(name: str) -> Measured:
+    """How many times as long as ours a candidate takes."""
+    return lambda them, _: _ratio(_median(them, name), _median(them, "ours"))
 
 
-def as_predicted(them: dict[str, Record]) -> float | None:
+def than_the_fastest(them: Candidates, _: Find) -> float | None:
+    """How many times as long as ours the fastest of the others takes."""
+    times = [time for name in them if name not in BASES and (time := _median(them, name)) is not None]
+    return _ratio(min(times, default=None), _median(them, "ours"))
+
+
+def than_the_leanest(them: Candidates, _: Find) -> float | None:
+    """How many times as much memory as ours the most frugal of the others takes."""
+    peaks = [peak for name in them if name not in BASES and (peak := them[name].get("peak_bytes")) is not None]
+    return _ratio(min(peaks, default=None), them.get("ours", {}).get("peak_bytes"))
+
+
+def than_with(**case: object) -> Measured:
+    """How many times as long ours takes in a case that differs so."""
+    return lambda them, find: _ratio(_median(find(**case), "ours"), _median(them, "ours"))
+
+
+def as_predicted(them: Candidates) -> float | None:
     """The measured share of a kernel beside the predicted one."""
-    predicted, share = them["ours"]["extra"].get("predicted_share"), of_floor(them)
-    return None if predicted is None or share is None else share / predicted
+    return _ratio(of_floor(them, dict), them["ours"]["extra"].get("predicted_share"))
 
 
-_LLADA: dict[str, object] = {"shape": "LLaDA SFT 4x1024", "active": "100%"}
-_DFLASH: dict[str, object] = {"shape": "DFlash Qwen3-4B", "active": "50%"}
-_BATCH: dict[str, object] = {"routine": "blockwise", "B": 64, "L": 4096, "block": 32}
-BARS = (
-    Bar("token NLL [4096, 126464] bf16, forward, of a copy's speed", "token_nll", _LLADA, "forward", of_floor, 0.9),
-    Bar("token NLL [4096, 126464] bf16, forward and backward, of a copy's speed", "token_nll", _LLADA, "both", of_floor, 0.9),
-    Bar("the same, time of the fastest other over ours", "token_nll", _LLADA, "both", than_the_fastest, 1.0),
-    Bar("DFlash 7,680 x 151,936 x 2,560, frozen, half active, of its two bare products", "linear_nll", _DFLASH, "both",
-        than("bare products"), 0.85),
-    Bar("the same, time of the fastest other over ours", "linear_nll", _DFLASH, "both", than_the_fastest, 1.0),
-    Bar("corruption 64 x 4096, blocks of 32, time of the original over ours", "corruption", _BATCH, "forward",
-        than("original"), 10.0),
-    Bar("corruption 512 x 4096, blocks of 32, of a copy's speed", "corruption", _BATCH | {"B": 512}, "forward", of_floor, 0.5),
-    Bar("log p and entropy over [8192, 151936] bf16, of a copy's speed", "row_stats",
-        {"shape": "policy 1x8192", "form": "logits", "active": "100%"}, "forward", of_floor, 0.9),
-)  # fmt: skip
+def bars(size: str) -> list[Bar]:
+    """Every bar, at the shapes of this size; only those of "full" decide anything."""
+    shapes = HEADLINE[size]
+
+    def of(subject: str, shape: Shape, share: str = "100%", **more: object) -> dict[str, object]:
+        return {"subject": subject, "shape": shape.name, "active": share, **more}
+
+    def masks(batch: int) -> dict[str, object]:
+        found = {"B": batch, "L": shapes.masks.length, "block": shapes.masks.block_size}
+        return {"subject": "corruption", "routine": "blockwise", **found}
+
+    logits, policy = of("token_nll", shapes.logits), of("row_stats", shapes.policy, form="logits")
+    size_of_logits = f"NLL from logits [{shapes.logits.rows}, {shapes.logits.vocab}]"
+    found = [
+        Bar(f"{size_of_logits}, forward, of a copy's speed", "headline", logits, "forward", of_floor, 0.9),
+        Bar(f"{size_of_logits}, forward and backward, of a copy's speed", "headline", logits, "both", of_floor, 0.9),
+        Bar(f"{size_of_logits}, time of the fastest other over ours", "token_nll", logits, "both", than_the_fastest, 1.0),
+    ]  # fmt: skip
+    for shape in shapes.frozen:
+        name = f"frozen head {shape.rows} x {shape.vocab} x {shape.hidden}"
+        whole, half = of("linear_nll", shape), of("linear_nll", shape, "50%")
+        found += [
+            Bar(f"{name}, all active, of its two bare products", "headline", whole, "both", than(BARE), 0.9),
+            Bar(f"{name}, time with all active over half", "headline", half, "both", than_with(active="100%"), 1.8),
+            Bar(f"{name}, half active, time of the fastest other over ours", "linear_nll", half, "both",
+                than_the_fastest, 1.0),
+            Bar(f"{name}, half active, peak memory of the smallest other over ours", "linear_nll", half, "both",
+                than_the_leanest, 1.0),
+        ]  # fmt: skip
+    trained = shapes.trained
+    name = f"trained head {trained.rows} x {trained.vocab} x {trained.hidden}"
+    batch = f"{shapes.masks.length}, blocks of {shapes.masks.block_size}"
+    few, many = shapes.masks.batch, 8 * shapes.masks.batch
+    found += [
+        Bar(f"{name}, time of quack over ours", "trained_head", of("linear_nll", trained), "both", than("quack"), 1 / 1.1),
+        Bar(f"log p and entropy [{shapes.policy.rows}, {shapes.policy.vocab}], forward, 0.89 ms over ours", "headline",
+            policy, "forward", within(0.89e-3), 1.0),
+        Bar(f"corruption {few} x {batch}, time of the original over ours", "corruption", masks(few), "forward",
+            than("original"), 10.0),
+        Bar(f"corruption {many} x {batch}, of a copy's speed", "corruption", masks(many), "forward", of_floor, 0.5),
+    ]  # fmt: skip
+    return found
 
 
-def _cases(results: Path) -> list[tuple[Record, str, dict[str, Record]]]:
-    """(case, phase, candidate -> record) of a file of results; nothing where there is none."""
-    if not results.exists():
-        return []
-    found: dict[str, tuple[Record, str, dict[str, Record]]] = {}
-    for record in json.loads(results.read_text())["results"]:
-        key = json.dumps([record["case"], record["phase"]])
-        found.setdefault(key, (record["case"], record["phase"], {}))[2][record["name"]] = record
+def _read(path: Path) -> Record:
+    found: Record = json.loads(path.read_text()) if path.exists() else {}
+    return found
+
+
+def _where(written: Record) -> tuple[object, object]:
+    """What must agree between a measurement and the verification: sources of the package, and device."""
+    environment = written.get("environment") or {}
+    return environment.get("sources"), (environment.get("gpu") or {}).get("name")
+
+
+def _cases(written: Record) -> list[tuple[Record, str, Candidates]]:
+    """(case and subject, phase, candidate -> record) of a file of results."""
+    found: dict[str, tuple[Record, str, Candidates]] = {}
+    for record in written.get("results", ()):
+        case = {**record["case"], "subject": record["subject"]}
+        key = json.dumps([case, record["phase"]])
+        found.setdefault(key, (case, record["phase"], {}))[2][record["name"]] = record
     return list(found.values())
 
 
-def _verdict(bar: Bar, folder: Path) -> str:
-    for case, phase, them in _cases(folder / f"{bar.results}.json"):
-        if phase == bar.phase and bar.case.items() <= case.items() and (value := bar.measured(them)) is not None:
-            return f"- {'met' if value >= bar.least else 'NOT MET'}: {bar.claim}: {value:.3g}, bar {bar.least:g}"
-    return f"- not measured: {bar.claim}, bar {bar.least:g}"
+def _candidates(written: Record, case: dict[str, object], phase: str) -> Candidates:
+    for found, its_phase, them in _cases(written):
+        if its_phase == phase and case.items() <= found.items():
+            return them
+    return {}
 
 
-def _surprise(case: Record, name: str, them: dict[str, Record]) -> str:
+def _beside(them: Candidates) -> str:
+    """The others that took part, and those that raised."""
+    others = {name: record.get("extra", {}).get("failed") for name, record in them.items() if name not in BASES}
+    ran = ", ".join(name for name, failed in others.items() if failed is None)
+    failed = "".join(f"; {name} failed: {reason}" for name, reason in others.items() if reason is not None)
+    return f" (beside {ran or 'no other'}{failed})" if others else ""
+
+
+def _verdict(bar: Bar, written: Record, verified: Record | None) -> str:
+    them = _candidates(written, bar.case, bar.phase)
+    ours = them.get("ours", {})
+    if (failed := ours.get("extra", {}).get("failed")) is not None:
+        return f"- FAILED: {bar.claim}: {failed}"
+    value = bar.measured(them, lambda **other: _candidates(written, bar.case | other, bar.phase))
+    if value is None:
+        return f"- not measured: {bar.claim}, bar {bar.least:.3g}{_beside(them)}"
+    word, error, allowed = "met" if value >= bar.least else "NOT MET", ours.get("error"), ours.get("allowed_error")
+    if allowed is not None and not (error is not None and error <= allowed):
+        word = f"WRONG (error {error}, allowed {allowed:.2g})"
+    elif verified is None or _where(written) != _where(verified):
+        word = "unverified"
+    return f"- {word}: {bar.claim}: {value:.3g}, bar {bar.least:.3g}{_beside(them)}"
+
+
+def _surprise(case: Record, name: str, them: Candidates, verified: bool) -> str:
     ratio = as_predicted(them)
     if ratio is None:
         return f"- not predicted: {case['kernel']} at V {case['V']}"
-    word = "met" if abs(ratio - 1) <= 0.1 else "NOT MET"
+    word = "unverified" if not verified else "met" if abs(ratio - 1) <= 0.1 else "NOT MET"
     return f"- {word}: {case['kernel']} at V {case['V']}, {name}: {ratio:.2f} of its prediction, bar 0.9 to 1.1"
 
 
-def verdicts(folder: Path) -> list[str]:
-    """A line for each bar, for each kernel that the model speaks of."""
-    lines = [_verdict(bar, folder) for bar in BARS]
-    return lines + [_surprise(*found) for found in _cases(folder / "predicted.json")]
+def _verification(written: Record) -> tuple[Record | None, str]:
+    """(the verification if it holds, a line that says so)."""
+    wrong = [f"{f['check']}: {f['quantity']}" for f in written.get("findings", ()) if not f["passed"]]
+    if wrong:
+        return None, f"- NOT VERIFIED: {'; '.join(wrong)}"
+    if not written.get("complete"):
+        return None, "- NOT VERIFIED: the step verify did not come to its end"
+    return written, f"- verified: {len(written['findings'])} comparisons on all rows"
+
+
+def verdicts(folder: Path, size: str = "full") -> list[str]:
+    """A line for the verification, one for peers that are missing, one per bar, and one per kernel that was predicted."""
+    verified, line = _verification(_read(folder / "verify.json"))
+    missing = {name: why for name, why in _read(folder / "peers.json").get("imports", {}).items() if why is not None}
+    lines = [line]
+    if missing:
+        lines.append("- not imported: " + "; ".join(f"{name} ({why})" for name, why in missing.items()))
+    lines += [_verdict(bar, _read(folder / f"{bar.results}.json"), verified) for bar in bars(size)]
+    predicted = _read(folder / "predicted.json")
+    trusted = verified is not None and _where(predicted) == _where(verified)
+    return lines + [_surprise(*found, trusted) for found in _cases(predicted)]

@@ -37,7 +37,7 @@ def gpu_of(device: str) -> str:
 
 def shares(model: Path | None, gpu: str) -> dict[str, float]:
     """Kernel -> predicted share of the copy bandwidth, the lowest of its passes and phases; none without a model."""
-    reports = [] if model is None else json.loads(model.read_text())
+    reports = [] if model is None or not model.is_file() else json.loads(model.read_text())
     of_this = (r for r in reports if r["passes"] and r["target"] == GPUS[gpu].target)
     return {
         r["kernel"]: min([p["roofs"][gpu]["share"] for p in r["passes"]] + list(r["phases"].get(gpu, {}).values())[:1])
@@ -76,6 +76,6 @@ def main(argv: list[str]) -> int:
                 said = f"{model[kernel]:.0%}" if kernel in model else "-"
                 share = f"{floor / result.timing.median:.1%}"
                 rows.append({"kernel": kernel, "V": shape.vocab, "measured": share, f"predicted for {gpu}": said})
-    report(results, options, baseline="ours", measured_ceilings=measured)
+    status = report(results, options, baseline="ours", measured_ceilings=measured)
     print("\nOf the copy bandwidth:\n\n" + markdown(rows))
-    return 0
+    return status
