@@ -1,5 +1,6 @@
 """The quicker interpreter against Triton's own: every kernel, to the bit."""
 
+import contextlib
 import functools
 import pkgutil
 import re
@@ -36,7 +37,22 @@ def backward_of_a_multiple(_):
     (3 * ops.weighted_linear_nll(h, w, torch.arange(N), torch.rand(N), backend="triton").loss).backward()
 
 
+def token_nll_in_place(_):
+    x = torch.randn(N, V, requires_grad=True)
+    nll = ops.token_nll(x * 1, torch.arange(N), inplace_backward=True, backend="triton").nll
+    nll.sum().backward()
+
+
+def linear_row_stats(_):
+    h, w = (torch.randn(s, requires_grad=True) for s in ((N, 6), (V, 6)))
+    mix = torch.rand(N), torch.rand(N) + 0.1
+    out = ops.linear_row_stats(h, w, torch.arange(N), entropy=True, mix=mix, chunk_size=2, backend="triton")
+    sum(t.sum() for t in out[:4] if t is not None).backward()
+
+
 CALLS = RUNS | {
+    "token_nll, in place": token_nll_in_place,
+    "linear_row_stats, in place": linear_row_stats,
     "corrupt_blockwise, keys in memory": RUNS["corrupt_blockwise"],
     "gumbel_topk, keys in memory": RUNS["gumbel_topk"],
     "weighted_linear_nll, times 3": backward_of_a_multiple,
@@ -91,6 +107,30 @@ def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
 def test_every_kernel_leaves_the_same_bits(monkeypatch):
     launched = set().union(*(assert_same_bits(name, monkeypatch) for name in CALLS))
     assert launched == launched_somewhere()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_program_touches_what_another_one_writes(name, monkeypatch):
+    with interpreter.programs_apart() as apart:
+        kernels_of_call = {kernel for kernel, _ in launches(name, monkeypatch)}
+    assert apart == kernels_of_call != set()
+
+
+@triton.jit
+def _neighbours(x_ptr, out_ptr, first, STEP: tl.constexpr):
+    n = tl.program_id(0)
+    tl.store(out_ptr + n * STEP, tl.load(x_ptr + first + n))
+
+
+@pytest.mark.parametrize(
+    ("first", "in_place", "step", "race"),
+    [(0, True, 1, False), (1, True, 1, True), (1, False, 1, False), (0, False, 0, True)],
+)
+def test_programs_that_share_an_address_are_found(first, in_place, step, race):
+    x = torch.zeros(4)
+    expected = pytest.raises(AssertionError, match="programs of _neighbours") if race else contextlib.nullcontext()
+    with expected, interpreter.programs_apart():
+        _neighbours[(3,)](x, x if in_place else torch.zeros(3), first, STEP=step)
 
 
 @triton.jit

@@ -337,13 +337,11 @@ def _row_stats_bwd(
             ratio = tl.where(b == 0, float("inf"), a / b)
             none = (a == 0) & (b > 0)
         of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), plain, of_log, of_mix, ratio, none)
-        x_few = tl.load(logits_ptr + row + v, mask=there)
         end = tl.maximum(start, end)
         # the last tile; before the start where there is none
         tile = start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
         there_too = (i < end - tile) & (i >= start - tile)
         x = tl.load(logits_ptr + at + tile + i, mask=there_too, eviction_policy="evict_first")
-        tl.debug_barrier()  # every thread has the ragged columns, those beyond the 2 WIDE too, before one writes over them
         for _ in range(start, end, BLOCK_V):
             ahead = tile - BLOCK_V
             x_ahead = tl.load(logits_ptr + at + ahead + i, mask=i >= start - ahead, eviction_policy="evict_first")
@@ -355,6 +353,8 @@ def _row_stats_bwd(
             x = x_ahead
             tile = ahead
         if start == 0:
+            x_few = tl.load(logits_ptr + row + v, mask=there)
+            tl.debug_barrier()  # every thread has them, those beyond the 2 WIDE too, before one writes over them
             _store_grad(
                 x_few, out_ptr + out_row, v, there, None, 0, V, of_row,
                 ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
