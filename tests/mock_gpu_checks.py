@@ -327,22 +327,75 @@ def corruption_does_not_depend_on_the_number_of_rows():
     assert all(other == first for other in rest)
 
 
-def needs_nothing_new(gpu, step):
-    """A warm-up, then the same under capture, where a kernel that is new would have to be loaded, which a graph refuses."""
+def needs_nothing_new(gpu, step, *captured):
+    """Warm up by ``step()``, then call each of ``captured``, or ``step`` again, under capture: no kernel may be new.
+
+    A kernel that is new has to be loaded, which the capture of a CUDA graph refuses.
+    """
+    before = len(gpu.specimens)
     step()
     warm = len(gpu.specimens)
     with gpu.capturing():
-        step()
-    new = [(s.kernel, s.types.get("active_ptr")) for s in gpu.specimens[warm:]]
-    assert warm, "the warm-up launched nothing"
+        for again in captured or (step,):
+            again()
+    assert warm > before, "the warm-up launched nothing"
+    new = [(s.kernel, [name for name, kind in s.types.items() if kind.startswith("*")]) for s in gpu.specimens[warm:]]
     assert not new, new
 
 
 @check
 @on_each("sm_90", "gfx942")
-def capture_from_logits_needs_no_new_kernel(gpu):
+def capture_of_losses_needs_no_new_kernel(gpu):
     needs_nothing_new(gpu, lambda: launches.weighted_nll((4, 1024, 126464), torch.bfloat16, with_correct=True))
     needs_nothing_new(gpu, lambda: launches.token_nll((1, 256, 126464), torch.bfloat16))
+
+
+def beginning_at(begin, make, *shape, **options):
+    """``make(*shape)`` as a view that begins so many elements into its memory."""
+    return make(math.prod(shape) + begin, **options)[begin:].view(shape)
+
+
+def of_logits(begin):
+    """Each op on logits, forward and backward; all that is given per row begins at element ``begin`` of its memory."""
+    logits = torch.empty(2, 256, 32000, dtype=torch.bfloat16, requires_grad=True)
+    given = functools.partial(beginning_at, begin)
+    targets, weights = given(torch.zeros, 2, 256, dtype=torch.int64), given(torch.rand, 2, 256)
+    ids, mix = given(torch.zeros, 2, 256, 3, dtype=torch.int64), (given(torch.rand, 2, 256), given(torch.rand, 2, 256))
+    torch.autograd.grad(ops.weighted_nll(logits, targets, weights).loss, logits, given(torch.ones))
+    torch.autograd.grad(ops.token_nll(logits, targets).nll, logits, given(torch.rand, 2, 256))
+    found = [ops.row_stats(logits, i, entropy=True, mix=mix, with_correct=True)[:4] for i in (ids, targets)]
+    for stats in found:
+        torch.autograd.grad(stats, logits, [given(torch.rand, *t.shape) for t in stats])
+    for kind in ({"kl": 1.0, "ce": 1.0}, "l1"):
+        options = {"targets": targets} if "ce" in kind else {}
+        loss = ops.divergence(logits, logits.detach(), weights, kind=kind, teacher_rows=targets, **options).loss
+        torch.autograd.grad(loss, logits, given(torch.ones))
+
+
+def of_hidden_states(rows, begin, **options):
+    """Each op on hidden states and a head, in the same way."""
+    hidden = torch.empty(rows, 512, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.empty(32000, 512, dtype=torch.bfloat16, requires_grad=True)
+    given = functools.partial(beginning_at, begin)
+    targets, weights = given(torch.zeros, rows, dtype=torch.int64), given(torch.rand, rows)
+    ids, mix = given(torch.zeros, rows, 3, dtype=torch.int64), (given(torch.rand, rows), given(torch.rand, rows))
+    losses = [
+        ops.weighted_linear_nll(hidden, head, targets, weights, **options).loss,
+        ops.linear_divergence(hidden, head, hidden.detach(), weights, **options).loss,
+    ]
+    for loss in losses:
+        torch.autograd.grad(loss, hidden, given(torch.ones))
+    nll = ops.linear_token_nll(hidden, head, targets, active=weights, **options).nll
+    torch.autograd.grad(nll, hidden, given(torch.rand, rows))
+    stats = ops.linear_row_stats(hidden, head, ids, entropy=True, mix=mix, active=weights, **options)[:4]
+    stats = [t for t in stats if t is not None and t.requires_grad]
+    torch.autograd.grad(stats, hidden, [given(torch.rand, *t.shape) for t in stats])
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_from_logits_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, *(functools.partial(of_logits, begin) for begin in range(3)))
 
 
 @check
@@ -367,23 +420,18 @@ def capture_of_corruption_needs_no_new_kernel(gpu):
     needs_nothing_new(gpu, lambda: launches.topk(8, 4096))
 
 
-def from_hidden(rows):
-    hidden = torch.empty(rows, 512, dtype=torch.bfloat16, requires_grad=True)
-    head = torch.empty(32000, 512, dtype=torch.bfloat16, requires_grad=True)
-    ops.weighted_linear_nll(hidden, head, torch.zeros(rows, dtype=torch.int64), torch.rand(rows)).loss.backward()
-
-
 @check
-@on_each("sm_90")
+@on_each("sm_90", "gfx942")
 def capture_from_hidden_states_needs_no_new_kernel(gpu):
-    needs_nothing_new(gpu, lambda: from_hidden(8192))
+    needs_nothing_new(gpu, *(functools.partial(of_hidden_states, 8192, begin) for begin in range(3)))
 
 
 @check
-@on_each("sm_90")
-def capture_from_few_hidden_states_needs_no_new_kernel(gpu):
+@on_each("sm_90", "gfx942")
+def capture_in_odd_chunks_needs_no_new_kernel(gpu):
+    """The warm-up takes the active rows, few enough for one chunk. Under capture all rows make a second one."""
     gpu.active_share = 0.25
-    needs_nothing_new(gpu, lambda: from_hidden(1024))
+    needs_nothing_new(gpu, *(functools.partial(of_hidden_states, 1024, begin, chunk_size=1001) for begin in range(3)))
 
 
 class Operations(TorchDispatchMode):

@@ -34,7 +34,7 @@ from dllm_kernels.kernels._math import (
     zero_columns,
 )
 from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels.kernels.token_nll import NLL, _acc, _finish_row, _skip_row, new_rows, row_grad, row_stats
+from dllm_kernels.kernels.token_nll import NLL, PER_ROW, _acc, _finish_row, _skip_row, new_rows, row_grad, row_stats
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def _grad_row(
     store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first")
 
 
-@triton.jit(do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
 def _linear_nll_rows(
     logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
     stride_n, V, gain, rate, skip,
@@ -98,7 +98,7 @@ def _linear_nll_rows(
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PER_ROW)
 def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.constexpr):
     factor = tl.load(factor_ptr).to(ACC)
     if factor != 1:

@@ -46,11 +46,18 @@ from dllm_kernels.kernels._math import (
 from dllm_kernels.kernels._transform import arguments, through, transformed, with_column
 from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, _share, aligned
 
+# One value per row, or K: not specialised on alignment, because a slice or a chunk of them begins anywhere.
+PER_ROW = [
+    "ids_ptr", "active_ptr", "max_ptr", "log_sum_ptr", "a_ptr", "b_ptr", "of_id_ptr", "plain_ptr", "of_log_ptr", "of_mix_ptr",
+]  # fmt: skip
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 Optional = torch.Tensor | None
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS"])
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW,
+    do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS"],
+)
 def _row_stats_parts(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, K, gain, rate, skip, TILES, SPLITS,
@@ -81,7 +88,10 @@ def _row_stats_parts(
             tl.store(part_beaten_ptr + part, beaten)
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "SPLITS"])
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW,
+    do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "SPLITS"],
+)
 def _row_stats_merge(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr,
@@ -196,7 +206,10 @@ def _with_products(
     return lane_mix, lane_weight
 
 
-@triton.jit(do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"])
+@triton.jit(
+    do_not_specialize_on_alignment=PER_ROW,
+    do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"],
+)
 def _row_stats_mix(
     logits_ptr, active_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
@@ -297,9 +310,10 @@ def _store_grad(
 
 
 @triton.jit(
+    do_not_specialize_on_alignment=PER_ROW,
     do_not_specialize=[
         "L", "stride_b", "stride_l", "out_stride_b", "out_stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS",
-    ]
+    ],
 )  # fmt: skip
 def _row_stats_bwd(
     logits_ptr, ids_ptr, active_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr, out_ptr,

@@ -34,8 +34,8 @@ from dllm_kernels.kernels._math import (
 )
 from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
 
-# One number a row, or one in all, as the caller has them: where they begin makes no other kernel.
-PER_ROW = ["target_ptr", "weight_ptr", "scale_ptr", "factor_ptr"]
+# One value per row, or one per call: not specialised on alignment, because a slice or a chunk of them begins anywhere.
+PER_ROW = ["target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr"]
 
 NLL = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
