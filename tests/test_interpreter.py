@@ -21,7 +21,8 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterError
 
 from dllm_kernels import corruption, kernels, ops
-from dllm_kernels.kernels import _corruption_tiles
+from dllm_kernels.kernels import _corruption_tiles, divergence
+from dllm_kernels.rows._recipes import checked_recipe
 from tests import interpreter
 from tests.test_bounds import RUNS, B, N, V
 
@@ -50,7 +51,14 @@ def linear_row_stats(_):
     sum(t.sum() for t in out[:4] if t is not None).backward()
 
 
+def divergence_without_teacher_rows(_):
+    """In place: every row of the student names a row that the teacher does not have."""
+    z, no_rows, known = torch.randn(1, N, V), torch.empty(1, 0, V), torch.zeros(N, dtype=torch.int64)
+    divergence.divergence(z, no_rows, torch.ones(N), checked_recipe("kl"), teacher_rows=known, with_grad=True)
+
+
 CALLS = RUNS | {
+    "divergence, no row of the teacher": divergence_without_teacher_rows,
     "token_nll, in place": token_nll_in_place,
     "linear_row_stats, in place": linear_row_stats,
     "corrupt_blockwise, keys in memory": RUNS["corrupt_blockwise"],

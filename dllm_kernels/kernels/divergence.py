@@ -629,8 +629,8 @@ def divergence(
     agree = torch.empty(N, dtype=torch.bool, device=logits.device)
     if N == 0:
         return value, alpha, agree
-    if R == 0:  # no row of it is read for its numbers, but some row is read
-        teacher = logits
+    if R == 0:  # the kernel reads a row whatever it holds; not of logits, which other programs may write over
+        teacher = torch.zeros(1, 1, V, dtype=logits.dtype, device=logits.device)
     out = out if with_grad else None
     flat = _flat(logits) and (out is None or _flat(out))
     rows, out_rows = _rows_of(logits, flat), (0, 0) if out is None else _rows_of(out, flat)[1:]
