@@ -143,7 +143,7 @@ def steps(work: Path) -> list[Step]:
         sanitized("racecheck"),
         measured("token_nll_sizes", 3.0, *shares, subject="token_nll"),
         measured("linear_nll_sizes", 3.5, "--share", "0.5", subject="linear_nll", on_gpu=("--samples", "10")),
-        measured("tune", 4.0, on_gpu=("--samples", "5")),
+        measured("tune", 5.0, on_gpu=("--samples", "5")),
         measured("losses", 4.0),
     ]  # fmt: skip
 

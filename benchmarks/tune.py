@@ -59,8 +59,12 @@ def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
 
 
 def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]:
-    """The kernels over rows of logits, with the argmax-match and without, and the chunk kernel that is off by default."""
-    from dllm_kernels.kernels import linear_nll, token_nll
+    """The kernels over rows of logits, with the argmax-match and without.
+
+    The divergence is that of a chunk of pairs of rows: kl takes two passes, l1 three.
+    """
+    from dllm_kernels.kernels import divergence, linear_nll, token_nll
+    from dllm_kernels.rows._recipes import checked_recipe
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)
@@ -87,6 +91,12 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
                 2 * chunk.nbytes,
             ),
         }
+    teacher = torch.randn_like(chunk)
+    for kind in ("kl", "l1"):
+        pairs = functools.partial(
+            divergence.divergence, chunk[None], teacher[None], s, checked_recipe(kind), with_grad=True
+        )
+        found[f"pairs, {kind}"] = Launch("divergence_rows", pairs, 2 * chunk.nbytes + teacher.nbytes)
     return found
 
 

@@ -20,13 +20,15 @@ import triton.language as tl
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks import tune
+from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, ops
 from dllm_kernels.kernels import divergence
-from dllm_kernels.rows._recipes import KINDS, checked_recipe
+from dllm_kernels.rows._recipes import KINDS, NAMES, checked_recipe
 from tests.cases import CASES
 from tests.offsets import narrow_offsets
 from tests.test_corruption import ROUTINES, batch
-from tools import launches
+from tools import launches, predicted
 from tools.gpus import GRID
 from tools.mock_gpu import MockGPU
 
@@ -237,6 +239,30 @@ def capture_of_divergences_needs_no_new_kernel(gpu):
     needs_nothing_new(gpu, lambda: launches.divergence_from_hidden((4, 512, 32000), torch.bfloat16, kind="kl"))
 
 
+@check
+@on_each("sm_90")
+def every_kind_can_be_looked_at(gpu):
+    """Only ``ce`` has targets, not the other kinds that its two letters are in."""
+    for kind in NAMES:
+        gpu.launches.clear()
+        launches.divergence((1, 16, 4096), torch.bfloat16, kind=kind)
+        launches.divergence_from_hidden((1, 16, 4096), torch.bfloat16, D=16, kind=kind)
+        assert launched(gpu) >= {"divergence_rows"}, kind
+
+
+@check
+@on_each("sm_90")
+def what_is_timed_beside_a_prediction_is_what_was_inspected(gpu):
+    inspected = {specimen.key: name for name, specimen in launches.specimens("sm_90").items()}
+    timed = tune.launches(LLADA_SHORT, torch.bfloat16, "cuda")
+    assert {"linear_nll_rows", "divergence_rows"} < {launch.rule for launch in timed.values()}
+    for name, launch in timed.items():
+        gpu.launches.clear()
+        launch.call()
+        made = [inspected.get(one.specimen.key) for one in gpu.launches]
+        assert predicted.kernel_of(name, launch.rule) in made, (name, made)
+
+
 FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
 FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
 STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_bwd"}
@@ -367,7 +393,7 @@ def of_logits(begin):
     for stats in found:
         torch.autograd.grad(stats, logits, [given(torch.rand, *t.shape) for t in stats])
     for kind in ({"kl": 1.0, "ce": 1.0}, "l1"):
-        options = {"targets": targets} if "ce" in kind else {}
+        options = {"targets": targets} if checked_recipe(kind).wants_targets else {}
         loss = ops.divergence(logits, logits.detach(), weights, kind=kind, teacher_rows=targets, **options).loss
         torch.autograd.grad(loss, logits, given(torch.ones))
 

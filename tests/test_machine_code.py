@@ -107,6 +107,12 @@ def test_the_tail_is_what_stands_outside_the_loops_over_memory():
     assert machine_code.tail(listing("LDG.E R1, [R2.64]", "STG.E [R2.64], R1", "EXIT")) == 3  # a merge is all tail
 
 
+def test_a_loop_that_only_writes_is_over_memory_too():
+    code = listing("MOV R1, RZ", "MOV R2, RZ", "STG.E.128 [R2.64], R4", "IADD3 R2, R2, R3, RZ", "@P0 BRA 0x20", "EXIT")
+    assert machine_code.tail(code) == 3
+    assert machine_code.passes(code) == []
+
+
 def test_the_longest_way_leaves_out_what_is_jumped_over():
     code = listing(
         "ISETP.NE.AND P0, PT, R1, RZ, PT",
@@ -184,7 +190,19 @@ def test_phases_that_do_not_overlap():
     assert found["H200"]["100%"] < found["H100"]["100%"]  # whose memory is slower, its multiprocessors much the same
     more = _phases([first, second], "sm_90", 64)
     assert all(more[gpu]["100%"] > found[gpu]["100%"] for gpu in found)
-    assert _phases([first], "sm_90", 16) == _phases([second, second], "sm_90", 16) == {}
+    assert _phases([first], "sm_90", 16) == _phases([second, second], "sm_90", 16) == _phases([], "sm_90", 16) == {}
+
+
+def test_a_pass_between_reading_and_writing_is_a_phase_too():
+    """It reads from the L2 cache: it costs less than the first pass, and more where a share of its bytes is not there."""
+    first, last = cost(slots=240), cost(slots=350, stored=64)
+    two, three, four = (_phases([first] * n + [last], "sm_90", 16) for n in (1, 2, 3))
+    for gpu in ("H100", "H200"):
+        times = [1 / found[gpu]["100%"] for found in (two, three, four)]
+        assert times[0] < times[1] < times[2]
+        assert times[2] - times[1] == pytest.approx(times[1] - times[0])
+        assert three[gpu]["90%"] < three[gpu]["100%"]
+    assert _phases([first, last, last], "sm_90", 16) == _phases([first, first], "sm_90", 16) == {}
 
 
 @pytest.mark.parametrize(

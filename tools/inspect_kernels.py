@@ -16,12 +16,12 @@ follow, and the lowest is the bound:
     memory    1: the kernel moves what it must at the speed of a copy
 
 A turn is one that jumps over what it can without moving fewer elements; what it jumps over (a tile that holds the id which a
-row asks for) stands as ``rare`` beside it. ``tail`` is what a program issues outside these loops: beginning, ragged ends,
-reductions; merges are nothing else.
+row asks for) stands as ``rare`` beside it. ``tail`` is what a program issues outside the loops that read or write memory:
+beginning, ragged ends, reductions; merges are nothing else.
 
-A kernel that reads a row to its end before it writes any of it goes through phases. Where one program fills a
+A kernel that reads a row to its end, once or twice, before it writes any of it goes through phases. Where one program fills a
 multiprocessor, nothing else runs in it while a phase is held up, and a share of the bandwidth that a phase does not take is
-lost. ``phases`` is the share of the copy bandwidth that is left, if the second reading finds all of its bytes in the L2
+lost. ``phases`` is the share of the copy bandwidth that is left, if every reading after the first finds all of its bytes in the L2
 cache, or 90 % of them: each scheduler's warps queue for issue and for the scheduler's share of the bandwidth, and wait out
 the latency in between (mean value analysis of a closed network: service times that vary, hence rather too low than too high).
 A turn waits for the slowest of its loads, so that one miss in ten holds up every third turn of four.
@@ -269,32 +269,31 @@ HITS = (1.0, 0.9)
 
 
 def _phases(passes: Sequence[machine_code.Cost], target: str, num_warps: int) -> dict[str, dict[str, float]]:
-    """GPU -> share of L2 hits -> share of the copy bandwidth; nothing for a kernel that writes as it reads."""
-    if len(passes) != 2 or passes[0].stored or not passes[1].stored:
+    """GPU -> share of L2 hits -> share of the copy bandwidth; empty for a kernel that writes as it reads."""
+    *reading, last = passes or [None]
+    if not reading or last is None or not last.stored or any(one.stored for one in reading):
         return {}
-    first, second = passes
     return {
-        name: {f"{hits:.0%}": _share_of_phases(first, second, gpu, num_warps, hits) for hits in HITS}
+        name: {f"{hits:.0%}": _share_of_phases(passes, gpu, num_warps, hits) for hits in HITS}
         for name, gpu in GPUS.items()
         if gpu.target == target
     }
 
 
-def _share_of_phases(
-    first: machine_code.Cost, second: machine_code.Cost, gpu: GPU, num_warps: int, hits: float
-) -> float:
-    """Reading, then reading again and writing, one program a multiprocessor."""
+def _share_of_phases(passes: Sequence[machine_code.Cost], gpu: GPU, num_warps: int, hits: float) -> float:
+    """All passes over a row one after the other, one program a multiprocessor; only the first finds nothing in the L2 cache."""
     schedulers = 4
     warps = max(1, num_warps // schedulers)
     clocks_a_byte = 32 * gpu.multiprocessors * schedulers * gpu.clock / gpu.copy_bandwidth  # of a whole warp
-    missed = 1 - hits ** (second.loaded / second.load_width)  # turns that wait for memory
     far, near = gpu.latency * gpu.clock, gpu.l2_latency * gpu.clock
-    reading = _clocks_a_turn(first.slots, clocks_a_byte * first.loaded, first.waits * far, warps)
-    moved = second.stored + (1 - hits) * second.loaded
-    waiting = second.waits * (missed * far + (1 - missed) * near)
-    writing = _clocks_a_turn(second.slots, clocks_a_byte * moved, waiting, warps)
-    least = clocks_a_byte * (1 + second.stored / second.loaded)
-    return least / (reading / first.loaded + writing / second.loaded)
+    clocks = 0.0  # of each byte of a row
+    for number, cost in enumerate(passes):
+        found = hits if number else 0.0
+        missed = 1 - found ** (cost.loaded / cost.load_width)  # turns that wait for memory
+        moved = cost.stored + (1 - found) * cost.loaded
+        waiting = cost.waits * (missed * far + (1 - missed) * near)
+        clocks += _clocks_a_turn(cost.slots, clocks_a_byte * moved, waiting, warps) / cost.loaded
+    return clocks_a_byte * (1 + passes[-1].stored / passes[-1].loaded) / clocks
 
 
 def _clocks_a_turn(issue: float, memory: float, waiting: float, warps: int) -> float:

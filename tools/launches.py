@@ -24,7 +24,7 @@ from dllm_kernels.corruption import (
     corrupt_uniform_random,
     sample_level,
 )
-from dllm_kernels.rows._recipes import NAMES
+from dllm_kernels.rows._recipes import NAMES, checked_recipe
 from tools.mock_gpu import MockGPU, Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -240,7 +240,7 @@ def divergence(
     """``ops.divergence`` forward and backward; rows of the teacher in another order."""
     logits, teacher = view(torch.empty(shape, dtype=dtype)).requires_grad_(), view(torch.empty(shape, dtype=dtype))
     rows, targets = (torch.zeros(logits.shape[:-1], dtype=torch.int64) for _ in range(2))
-    options |= {"targets": targets} if "ce" in options.get("kind", ()) else {}
+    options |= {"targets": targets} if checked_recipe(options.get("kind", "kl")).wants_targets else {}
     loss = ops.divergence(logits, teacher, torch.rand(rows.shape), teacher_rows=rows, **options).loss
     loss.backward()  # type: ignore[no-untyped-call]
 
@@ -249,7 +249,7 @@ def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int
     """``ops.linear_divergence`` forward and backward, the frozen head one and the same."""
     *rows, V = shape
     hidden, teacher, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, rows, (V,)))
-    options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if "ce" in options["kind"] else {}
+    options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_recipe(options["kind"]).wants_targets else {}
     ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
 
 

@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,9 +143,9 @@ def passes(code: Sequence[Instruction]) -> list[Cost]:
     return [_pass(code, loop) for loop in memory_loops(code)]
 
 
-def memory_loops(code: Sequence[Instruction]) -> list[range]:
-    """The innermost loops that read global memory, as places in the code."""
-    return [loop for loop in loops(code) if any(code[i].name == "LDG" for i in loop)]
+def memory_loops(code: Sequence[Instruction], accesses: Collection[str] = ("LDG",)) -> list[range]:
+    """The innermost loops that have one of these accesses to global memory, as places in the code."""
+    return [loop for loop in loops(code) if any(code[i].name in accesses for i in loop)]
 
 
 def _pass(code: Sequence[Instruction], loop: range) -> Cost:
@@ -166,10 +166,11 @@ def _pass(code: Sequence[Instruction], loop: range) -> Cost:
 def tail(code: Sequence[Instruction]) -> int:
     """Instructions on the longest way outside the loops over memory: what a program issues however short its rows are.
 
-    Searches and other loops turn as in ``whole``.
+    A loop that only writes, such as one that fills a row with zeros, is over memory too. Searches and other loops turn as in
+    ``whole``.
     """
     turns = _turns(code)
-    for loop in memory_loops(code):
+    for loop in memory_loops(code, ("LDG", "STG")):
         for i in loop:
             turns[i] = 0
     return sum(turns[i] for i in _longest_way(code, turns))

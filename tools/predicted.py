@@ -1,7 +1,7 @@
 """The row kernels on a GPU beside what the static roofline says of them: does the model order them as the machine does?
 
-Each kernel runs with the tile that its rule picks, all rows active, in bf16, at the vocabularies of LLaDA, Qwen3 and Gemma.
-Beside its share of this run's copy bandwidth stands the share that the
+Each kernel runs with the tile that its rule picks, all rows active, in bf16, at the vocabularies of LLaDA, Qwen3 and Gemma;
+the divergence in two passes and in three. Beside its share of this run's copy bandwidth stands the share that the
 machine code predicts for the GPU of that name, read from ``--model FILE``, which needs no GPU to be made:
 
     python -m benchmarks inspect --target sm_90 --kernel '[bf16' --out FILE
@@ -27,6 +27,8 @@ from benchmarks.shapes import GEMMA_BATCH, LLADA_SHORT, POLICY, TOY_ROWS
 from tools.gpus import GPUS
 
 KERNELS = {"token_nll_fwd": "token_nll_fwd_split"}  # of a rule; the others are called like theirs
+# The words by which ``inspect`` tells apart what ``tune`` launches.
+WORDS = {"argmax-match": ", correct", "kl": ", grad, fast", "l1": ", grad, fast, tv=i64"}
 
 
 def gpu_of(device: str) -> str:
@@ -43,6 +45,11 @@ def shares(model: Path | None, gpu: str) -> dict[str, float]:
         r["kernel"]: min([p["roofs"][gpu]["share"] for p in r["passes"]] + list(r["phases"].get(gpu, {}).values())[:1])
         for r in of_this
     }
+
+
+def kernel_of(name: str, rule: str) -> str:
+    """The kernel of a launch of ``tune.launches`` in bf16, as ``inspect`` calls it."""
+    return f"{KERNELS.get(rule, rule)}[bf16{WORDS.get(name.partition(', ')[2], '')}]"
 
 
 def _call(launch: tune.Launch, _: int) -> object:
@@ -65,8 +72,7 @@ def main(argv: list[str]) -> int:
     model, results, rows = shares(options.model, gpu), list[Result](), []
     for shape in (TOY_ROWS,) if options.size == "toy" else (LLADA_SHORT, POLICY, GEMMA_BATCH):
         for name, launch in tune.launches(shape, torch.bfloat16, options.device).items():
-            kernel = KERNELS.get(launch.rule, launch.rule)
-            kernel += "[bf16, correct]" if "argmax" in name else "[bf16]"
+            kernel = kernel_of(name, launch.rule)
             floor = launch.nbytes / measured["copy_bytes_per_s"]
             case, timed = {"kernel": kernel, "shape": shape.name, "V": shape.vocab}, {"ours": partial(_call, launch)}
             (result,) = compare("predicted", case, name, timed, options, floor_s=floor, memory=False)
