@@ -494,6 +494,32 @@ def a_rank_without_columns_gets_an_empty_gradient(loss):
                 close(a, e)
 
 
+@check(4, op=("token_nll", "weighted_nll", "row_stats", "divergence", "linear_row_stats", "linear_divergence"))
+def a_rank_without_columns_launches_nothing(op):
+    """V = 3 on four ranks with the Triton backend, whose kernels cannot be launched on rows without columns."""
+    mesh, columns = mesh_of("tp"), 3
+    torch.manual_seed(0)
+    x, h, w = torch.randn(1, 4, columns), torch.randn(1, 4, D), torch.randn(columns, D)
+    y, weights, mix = torch.arange(4).view(1, 4) % columns, torch.rand(1, 4), (torch.rand(1, 4), torch.rand(1, 4))
+    calls = {
+        "token_nll": lambda x, **o: ops.token_nll(x, y, with_correct=True, **o),
+        "weighted_nll": lambda x, **o: ops.weighted_nll(x, y, weights, **o),
+        "row_stats": lambda x, **o: ops.row_stats(x, y, entropy=True, mix=mix, with_correct=True, **o),
+        "divergence": lambda x, **o: ops.divergence(x, x.detach().roll(1, 1), weights, kind="l1", **o),
+        "linear_row_stats": lambda w, **o: ops.linear_row_stats(h, w, y, entropy=True, mix=mix, **o),
+        "linear_divergence": lambda w, **o: ops.linear_divergence(h, w, h.roll(1, 1), weights, **o),
+    }
+    leaf, dim = (w, 0) if op.startswith("linear") else (x, 2)
+    results = []
+    for backend, t in (("torch", leaf.clone()), ("triton", shard(leaf, mesh, Shard(dim)).detach())):
+        t.requires_grad_()
+        found = [out for out in calls[op](t, backend=backend) if out is not None]
+        sum(out.sum() for out in found if out.requires_grad).backward()
+        results.append([*found, t.grad])
+    for expected, got in zip(*results, strict=True):
+        close(got, expected)
+
+
 @check(2)
 def gradient_over_the_logits():
     mesh = mesh_of("tp")
