@@ -270,8 +270,7 @@ HITS = (1.0, 0.9)
 
 def _phases(passes: Sequence[machine_code.Cost], target: str, num_warps: int) -> dict[str, dict[str, float]]:
     """GPU -> share of L2 hits -> share of the copy bandwidth; empty for a kernel that writes as it reads."""
-    *reading, last = passes or [None]
-    if not reading or last is None or not last.stored or any(one.stored for one in reading):
+    if len(passes) < 2 or not passes[-1].stored or any(one.stored for one in passes[:-1]):
         return {}
     return {
         name: {f"{hits:.0%}": _share_of_phases(passes, gpu, num_warps, hits) for hits in HITS}

@@ -249,7 +249,9 @@ def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int
     """``ops.linear_divergence`` forward and backward, the frozen head one and the same."""
     *rows, V = shape
     hidden, teacher, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, rows, (V,)))
-    options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_recipe(options["kind"]).wants_targets else {}
+    options |= (
+        {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_recipe(options["kind"]).wants_targets else {}
+    )
     ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
 
 
