@@ -1,4 +1,4 @@
-"""Search the tile sizes of the kernels over rows of logits, and say what ``kernels/_tiles.py`` would have to change.
+"""Search the tile sizes of the kernels over rows of logits, and say what ``_backends/triton/_tiles.py`` would have to change.
 
 Each candidate tile is put in the place of the rule in ``_tiles.py``, timed on the shapes of real models with all rows
 active, and compared with what the rule picks. Nothing is written back: a new rule is a decision, noted beside it with
@@ -39,7 +39,7 @@ class Launch(NamedTuple):
 @contextlib.contextmanager
 def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
     """``_tiles.<rule>`` returns this tile, whatever the shape."""
-    from dllm_kernels.kernels import _tiles
+    from dllm_kernels._backends.triton import _tiles
 
     kept = getattr(_tiles, rule)
     setattr(_tiles, rule, lambda *_, **__: tile)
@@ -51,7 +51,7 @@ def tile_in_place(rule: str, tile: Any) -> Iterator[None]:
 
 def search_space(rule: str, size: str, itemsize: int) -> list[Any]:
     """Tiles to try for a rule: those of one to eight accesses of 16 bytes a thread."""
-    from dllm_kernels.kernels._tiles import Tile
+    from dllm_kernels._backends.triton._tiles import Tile
 
     size = "toy" if size == "toy" else "full"
     tiles = [(b, w) for b in BLOCKS[size] for w in WARPS[size] if size == "toy" or 1 <= b * itemsize / (512 * w) <= 8]
@@ -63,7 +63,7 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
 
     The divergence is that of a chunk of pairs of rows: kl takes two passes, l1 three.
     """
-    from dllm_kernels.kernels import divergence, linear_nll, token_nll
+    from dllm_kernels._backends.triton import divergence, linear_nll, token_nll
     from dllm_kernels.rows._recipes import checked_recipe
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)

@@ -1,7 +1,7 @@
 """Choices that were made without a GPU, each beside its alternatives: chunk sizes, a cache hint, prefetching.
 
 Chunk sizes through the public call, from hidden states through a frozen head (half of the rows active) and a trained one. The
-kernels as copies of ``dllm_kernels.kernels`` in which a few lines are replaced (``VARIANTS``), on one chunk of logits or one
+kernels as copies of ``dllm_kernels._backends.triton`` in which a few lines are replaced (``VARIANTS``), on one chunk of logits or one
 batch of them. Each variant's error is its distance from the package's own result, which is 0 if only the speed differs.
 """
 
@@ -35,7 +35,7 @@ ROWS = {"toy": 2, "small": 512, "full": 2048}  # of a chunk
 
 
 class Change(NamedTuple):
-    """One replacement in a file of ``dllm_kernels/kernels``; the old text must occur once."""
+    """One replacement in a file of ``dllm_kernels/_backends/triton``; the old text must occur once."""
 
     file: str
     old: str
@@ -63,7 +63,7 @@ OF_KERNEL = {"chunk": tuple(VARIANTS), "forward": ("prefetch",)}
 
 @contextlib.contextmanager
 def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
-    """Import function for the modules of a copy of ``dllm_kernels.kernels`` in which these texts are replaced."""
+    """Import function for the modules of a copy of ``dllm_kernels._backends.triton`` in which these texts are replaced."""
     with tempfile.TemporaryDirectory() as folder:
         package = f"kernels_{Path(folder).name}"
         copy = Path(folder, package)
@@ -71,10 +71,10 @@ def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
         for file, old, new in changes:
             text = (copy / file).read_text()
             if text.count(old) != 1:
-                raise ValueError(f"kernels/{file} must hold once, has {text.count(old)} times:\n{old}")
+                raise ValueError(f"_backends/triton/{file} must hold once, has {text.count(old)} times:\n{old}")
             (copy / file).write_text(text.replace(old, new))
         for path in copy.rglob("*.py"):
-            path.write_text(path.read_text().replace("dllm_kernels.kernels", package))
+            path.write_text(path.read_text().replace("dllm_kernels._backends.triton", package))
         sys.path.insert(0, folder)
         try:
             yield lambda name: importlib.import_module(f"{package}.{name}")

@@ -41,8 +41,8 @@ from tests import (  # noqa: F401
 from tests.distributed_checks import CHECKS
 
 with contextlib.suppress(ImportError):
-    import dllm_kernels.kernels.linear_nll
-    import dllm_kernels.kernels.token_nll  # noqa: F401
+    import dllm_kernels._backends.triton.linear_nll
+    import dllm_kernels._backends.triton.token_nll  # noqa: F401
     from tests import interpreter
 
     interpreter.install()

@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, ops
-from dllm_kernels.kernels import divergence
+from dllm_kernels._backends.triton import divergence
 from dllm_kernels.rows._recipes import KINDS, NAMES, checked_recipe
 from tests.cases import CASES
 from tests.offsets import narrow_offsets

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels import corruption
-from dllm_kernels.kernels import corruption as kernels
+from dllm_kernels._backends.triton import corruption as kernels
 from dllm_kernels.noise import _corrupt as ops
 from dllm_kernels.noise import _philox, _rules
 from dllm_kernels.noise import _topk as op

@@ -506,7 +506,7 @@ def test_names():
     assert checked_recipe("lk_hybrid", alpha="mean").mean_alpha
     assert checked_recipe({"l1": 0.5, "tv": 1, "kl": 0}) == checked_recipe({"tv": 2.0})
     if importlib.util.find_spec("triton"):
-        assert set(KINDS) == set(importlib.import_module("dllm_kernels.kernels.divergence").Kinds._fields)
+        assert set(KINDS) == set(importlib.import_module("dllm_kernels._backends.triton.divergence").Kinds._fields)
     recipe = checked_recipe(MANY, beta=0.3, base="soft_ce")
     assert recipe_of(indices(recipe), floats(recipe)) == recipe
 

@@ -16,8 +16,8 @@ from dllm_kernels.rows._recipes import ALIASES, NAMES, checked_recipe
 from tests.conftest import DEVICE, every_time
 from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_error, poison_empty
 
-kernel = pytest.importorskip("dllm_kernels.kernels.divergence")
-tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
+kernel = pytest.importorskip("dllm_kernels._backends.triton.divergence")
+tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
 pytestmark = pytest.mark.indices
 
 INF, NAN = math.inf, math.nan

@@ -148,21 +148,21 @@ def test_kernels_are_reached_lazily_and_distributed_is_not_named_below_it():
     for path in (*files("ops"), *files("rows"), *files("rows_torch"), *files("noise"), *files("base")):
         for module, at_top in imports(path):
             assert not within(module, "dllm_kernels.distributed"), (path, module)
-            assert not (at_top and within(module, "dllm_kernels.kernels")), (path, module)
+            assert not (at_top and within(module, "dllm_kernels._backends.triton")), (path, module)
 
 
 def test_kernels_know_only_each_other():
     for path in files("kernels"):
         for module, _ in imports(path):
             if within(module, "dllm_kernels"):
-                assert within(module, "dllm_kernels.kernels"), (path, module)
+                assert within(module, "dllm_kernels._backends.triton"), (path, module)
 
 
 def test_losses_and_their_like_do_not_reach_past_ops():
     for path in everything():
         if layer(path) in ("losses", "mtp", "corruption", "collate"):
             for module, at_top in imports(path):
-                assert not within(module, "dllm_kernels.kernels"), (path, module)
+                assert not within(module, "dllm_kernels._backends.triton"), (path, module)
                 if within(module, "dllm_kernels.distributed"):
                     assert not at_top, (path, module)
 

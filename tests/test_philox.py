@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _philox as in_kernel
+from dllm_kernels._backends.triton import _philox as in_kernel
 from dllm_kernels.noise import _philox, _rules
 from dllm_kernels.noise._philox import Layout
 

@@ -15,9 +15,9 @@ from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_
 
 pytestmark = pytest.mark.indices
 
-token_nll_kernels = pytest.importorskip("dllm_kernels.kernels.token_nll")
-linear_nll_kernels = pytest.importorskip("dllm_kernels.kernels.linear_nll")
-tiles = pytest.importorskip("dllm_kernels.kernels._tiles")
+token_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.token_nll")
+linear_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.linear_nll")
+tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
 
 INF, NAN = math.inf, math.nan
 TILE = 512  # of one warp: four 16-byte accesses a thread for float32, two for 16 bits

@@ -48,31 +48,34 @@ EVERY_ROW_OP = (
 # is judged by the tests of the same stem.
 JUDGES = (
     (
-        "kernels/*corruption*",
+        "_backends/triton/*corruption*",
         "tests/test_bounds.py tests/test_corruption.py tests/test_corruption_levels.py"
         " -k 'triton or kernel or count or long or product or (beside and corrupt)'",
     ),
-    ("kernels/gumbel_topk.py", "tests/test_bounds.py tests/test_gumbel_topk.py -k 'triton or (beside and gumbel)'"),
-    ("kernels/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
-    ("kernels/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
+    (
+        "_backends/triton/gumbel_topk.py",
+        "tests/test_bounds.py tests/test_gumbel_topk.py -k 'triton or (beside and gumbel)'",
+    ),
+    ("_backends/triton/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
+    ("_backends/triton/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
     ("*/_transform.py", "tests/test_flags.py tests/test_transform.py"),
     (
-        "kernels/linear_nll*",
+        "_backends/triton/linear_nll*",
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
     ),
     (
-        "kernels/divergence.py",
+        "_backends/triton/divergence.py",
         "tests/test_bounds.py tests/test_divergence_kernel.py -k 'kernel or (beside and divergence)'",
     ),
     ("distributed/*", "tests/test_distributed.py -k 'two_processes or four_processes or without_a_process_group'"),
     ("*divergence*", "tests/test_divergence.py"),
     (
-        "kernels/row_stats.py",
+        "_backends/triton/row_stats.py",
         "tests/test_bounds.py tests/test_row_stats.py tests/test_row_objective.py tests/test_soft_embedding.py"
         " -k 'triton or (beside and stats)'",
     ),
     (
-        "kernels/*",
+        "_backends/triton/*",
         "tests/test_bounds.py tests/test_row_kernels.py tests/test_token_nll.py tests/test_linear_nll.py"
         " tests/test_row_stats.py tests/test_transform.py -k 'kernel or triton or (beside and nll)'",
     ),
@@ -145,7 +148,7 @@ JUDGES = (
     ("rows_torch/*", EVERY_ROW_OP),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
-SPEED_ONLY = ("kernels/_tiles.py",)
+SPEED_ONLY = ("_backends/triton/_tiles.py",)
 SIZES = {  # of what is worked on at a time, or below which another way is quicker
     "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MORE", "MOST", "SLAB", "TILE", "_MILD", "_SLICE",
 }  # fmt: skip

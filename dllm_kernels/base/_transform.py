@@ -1,6 +1,6 @@
 """The transform that logits may go through before they become probabilities, and what it is in plain torch.
 
-The kernels have the same in ``kernels/_transform.py``.
+The kernels have the same in ``_backends/triton/_transform.py``.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def mask_tokens(
     """Mask each position with its row's probability; see :func:`dllm_kernels.corruption.corrupt_uniform`."""
     check_level(level)
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import corrupt_independent, corrupt_topk
+        from dllm_kernels._backends.triton.corruption import corrupt_independent, corrupt_topk
 
         L = input_ids.shape[1]
         if exact:
@@ -65,7 +65,7 @@ def replace_tokens(
     check_level(level)
     grid = Grid.of(input_ids, block_size)
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import corrupt_independent
+        from dllm_kernels._backends.triton.corruption import corrupt_independent
 
         return corrupt_independent(input_ids, loss_mask, vocab_size, grid.blocks, grid.size, eps, level, seed, "tokens")
 
@@ -82,7 +82,7 @@ def mask_all(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask every supervised position; see :func:`dllm_kernels.corruption.corrupt_all_masked`."""
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import corrupt_independent
+        from dllm_kernels._backends.triton.corruption import corrupt_independent
 
         return corrupt_independent(input_ids, loss_mask, mask_token_id, 1, input_ids.shape[1], 0.0, None, None, "all")
     if on_host(input_ids):
@@ -109,7 +109,7 @@ def mask_topk(
     rate = position_rate(half_life_ratio, grid.L if block_size is None else block_size)
     at_least = int(block_size is None)
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import corrupt_topk
+        from dllm_kernels._backends.triton.corruption import corrupt_topk
 
         return corrupt_topk(
             input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed
@@ -138,7 +138,7 @@ def mix_tokens(
     if check or input_ids.is_cpu:
         _check_sum(mask_prob, uniform_prob)
     if use_triton(backend, input_ids):
-        from dllm_kernels.kernels.corruption import mix_tokens as kernel
+        from dllm_kernels._backends.triton.corruption import mix_tokens as kernel
 
         return kernel(input_ids, loss_mask, mask_token_id, vocab_size, mask_prob, uniform_prob, seed)
     grid = Grid.of(input_ids, None)
@@ -157,7 +157,7 @@ def mix_tokens(
 def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) -> torch.Tensor:
     """The other supervised positions; see :func:`dllm_kernels.corruption.complementary`."""
     if use_triton(backend, noise_mask):
-        from dllm_kernels.kernels.corruption import complement as kernel
+        from dllm_kernels._backends.triton.corruption import complement as kernel
 
         return kernel(noise_mask, loss_mask)
     return (loss_mask != 0) & (noise_mask == 0)
@@ -166,7 +166,7 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) 
 def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor, backend: str) -> torch.Tensor:
     """One level a row; see :func:`dllm_kernels.corruption.sample_level`."""
     if use_triton(backend, seed):
-        from dllm_kernels.kernels.corruption import sample_level as kernel
+        from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
         return kernel(B, method, low, high, seed)
     layout = _philox.Layout(1, 0)

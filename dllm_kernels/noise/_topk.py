@@ -60,7 +60,7 @@ def choose(
 ) -> torch.Tensor:
     """``gumbel_topk_mask`` of checked arguments, the seed drawn."""
     if use_triton(backend, log_w):
-        from dllm_kernels.kernels.gumbel_topk import gumbel_topk_mask as kernel
+        from dllm_kernels._backends.triton.gumbel_topk import gumbel_topk_mask as kernel
 
         return kernel(log_w, k, uniform, seed)
     if log_w.numel() == 0:

@@ -15,7 +15,7 @@ def row_primitives(triton: bool) -> RowPrimitives:
 
 
 def _triton() -> RowPrimitives:
-    from dllm_kernels.kernels import divergence, linear_nll, row_stats, token_nll
+    from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, token_nll
 
     return RowPrimitives(
         StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),

@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _corruption_tiles
-from dllm_kernels.kernels._launch import on_its_device
-from dllm_kernels.kernels._philox import draws, fine_uniform, level_draws, token_of, uniform, words
-from dllm_kernels.kernels._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
+from dllm_kernels._backends.triton import _corruption_tiles
+from dllm_kernels._backends.triton._launch import on_its_device
+from dllm_kernels._backends.triton._philox import draws, fine_uniform, level_draws, token_of, uniform, words
+from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
 _WHAT = {"mask": 0, "tokens": 1, "all": 2}
 _MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _tiles
-from dllm_kernels.kernels._launch import on_its_device, threads
-from dllm_kernels.kernels._math import (
+from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton._launch import on_its_device, threads
+from dllm_kernels._backends.triton._math import (
     FUSED,
     SKIP,
     column_of,
@@ -33,8 +33,17 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
-from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels.kernels.token_nll import NLL, PER_ROW, _acc, _finish_row, _skip_row, new_rows, row_grad, row_stats
+from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
+from dllm_kernels._backends.triton.token_nll import (
+    NLL,
+    PER_ROW,
+    _acc,
+    _finish_row,
+    _skip_row,
+    new_rows,
+    row_grad,
+    row_stats,
+)
 
 
 @triton.jit

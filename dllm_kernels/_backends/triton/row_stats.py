@@ -24,9 +24,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _tiles
-from dllm_kernels.kernels._launch import on_its_device, threads
-from dllm_kernels.kernels._math import (
+from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton._launch import on_its_device, threads
+from dllm_kernels._backends.triton._math import (
     FARTHEST,
     FUSED,
     LOG2E,
@@ -43,8 +43,8 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
-from dllm_kernels.kernels._transform import arguments, through, transformed, with_column
-from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, _share, aligned
+from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
+from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, _share, aligned
 
 # One value per row, or K: not specialised on alignment, because a slice or a chunk of them begins anywhere.
 PER_ROW = [

@@ -28,7 +28,7 @@ would be every probability computed from it, while exp((x - M) - log S) stays ex
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels._transform import number, through, transformed
+from dllm_kernels._backends.triton._transform import number, through, transformed
 
 # Launch option: a product and a sum may become one fused multiply-add, which is more exact here. Said at every launch,
 # since Triton is about to change its default and warns where neither is chosen.

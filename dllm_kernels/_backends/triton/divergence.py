@@ -35,9 +35,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _tiles
-from dllm_kernels.kernels._launch import alone_on_a_multiprocessor, on_its_device, on_nvidia, threads
-from dllm_kernels.kernels._math import (
+from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device, on_nvidia, threads
+from dllm_kernels._backends.triton._math import (
     FUSED,
     LOG2E,
     SKIP,
@@ -49,8 +49,16 @@ from dllm_kernels.kernels._math import (
     row_offset,
     zero_columns,
 )
-from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments, bits_of, number, through, transformed
-from dllm_kernels.kernels.token_nll import _acc, _flat, _rows_of, aligned
+from dllm_kernels._backends.triton._transform import (
+    NO_TRANSFORM,
+    Transform,
+    arguments,
+    bits_of,
+    number,
+    through,
+    transformed,
+)
+from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, aligned
 
 
 class Kinds(NamedTuple):

@@ -4,10 +4,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _corruption_tiles
-from dllm_kernels.kernels._launch import on_its_device
-from dllm_kernels.kernels._philox import draws, fine_uniform
-from dllm_kernels.kernels._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
+from dllm_kernels._backends.triton import _corruption_tiles
+from dllm_kernels._backends.triton._launch import on_its_device
+from dllm_kernels._backends.triton._philox import draws, fine_uniform
+from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
 # Where noise/_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
 # literal beside a float64 tensor may pass through float32.

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels.kernels import _tiles
-from dllm_kernels.kernels._launch import on_its_device, threads
-from dllm_kernels.kernels._math import (
+from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton._launch import on_its_device, threads
+from dllm_kernels._backends.triton._math import (
     FUSED,
     LOG2E,
     SKIP,
@@ -32,7 +32,7 @@ from dllm_kernels.kernels._math import (
     wide_columns,
     zero_columns,
 )
-from dllm_kernels.kernels._transform import NO_TRANSFORM, Transform, arguments
+from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
 
 # One value per row, or one per call: not specialised on alignment, because a slice or a chunk of them begins anywhere.
 PER_ROW = ["target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr"]

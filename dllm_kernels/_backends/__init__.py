@@ -1,0 +1,1 @@
+"""Backends of the row primitives: interface, plain torch, Triton kernels."""
