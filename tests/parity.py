@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from dllm_kernels.rows_torch import _blocks
+from dllm_kernels._backends.torch import _blocks
 
 Function = Callable[..., torch.Tensor]
 Draw = tuple[Sequence[torch.Tensor], torch.Tensor]

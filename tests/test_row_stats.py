@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import reference
 from benchmarks.measure import peak_memory
+from dllm_kernels._backends.torch import _blocks
 from dllm_kernels.ops import linear_row_stats, row_stats
-from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE
 from tests.parity import (
     PLAIN_DRAWS,

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 import reference
 from benchmarks.measure import peak_memory
+from dllm_kernels._backends.torch import _blocks
 from dllm_kernels.ops import token_nll, weighted_nll
 from dllm_kernels.rows import _plan
-from dllm_kernels.rows_torch import _blocks
 from tests.conftest import DEVICE, every_time
 from tests.parity import (
     assert_as_good_as_plain,

@@ -113,11 +113,14 @@ JUDGES = (
     ("base/_plain.py", "tests/test_without_values.py tests/test_mask_values.py tests/test_compile.py"),
     ("base/_head.py", "tests/test_head.py tests/test_losses.py"),
     ("rows/_first_order.py", "tests/test_second_order.py"),
-    ("rows_torch/_workers.py", "tests/test_workers.py"),
+    ("_backends/torch/_workers.py", "tests/test_workers.py"),
     ("ops/token_log_probs.py", "tests/test_errors.py tests/test_token_log_probs.py"),
-    ("rows_torch/_nll.py", "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py -k 'not triton'"),
     (
-        "rows_torch/_blocks.py",
+        "_backends/torch/_nll.py",
+        "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py -k 'not triton'",
+    ),
+    (
+        "_backends/torch/_blocks.py",
         "tests/test_workers.py tests/test_losses.py tests/test_token_nll.py tests/test_row_stats.py -k 'not triton'",
     ),
     (
@@ -145,7 +148,7 @@ JUDGES = (
     ),
     ("base/*", EVERY_ROW_OP),
     ("rows/*", EVERY_ROW_OP),
-    ("rows_torch/*", EVERY_ROW_OP),
+    ("_backends/torch/*", EVERY_ROW_OP),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
 SPEED_ONLY = ("_backends/triton/_tiles.py",)

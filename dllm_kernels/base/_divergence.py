@@ -2,7 +2,7 @@ r"""Divergences of rows of student logits to rows of teacher logits: the kinds a
 
 With p the softmax of a row of transformed student logits, q that of the teacher's, which is a constant, and
 a = sum_v min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in the student's logits: the table of them, and what
-they are made of, stand in ``rows_torch/_divergence.py``.
+they are made of, stand in ``_backends/torch/_divergence.py``.
 
 A :class:`Recipe` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a ``jsd`` whose
 beta is 0 or 1 is kl or rkl: neither is a kind of its own in a recipe.
@@ -62,7 +62,7 @@ class Part(NamedTuple):
     """A kind in a recipe.
 
     Attributes:
-        kind: a key of ``rows_torch._divergence.KINDS``.
+        kind: a key of ``_backends.torch._divergence.KINDS``.
         coefficient: what it is multiplied by.
         hyper: its options in their order, 0 where it has none.
     """

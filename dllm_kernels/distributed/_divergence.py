@@ -3,7 +3,7 @@ r"""Divergence of rows whose vocabulary is split over ranks; neither side's logi
 Each rank finds the maximum, the sum of exponentials and the argmax of its columns, of both sides; one all-gather of these six
 numbers a row gives all ranks the normalisers of p and q. Then a, and every sum that a kind is made of, is a sum over the ranks:
 one all-reduce of a few numbers a row. What a row makes of the sums, and so the value, is the same on all ranks, and the gradient is
-local again. The columns are worked on in plain torch whatever the backend (``rows_torch/_divergence.py``), three times.
+local again. The columns are worked on in plain torch whatever the backend (``_backends/torch/_divergence.py``), three times.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ import math
 
 import torch
 
-from dllm_kernels.base._divergence import Recipe
-from dllm_kernels.base._rows import SKIP
-from dllm_kernels.base._transform import Transform
-from dllm_kernels.distributed._shard import VocabShard
-from dllm_kernels.rows_torch._divergence import (
+from dllm_kernels._backends.torch._divergence import (
     Block,
     Coefficients,
     Columns,
@@ -29,6 +25,10 @@ from dllm_kernels.rows_torch._divergence import (
     logarithms,
     subtract_at,
 )
+from dllm_kernels.base._divergence import Recipe
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.base._transform import Transform
+from dllm_kernels.distributed._shard import VocabShard
 
 Tensor = torch.Tensor
 

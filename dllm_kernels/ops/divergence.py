@@ -7,7 +7,7 @@ and writes the gradient over the student's logits. One more product gives the gr
 trained, one more that of the head. So a frozen head that a draft model shares with its target takes three products and the memory
 of two chunks. Logits of both models, their softmax and autograd take five products and many times ``[N, V]``.
 
-The kinds and their gradients stand in ``rows_torch/_divergence.py``.
+The kinds and their gradients stand in ``_backends/torch/_divergence.py``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def _triton() -> RowPrimitives:
 
 
 def _torch() -> RowPrimitives:
-    from dllm_kernels.rows_torch import _divergence, _nll, _stats
+    from dllm_kernels._backends.torch import _divergence, _nll, _stats
 
     stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward)
     return RowPrimitives(stats, *nll_of_stats(stats), _nll.nll_and_grad_, _nll.scale_, _divergence.divergence)

@@ -1,6 +1,6 @@
 """From what a caller asks for to a recipe, and recipes as the numbers that compiled graphs carry.
 
-The kinds and their options are those of ``rows_torch/_divergence.py``. ``l1`` is twice tv, a ``jsd`` whose beta is 0 or 1 is kl or
+The kinds and their options are those of ``_backends/torch/_divergence.py``. ``l1`` is twice tv, a ``jsd`` whose beta is 0 or 1 is kl or
 rkl, and the base of ``lk`` makes one of two kinds of it.
 """
 
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._backends.torch._divergence import KINDS
 from dllm_kernels.base import _changing
 from dllm_kernels.base._checks import check_finite, check_number, type_name
 from dllm_kernels.base._divergence import NO_HYPER, Hyper, Option, Part, Recipe
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
-from dllm_kernels.rows_torch._divergence import KINDS
 
 # What a caller may call them, beside their names.
 ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}

@@ -4,7 +4,7 @@ One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - 
 
     lp_v = (z_v - M_z) log2(e) - log2 S_z,    p_v = 2^{lp_v},    lq_v, q_v likewise of the teacher's.
 
-**Kinds.** What a recipe asks for (``rows_torch/_divergence.py``) is made of a few sums over the row's columns,
+**Kinds.** What a recipe asks for (``_backends/torch/_divergence.py``) is made of a few sums over the row's columns,
 
     overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
     ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p

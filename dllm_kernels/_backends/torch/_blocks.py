@@ -1,6 +1,6 @@
 """Blocks of rows: what both files of row primitives in plain torch work on, a few rows at a time for each thread.
 
-The working set is one block of rows in the dtype of sums for each of a few threads (``rows_torch/_workers.py``), small enough to stay
+The working set is one block of rows in the dtype of sums for each of a few threads (``_backends/torch/_workers.py``), small enough to stay
 in a core's cache.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dllm_kernels.rows_torch._workers import how_many
+from dllm_kernels._backends.torch._workers import how_many
 
 # Bytes of the block of rows that a thread works on. It has to stay in a core's cache: of those with 2 MiB, 0.5 and 1 MiB
 # took the same time, 2 MiB 10 % and 4 MiB 35 % more. Many threads wait for the interpreter instead, hence larger blocks.

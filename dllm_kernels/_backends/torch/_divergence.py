@@ -34,10 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base._divergence import NO_HYPER, TIE, Hyper, Option, Recipe
-from dllm_kernels.base._rows import SKIP
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
-from dllm_kernels.rows_torch._blocks import (
+from dllm_kernels._backends.torch._blocks import (
     Listed,
     Space,
     Spread,
@@ -51,7 +48,10 @@ from dllm_kernels.rows_torch._blocks import (
     top,
     with_zeros_between,
 )
-from dllm_kernels.rows_torch._workers import share_out
+from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels.base._divergence import NO_HYPER, TIE, Hyper, Option, Recipe
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 
 Tensor = torch.Tensor
 # Columns among which the largest is looked for first: torch finds where it is at a tenth of the speed at which it finds it.

@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
-from dllm_kernels.base._rows import SKIP
-from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
-from dllm_kernels.rows_torch._blocks import (
+from dllm_kernels._backends.torch._blocks import (
     Listed,
     Space,
     Spread,
@@ -31,7 +28,10 @@ from dllm_kernels.rows_torch._blocks import (
     top,
     with_zeros_between,
 )
-from dllm_kernels.rows_torch._workers import share_out
+from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels.base._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
+from dllm_kernels.base._rows import SKIP
+from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
 
 
 class _Room(NamedTuple):

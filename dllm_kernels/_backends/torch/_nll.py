@@ -1,6 +1,6 @@
 """The NLL of a chunk and its gradient in one pass over its blocks: the one row primitive that is more than the statistics of a row.
 
-Neither a float32 copy of the logits nor a saved softmax of them ever exists (``rows_torch/_blocks.py``).
+Neither a float32 copy of the logits nor a saved softmax of them ever exists (``_backends/torch/_blocks.py``).
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ from functools import partial
 
 import torch
 
-from dllm_kernels.base._row_stats import StatsRequest
-from dllm_kernels.base._rows import NLL, SKIP
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, with_slope
-from dllm_kernels.rows_torch._blocks import (
+from dllm_kernels._backends.torch._blocks import (
     COMMON_BLOCK_BYTES,
     Space,
     acc_dtype,
@@ -24,8 +21,11 @@ from dllm_kernels.rows_torch._blocks import (
     team,
     top,
 )
-from dllm_kernels.rows_torch._stats import Sums
-from dllm_kernels.rows_torch._workers import share_out
+from dllm_kernels._backends.torch._stats import Sums
+from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels.base._row_stats import StatsRequest
+from dllm_kernels.base._rows import NLL, SKIP
+from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, with_slope
 
 
 def nll_and_grad_(
