@@ -28,7 +28,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from dllm_kernels.base._backend import use_triton
+from dllm_kernels._backends._backend import use_triton
 from dllm_kernels.base._checks import (
     INT_DTYPES,
     check_choice,

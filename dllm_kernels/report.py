@@ -16,7 +16,7 @@ from collections.abc import Iterator
 import torch
 
 import dllm_kernels
-from dllm_kernels.base._backend import BACKENDS, use_triton
+from dllm_kernels._backends._backend import BACKENDS, use_triton
 
 BESIDE = (
     "numpy", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows", "transformers", "accelerate", "datasets", "peft",

@@ -86,7 +86,7 @@ def test_strides(kind, path):
 
 def test_a_slice_of_a_batch_is_not_copied(backend):
     """Rows are addressed by batch and position strides."""
-    from dllm_kernels.base._rows import as_blv
+    from dllm_kernels._backends._rows import as_blv
 
     x = torch.randn(6, 8, 37, device=DEVICE)
     for view in (x[1:5], x[:, 1:], x[::2, :-1], x[:, :, 3:], x[2], x.view(2, 3, 8, 37)):

@@ -13,7 +13,6 @@ import reference
 from dllm_kernels._backends.torch import _blocks, _workers
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels.ops import token_nll, weighted_linear_nll, weighted_nll
-from dllm_kernels.rows import _backends
 from tests.parity import small_blocks, value_and_grads
 
 GRAIN = 2048  # torch keeps an operation on fewer numbers than this to one core

@@ -12,6 +12,8 @@ import math
 
 import torch
 
+from dllm_kernels._backends._divergence import Recipe
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._backends.torch._divergence import (
     Block,
     Coefficients,
@@ -25,8 +27,6 @@ from dllm_kernels._backends.torch._divergence import (
     logarithms,
     subtract_at,
 )
-from dllm_kernels.base._divergence import Recipe
-from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.distributed._shard import VocabShard
 
@@ -38,7 +38,7 @@ def divergence(
     targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform, teacher_transform: Transform,
     with_grad: bool, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See ``base/_divergence.py``."""
+    """See ``_backends/_divergence.py``."""
     program = Program(recipe)
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
     pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + program.buffers, *transforms)

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from dllm_kernels._backends._divergence import Recipe
 from dllm_kernels.base import _checks
-from dllm_kernels.base._divergence import Recipe
 from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dllm_kernels.base._backend import use_triton
+from dllm_kernels._backends._backend import use_triton
 from dllm_kernels.noise import _host, _philox, _rules
 from dllm_kernels.noise._grid import Change, Corrupted, Grid, Rows, lengths
 from dllm_kernels.noise._rules import Array

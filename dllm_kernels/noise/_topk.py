@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dllm_kernels.base._backend import use_triton
+from dllm_kernels._backends._backend import use_triton
 from dllm_kernels.noise import _philox, _rules
 
 # Positions to work on at a time where each takes some 20 bytes of temporaries. Fewer pay the cost of a call of numpy's too

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._backends._divergence import Recipe
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels.base import _changing, _checks
-from dllm_kernels.base._divergence import Recipe
 from dllm_kernels.base._named import replaced
 from dllm_kernels.base._plain import all_plain, values_are_there
-from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._divergence import DIVERGENCE

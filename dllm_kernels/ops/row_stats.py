@@ -2,7 +2,7 @@ r"""What a row of logits says of itself: log p at given ids, logsumexp, entropy,
 
 For what no sum of weighted NLLs is: policy gradients (log-probabilities with ratios and clipping on top, entropy bonuses),
 distances between distributions that are known at a few ids, bounds with a sum over the whole vocabulary in them. All outputs
-but ``correct`` take an upstream gradient at once, and one backward pass serves them all (``base/_row_stats.py``).
+but ``correct`` take an upstream gradient at once, and one backward pass serves them all (``_backends/_row_stats.py``).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base._rows import SKIP
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels.rows._plan import Plan
 
 ROW_MULTIPLE = 128

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dllm_kernels.base._rows import SKIP
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, multiprocessors
 from dllm_kernels.rows._inputs import Gradients, NeedsGrad, RowInputs
 from dllm_kernels.rows._plan import Plan

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.base._divergence import Divergences
-from dllm_kernels.base._rows import SKIP, as_blv
+from dllm_kernels._backends._divergence import Divergences
+from dllm_kernels._backends._rows import SKIP, as_blv
 from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
 from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
 from dllm_kernels.rows._nll import scale_copies, scale_in_place
@@ -167,7 +167,7 @@ def _passed(
 
 
 def _primitive(plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Divergences:
-    """The row primitive (``base/_divergence.py``), with the arguments that are the same for all rows of a call bound."""
+    """The row primitive (``_backends/_divergence.py``), with the arguments that are the same for all rows of a call bound."""
     config = plan.of_divergence
     return partial(
         plan.primitives().divergence, recipe=config.recipe.settled, mean_alpha=mean, with_grad=with_grad,

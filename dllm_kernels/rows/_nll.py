@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base._rows import SKIP, as_blv
+from dllm_kernels._backends._rows import SKIP, as_blv
 from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
 from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels.rows._op import (

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from dllm_kernels._backends._row_stats import StatsResult, Upstream
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels.base._checks import type_name
-from dllm_kernels.base._row_stats import StatsResult, Upstream
-from dllm_kernels.base._rows import SKIP
 from dllm_kernels.rows._results import RowStats
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
-from dllm_kernels.base._rows import SKIP, as_blv
+from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
+from dllm_kernels._backends._rows import SKIP, as_blv
 from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels.rows._nll import scale_in_place, scales_loss

@@ -1,4 +1,4 @@
-"""The divergence of rows to a teacher's in plain torch (``base/_divergence.py``): a few rows at a time, in buffers that stay in cache.
+"""The divergence of rows to a teacher's in plain torch (``_backends/_divergence.py``): a few rows at a time, in buffers that stay in cache.
 
 With p the softmax of a row of transformed student logits z, q that of the teacher's t, which is a constant, and
 a = sum_v min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in z (L: the value itself):
@@ -34,6 +34,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._backends._divergence import NO_HYPER, TIE, Hyper, Option, Recipe
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._backends.torch._blocks import (
     Listed,
     Space,
@@ -49,8 +51,6 @@ from dllm_kernels._backends.torch._blocks import (
     with_zeros_between,
 )
 from dllm_kernels._backends.torch._workers import share_out
-from dllm_kernels.base._divergence import NO_HYPER, TIE, Hyper, Option, Recipe
-from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 
 Tensor = torch.Tensor
@@ -420,7 +420,7 @@ def divergence(
     targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform = NO_TRANSFORM,
     teacher_transform: Transform = NO_TRANSFORM, with_grad: bool, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """See ``base/_divergence.py``."""
+    """See ``_backends/_divergence.py``."""
     program = Program(recipe)
     pairs = Pairs(logits, teacher, weights, teacher_rows, program.buffers, transform, teacher_transform)
     value, alpha, agree = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)

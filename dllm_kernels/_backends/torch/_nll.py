@@ -10,6 +10,8 @@ from functools import partial
 
 import torch
 
+from dllm_kernels._backends._row_stats import StatsRequest
+from dllm_kernels._backends._rows import NLL, SKIP
 from dllm_kernels._backends.torch._blocks import (
     COMMON_BLOCK_BYTES,
     Space,
@@ -23,8 +25,6 @@ from dllm_kernels._backends.torch._blocks import (
 )
 from dllm_kernels._backends.torch._stats import Sums
 from dllm_kernels._backends.torch._workers import share_out
-from dllm_kernels.base._row_stats import StatsRequest
-from dllm_kernels.base._rows import NLL, SKIP
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, with_slope
 
 
@@ -36,7 +36,7 @@ def nll_and_grad_(
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
 ) -> NLL:
-    """See ``base._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
+    """See ``_backends._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
     (C, V), acc = logits.shape, acc_dtype(logits.dtype)
     ids, off, caps = targets.unsqueeze(1), targets == SKIP, transform.softcap is not None
     column, inside = column_of(ids, V)
@@ -68,7 +68,7 @@ def nll_and_grad_(
 
 
 def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
-    """See ``base._rows``; on a GPU the multiplication runs whatever the factor is, since looking would sync.
+    """See ``_backends._rows``; on a GPU the multiplication runs whatever the factor is, since looking would sync.
 
     A CPU multiplies by a 0-d factor at the factor's precision; a GPU would round it to the dtype of t first.
     """

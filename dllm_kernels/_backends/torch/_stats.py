@@ -1,4 +1,4 @@
-"""The row statistics in plain torch (``base/_row_stats.py``): some active rows at a time, in buffers that stay in cache.
+"""The row statistics in plain torch (``_backends/_row_stats.py``): some active rows at a time, in buffers that stay in cache.
 
 Threads share the blocks out, and what is one number a row is computed for all of them at once. Finding the active rows
 (``nonzero``) syncs a GPU with its host; on CPU it costs nothing.
@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._backends._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._backends.torch._blocks import (
     Listed,
     Space,
@@ -29,8 +31,6 @@ from dllm_kernels._backends.torch._blocks import (
     with_zeros_between,
 )
 from dllm_kernels._backends.torch._workers import share_out
-from dllm_kernels.base._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
-from dllm_kernels.base._rows import SKIP
 from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
 
 
@@ -163,7 +163,7 @@ def _reduce(
 
 
 def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
-    """See ``base/_row_stats.py``."""
+    """See ``_backends/_row_stats.py``."""
     B, L, V = logits.shape
     rows = places(request.active != SKIP)
     if rows.numel() == 0:
@@ -216,7 +216,7 @@ def _of_rows(sums: Sums) -> StatsResult:
 def mix(
     logits: torch.Tensor, request: StatsRequest, row_max: torch.Tensor, log_sum: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """See ``base/_row_stats.py``."""
+    """See ``_backends/_row_stats.py``."""
     V = logits.shape[-1]
     rows = places(request.active != SKIP)
     wanted = (True, request.gradients)
@@ -332,7 +332,7 @@ def backward(
     log_sum: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """See ``base/_row_stats.py``."""
+    """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], acc_dtype(logits.dtype)
     rows = places(request.active != SKIP)
     threads, size = team(request.active.numel(), V, acc, logits.device)

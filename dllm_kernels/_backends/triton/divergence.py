@@ -629,7 +629,7 @@ def divergence(
     with_grad: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Launch over rows of both; see ``base._divergence`` for the contract."""
+    """Launch over rows of both; see ``_backends._divergence`` for the contract."""
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
     acc = torch.promote_types(logits.dtype, torch.float32)

@@ -135,7 +135,7 @@ def row_nll_grad_(
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
 ) -> NLL:
-    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``base._rows`` for the contract."""
+    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``_backends._rows`` for the contract."""
     C, V = logits.shape
     acc = torch.promote_types(logits.dtype, torch.float32)
     if acc == torch.float64 and transform[0] is not None:  # both passes with hyperbolic tangents in one kernel spill

@@ -13,7 +13,7 @@ W need S, hence a pass of their own, of the same programs as backward; their par
 
     dL/dx_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
 
-A, B and g_F made beforehand (``base/_row_stats.py``, which also has the contract of the functions here). A tile compares
+A, B and g_F made beforehand (``_backends/_row_stats.py``, which also has the contract of the functions here). A tile compares
 its columns with the ids only where one of them lies in it. log p_v is kept above FARTHEST, where p_v is 0: -inf would make
 their product NaN.
 """

@@ -246,7 +246,7 @@ def weighted_row_stats(
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
 ) -> tuple[torch.Tensor | None, ...]:
-    """:func:`row_stats` with a weight a row, whose product with the NLL comes first; see ``base._rows`` for the contract."""
+    """:func:`row_stats` with a weight a row, whose product with the NLL comes first; see ``_backends._rows`` for the contract."""
     weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
     found = row_stats(
         logits, targets, with_correct=with_correct, transform=transform, weights=weights, weighted=weighted
@@ -264,7 +264,7 @@ def row_stats(
     weights: torch.Tensor | None = None,
     weighted: torch.Tensor | None = None,
 ) -> NLL:
-    """Launch the forward pass, which also writes ``weights`` times the NLL; see ``base._rows`` for the contract."""
+    """Launch the forward pass, which also writes ``weights`` times the NLL; see ``_backends._rows`` for the contract."""
     B, L, V = logits.shape
     N = B * L
     acc = torch.promote_types(logits.dtype, torch.float32)
@@ -303,7 +303,7 @@ def row_grad(
     factor: torch.Tensor | None = None,
     transform: Transform = NO_TRANSFORM,
 ) -> None:
-    """Launch the backward pass; see ``base._rows`` for the contract."""
+    """Launch the backward pass; see ``_backends._rows`` for the contract."""
     B, L, V = logits.shape
     if B * L == 0:
         return

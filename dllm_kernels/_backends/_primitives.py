@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from dllm_kernels.base._row_stats import nll_of_stats
-from dllm_kernels.base._rows import RowPrimitives, StatsPrimitives
+from dllm_kernels._backends._row_stats import nll_of_stats
+from dllm_kernels._backends._rows import RowPrimitives, StatsPrimitives
 
 
 @functools.cache

@@ -14,7 +14,7 @@ Everything that belongs to a row but needs no column is in A, B and g_F, so that
 is 0, q_v = 1 and F = sum_v (d_v + log(b / S)): no p_v that float32 rounds to 0 gets into a logarithm or a quotient. e^{d_v}
 is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a product: -inf would make it NaN.
 
-``logits`` are ``[B, L, V]`` as in ``base/_rows.py``, ``out`` likewise. A row that is off is never read.
+``logits`` are ``[B, L, V]`` as in ``_backends/_rows.py``, ``out`` likewise. A row that is off is never read.
 
 ``forward(logits, request)``
     The fields of :class:`StatsResult` of each row; 0 / False where it is off.
@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base._rows import NLL, SKIP, StatsPrimitives
+from dllm_kernels._backends._rows import NLL, SKIP, StatsPrimitives
 from dllm_kernels.base._transform import NO_TRANSFORM, Transform
 
 FARTHEST = -1e4

@@ -8,7 +8,7 @@ All take ``transform`` (``base/_transform.py``): it is the transformed logits wh
 gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by -1.
 
 ``stats``
-    The row statistics, their forward and backward pass (``base/_row_stats.py``). A backend without kernels of its own for
+    The row statistics, their forward and backward pass (``_backends/_row_stats.py``). A backend without kernels of its own for
     the NLL, which is minus the log-probability of one id, gets the next three from these: :func:`nll_of_stats`.
 
 ``nll(logits, targets, *, with_correct)``
@@ -29,7 +29,7 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
     Both at once, the gradient over the logits.
 
 ``divergence(...)``
-    Of rows to a teacher's: ``base/_divergence.py``.
+    Of rows to a teacher's: ``_backends/_divergence.py``.
 
 ``add_parts(t)``
     ``t`` with the sum over all parts of a split row in the place of this part's share of it; None where a row is whole.
@@ -49,7 +49,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base._divergence import Divergences
+from dllm_kernels._backends._divergence import Divergences
 
 SKIP = -100
 NLL = tuple[torch.Tensor, Any, Any, torch.Tensor | None]
