@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels.base._checks import check_int, check_int64, check_positive_int, checked_bool, type_name
+from dllm_kernels._utils._checks import check_int, check_int64, check_positive_int, checked_bool, type_name
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]

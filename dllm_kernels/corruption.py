@@ -29,7 +29,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from dllm_kernels._backends._backend import use_triton
-from dllm_kernels.base._checks import (
+from dllm_kernels._utils._checks import (
     INT_DTYPES,
     check_choice,
     check_constant,
@@ -43,8 +43,8 @@ from dllm_kernels.base._checks import (
     check_tensor,
     type_name,
 )
-from dllm_kernels.base._plain import is_dtensor
-from dllm_kernels.base._target_range import first_fraction
+from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.noise import _corrupt, _philox
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import dllm_kernels
-from dllm_kernels.base import _compiled_checks
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils import _compiled_checks
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp import (

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dllm_kernels import BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, MDLMCrossEntropyLoss, SCDDLoss
-from dllm_kernels.base import _plain
+from dllm_kernels._utils import _plain
 from tests.conftest import every_time
 
 B, L, V, D = 2, 4, 7, 5

@@ -9,7 +9,7 @@ from torch import nn
 
 import reference
 from dllm_kernels import mtp
-from dllm_kernels.base._checks import type_name
+from dllm_kernels._utils._checks import type_name
 from dllm_kernels.losses import _rows
 from dllm_kernels.mtp import (
     FusedLinearCrossEntropy,

@@ -13,8 +13,8 @@ from dllm_kernels import (
     MaskedCrossEntropy,
     compute_per_token_nll,
 )
-from dllm_kernels.base import _checks
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels.ops import (
     linear_token_nll,
     token_nll,

@@ -107,11 +107,11 @@ JUDGES = (
         "tests/test_flags.py tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py"
         " tests/test_reduction.py tests/test_options_arrive.py tests/test_draft_distillation.py tests/test_losses.py",
     ),
-    ("base/_changing.py", "tests/test_compile.py tests/test_corruption_compile.py"),
-    ("base/_target_range.py", "tests/test_target_range.py tests/test_mask_values.py tests/test_errors.py"),
-    ("base/_compiled_checks.py", "tests/test_compile.py -k 'check'"),
-    ("base/_plain.py", "tests/test_without_values.py tests/test_mask_values.py tests/test_compile.py"),
-    ("base/_head.py", "tests/test_head.py tests/test_losses.py"),
+    ("_utils/_changing.py", "tests/test_compile.py tests/test_corruption_compile.py"),
+    ("_utils/_target_range.py", "tests/test_target_range.py tests/test_mask_values.py tests/test_errors.py"),
+    ("_utils/_compiled_checks.py", "tests/test_compile.py -k 'check'"),
+    ("_utils/_plain.py", "tests/test_without_values.py tests/test_mask_values.py tests/test_compile.py"),
+    ("_utils/_head.py", "tests/test_head.py tests/test_losses.py"),
     ("rows/_first_order.py", "tests/test_second_order.py"),
     ("_backends/torch/_workers.py", "tests/test_workers.py"),
     ("ops/token_log_probs.py", "tests/test_errors.py tests/test_token_log_probs.py"),
@@ -132,7 +132,7 @@ JUDGES = (
     ("rows/_run.py", "tests/test_without_values.py tests/test_token_nll.py tests/test_compile.py -k 'not triton'"),
     ("rows/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
     (
-        "base/_checks.py",
+        "_utils/_checks.py",
         "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_row_objective.py tests/test_extra.py"
         " tests/test_gumbel_topk.py tests/test_transform.py tests/test_losses.py tests/test_linear_nll.py -k 'not triton'",
     ),

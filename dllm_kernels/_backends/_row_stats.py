@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels._backends._rows import NLL, SKIP, StatsPrimitives
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FARTHEST = -1e4
 

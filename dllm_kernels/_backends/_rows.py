@@ -4,7 +4,7 @@
 a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64, is
 ``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
 
-All take ``transform`` (``base/_transform.py``): it is the transformed logits whose statistics and softmax these are, and the
+All take ``transform`` (``_utils/_transform.py``): it is the transformed logits whose statistics and softmax these are, and the
 gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by -1.
 
 ``stats``

@@ -27,7 +27,7 @@ from dllm_kernels._backends.torch._divergence import (
     logarithms,
     subtract_at,
 )
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._shard import VocabShard
 
 Tensor = torch.Tensor

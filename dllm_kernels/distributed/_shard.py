@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._layout import local_range
 
 

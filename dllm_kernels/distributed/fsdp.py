@@ -26,8 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels.base._checks import check_number, type_name
-from dllm_kernels.base._head import LINEAR_FORWARDS, check_plain_head
+from dllm_kernels._utils._checks import check_number, type_name
+from dllm_kernels._utils._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.distributed._layout import (
     dim_name,
     is_strided,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
-from dllm_kernels.base._checks import check_dtypes
+from dllm_kernels._utils._checks import check_dtypes
 from dllm_kernels.distributed._layout import (
     Rows,
     check_contiguous,

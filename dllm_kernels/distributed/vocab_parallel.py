@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
 from dllm_kernels._backends._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._divergence import divergence
 from dllm_kernels.distributed._layout import (
     Rows,

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from dllm_kernels.base._checks import FLOAT_DTYPES
-from dllm_kernels.base._head import check_plain_head
-from dllm_kernels.base._plain import autocasts
+from dllm_kernels._utils._checks import FLOAT_DTYPES
+from dllm_kernels._utils._head import check_plain_head
+from dllm_kernels._utils._plain import autocasts
 from dllm_kernels.mtp.head import head_module
 
 Step = Callable[[torch.Tensor], torch.Tensor]

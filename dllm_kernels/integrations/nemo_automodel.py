@@ -35,8 +35,8 @@ import torch
 
 import dllm_kernels
 from dllm_kernels import losses, mtp
-from dllm_kernels.base._checks import checked_bool
-from dllm_kernels.base._plain import is_dtensor
+from dllm_kernels._utils._checks import checked_bool
+from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences, loaded
 from dllm_kernels.losses._base import DiffusionLoss

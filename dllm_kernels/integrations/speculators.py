@@ -31,8 +31,8 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels import ops
-from dllm_kernels.base import _checks
-from dllm_kernels.base._target_range import first_fraction
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences
 from dllm_kernels.ops.dpace_weights import check_alpha
 

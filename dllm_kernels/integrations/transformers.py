@@ -53,7 +53,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree
 
-from dllm_kernels.base._checks import (
+from dllm_kernels._utils._checks import (
     check_constant,
     check_dtype,
     check_float,
@@ -63,7 +63,7 @@ from dllm_kernels.base._checks import (
     check_shape,
     type_name,
 )
-from dllm_kernels.base._head import check_plain_head
+from dllm_kernels._utils._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import plain_count
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import plain_count
 
 Count = int | torch.Tensor | None
 REDUCTIONS = ("total", "none")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import (
     Count,
     DLLMLossOutput,

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import plain
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import plain
 from dllm_kernels.ops import divergence, linear_divergence
 from dllm_kernels.rows._inputs import RowInputs
 from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL

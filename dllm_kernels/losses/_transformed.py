@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import nn
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS
 from dllm_kernels.rows._plan import Options
 

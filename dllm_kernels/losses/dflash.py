@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows

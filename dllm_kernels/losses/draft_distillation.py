@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._backends._divergence import Recipe
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._plain import all_plain
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput
 from dllm_kernels.losses._draft import in_blocks, rows_of_block
 

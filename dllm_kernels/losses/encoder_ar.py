@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
 from dllm_kernels.rows._call import call

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels.base._checks import Extra, check_constant, check_number
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import plain
+from dllm_kernels._utils._checks import Extra, check_constant, check_number
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import plain
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import (
     Count,

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import plain, values_are_there
-from dllm_kernels.base._target_range import first_true
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import plain, values_are_there
+from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, divide, single_loss
 from dllm_kernels.losses._rows import Rows

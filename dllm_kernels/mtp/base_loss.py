@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import nn
 
-from dllm_kernels.base._checks import type_name
+from dllm_kernels._utils._checks import type_name
 from dllm_kernels.mtp.cross_entropy import PADDING, FusedLinearCrossEntropy
 from dllm_kernels.mtp.head import head_bias, head_weight
 

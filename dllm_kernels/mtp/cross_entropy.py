@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._plain import all_plain, plain_count
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._plain import all_plain, plain_count
 from dllm_kernels.losses._rows import Rows
 from dllm_kernels.losses._transformed import TransformedLoss
 

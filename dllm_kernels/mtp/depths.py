@@ -9,9 +9,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain, values_are_there
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, is_our_linear
 from dllm_kernels.mtp.cross_entropy import (
     HIDDEN,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from dllm_kernels.base._checks import type_name
-from dllm_kernels.base._head import check_plain_head, projects
-from dllm_kernels.base._plain import is_dtensor
+from dllm_kernels._utils._checks import type_name
+from dllm_kernels._utils._head import check_plain_head, projects
+from dllm_kernels._utils._plain import is_dtensor
 
 FROM_LOGITS = "take a base loss from logits, such as MaskedCrossEntropy, whose logits come from the head itself"
 

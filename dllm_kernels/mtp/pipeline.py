@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dllm_kernels.base._checks import type_name
+from dllm_kernels._utils._checks import type_name
 from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, required
 from dllm_kernels.mtp.cross_entropy import PADDING
 from dllm_kernels.mtp.depths import calculate_mtp_loss

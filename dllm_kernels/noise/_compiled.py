@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _changing
+from dllm_kernels._utils import _changing
 from dllm_kernels.noise import _corrupt
 from dllm_kernels.noise._grid import Corrupted
 from dllm_kernels.noise._topk import choose

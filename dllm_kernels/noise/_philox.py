@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dllm_kernels.base._checks import type_name
+from dllm_kernels._utils._checks import type_name
 
 COIN_BITS, TOKEN_BITS = 23, 41
 # The counter of a row's zero; below it lie the levels of row 0, up to 2^35 of them.

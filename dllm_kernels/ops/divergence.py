@@ -20,10 +20,10 @@ import torch
 
 from dllm_kernels._backends._divergence import Recipe
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels.base import _changing, _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain, values_are_there
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils import _changing, _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain, values_are_there
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._divergence import DIVERGENCE
 from dllm_kernels.rows._inputs import RowInputs

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._plain import all_plain, values_are_there
-from dllm_kernels.base._target_range import first_true
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._plain import all_plain, values_are_there
+from dllm_kernels._utils._target_range import first_true
 
 # Each variant by its own name, and by those that trainers use.
 VARIANTS = {

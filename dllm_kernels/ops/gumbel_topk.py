@@ -6,7 +6,7 @@ import operator
 
 import torch
 
-from dllm_kernels.base._checks import (
+from dllm_kernels._utils._checks import (
     INT_DTYPES,
     check_dtype,
     check_float,

@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base._checks import LINEAR, Extra
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils._checks import LINEAR, Extra
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.rows._call import call
 from dllm_kernels.rows._inputs import RowInputs
 from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL

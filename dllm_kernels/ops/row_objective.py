@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain, has_values
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain, has_values
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS
 from dllm_kernels.rows._call import call, checked
 from dllm_kernels.rows._inputs import RowInputs

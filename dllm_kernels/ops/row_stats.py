@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.rows._call import call
 from dllm_kernels.rows._inputs import RowInputs
 from dllm_kernels.rows._plan import Options

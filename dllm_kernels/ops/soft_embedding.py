@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels.base import _changing, _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import plain
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils import _changing, _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import plain
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._inputs import GRAD_INPUTS, RowInputs
 from dllm_kernels.rows._plan import Options

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.rows._call import checked
 from dllm_kernels.rows._inputs import RowInputs
 from dllm_kernels.rows._plan import Options

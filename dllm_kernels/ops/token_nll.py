@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base._checks import LOGITS
-from dllm_kernels.base._transform import Transform
+from dllm_kernels._utils._checks import LOGITS
+from dllm_kernels._utils._transform import Transform
 from dllm_kernels.rows._call import call
 from dllm_kernels.rows._inputs import RowInputs
 from dllm_kernels.rows._nll import TOKEN_NLL, WEIGHTED_NLL

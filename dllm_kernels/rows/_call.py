@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.base import _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import all_plain, values_are_there
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels.rows._inputs import PER_ROW, RowInputs
 from dllm_kernels.rows._op import RowOp
 from dllm_kernels.rows._plan import Options

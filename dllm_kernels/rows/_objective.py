@@ -10,7 +10,7 @@ import torch
 
 from dllm_kernels._backends._row_stats import StatsResult, Upstream
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels.base._checks import type_name
+from dllm_kernels._utils._checks import type_name
 from dllm_kernels.rows._results import RowStats
 
 

@@ -13,10 +13,10 @@ import torch
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
 from dllm_kernels._backends._rows import SKIP, RowPrimitives
-from dllm_kernels.base import _changing, _checks
-from dllm_kernels.base._named import replaced
-from dllm_kernels.base._plain import autocasts
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils import _changing, _checks
+from dllm_kernels._utils._named import replaced
+from dllm_kernels._utils._plain import autocasts
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels.rows._inputs import NO_GRADIENTS, NeedsGrad, RowInputs
 from dllm_kernels.rows._recipes import DivergencePlan
 

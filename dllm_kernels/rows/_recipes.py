@@ -13,9 +13,9 @@ import torch
 
 from dllm_kernels._backends._divergence import NO_HYPER, Hyper, Option, Part, Recipe
 from dllm_kernels._backends.torch._divergence import KINDS
-from dllm_kernels.base import _changing
-from dllm_kernels.base._checks import check_finite, check_number, type_name
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils import _changing
+from dllm_kernels._utils._checks import check_finite, check_number, type_name
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 # What a caller may call them, beside their names.
 ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}

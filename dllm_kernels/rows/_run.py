@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import as_blv
-from dllm_kernels.base._checks import check_inplace
-from dllm_kernels.base._plain import check_no_tangent, has_values, is_dtensor
+from dllm_kernels._utils._checks import check_inplace
+from dllm_kernels._utils._plain import check_no_tangent, has_values, is_dtensor
 from dllm_kernels.rows import _eager
 from dllm_kernels.rows._inputs import RowInputs, flattened
 from dllm_kernels.rows._op import Output, RowOp

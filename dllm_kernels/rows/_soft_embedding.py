@@ -20,7 +20,7 @@ import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import SKIP, RowPrimitives
-from dllm_kernels.base._transform import Transform, transformed
+from dllm_kernels._utils._transform import Transform, transformed
 from dllm_kernels.rows._chunks import Chunks, no_autocast
 from dllm_kernels.rows._inputs import NO_GRADIENTS, RowInputs
 from dllm_kernels.rows._op import Output, Outputs, RowOp, Spec

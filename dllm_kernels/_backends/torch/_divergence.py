@@ -51,7 +51,7 @@ from dllm_kernels._backends.torch._blocks import (
     with_zeros_between,
 )
 from dllm_kernels._backends.torch._workers import share_out
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 
 Tensor = torch.Tensor
 # Columns among which the largest is looked for first: torch finds where it is at a tenth of the speed at which it finds it.

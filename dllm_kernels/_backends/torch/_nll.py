@@ -25,7 +25,7 @@ from dllm_kernels._backends.torch._blocks import (
 )
 from dllm_kernels._backends.torch._stats import Sums
 from dllm_kernels._backends.torch._workers import share_out
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform, through_, with_slope
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, with_slope
 
 
 def nll_and_grad_(

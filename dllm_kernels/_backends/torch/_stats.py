@@ -31,7 +31,7 @@ from dllm_kernels._backends.torch._blocks import (
     with_zeros_between,
 )
 from dllm_kernels._backends.torch._workers import share_out
-from dllm_kernels.base._transform import Transform, through_, transformed, with_slope
+from dllm_kernels._utils._transform import Transform, through_, transformed, with_slope
 
 
 class _Room(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch._library.effects import EffectType
 
-from dllm_kernels.base._target_range import raise_bad_target
+from dllm_kernels._utils._target_range import raise_bad_target
 
 
 # It reads the targets back to the host, which no CUDA graph can hold.

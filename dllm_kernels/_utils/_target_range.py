@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.base._plain import values_are_there
+from dllm_kernels._utils._plain import values_are_there
 
 
 def raise_bad_target(

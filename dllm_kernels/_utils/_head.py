@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from dllm_kernels.base._checks import type_name
+from dllm_kernels._utils._checks import type_name
 
 LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # a class of ours that computes the same adds its own
 # These gather, free and lay out the parameters, and compute nothing.

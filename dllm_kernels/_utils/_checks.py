@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from dllm_kernels.base import _changing
-from dllm_kernels.base._plain import autocasts, is_dtensor, plain
-from dllm_kernels.base._target_range import raise_bad_target
-from dllm_kernels.base._transform import NO_TRANSFORM, Transform
+from dllm_kernels._utils import _changing
+from dllm_kernels._utils._plain import autocasts, is_dtensor, plain
+from dllm_kernels._utils._target_range import raise_bad_target
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a soft cap or a scale: float32 holds it, its inverse and their product.
@@ -279,7 +279,7 @@ def check_target_range(
     if not targets_checked(check_targets):
         return
     if torch.compiler.is_compiling():
-        from dllm_kernels.base._compiled_checks import target_range
+        from dllm_kernels._utils._compiled_checks import target_range
 
         target_range(plain(targets), name, V, ignore_index, shift, skip_id)
     else:
