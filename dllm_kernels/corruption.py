@@ -5,7 +5,7 @@ mask of the corrupted positions, and a float32 probability. Inputs are never wri
 launch, beside the draw of a seed; nothing waits for the GPU.
 
 **Randomness.** Every draw is Philox 4x64-10, as ``numpy.random.Philox`` streams it, of a 64-bit seed and the position
-(``dllm_kernels.noise._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and torch.compile.
+(``dllm_kernels._random._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and torch.compile.
 
 * ``generator``: one seed a call is drawn from it, row b is row b under that seed. A CPU generator serves tensors on any
   device, and the same state of it gives the same mask on all of them. A CUDA generator draws its seed on the GPU, and
@@ -29,6 +29,7 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from dllm_kernels._backends._backend import use_triton
+from dllm_kernels._random import _corrupt, _philox
 from dllm_kernels._utils._checks import (
     INT_DTYPES,
     check_choice,
@@ -45,7 +46,6 @@ from dllm_kernels._utils._checks import (
 )
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels._utils._target_range import first_fraction
-from dllm_kernels.noise import _corrupt, _philox
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 
 __all__ = [
@@ -498,9 +498,9 @@ def sample_level(
 
 
 def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
-    """Call a routine of ``noise/_corrupt.py``; under torch.compile that is one op."""
+    """Call a routine of ``_random/_corrupt.py``; under torch.compile that is one op."""
     if torch.compiler.is_compiling():
-        from dllm_kernels.noise import _compiled
+        from dllm_kernels._random import _compiled
 
         return getattr(_compiled, routine.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
     return routine(*args, **kwargs)

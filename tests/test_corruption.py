@@ -14,10 +14,10 @@ import triton.language as tl
 
 from dllm_kernels import corruption
 from dllm_kernels._backends.triton import corruption as kernels
-from dllm_kernels.noise import _corrupt as ops
-from dllm_kernels.noise import _philox, _rules
-from dllm_kernels.noise import _topk as op
-from dllm_kernels.noise._philox import Layout
+from dllm_kernels._random import _corrupt as ops
+from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random import _topk as op
+from dllm_kernels._random._philox import Layout
 from reference import corruption as reference
 
 pytestmark = pytest.mark.indices

@@ -9,7 +9,7 @@ import torch
 from hypothesis import strategies as st
 
 from dllm_kernels import corruption
-from dllm_kernels.noise import _topk as op
+from dllm_kernels._random import _topk as op
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from reference.gumbel_topk import batched_gumbel_topk as reference_topk
 from tests.conftest import drawn

@@ -141,7 +141,7 @@ def test_rows_and_noise_share_the_ground_floor_alone():
     for path in files("noise"):
         assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.rows", "dllm_kernels._backends.torch")], path
     for path in (*files("rows"), *files("rows_torch")):
-        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.noise")], path
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._random")], path
 
 
 def test_kernels_are_reached_lazily_and_distributed_is_not_named_below_it():

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _philox as in_kernel
-from dllm_kernels.noise import _philox, _rules
-from dllm_kernels.noise._philox import Layout
+from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random._philox import Layout
 
 pytestmark = pytest.mark.indices
 

@@ -88,10 +88,10 @@ JUDGES = (
     ("mtp*", "tests/test_flags.py tests/test_mtp.py tests/test_errors.py"),
     ("*gumbel*", "tests/test_gumbel_topk.py tests/test_philox.py"),
     ("*philox*", "tests/test_philox.py tests/test_default_device.py tests/test_gumbel_topk.py"),
-    ("noise/_topk.py", "tests/test_gumbel_topk.py tests/test_corruption_levels.py"),
-    ("noise/_compiled.py", "tests/test_corruption_compile.py"),
+    ("_random/_topk.py", "tests/test_gumbel_topk.py tests/test_corruption_levels.py"),
+    ("_random/_compiled.py", "tests/test_corruption_compile.py"),
     (
-        "noise/_host.py",
+        "_random/_host.py",
         "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_statistics.py",
     ),
     (
@@ -99,8 +99,8 @@ JUDGES = (
         "tests/test_flags.py tests/test_mix_arguments.py tests/test_corruption.py tests/test_corruption_levels.py"
         " tests/test_corruption_statistics.py tests/test_gumbel_topk.py",
     ),
-    ("noise/_grid.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
-    ("noise/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
+    ("_random/_grid.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
+    ("_random/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
     ("losses/draft_distillation.py", "tests/test_draft_distillation.py tests/test_losses.py -k 'not triton'"),
     (
         "losses/*",

@@ -1,4 +1,4 @@
-"""The public function of the top-k selection; ``noise/_topk.py`` does it and says how."""
+"""The public function of the top-k selection; ``_random/_topk.py`` does it and says how."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import operator
 
 import torch
 
+from dllm_kernels._random import _philox
+from dllm_kernels._random._topk import choose, counts
 from dllm_kernels._utils._checks import (
     INT_DTYPES,
     check_dtype,
@@ -17,8 +19,6 @@ from dllm_kernels._utils._checks import (
     is_int,
     type_name,
 )
-from dllm_kernels.noise import _philox
-from dllm_kernels.noise._topk import choose, counts
 
 
 def gumbel_topk_mask(
@@ -66,7 +66,7 @@ def gumbel_topk_mask(
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
     if torch.compiler.is_compiling():
-        from dllm_kernels.noise._compiled import gumbel_topk_mask as op
+        from dllm_kernels._random._compiled import gumbel_topk_mask as op
 
         mask: torch.Tensor = op(log_w.detach(), counts(k, log_w), uniform, seed, backend)
         return mask

@@ -1,4 +1,4 @@
-"""Philox 4x64-10 in registers; ``noise/_philox.py`` holds the layout of keys, counters and draws, and the source."""
+"""Philox 4x64-10 in registers; ``_random/_philox.py`` holds the layout of keys, counters and draws, and the source."""
 
 import triton
 import triton.language as tl

@@ -9,7 +9,7 @@ none waits for another warp, and compiled for sm_90 a position of a row of 32 co
 In longer ones t is found by halving [lo, hi]; a row is done early where exactly k keys reach the middle, after some 20
 steps rather than 64. ``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` for those beyond.
 
-``exact_log`` and ``score`` are, operation by operation, those of ``noise/_topk.py``, which says why. Kernels that
+``exact_log`` and ``score`` are, operation by operation, those of ``_random/_topk.py``, which says why. Kernels that
 use them must be launched with ``enable_fp_fusion=False``.
 """
 

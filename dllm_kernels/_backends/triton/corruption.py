@@ -1,7 +1,7 @@
 """Corruption in one launch: ids and mask in; noisy ids, noise mask and probabilities out.
 
 A program works on a tile [R blocks, BLOCK positions]; block n of the batch is block n % blocks of row n // blocks.
-Levels, coins and tokens are drawn in registers. The arithmetic is that of ``noise/_rules.py``, rounded step by step:
+Levels, coins and tokens are drawn in registers. The arithmetic is that of ``_random/_rules.py``, rounded step by step:
 the kernels are launched without contraction into fused multiply-adds.
 """
 
@@ -16,7 +16,7 @@ from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, s
 
 _WHAT = {"mask": 0, "tokens": 1, "all": 2}
 _MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
-# The largest sum of two probabilities that passes for 1, as noise/_rules.py has it.
+# The largest sum of two probabilities that passes for 1, as _random/_rules.py has it.
 _MOST = tl.constexpr(1.0 + 1e-5)
 
 
@@ -277,7 +277,7 @@ def _outputs(input_ids: torch.Tensor) -> Corrupted:
 
 
 def _stride(blocks: int, L: int, words: bool = False) -> int:
-    """Counters that a row draws from, as ``noise/_philox.py`` lays them out."""
+    """Counters that a row draws from, as ``_random/_philox.py`` lays them out."""
     return -(-blocks // 8) - (-L // (4 if words else 8))
 
 

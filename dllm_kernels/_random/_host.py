@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from dllm_kernels.noise import _philox, _rules
-from dllm_kernels.noise._grid import Change, Corrupted, Grid, Rows, lengths
-from dllm_kernels.noise._topk import host_slices, select_of_draws
+from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random._grid import Change, Corrupted, Grid, Rows, lengths
+from dllm_kernels._random._topk import host_slices, select_of_draws
 
 Array = _rules.Array
 

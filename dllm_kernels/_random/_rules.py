@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels.noise._philox import COIN_BITS, TOKEN_BITS
+from dllm_kernels._random._philox import COIN_BITS, TOKEN_BITS
 
 #: A torch.Tensor or a numpy.ndarray; a function gives back what it is given.
 Array = Any

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from dllm_kernels.noise import _philox
-from dllm_kernels.noise._rules import Array
+from dllm_kernels._random import _philox
+from dllm_kernels._random._rules import Array
 
 Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from dllm_kernels._random import _corrupt
+from dllm_kernels._random._grid import Corrupted
+from dllm_kernels._random._topk import choose
 from dllm_kernels._utils import _changing
-from dllm_kernels.noise import _corrupt
-from dllm_kernels.noise._grid import Corrupted
-from dllm_kernels.noise._topk import choose
 
 
 def _ids(input_ids: torch.Tensor) -> torch.Tensor:

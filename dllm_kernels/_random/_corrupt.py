@@ -15,10 +15,10 @@ import numpy as np
 import torch
 
 from dllm_kernels._backends._backend import use_triton
-from dllm_kernels.noise import _host, _philox, _rules
-from dllm_kernels.noise._grid import Change, Corrupted, Grid, Rows, lengths
-from dllm_kernels.noise._rules import Array
-from dllm_kernels.noise._topk import on_host, select_exact, select_largest
+from dllm_kernels._random import _host, _philox, _rules
+from dllm_kernels._random._grid import Change, Corrupted, Grid, Rows, lengths
+from dllm_kernels._random._rules import Array
+from dllm_kernels._random._topk import on_host, select_exact, select_largest
 
 METHODS = ("uniform", "antithetic", "stratified")  # of sample_level
 

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 
 from dllm_kernels._backends._backend import use_triton
-from dllm_kernels.noise import _philox, _rules
+from dllm_kernels._random import _philox, _rules
 
 # Positions to work on at a time where each takes some 20 bytes of temporaries. Fewer pay the cost of a call of numpy's too
 # often; more leave the second-level cache and, where the system takes back the memory of every temporary, make a page fault
