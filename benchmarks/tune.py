@@ -64,7 +64,7 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
     The divergence is that of a chunk of pairs of rows: kl takes two passes, l1 three.
     """
     from dllm_kernels._backends.triton import divergence, linear_nll, token_nll
-    from dllm_kernels.rows._recipes import checked_recipe
+    from dllm_kernels._core._recipes import checked_recipe
 
     logits = torch.randn(1, shape.rows, shape.vocab, device=device, dtype=dtype)
     targets = torch.randint(0, shape.vocab, (shape.rows,), device=device)

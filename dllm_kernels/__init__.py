@@ -1,5 +1,6 @@
 """Fused losses and corruption for training diffusion language models: change the import, keep the code."""
 
+from dllm_kernels._core._run import Run, dtensors_by
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import (
     batched_gumbel_topk,
@@ -58,7 +59,6 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.rows._run import Run, dtensors_by
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reference
 from dllm_kernels import ops
-from dllm_kernels.rows import _divergence
+from dllm_kernels._core import _divergence
 from tests.distributed_checks import B, D, L, Sent, V, check, close, mesh_of, shard
 from tests.parity import assert_parity
 

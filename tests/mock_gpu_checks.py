@@ -24,7 +24,7 @@ from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, ops
 from dllm_kernels._backends.triton import divergence
-from dllm_kernels.rows._recipes import KINDS, NAMES, checked_recipe
+from dllm_kernels._core._recipes import KINDS, NAMES, checked_recipe
 from tests.cases import CASES
 from tests.offsets import narrow_offsets
 from tests.test_corruption import ROUTINES, batch

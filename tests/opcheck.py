@@ -2,8 +2,8 @@
 
 import torch
 
-from dllm_kernels.rows import _compiled
-from dllm_kernels.rows._inputs import RowInputs
+from dllm_kernels._core import _compiled
+from dllm_kernels._core._inputs import RowInputs
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dllm_kernels._core._plan import Options
 from dllm_kernels.losses import MDLMCrossEntropyLoss
 from dllm_kernels.losses._rows import LOGITS, Rows
 from dllm_kernels.ops import row_stats, token_log_probs, token_nll, weighted_nll
-from dllm_kernels.rows._plan import Options
 from tests.parity import small_blocks
 
 N, V = 9, 37

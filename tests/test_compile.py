@@ -12,6 +12,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import dllm_kernels
+from dllm_kernels._core._divergence import DIVERGENCE
+from dllm_kernels._core._inputs import NeedsGrad, RowInputs
+from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels._core._plan import Options, Plan
+from dllm_kernels._core._recipes import DivergencePlan, checked_recipe
+from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _compiled_checks
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
@@ -33,12 +39,6 @@ from dllm_kernels.ops import (
     weighted_linear_nll,
     weighted_nll,
 )
-from dllm_kernels.rows._divergence import DIVERGENCE
-from dllm_kernels.rows._inputs import NeedsGrad, RowInputs
-from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
-from dllm_kernels.rows._plan import Options, Plan
-from dllm_kernels.rows._recipes import DivergencePlan, checked_recipe
-from dllm_kernels.rows._stats import ROW_STATS
 from tests.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
 from tests.conftest import DEVICE, every_time
 from tests.opcheck import TESTS, opcheck

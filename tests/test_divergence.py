@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from benchmarks import measure
 from dllm_kernels._backends.torch._divergence import KINDS
+from dllm_kernels._core._recipes import ALIASES, NAMES, checked_recipe, floats, indices, recipe_of
 from dllm_kernels.ops import divergence, linear_divergence
-from dllm_kernels.rows._recipes import ALIASES, NAMES, checked_recipe, floats, indices, recipe_of
 from tests.conftest import DEVICE, every_time
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, poison_empty, small_blocks
 

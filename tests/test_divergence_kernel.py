@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import reference
+from dllm_kernels._core._recipes import ALIASES, NAMES, checked_recipe
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.rows._recipes import ALIASES, NAMES, checked_recipe
 from tests.conftest import DEVICE, every_time
 from tests.parity import assert_as_good_as_plain, assert_same_specials, largest_error, poison_empty
 

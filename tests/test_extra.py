@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels import ops
+from dllm_kernels._core._inputs import NeedsGrad, RowInputs
+from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
+from dllm_kernels._core._plan import Options, Plan
+from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
-from dllm_kernels.rows._inputs import NeedsGrad, RowInputs
-from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
-from dllm_kernels.rows._plan import Options, Plan
-from dllm_kernels.rows._stats import ROW_STATS
 from tests.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
 from tests.conftest import DEVICE, every_time
 from tests.opcheck import opcheck

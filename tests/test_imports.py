@@ -139,7 +139,9 @@ def test_the_package_knows_no_room_around_it_and_benchmarks_no_tool(room):
 
 def test_rows_and_noise_share_the_ground_floor_alone():
     for path in files("noise"):
-        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels.rows", "dllm_kernels._backends.torch")], path
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._core", "dllm_kernels._backends.torch")], (
+            path
+        )
     for path in (*files("rows"), *files("rows_torch")):
         assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._random")], path
 

@@ -22,7 +22,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterError
 
 from dllm_kernels import corruption, kernels, ops
 from dllm_kernels._backends.triton import _corruption_tiles, divergence
-from dllm_kernels.rows._recipes import checked_recipe
+from dllm_kernels._core._recipes import checked_recipe
 from tests import interpreter
 from tests.test_bounds import RUNS, B, N, V
 

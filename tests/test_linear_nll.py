@@ -14,10 +14,10 @@ from torch.utils.flop_counter import FlopCounterMode
 import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels._backends.torch import _blocks
+from dllm_kernels._core import _active_rows, _chunks
+from dllm_kernels._core._inputs import NeedsGrad
+from dllm_kernels._core._plan import Plan
 from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
-from dllm_kernels.rows import _active_rows, _chunks
-from dllm_kernels.rows._inputs import NeedsGrad
-from dllm_kernels.rows._plan import Plan
 from tests.conftest import DEVICE
 from tests.parity import (
     assert_as_good_as_plain,

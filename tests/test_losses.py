@@ -27,8 +27,8 @@ from dllm_kernels import (
     encoder_ar_loss,
     scdd_schedule,
 )
+from dllm_kernels._core import _plan
 from dllm_kernels.losses import _rows as rows_module
-from dllm_kernels.rows import _plan
 from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads

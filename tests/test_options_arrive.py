@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dllm_kernels import DraftDistillationLoss
-from dllm_kernels.rows import _chunks, _plan
+from dllm_kernels._core import _chunks, _plan
 from tests.cases import CASES, to_device
 from tests.conftest import DEVICE
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import dllm_kernels
-from dllm_kernels.rows import _compiled, _divergence, _nll, _soft_embedding, _stats
-from dllm_kernels.rows._op import RowOp
+from dllm_kernels._core import _compiled, _divergence, _nll, _soft_embedding, _stats
+from dllm_kernels._core._op import RowOp
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,9 +11,9 @@ import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels import soft_embedding
 from dllm_kernels._backends.torch import _blocks
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._plan import Options, Plan
-from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Options, Plan
+from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from tests.conftest import DEVICE
 from tests.opcheck import opcheck
 from tests.parity import assert_as_good_as_plain, largest_error, reduction_sizes

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 import reference
 from benchmarks.measure import peak_memory
 from dllm_kernels._backends.torch import _blocks
+from dllm_kernels._core import _plan
 from dllm_kernels.ops import token_nll, weighted_nll
-from dllm_kernels.rows import _plan
 from tests.conftest import DEVICE, every_time
 from tests.parity import (
     assert_as_good_as_plain,

@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
+from dllm_kernels._core._recipes import NAMES, checked_recipe
 from dllm_kernels.corruption import (
     complementary,
     corrupt_all_masked,
@@ -24,7 +25,6 @@ from dllm_kernels.corruption import (
     corrupt_uniform_random,
     sample_level,
 )
-from dllm_kernels.rows._recipes import NAMES, checked_recipe
 from tools.mock_gpu import MockGPU, Specimen
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)

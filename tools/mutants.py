@@ -112,7 +112,7 @@ JUDGES = (
     ("_utils/_compiled_checks.py", "tests/test_compile.py -k 'check'"),
     ("_utils/_plain.py", "tests/test_without_values.py tests/test_mask_values.py tests/test_compile.py"),
     ("_utils/_head.py", "tests/test_head.py tests/test_losses.py"),
-    ("rows/_first_order.py", "tests/test_second_order.py"),
+    ("_core/_first_order.py", "tests/test_second_order.py"),
     ("_backends/torch/_workers.py", "tests/test_workers.py"),
     ("ops/token_log_probs.py", "tests/test_errors.py tests/test_token_log_probs.py"),
     (
@@ -128,16 +128,16 @@ JUDGES = (
         "tests/test_flags.py tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py"
         " tests/test_row_objective.py tests/test_soft_embedding.py -k 'not triton'",
     ),
-    ("rows/_eager.py", "tests/test_second_order.py tests/test_flags.py tests/test_linear_nll.py -k 'not triton'"),
-    ("rows/_run.py", "tests/test_without_values.py tests/test_token_nll.py tests/test_compile.py -k 'not triton'"),
-    ("rows/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
+    ("_core/_eager.py", "tests/test_second_order.py tests/test_flags.py tests/test_linear_nll.py -k 'not triton'"),
+    ("_core/_run.py", "tests/test_without_values.py tests/test_token_nll.py tests/test_compile.py -k 'not triton'"),
+    ("_core/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
     (
         "_utils/_checks.py",
         "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_row_objective.py tests/test_extra.py"
         " tests/test_gumbel_topk.py tests/test_transform.py tests/test_losses.py tests/test_linear_nll.py -k 'not triton'",
     ),
-    ("rows/_chunks.py", "tests/test_linear_nll.py tests/test_extra.py tests/test_compile.py -k 'not triton'"),
-    ("rows/_compiled*.py", "tests/test_compile.py"),
+    ("_core/_chunks.py", "tests/test_linear_nll.py tests/test_extra.py tests/test_compile.py -k 'not triton'"),
+    ("_core/_compiled*.py", "tests/test_compile.py"),
     ("ops/dpace_weights.py", "tests/test_dpace_weights.py"),
     ("*soft_embedding.py", "tests/test_soft_embedding.py tests/test_distributed.py -k 'soft_embedding and not triton'"),
     ("*objective.py", "tests/test_errors.py tests/test_row_objective.py -k 'not triton'"),
@@ -147,7 +147,7 @@ JUDGES = (
         " tests/test_transform.py tests/test_compile.py -k 'not triton'",
     ),
     ("base/*", EVERY_ROW_OP),
-    ("rows/*", EVERY_ROW_OP),
+    ("_core/*", EVERY_ROW_OP),
     ("_backends/torch/*", EVERY_ROW_OP),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dllm_kernels.rows._inputs import PER_ROW, RowInputs
+from dllm_kernels._core._inputs import PER_ROW, RowInputs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Plan
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.distributed._layout import Rows, check_local_shape, is_strided, shard_dim, sum_over
 from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed.fsdp import gather_head
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._plan import Plan
 
 
 def with_local_teacher(

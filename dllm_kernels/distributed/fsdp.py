@@ -26,6 +26,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from dllm_kernels._core._first_order import without_derivative
+from dllm_kernels._core._plan import compute_dtype
 from dllm_kernels._utils._checks import check_number, type_name
 from dllm_kernels._utils._head import LINEAR_FORWARDS, check_plain_head
 from dllm_kernels.distributed._layout import (
@@ -37,8 +39,6 @@ from dllm_kernels.distributed._layout import (
     shard_dim,
     tensor_parallel_dims,
 )
-from dllm_kernels.rows._first_order import without_derivative
-from dllm_kernels.rows._plan import compute_dtype
 
 Result = TypeVar("Result")
 # Module -> what the gradients of its own parameters are divided by. A parameter forgets what is noted on itself:

@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
+from dllm_kernels._core._active_rows import choose_chunk, multiprocessors
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Plan
 from dllm_kernels._utils._checks import check_dtypes
 from dllm_kernels.distributed._layout import (
     Rows,
@@ -29,9 +32,6 @@ from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed._teacher import with_local_teacher
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
-from dllm_kernels.rows._active_rows import choose_chunk, multiprocessors
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._plan import Plan
 
 
 def local_hidden(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:

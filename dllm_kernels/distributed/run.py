@@ -6,15 +6,15 @@ from typing import Any
 
 import torch
 
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._op import RowOp
+from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._results import Divergence, RowObjective, WeightedNLL
+from dllm_kernels._core._run import run_plain
+from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels.distributed._layout import Rows, outside_the_graph, sum_over
 from dllm_kernels.distributed.linear import local_hidden
 from dllm_kernels.distributed.vocab_parallel import local_logits
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._op import RowOp
-from dllm_kernels.rows._plan import Plan
-from dllm_kernels.rows._results import Divergence, RowObjective, WeightedNLL
-from dllm_kernels.rows._run import run_plain
-from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
 
 
 @outside_the_graph

@@ -24,6 +24,8 @@ from torch.distributed.tensor import DTensor
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
 from dllm_kernels._backends._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Plan
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._divergence import divergence
 from dllm_kernels.distributed._layout import (
@@ -37,8 +39,6 @@ from dllm_kernels.distributed._layout import (
 )
 from dllm_kernels.distributed._shard import VocabShard
 from dllm_kernels.distributed._teacher import with_local_teacher
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._plan import Plan
 
 
 def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels._core._op import RowOp
+from dllm_kernels._core._plan import Options, compute_dtype
+from dllm_kernels._core._results import Divergence, RowStats, TokenNLL, WeightedNLL
+from dllm_kernels._core._run import run
+from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.ops import divergence, linear_divergence
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
-from dllm_kernels.rows._op import RowOp
-from dllm_kernels.rows._plan import Options, compute_dtype
-from dllm_kernels.rows._results import Divergence, RowStats, TokenNLL, WeightedNLL
-from dllm_kernels.rows._run import run
-from dllm_kernels.rows._stats import ROW_STATS
 
 LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")

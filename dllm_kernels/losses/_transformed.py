@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS
-from dllm_kernels.rows._plan import Options
 
 
 class TransformedLoss(nn.Module):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from dllm_kernels._core._call import call
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._nll import LINEAR_TOKEN_NLL
+from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
-from dllm_kernels.rows._call import call
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL
-from dllm_kernels.rows._plan import Options
 
 
 class DFlashDecayLoss(DraftLoss):

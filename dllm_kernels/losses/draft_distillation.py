@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._backends._divergence import Recipe
+from dllm_kernels._core._recipes import checked_recipe
+from dllm_kernels._core._results import Divergence
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
 from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
-from dllm_kernels.rows._recipes import checked_recipe
-from dllm_kernels.rows._results import Divergence
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # of single kinds
 CONFIDENCE = ("target", "teacher", "acceptance")

@@ -1,5 +1,6 @@
 """The functional primitives under every loss and corruption, for people who write a new one."""
 
+from dllm_kernels._core._results import Divergence, RowObjective, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops.divergence import divergence, linear_divergence
 from dllm_kernels.ops.dpace_weights import dpace_weights
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
@@ -9,7 +10,6 @@ from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
 from dllm_kernels.ops.soft_embedding import soft_embedding
 from dllm_kernels.ops.token_log_probs import TokenLogProbs, token_log_probs
 from dllm_kernels.ops.token_nll import token_nll, weighted_nll
-from dllm_kernels.rows._results import Divergence, RowObjective, RowStats, TokenNLL, WeightedNLL
 
 __all__ = [
     "Divergence",

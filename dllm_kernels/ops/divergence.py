@@ -20,17 +20,17 @@ import torch
 
 from dllm_kernels._backends._divergence import Recipe
 from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._core._call import checked
+from dllm_kernels._core._divergence import DIVERGENCE
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Options, compute_dtype
+from dllm_kernels._core._recipes import DivergencePlan, checked_recipe
+from dllm_kernels._core._results import Divergence
+from dllm_kernels._core._run import run
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.rows._call import checked
-from dllm_kernels.rows._divergence import DIVERGENCE
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._plan import Options, compute_dtype
-from dllm_kernels.rows._recipes import DivergencePlan, checked_recipe
-from dllm_kernels.rows._results import Divergence
-from dllm_kernels.rows._run import run
 
 LOGITS = _checks.Names("logits", "targets")
 LINEAR = _checks.Names("hidden", "targets", "weight", "bias")

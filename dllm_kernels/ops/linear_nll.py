@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import torch
 
+from dllm_kernels._core._call import call
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
+from dllm_kernels._core._plan import Options
+from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._utils._checks import LINEAR, Extra
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.rows._call import call
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
-from dllm_kernels.rows._plan import Options
-from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 
 
 def weighted_linear_nll(

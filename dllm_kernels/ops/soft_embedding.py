@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._core._call import checked
+from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
+from dllm_kernels._core._plan import Options
+from dllm_kernels._core._run import run
+from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.rows._call import checked
-from dllm_kernels.rows._inputs import GRAD_INPUTS, RowInputs
-from dllm_kernels.rows._plan import Options
-from dllm_kernels.rows._run import run
-from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
 
 NAMES = _checks.Names("hidden", "bump_ids", "head", "bias")
 

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._core._call import checked
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Options
+from dllm_kernels._core._run import run
+from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.rows._call import checked
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._plan import Options
-from dllm_kernels.rows._run import run
-from dllm_kernels.rows._stats import ROW_STATS
 
 
 class TokenLogProbs(NamedTuple):

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import torch
 
+from dllm_kernels._core._call import call
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._nll import TOKEN_NLL, WEIGHTED_NLL
+from dllm_kernels._core._plan import Options
+from dllm_kernels._core._results import TokenNLL, WeightedNLL
 from dllm_kernels._utils._checks import LOGITS
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.rows._call import call
-from dllm_kernels.rows._inputs import RowInputs
-from dllm_kernels.rows._nll import TOKEN_NLL, WEIGHTED_NLL
-from dllm_kernels.rows._plan import Options
-from dllm_kernels.rows._results import TokenNLL, WeightedNLL
 
 
 def token_nll(

@@ -209,7 +209,7 @@ class Kind(NamedTuple):
 BETA = {"beta": Option(0.5, 0.0, 1.0)}
 FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
 OF_LAM = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
-# In an order that compiled graphs know them by. What a caller may ask for is derived from this table (``rows/_recipes.py``).
+# In an order that compiled graphs know them by. What a caller may ask for is derived from this table (``_core/_recipes.py``).
 KINDS = {
     "kl": Kind((FORWARD_KL,), (DIFFERENCE,), _sum),
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), _rkl),

@@ -20,12 +20,12 @@ import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import SKIP, RowPrimitives
+from dllm_kernels._core._chunks import Chunks, no_autocast
+from dllm_kernels._core._inputs import NO_GRADIENTS, RowInputs
+from dllm_kernels._core._op import Output, Outputs, RowOp, Spec
+from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._stats import row_ids
 from dllm_kernels._utils._transform import Transform, transformed
-from dllm_kernels.rows._chunks import Chunks, no_autocast
-from dllm_kernels.rows._inputs import NO_GRADIENTS, RowInputs
-from dllm_kernels.rows._op import Output, Outputs, RowOp, Spec
-from dllm_kernels.rows._plan import Plan
-from dllm_kernels.rows._stats import row_ids
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> Outputs:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from dllm_kernels.rows._first_order import first_order_only, handle
-from dllm_kernels.rows._inputs import GRAD_INPUTS, RowInputs
-from dllm_kernels.rows._op import Outputs, RowOp
-from dllm_kernels.rows._plan import Plan
+from dllm_kernels._core._first_order import first_order_only, handle
+from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
+from dllm_kernels._core._op import Outputs, RowOp
+from dllm_kernels._core._plan import Plan
 
 
 def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:

@@ -13,12 +13,12 @@ import torch
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
 from dllm_kernels._backends._rows import SKIP, RowPrimitives
+from dllm_kernels._core._inputs import NO_GRADIENTS, NeedsGrad, RowInputs
+from dllm_kernels._core._recipes import DivergencePlan
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import autocasts
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
-from dllm_kernels.rows._inputs import NO_GRADIENTS, NeedsGrad, RowInputs
-from dllm_kernels.rows._recipes import DivergencePlan
 
 Packed = tuple[list[int], list[float], torch.Tensor | None]
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

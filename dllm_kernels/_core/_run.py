@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import as_blv
+from dllm_kernels._core import _eager
+from dllm_kernels._core._inputs import RowInputs, flattened
+from dllm_kernels._core._op import Output, RowOp
+from dllm_kernels._core._plan import Options, Plan
+from dllm_kernels._core._recipes import DivergencePlan
 from dllm_kernels._utils._checks import check_inplace
 from dllm_kernels._utils._plain import check_no_tangent, has_values, is_dtensor
-from dllm_kernels.rows import _eager
-from dllm_kernels.rows._inputs import RowInputs, flattened
-from dllm_kernels.rows._op import Output, RowOp
-from dllm_kernels.rows._plan import Options, Plan
-from dllm_kernels.rows._recipes import DivergencePlan
 
 Run = Callable[[RowOp, RowInputs, Plan], Any]
 _dtensor_loaders: list[Callable[[], Run]] = []
@@ -62,6 +62,6 @@ def _implementation(x: torch.Tensor) -> ModuleType:
     """Meta and fake tensors also use the compiled ops. They are imported lazily because registration is slow."""
     if not torch.compiler.is_compiling() and has_values(x):
         return _eager
-    from dllm_kernels.rows import _compiled
+    from dllm_kernels._core import _compiled
 
     return _compiled

@@ -13,9 +13,9 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels.rows._active_rows import ActiveRows, choose_chunk, multiprocessors
-from dllm_kernels.rows._inputs import Gradients, NeedsGrad, RowInputs
-from dllm_kernels.rows._plan import Plan
+from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiprocessors
+from dllm_kernels._core._inputs import Gradients, NeedsGrad, RowInputs
+from dllm_kernels._core._plan import Plan
 
 # Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
 SLAB = 4096

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
+from dllm_kernels._core._inputs import PER_ROW, RowInputs
+from dllm_kernels._core._op import RowOp
+from dllm_kernels._core._plan import Options
+from dllm_kernels._core._run import run
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, values_are_there
-from dllm_kernels.rows._inputs import PER_ROW, RowInputs
-from dllm_kernels.rows._op import RowOp
-from dllm_kernels.rows._plan import Options
-from dllm_kernels.rows._run import run
 
 
 def call(

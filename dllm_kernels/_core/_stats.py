@@ -13,10 +13,10 @@ import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
 from dllm_kernels._backends._rows import SKIP, as_blv
-from dllm_kernels.rows._chunks import Chunks, Factors, no_autocast, unit_scale
-from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, RowInputs
-from dllm_kernels.rows._nll import scale_in_place, scales_loss
-from dllm_kernels.rows._op import (
+from dllm_kernels._core._chunks import Chunks, Factors, no_autocast, unit_scale
+from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
+from dllm_kernels._core._nll import scale_in_place, scales_loss
+from dllm_kernels._core._op import (
     GRADS,
     LOGITS,
     Output,
@@ -30,8 +30,8 @@ from dllm_kernels.rows._op import (
     per_row_bool,
     scalar,
 )
-from dllm_kernels.rows._plan import Plan
-from dllm_kernels.rows._results import RowObjective, RowStats
+from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._results import RowObjective, RowStats
 
 Tensor = torch.Tensor
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import SKIP, as_blv
-from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
-from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, RowInputs
-from dllm_kernels.rows._op import (
+from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
+from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
+from dllm_kernels._core._op import (
     GRADS,
     LOGITS,
     Names,
@@ -26,8 +26,8 @@ from dllm_kernels.rows._op import (
     scalar,
     scaled_rows,
 )
-from dllm_kernels.rows._plan import Plan
-from dllm_kernels.rows._results import TokenNLL, WeightedNLL
+from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._results import TokenNLL, WeightedNLL
 
 Tensor = torch.Tensor
 CROSS_ENTROPY = ("torch.nn.functional.cross_entropy", f"torch.nn.functional.cross_entropy on {LOGITS}")

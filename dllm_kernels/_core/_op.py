@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels.rows._inputs import Gradients, RowInputs
-from dllm_kernels.rows._plan import Plan
+from dllm_kernels._core._inputs import Gradients, RowInputs
+from dllm_kernels._core._plan import Plan
 
 Tensor = torch.Tensor
 Spec = tuple[tuple[int, ...], torch.dtype]

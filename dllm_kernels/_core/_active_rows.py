@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels.rows._plan import Plan
+from dllm_kernels._core._plan import Plan
 
 ROW_MULTIPLE = 128
 Outputs = Sequence[torch.Tensor | None]

@@ -17,10 +17,10 @@ import torch
 
 from dllm_kernels._backends._divergence import Divergences
 from dllm_kernels._backends._rows import SKIP, as_blv
-from dllm_kernels.rows._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
-from dllm_kernels.rows._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
-from dllm_kernels.rows._nll import scale_copies, scale_in_place
-from dllm_kernels.rows._op import (
+from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
+from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
+from dllm_kernels._core._nll import scale_copies, scale_in_place
+from dllm_kernels._core._op import (
     GRADS,
     LOGITS,
     Output,
@@ -36,9 +36,9 @@ from dllm_kernels.rows._op import (
     scalar,
     scaled_rows,
 )
-from dllm_kernels.rows._plan import Plan
-from dllm_kernels.rows._results import Divergence
-from dllm_kernels.rows._stats import row_ids
+from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._results import Divergence
+from dllm_kernels._core._stats import row_ids
 
 Tensor = torch.Tensor
 # Bytes of a copy of some of the teacher's columns, where not all are compared.

@@ -10,8 +10,8 @@ import torch
 
 from dllm_kernels._backends._row_stats import StatsResult, Upstream
 from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._core._results import RowStats
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels.rows._results import RowStats
 
 
 @dataclass(frozen=True)

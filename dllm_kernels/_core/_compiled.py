@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels.rows._divergence import DIVERGENCE
-from dllm_kernels.rows._eager import dtypes, in_dtypes, restored, upstream_of
-from dllm_kernels.rows._inputs import GRAD_INPUTS, TENSORS, RowInputs
-from dllm_kernels.rows._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
-from dllm_kernels.rows._op import Outputs, RowOp
-from dllm_kernels.rows._plan import Plan
-from dllm_kernels.rows._soft_embedding import SOFT_EMBEDDING
-from dllm_kernels.rows._stats import ROW_STATS
+from dllm_kernels._core._divergence import DIVERGENCE
+from dllm_kernels._core._eager import dtypes, in_dtypes, restored, upstream_of
+from dllm_kernels._core._inputs import GRAD_INPUTS, TENSORS, RowInputs
+from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels._core._op import Outputs, RowOp
+from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
+from dllm_kernels._core._stats import ROW_STATS
 
 # Ops that can be part of a compiled graph, by name. A compiled objective is traced as row statistics and the caller's function.
 ROW_OPS = {
