@@ -25,7 +25,7 @@ from benchmarks import linear_nll, measure
 from benchmarks.record import report
 from benchmarks.shapes import HEADLINE, Shape
 
-KERNELS = Path(__file__).parents[1] / "dllm_kernels" / "kernels"
+KERNELS = Path(__file__).parents[1] / "dllm_kernels" / "_backends" / "triton"
 CHUNKS = {
     "toy": (4, 8),
     "small": (128, 256, 512),

@@ -146,9 +146,9 @@ JUDGES = (
         "tests/test_flags.py tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_extra.py"
         " tests/test_transform.py tests/test_compile.py -k 'not triton'",
     ),
-    ("base/*", EVERY_ROW_OP),
+    ("_utils/*", EVERY_ROW_OP),
     ("_core/*", EVERY_ROW_OP),
-    ("_backends/torch/*", EVERY_ROW_OP),
+    ("_backends/*", EVERY_ROW_OP),
 )
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
 SPEED_ONLY = ("_backends/triton/_tiles.py",)
