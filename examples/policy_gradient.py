@@ -1,6 +1,8 @@
-"""Policy gradient of a masked diffusion LM with coupled masks, as coupled-GRPO (DiffuCoder) trains it.
+"""Policy gradient of a masked diffusion LM over pairs of complementary masks; the score is not that of coupled-GRPO.
 
-One mask hides some tokens, its complement the others, so that each token is read, masked, exactly once over the pair.
+A token behind the prompt is masked in one row of its pair. Its ratio is that of its log-probability in this row.
+coupled-GRPO (DiffuCoder, arXiv 2506.20639) first adds two log-probabilities of the token, then takes one ratio of the
+sum: with every token masked, times 1/2, and in the row that masks it, times 1 / (2 t) or 1 / (2 (1 - t)) at level t.
 
 python examples/policy_gradient.py
 """
@@ -45,10 +47,8 @@ def update(policy, old_policy, reference, completions, rewards, seeds):
     noisy = torch.cat([noisy, torch.where(other, MASK, completions)])  # both copies are one batch
     ids, options = torch.cat([completions, completions]), {"active": torch.cat([mask, other]), "skip_id": MASK}
     with torch.no_grad():  # one matrix product each, nothing kept
-        old, ref = (
-            token_log_probs(p(noisy), ids, weight=p.lm_head.weight, **options).log_probs
-            for p in (old_policy, reference)
-        )
+        old = token_log_probs(old_policy(noisy), ids, weight=old_policy.lm_head.weight, **options).log_probs
+        ref = token_log_probs(reference(noisy), ids, weight=reference.lm_head.weight, **options).log_probs
     advantage = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).repeat(2)[:, None].expand_as(old)
     aux = (old, ref, advantage, torch.full_like(old, 1 / (GROUP * (L - PROMPT))))
     return linear_row_objective(policy(noisy), policy.lm_head.weight, ids, grpo, *aux, **options).loss

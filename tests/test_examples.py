@@ -133,7 +133,7 @@ def test_specforge_dflash_runs():
 
 
 def test_policy_gradient():
-    """The loss and the gradient are those of the formula, over both masks; its reward rises."""
+    """Loss and gradient equal the formula with one ratio per row of the pair (not coupled-GRPO's); the reward rises."""
     example = load("policy_gradient")
     torch.manual_seed(0)
     policy, old_policy, reference = (example.Policy().double() for _ in range(3))
