@@ -50,10 +50,20 @@ def test_the_matrix_is_what_the_package_supports():
     (pinned,) = re.findall(r"^torch==([\d.]+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     torches = matrix["torch"]
     assert torches[0].startswith(floors["torch"] + ".")
-    assert torches[-1] == pinned
+    assert pinned in torches
     tritons = {pair["torch"]: pair["triton"] for pair in matrix["include"]}
-    assert list(tritons) == torches
+    assert list(tritons) == torches == sorted(torches, key=lambda version: [int(part) for part in version.split(".")])
     assert tritons[torches[0]].startswith(floors["triton"] + ".")
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"(torch >= {floors['torch']}; Triton >= {floors['triton']} comes along on Linux;" in readme
+    newest = re.search(
+        r"`make test` also passes with torch ([\d.]+) .*?, Triton ([\d.]+) .*? under Python ([\d.]+) and ([\d.]+)\.",
+        readme,
+    )
+    assert newest
+    assert newest[1] == torches[-1]
+    assert tritons[torches[-1]].startswith(newest[2] + ".")
+    assert set(newest.groups()[2:]) <= set(pythons)
 
 
 def test_publishing_holds_no_secret_and_only_it_may_sign():
