@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dllm_kernels._utils._checks import check_int, check_int64, check_positive_int, checked_bool, type_name
+from dllm_kernels._utils._checks import check_int, check_int64, check_positive_int, checked_bool, is_int, type_name
 
 FIELDS = ("input_ids", "loss_mask", "attention_mask")
 Row = np.ndarray[Any, np.dtype[Any]]
@@ -209,7 +209,7 @@ def _not_numbers(name: str, values: object) -> TypeError:
 def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = True) -> Row:
     """A 1-d array of the first ``limit`` values; whole numbers in any dtype, else, where ``fractions`` may be, floats."""
     if isinstance(values, (list, tuple)):
-        values = _packed(values if limit is None or len(values) <= limit else values[:limit])
+        values = _packed(name, values if limit is None or len(values) <= limit else values[:limit])
     if isinstance(values, torch.Tensor):
         # NumPy has no bfloat16.
         values = values.detach().cpu().to(torch.float64 if values.is_floating_point() else values.dtype)
@@ -227,7 +227,7 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
     return row
 
 
-def _packed(values: Sequence[Any]) -> Any:
+def _packed(name: str, values: Sequence[Any]) -> Any:
     """A list of numbers as an array of bytes, as masks are, else of int64 or float64; anything else as it came.
 
     Packing a list into bytes is several times as fast as ``numpy.array`` and ``torch.tensor``, which look at the type of
@@ -239,10 +239,20 @@ def _packed(values: Sequence[Any]) -> Any:
         pass
     for code, dtype in (("q", np.int64), ("d", np.float64)):
         try:
-            return np.frombuffer(struct.pack(f"{len(values)}{code}", *values), dtype=dtype)
+            row = np.frombuffer(struct.pack(f"{len(values)}{code}", *values), dtype=dtype)
         except (struct.error, OverflowError):
             continue
+        if code == "d":
+            _check_exact(name, values, row)
+        return row
     return values
+
+
+def _check_exact(name: str, values: Sequence[Any], row: Row) -> None:
+    """Raise if an int of the list is rounded in its row of float64, which holds every int up to 2**53 only."""
+    for i in np.flatnonzero(np.abs(row) >= 2.0**53).tolist():
+        if is_int(values[i]) and int(values[i]) != int(row[i]):
+            raise ValueError(f"{name} must hold no floats beside an int beyond 2**53, got {values[i]} at position {i}")
 
 
 def _check_whole(name: str, row: Row) -> None:

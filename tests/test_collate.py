@@ -1,5 +1,6 @@
 import collections
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -313,6 +314,23 @@ def test_what_is_not_whole_is_named(field, value, got):
     message = f"sample 1, field '{field}' must hold whole numbers of 64 bits, got {got}.* at position 1"
     with pytest.raises(ValueError, match=message):
         DLLMCollator()([sample(3), sample(2) | {field: value}])
+
+
+@pytest.mark.parametrize("field", ["input_ids", "loss_mask", "attention_mask"])
+@pytest.mark.parametrize("large", [2**53 + 1, -(2**53) - 1, 2**60 + 1, np.int64(2**53 + 1)])
+def test_an_int_that_becomes_another_float_is_named(field, large):
+    """Beside a float a list is one of floats, which hold no odd number beyond 2**53."""
+    message = f"sample 1, field '{field}' must hold no floats beside an int beyond 2**53, got {large} at position 1"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        DLLMCollator()([sample(3), sample(3) | {field: [1.0, large, 2]}])
+
+
+def test_whole_numbers_of_a_mixed_list_are_exact():
+    ids = [1.0, 2**53 - 1, 2**60, float(2**62)]
+    batch = DLLMCollator()([sample(4) | {"input_ids": ids}])
+    assert batch["input_ids"].tolist() == [[int(i) for i in ids]]
+    alone = [2**53 + 1, 2**63 - 1, 3, 4]
+    assert DLLMCollator()([sample(4) | {"input_ids": alone}])["input_ids"].tolist() == [alone]
 
 
 @pytest.mark.parametrize("value", [[[1], [2]], torch.ones(2, 3)])
