@@ -376,3 +376,19 @@ def test_k_of_one_row_in_any_form(k):
     uniform = torch.rand(5, generator=torch.Generator().manual_seed(0))
     expected = corruption.gumbel_topk(torch.zeros(5), 2, uniform=uniform)
     assert torch.equal(corruption.gumbel_topk(torch.zeros(5), k, uniform=uniform), expected)
+
+
+@pytest.mark.parametrize("k", [2**63, 2**200, np.uint64(2**63)], ids=["2**63", "2**200", "numpy"])
+@pytest.mark.parametrize(
+    "routine",
+    [
+        lambda k: gumbel_topk_mask(torch.zeros(2, 5), k),
+        lambda k: corruption.gumbel_topk(torch.zeros(5), k),
+        lambda k: corruption.batched_gumbel_topk(torch.zeros(2, 5), k),
+    ],
+    ids=["mask", "one row", "rows"],
+)
+def test_a_k_beyond_64_bits(routine, k):
+    with pytest.raises(ValueError, match=f"^k must be an int of 64 bits, got {k}$"):
+        routine(k)
+    assert routine(2**63 - 1).all()

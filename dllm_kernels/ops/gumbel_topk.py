@@ -13,6 +13,7 @@ from dllm_kernels._utils._checks import (
     check_dtype,
     check_float,
     check_int,
+    check_int64,
     check_same_device,
     check_shape,
     check_tensor,
@@ -55,8 +56,9 @@ def gumbel_topk_mask(
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit, a negative k (in a tensor on a GPU, where looking would
-            be a host sync, a negative k counts as 0), ``uniform`` beside ``generator`` or ``seeds``.
+        ValueError: a shape, dtype or device that does not fit, a k of more than 64 bits, a negative k (in a tensor on
+            a GPU, where looking would be a host sync, a negative k counts as 0), ``uniform`` beside ``generator`` or
+            ``seeds``.
 
     Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.3.
     """
@@ -92,6 +94,7 @@ def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
         if not is_int(k):
             raise TypeError(f"k must be an int or a torch.Tensor, got {type_name(k)}")
         check_int("k", k, 0)
+        check_int64("k", k)
         return
     check_dtype("k", k, INT_DTYPES)
     check_shape("k", k, log_w.shape[:1], "the rows of log_w")
