@@ -763,6 +763,21 @@ def test_dflash_reduce_keeps_nan_of_masked_rows_out():
     assert DFlashDecayLoss()._reduce(nll, mask, None, None).total_loss.item() == 1.0
 
 
+@pytest.mark.parametrize(
+    ("nll", "mask", "message"),
+    [
+        (torch.ones(1, 4), torch.ones(4), "block_mask must have shape (1, 4) (that of token_nll), got (4,)"),
+        (torch.ones(2, 4), torch.ones(1, 4), "block_mask must have shape (2, 4) (that of token_nll), got (1, 4)"),
+        (torch.ones(4), torch.ones(4), "token_nll must have shape [B, T], got (4,)"),
+        (torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4), "token_nll must have dtype float16, "),
+    ],
+)
+@pytest.mark.parametrize("position_weights", ["decay", "dpace"])
+def test_dflash_reduce_takes_one_nll_and_one_mask_entry_per_position(nll, mask, message, position_weights):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        DFlashDecayLoss(position_weights=position_weights)._reduce(nll, mask, None, None)
+
+
 def test_dflash_attributes():
     loss = DFlashDecayLoss(loss_gamma=5, use_fused_linear_ce=1, chunk_size=64, normalize="mean")
     assert (loss.loss_gamma, loss.use_fused_linear_ce, loss.chunk_size, loss.normalize) == (5.0, True, 64, "mean")

@@ -203,6 +203,9 @@ class DFlashDecayLoss(DraftLoss):
         For code that calls it, and so is ``_chunk_nll``: :meth:`forward` and :meth:`forward_fused` give the weights to
         one op instead, so overriding these two does not change them.
         """
+        _checks.check_float("token_nll", token_nll)
+        _checks.check_ndim("token_nll", token_nll, 2, "[B, T]")
+        _checks.check_mask("block_mask", block_mask, token_nll.shape, "that of token_nll")
         token_nll = token_nll.to(torch.promote_types(token_nll.dtype, torch.float32))
         mask = block_mask.to(token_nll.dtype)
         weights = self._row_weights(mask, block_size, torch.exp(-token_nll.detach()))
