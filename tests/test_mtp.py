@@ -845,6 +845,39 @@ def test_pipeline_loss_of_a_mapping():
         PipelineCausalLMLoss(MaskedCrossEntropy(), model)({"hidden_states": hidden[0]}, labels)
 
 
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("depths", [[], (), None])
+def test_pipeline_loss_of_a_mapping_without_depths(base, depths):
+    model, hidden, labels = Stage(), hiddens(), labels_with_padding()
+    output = {"logits": model.lm_head(hidden[0]), "hidden_states": hidden[0]}
+    expected = reference.masked_cross_entropy(output["logits"], labels)
+    for name in ("mtp_per_depth_h", "mtp_per_depth_logits"):
+        got = PipelineCausalLMLoss(base(), model)(output | {name: depths}, labels)
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize(
+    ("output", "got"),
+    [
+        (lambda logits: [logits], "list"),
+        (lambda logits: [logits, logits], "list"),
+        (lambda logits: None, "NoneType"),
+        (lambda logits: (), "a tuple without them"),
+        (lambda logits: (torch.zeros(B, S, dtype=torch.int32),), "a tuple without them"),
+        (lambda logits: ([logits],), "a tuple without them"),
+    ],
+)
+def test_pipeline_loss_of_another_output(output, got):
+    """One that is left to the base loss to refuse, which may be anybody's."""
+    model, logits, labels = Stage(), torch.randn(B, S, V), labels_with_padding()
+    message = (
+        "output must be a tensor, a tuple whose first element is the logits, or an object or mapping with logits or "
+        f"hidden_states, got {got}"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+        PipelineCausalLMLoss(MaskedCrossEntropy(), model)(output(logits), labels)
+
+
 def test_pipeline_loss_with_depths_in_both_forms():
     model, hidden, labels = Stage(), hiddens(), labels_with_padding()
     logits = model.lm_head(hidden[0])

@@ -80,9 +80,11 @@ class PipelineCausalLMLoss(nn.Module):
             0-d loss.
 
         Raises:
+            TypeError: ``output`` is none of these, such as a list, or a tuple without logits.
             ValueError: a base loss that takes hidden states given a tuple, or a head that is more than its weight and bias.
         """
         seq_idx, output = self._extract_seq_idx_tail(output)
+        _check_output(output)
         linear = is_linear(self.loss_fn)
         if isinstance(output, tuple):
             if linear:
@@ -114,13 +116,13 @@ class PipelineCausalLMLoss(nn.Module):
 
     def _from_tuple(self, output: tuple[torch.Tensor, ...]) -> Any:
         name = "mtp_per_depth_logits" if getattr(self.model, "mtp_outputs_are_logits", False) else "mtp_per_depth_h"
-        return _StageOutput(output[0], **{name: list(output[1:]) or None})
+        return _StageOutput(output[0], **{name: list(output[1:])})
 
     @staticmethod
     def _depths(output: Any) -> dict[str, Any] | None:
         depths = {name: _field(output, name) for name in ("mtp_per_depth_h", "mtp_per_depth_logits")}
         given = {name: list(value) for name, value in depths.items() if value is not None}
-        return given or None
+        return {name: value for name, value in given.items() if value} or None  # no depths, no MTP
 
     def _scaling(self, output: Any) -> float:
         if self.scaling_factor is not None:
@@ -129,11 +131,28 @@ class PipelineCausalLMLoss(nn.Module):
         return mtp_loss_scaling_factor(self.model) if value is None else float(value)
 
 
+_FORMS = ("logits", "hidden_states")
+
+
 @dataclass
 class _StageOutput:
     logits: torch.Tensor
     mtp_per_depth_h: list[torch.Tensor] | None = None
     mtp_per_depth_logits: list[torch.Tensor] | None = None
+
+
+def _check_output(output: Any) -> None:
+    """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
+    if isinstance(output, tuple):
+        known = bool(output) and isinstance(output[0], torch.Tensor)
+    else:
+        known = isinstance(output, (torch.Tensor, Mapping)) or any(hasattr(output, name) for name in _FORMS)
+    if not known:
+        got = "a tuple without them" if isinstance(output, tuple) else type_name(output)
+        raise TypeError(
+            "output must be a tensor, a tuple whose first element is the logits, or an object or mapping with logits "
+            f"or hidden_states, got {got}"
+        )
 
 
 def _field(output: Any, name: str) -> Any:
