@@ -624,6 +624,8 @@ WRONG = [
     (ValueError, "confidence_logits must have dtype float16, ", {"confidence_logits": Y}),
     (ValueError, "confidence_logits must be on cpu like block_mask, got meta", {"confidence_logits": ON.to("meta")}),
     (TypeError, "total_weight must be a number or a 0-d tensor, got ", {"total_weight": "3"}),
+    (ValueError, "total_weight must not be negative, got -1", {"total_weight": -1}),
+    (ValueError, "total_weight must not be negative, got -0.5", {"total_weight": torch.tensor(-0.5)}),
     (TypeError, "block_mask must be a torch.Tensor, got list", {"target_ids": None, "block_mask": [1]}),
     (ValueError, "{} must have shape (2, 2, {}) to go with block_mask of shape (2, 2), got (2, 3, {})",
         {"target_ids": None, "block_mask": ON[:, :2]}),
@@ -680,6 +682,18 @@ def test_bad_arguments(form, error, message, changes):
 def test_a_wrong_teacher(message, changes):
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         call("hidden", {}, **changes)
+
+
+@forms
+def test_a_negative_total_weight_that_nobody_may_read_makes_the_loss_nan(form):
+    """In a compiled step, as on a GPU, where reading it would be a host sync."""
+    step = torch.compile(
+        lambda n: call(form, {"normalize": "mean"}, total_weight=n), backend="aot_eager", fullgraph=True
+    )
+    assert step(torch.tensor(-1.0)).total_loss.isnan()
+    torch.testing.assert_close(
+        step(torch.tensor(2.0)).total_loss, call(form, {"normalize": "mean"}, total_weight=2).total_loss
+    )
 
 
 def test_its_parts_are_those_of_the_package():

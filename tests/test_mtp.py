@@ -238,6 +238,19 @@ def test_loss_weights_and_counts(base):
 
 
 @pytest.mark.parametrize("base", BASES)
+def test_a_negative_count(base):
+    """A loss with its sign changed would be maximised."""
+    labels, hidden, model = labels_with_padding(), hiddens(), Model()
+    call = functools.partial(calculate_mtp_loss, base(), mtp_per_depth_h=hidden, labels=labels, model=model)
+    for count in (-3, torch.tensor(-3)):
+        with pytest.raises(ValueError, match=r"^num_label_tokens must not be negative, got -3$"):
+            call(num_label_tokens=count)
+    step = torch.compile(lambda n: call(num_label_tokens=n), backend="aot_eager", fullgraph=True)
+    assert step(torch.tensor(-3)).isnan()
+    torch.testing.assert_close(step(torch.tensor(3)), call(num_label_tokens=3))
+
+
+@pytest.mark.parametrize("base", BASES)
 def test_more_depths_than_positions(base):
     model = Model()
     hidden = [torch.randn(B, 2, H, dtype=torch.float64, requires_grad=True) for _ in range(4)]

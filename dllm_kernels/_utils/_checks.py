@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from dllm_kernels._utils import _changing
-from dllm_kernels._utils._plain import autocasts, is_dtensor, plain
+from dllm_kernels._utils._plain import (
+    autocasts,
+    check_no_tangent,
+    check_not_batched,
+    is_dtensor,
+    plain,
+    transforms_active,
+    values_are_there,
+)
 from dllm_kernels._utils._target_range import raise_bad_target
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
@@ -168,6 +176,16 @@ def check_count(name: str, value: object) -> None:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         return
     raise TypeError(f"{name} must be a number or a 0-d tensor, got {type_name(value)}")
+
+
+def check_total(name: str, value: Any) -> None:
+    """Raise unless ``value`` passes :func:`check_count` and is not negative; the sign is not read from a GPU."""
+    check_count(name, value)
+    value = plain(value)
+    known = values_are_there(value) if isinstance(value, torch.Tensor) else isinstance(value, numbers.Real)
+    if known and value < 0:
+        got = value.item() if isinstance(value, torch.Tensor) else value
+        raise ValueError(f"{name} must not be negative, got {_changing.shown(got)}")
 
 
 def check_rows(

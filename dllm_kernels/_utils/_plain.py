@@ -1,8 +1,12 @@
-"""Small per-row tensors (targets, masks, weights, counts) may come as DTensors; everything here works on plain ones."""
+"""Kinds of tensors: plain, DTensor, without values, inside a transform of ``torch.func``.
+
+Small per-row tensors (targets, masks, weights, counts) may come as DTensors; the package works on plain ones.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -50,11 +54,48 @@ def check_no_tangent(*tensors: torch.Tensor | None) -> None:
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
-        raise NotImplementedError(
-            "dllm_kernels has no forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad): use backward"
-        )
+        refuse_forward_mode()
+
+
+def refuse_forward_mode() -> NoReturn:
+    """Raise the error of forward-mode differentiation."""
+    raise NotImplementedError(
+        "dllm_kernels has no forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad): use backward"
+    )
+
+
+def transforms_active() -> bool:
+    """Whether the code runs inside a transform of ``torch.func``, such as ``grad``."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def levels(t: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensor, then the tensor that it wraps at each level of ``torch.func`` transforms; the last is plain."""
+    yield t
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+        yield t
+
+
+def is_batched(t: torch.Tensor) -> bool:
+    """Whether the tensor has a batch dimension of ``torch.func.vmap``, which its shape does not show."""
+    return transforms_active() and any(torch._C._functorch.is_batchedtensor(each) for each in levels(t))
+
+
+def check_not_batched(*tensors: torch.Tensor | None) -> None:
+    """Raise if one of the tensors :func:`is_batched`."""
+    if not torch.compiler.is_compiling() and any(t is not None and is_batched(t) for t in tensors):
+        refuse_vmap()
+
+
+def refuse_vmap() -> NoReturn:
+    """Raise the error of ``torch.func.vmap``."""
+    raise NotImplementedError(
+        "dllm_kernels has no batching rule for torch.func.vmap, nor for jacrev and hessian, which use it: call the op "
+        "on the whole batch, whose leading dimensions are rows, or once per sample in a loop"
+    )
 
 
 def values_are_there(t: torch.Tensor | None) -> bool:
     """Whether looking at values costs no sync: on CPU, and of no tensor that stands for others, as in a graph."""
-    return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling()
+    return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling() and not is_batched(t)

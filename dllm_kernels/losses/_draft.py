@@ -42,6 +42,7 @@ class Counts(NamedTuple):
     def check(self, normalize: str, target_ids: torch.Tensor) -> None:
         """Check all of them, used or not."""
         check_counts(num_tokens=self.tokens, num_sequences=self.sequences, total_weight=self.weight)
+        _checks.check_total("total_weight", self.weight)
         if normalize != "sequence_blocks" or self.blocks is None:
             check_counts(num_blocks=self.blocks)
             return
@@ -91,9 +92,9 @@ def normalized(weights: torch.Tensor, mask: torch.Tensor, rows: int, normalize: 
 
 
 def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
-    """Row weights over the sum of those of the whole step; over 0 there is none to share."""
+    """Row weights over the sum of the weights of the whole step, 0 if that sum is 0; NaN over a negative sum."""
     total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
-    return weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
+    return weights / total.clamp(min=torch.finfo(weights.dtype).tiny).masked_fill(total < 0, torch.nan)
 
 
 def _check_gamma(loss_gamma: Any) -> None:

@@ -247,7 +247,7 @@ class DraftDistillationLoss(DraftLoss):
             num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call with a
                 valid row. Not used otherwise.
             total_weight: N with "mean", without a minimum: the sum of ``weight_sum`` over the whole step. None: that of this call.
-                Not used otherwise.
+                It must not be negative; a negative one on a GPU makes the loss NaN. Not used otherwise.
 
         Returns:
             :class:`DLLMLossOutput`. ``dllm_loss`` is the loss without the confidence term. ``draft_correct`` says where the

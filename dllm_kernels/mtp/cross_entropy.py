@@ -74,7 +74,8 @@ class MaskedCrossEntropy(TransformedLoss):
             labels: ``[...]`` integers; not modified. Leading dimensions may be merged in one of both, as in ``[B, S, V]``
                 with ``[B * S]``; ``[S, B]`` beside ``[B, S, V]`` is refused, though it has as many entries.
             mask: one entry a label, in any shape, or one for all, or None; 0 leaves a position out.
-            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor. Only with ``reduction="sum"``.
+            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor, not negative (on a GPU, where
+                the sign is not read, NaN). Only with ``reduction="sum"``.
             loss_weights: of the shape of ``labels`` or None, a factor per position. Only with ``reduction="sum"``.
 
         Returns:
@@ -174,7 +175,8 @@ class FusedLinearCrossEntropy(TransformedLoss):
             hidden_states: ``[..., D]``.
             labels: ``[...]`` integers; not modified.
             lm_weight: ``[V, D]``; may be sharded (a DTensor).
-            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor. Only with ``reduction="sum"``.
+            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor, not negative (on a GPU, where
+                the sign is not read, NaN). Only with ``reduction="sum"``.
             grad_reduce_group: accepted for compatibility and not needed: a sharded head carries its own mesh, over which
                 its gradient is reduced.
             loss_weights: ``[...]`` or None, a factor per position. Only with ``reduction="sum"``.
@@ -232,7 +234,7 @@ def check_sum_only(reduction: str, **options: object) -> None:
     for name, value in options.items():
         if value is not None and reduction != "sum":
             raise ValueError(f"{name} is only supported when reduction is 'sum', got reduction={reduction!r}")
-    _checks.check_count("num_label_tokens", options.get("num_label_tokens"))
+    _checks.check_total("num_label_tokens", options.get("num_label_tokens"))
     _checks.check_constant("num_label_tokens", options.get("num_label_tokens"))
 
 
@@ -276,7 +278,7 @@ def widened(labels: torch.Tensor) -> torch.Tensor:
 
 
 def normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
-    """Weights divided by their denominator; a denominator of 0 gives weights of 0, never NaN."""
+    """Weights divided by their denominator; a denominator of 0 gives weights of 0, a negative one NaN."""
     if reduction == "mean":
         return weights / weights.sum().clamp(min=1)
     count = plain_count(num_label_tokens)
@@ -284,5 +286,5 @@ def normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -
         return weights
     if isinstance(count, torch.Tensor):
         count = count.detach().reshape(()).to(weights.dtype)
-        return weights / torch.where(count != 0, count, torch.inf)
+        return weights / torch.where(count > 0, count, torch.where(count == 0, torch.inf, torch.nan))
     return weights / count if count else torch.zeros_like(weights)
