@@ -1,5 +1,7 @@
 """Options that are yes or no take nothing that only looks so, and what is a constant takes no gradient."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 import dllm_kernels
 from dllm_kernels import corruption, ops
 from dllm_kernels.integrations import nemo_automodel
-from dllm_kernels.losses import scdd_schedule
+from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, scdd_schedule
 
 X, W, IDS = torch.randn(3, 7), torch.randn(7, 7), torch.tensor([0, 1, 2])
 FLAGS = [
@@ -144,6 +146,42 @@ def test_a_probability_takes_no_gradient(name):
             call(wanting)
         with torch.no_grad():
             call(wanting)
+
+
+WEIGHTED = {
+    "token_nll(...).nll * weights": lambda w: ops.weighted_nll(X, IDS, w),
+    "linear_token_nll(...).nll * weights": lambda w: ops.weighted_linear_nll(X, W, IDS, w),
+    'reduction="none" and loss * weights': lambda w: ops.divergence(X, X + 1, w),
+    'reduction="none" and loss * weights ': lambda w: ops.linear_divergence(X, W, X + 1, w),
+}
+
+
+@pytest.mark.parametrize("instead", WEIGHTED)
+def test_weights_take_no_gradient(instead):
+    """Detached, they would train nothing, and nobody would know."""
+    weights = torch.ones(len(IDS), requires_grad=True)
+    message = (
+        f"weights must not require a gradient, since it is taken as a constant; detach it, or use {instead.strip()}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        WEIGHTED[instead](weights)
+    with torch.no_grad():
+        WEIGHTED[instead](weights)
+    assert WEIGHTED[instead](weights.detach()).loss.isfinite()
+
+
+@pytest.mark.parametrize("name", ["block diffusion", "mdlm"])
+def test_a_mask_that_only_switches_rows_on_may_require_a_gradient(name):
+    """A loss makes the weights itself, which hold no more of such a mask than where it is not 0."""
+    loss, ones = (
+        {"block diffusion": BlockDiffusionCrossEntropyLoss, "mdlm": MDLMCrossEntropyLoss}[name](),
+        torch.ones(1, 3),
+    )
+    mask = torch.tensor([[0.0, 1.0, 1.0]])
+    x, y = (X[None].clone().requires_grad_() for _ in range(2))
+    loss(x, IDS[None], ones, ones, mask.clone().requires_grad_()).total_loss.backward()
+    loss(y, IDS[None], ones, ones, mask).total_loss.backward()
+    assert torch.equal(x.grad, y.grad)
 
 
 @pytest.mark.parametrize(

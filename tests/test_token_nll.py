@@ -408,13 +408,6 @@ def test_a_rounded_nll_rounds_no_gradient(dtype, path):
     assert torch.equal(x.grad, y.grad)
 
 
-def test_the_weights_get_no_gradient(backend):
-    logits, targets = inputs()
-    weights = torch.rand(9, device=DEVICE, requires_grad=True)
-    weighted_nll(logits.requires_grad_(), targets, weights, backend=backend).loss.backward()
-    assert weights.grad is None
-
-
 def test_nll_can_be_written_to(backend):
     logits, targets = inputs((3, 3))
     x = logits.clone().requires_grad_()

@@ -15,10 +15,8 @@ from dllm_kernels._utils import _changing
 from dllm_kernels._utils._plain import (
     autocasts,
     check_no_tangent,
-    check_not_batched,
     is_dtensor,
     plain,
-    transforms_active,
     values_are_there,
 )
 from dllm_kernels._utils._target_range import raise_bad_target
@@ -115,10 +113,24 @@ def check_same_device(first_name: str, first: torch.Tensor, **others: torch.Tens
             raise ValueError(f"{name} must be on {first.device} like {first_name}, got {tensor.device}")
 
 
-def check_constant(name: str, value: object) -> None:
-    """Raise a ValueError where ``value`` wants a gradient, which it would not get."""
-    if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} must not require a gradient, since it is taken as a constant; detach it")
+def check_constant(name: str, value: object, instead: str = "") -> None:
+    """Raise if ``value`` is a tensor that requires a gradient or has a tangent, because it is treated as a constant.
+
+    Args:
+        name: the name of the argument.
+        value: the argument, a tensor or not.
+        instead: what to use if its gradient is needed.
+
+    Raises:
+        ValueError: ``value`` requires a gradient, and gradients are enabled.
+        NotImplementedError: ``value`` has a tangent of forward-mode differentiation.
+    """
+    if not isinstance(value, torch.Tensor):
+        return
+    check_no_tangent(value)
+    if value.requires_grad and torch.is_grad_enabled():
+        or_else = f", or use {instead}" if instead else ""
+        raise ValueError(f"{name} must not require a gradient, since it is taken as a constant; detach it{or_else}")
 
 
 def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") -> None:

@@ -117,9 +117,9 @@ class Rows(NamedTuple):
         """The divergence of the rows to the teacher's, logits or hidden states like these, which is checked here."""
         asked = {**self.options.transform._asdict(), "backend": self.options.backend, **asked}
         if self.weight is None:
-            return divergence(self.x, teacher, weights, **asked)
+            return divergence(self.x, teacher, weights.detach(), **asked)
         asked |= {"bias": self.bias, "extra": self.extra, "chunk_size": self.options.chunk_size}
-        return linear_divergence(self.x, self.weight, teacher, weights, **asked)
+        return linear_divergence(self.x, self.weight, teacher, weights.detach(), **asked)
 
     def _run(self, op: RowOp, ids: torch.Tensor, asked: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
         extra_x, extra_weight = (None, None) if self.extra is None else self.extra

@@ -90,7 +90,7 @@ def divergence(
     Args:
         logits: the student's ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
         teacher_logits: ``[..., V]``, of the dtype of ``logits`` and with as many rows, unless ``teacher_rows`` is given.
-        weights: ``[...]``, bool or numeric, taken as constants (detached); None: ones.
+        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient. None: ones.
         kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass. A kind
             with the coefficient 0 is left out.
         targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives NaN in
@@ -187,7 +187,7 @@ def linear_divergence(
         weight: ``[V, D]``, its LM head, of the dtype of ``hidden`` unless autocast is on.
         teacher_hidden: ``[..., D']``, of the dtype of ``hidden`` and with as many rows, unless ``teacher_rows`` is given. A
             constant.
-        weights: ``[...]``, bool or numeric, taken as constants (detached); None: ones.
+        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient. None: ones.
         bias: ``[V]`` or None.
         extra: a second part of the student's head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to its logits; or
             None.
@@ -265,6 +265,7 @@ class Sides(NamedTuple):
 
 def _defaults(x: torch.Tensor, targets: Any, weights: Any, recipe: Recipe) -> tuple[Any, Any]:
     """(targets, weights); all -100 and all ones if not given."""
+    _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
     rows = x.shape[:-1]
     if targets is None:
         if recipe.wants_targets:

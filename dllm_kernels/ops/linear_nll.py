@@ -25,7 +25,7 @@ from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
-from dllm_kernels._utils._checks import LINEAR, Extra
+from dllm_kernels._utils._checks import LINEAR, Extra, check_constant
 from dllm_kernels._utils._transform import Transform
 
 
@@ -70,7 +70,7 @@ def weighted_linear_nll(
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
-        weights: ``[...]``, bool or numeric, taken as constants (detached).
+        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient.
         bias: ``[V]`` or None.
         extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
         active: ``[...]``, rows to project; None: those whose weight is not zero.
@@ -95,6 +95,7 @@ def weighted_linear_nll(
         IndexError: ``check_targets`` is on and a target is out of range.
         RuntimeError: a second backward pass through the same loss.
     """
+    check_constant("weights", weights, "linear_token_nll(...).nll * weights")
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, with_lse, with_correct,
         round_nll=round_nll,

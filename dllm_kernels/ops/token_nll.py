@@ -15,7 +15,7 @@ from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._nll import TOKEN_NLL, WEIGHTED_NLL
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
-from dllm_kernels._utils._checks import LOGITS
+from dllm_kernels._utils._checks import LOGITS, check_constant
 from dllm_kernels._utils._transform import Transform
 
 
@@ -99,7 +99,7 @@ def weighted_nll(
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
         targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
-        weights: ``[...]``, bool or numeric, taken as constants (detached).
+        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient.
         active: ``[...]``, rows to read; None: those whose weight is not zero. Give it to get NLL and argmax-match of
             rows that do not enter the loss.
         ignore_index: the target that switches a row off.
@@ -123,6 +123,7 @@ def weighted_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` is on and a target is out of range.
     """
+    check_constant("weights", weights, "token_nll(...).nll * weights")
     options = Options(
         Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
         round_nll=round_nll, inplace_backward=inplace_backward,
