@@ -105,6 +105,41 @@ def test_a_derivative_in_forward_mode_is_an_error_and_not_0(form, name):
                 op(x)
 
 
+COMPILED = [
+    *[(form, name, False) for form, name in ALL if name != "loss, nll"],
+    ("hidden", "weighted_linear_nll", True),
+    ("frozen", "weighted_linear_nll", True),
+]
+
+
+@pytest.mark.parametrize(("form", "name", "half"), COMPILED)
+def test_of_a_compiled_op_too(form, name, half):
+    """Gradients that forward has made are outputs of the compiled op, from which nothing leads to an input."""
+    torch.compiler.reset()
+    dtype = torch.float16 if half else torch.float32
+    x = torch.randn(N, V if form == "logits" else D, device=DEVICE, dtype=dtype, requires_grad=True)
+    head = torch.randn(V, D, device=DEVICE, dtype=dtype, requires_grad=form == "hidden")
+    op = OF_LOGITS[name] if form == "logits" else lambda x: OF_HIDDEN[name](x, head)
+    value = torch.compile(op, backend="eager", fullgraph=True)(x).sum()
+    (g,) = torch.autograd.grad(value, [x], create_graph=True)
+    (plain,) = torch.autograd.grad(op(x).sum(), [x])
+    assert torch.equal(g, plain)
+    with pytest.raises(RuntimeError, match="no second derivative; for a second-order term use"):
+        (value + 10 * g.pow(2).sum()).backward()
+
+
+def test_a_compiled_op_keeps_no_input_for_that_error():
+    """``weighted_linear_nll`` saves gradients and weights, as in eager mode; hidden states and head may be freed."""
+    torch.compiler.reset()
+    hidden, head = torch.randn(N, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        torch.compile(OF_HIDDEN["weighted_linear_nll"], backend="eager", fullgraph=True)(hidden, head)
+    assert saved
+    theirs = {t.untyped_storage().data_ptr() for t in (hidden, head)}
+    assert not any(t.numel() and t.untyped_storage().data_ptr() in theirs for t in saved)
+
+
 @pytest.mark.parametrize("name", ["token_nll", "row_stats"])
 def test_a_check_of_second_derivatives_meets_it(name):
     x = torch.randn(N, V, device=DEVICE, dtype=torch.float64, requires_grad=True)

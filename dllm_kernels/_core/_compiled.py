@@ -5,6 +5,7 @@ The whole chunk loop is one op each way. Imported only while a graph is traced, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from dllm_kernels._core._divergence import DIVERGENCE
 from dllm_kernels._core._eager import dtypes, in_dtypes, restored, upstream_of
+from dllm_kernels._core._first_order import first_order, handle
 from dllm_kernels._core._inputs import GRAD_INPUTS, TENSORS, RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._op import Outputs, RowOp
@@ -29,7 +31,7 @@ ROW_OPS = {
 def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
     """As ``_eager.call``."""
     outputs = _rows(op.name, *inputs.tensors, *plan.pack())
-    return {out.name: t for (out, _), t in zip(op.requested(inputs, plan), outputs, strict=True)}
+    return {out.name: t for (out, _), t in zip(op.requested(inputs, plan), outputs[:-1], strict=True)}
 
 
 _OPTIONAL = "".join(f"Tensor? {name}, " for name in TENSORS[2:])
@@ -39,8 +41,10 @@ _SCHEMA = f"(str op, Tensor x, Tensor ids, {_OPTIONAL}int[] packed, float[] fact
 @torch.library.custom_op("dllm_kernels::rows", mutates_args=(), schema=_SCHEMA)
 def _rows(op: str, *arguments: Any) -> list[Tensor]:
     *tensors, packed, factors, changing = arguments
-    outputs = ROW_OPS[op].forward(RowInputs(*tensors), Plan.unpack(packed, factors, changing))
-    return [outputs[out.name] for out in ROW_OPS[op].outputs if outputs.get(out.name) is not None]
+    inputs = RowInputs(*tensors)
+    outputs = ROW_OPS[op].forward(inputs, Plan.unpack(packed, factors, changing))
+    requested = [outputs[out.name] for out in ROW_OPS[op].outputs if outputs.get(out.name) is not None]
+    return [*requested, handle(inputs.x)]
 
 
 @_rows.register_fake
@@ -48,7 +52,7 @@ def _(op: str, *arguments: Any) -> list[Tensor]:
     *tensors, packed, factors, _ = arguments
     inputs = RowInputs(*tensors)
     requested = ROW_OPS[op].requested(inputs, Plan.unpack(packed, factors))
-    return [inputs.x.new_empty(shape, dtype=dtype) for _, (shape, dtype) in requested]
+    return [*(inputs.x.new_empty(shape, dtype=dtype) for _, (shape, dtype) in requested), handle(inputs.x)]
 
 
 @torch.library.custom_op("dllm_kernels::rows_backward", mutates_args=())
@@ -80,12 +84,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     name, *tensors, packed, factors, changing = inputs
     op, plan, given = ROW_OPS[name], Plan.unpack(packed, factors), RowInputs(*tensors)
     requested = [out for out, _ in op.requested(given, plan)]
-    outputs = {out.name: t for out, t in zip(requested, output, strict=True)}
+    outputs = {out.name: t for out, t in zip(requested, output[:-1], strict=True)}
     of_inputs, of_outputs = op.saved(plan)
     ctx.op, ctx.packed = op, (packed, factors)
     ctx.differentiable = [out.name if out.differentiable else None for out in requested]
-    ctx.dtypes = dtypes(given.grad_inputs)
-    ctx.save_for_backward(*(getattr(given, n) for n in of_inputs), *(outputs.get(n) for n in of_outputs), changing)
+    ctx.dtypes, ctx.instead = dtypes(given.grad_inputs), op.instead[given.weight is not None]
+    saved = (*(getattr(given, n) for n in of_inputs), *(outputs.get(n) for n in of_outputs))
+    ctx.save_for_backward(*saved, changing, output[-1])
     ctx.mark_non_differentiable(*(outputs[out.name] for out in requested if not out.differentiable))
     ctx.set_materialize_grads(False)
 
@@ -96,17 +101,23 @@ def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     return None, *(by_name.get(name) for name in TENSORS), None, None, None
 
 
-def _gradients(ctx: Any, op: RowOp, upstream: Outputs | None, plan: Plan) -> list[Tensor | None]:
+def _gradients(ctx: Any, op: RowOp, upstream: Outputs | None, plan: Plan) -> Sequence[Tensor | None]:
     if upstream is None or not any(plan.needs):
         return [None] * len(GRAD_INPUTS)
-    *saved, changing = ctx.saved_tensors
-    inputs, outputs = restored(op, plan, saved)
-    if (backward := op.inline_backward(plan)) is not None:
-        return in_dtypes(backward(inputs, outputs, upstream, plan), ctx.dtypes)
-    by_output = [upstream.get(out.name) for out in op.outputs if out.differentiable]
-    grads = iter(_rows_backward(op.name, saved, by_output, *ctx.packed, changing))
-    needed = zip(inputs.grad_inputs, plan.needs, strict=True)
-    return [next(grads) if need and t is not None else None for t, need in needed]
+    *saved, changing, hook = ctx.saved_tensors
+    names, n = tuple(upstream), len(saved)
+
+    def gradients(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        inputs, outputs = restored(op, plan, tensors[:n])
+        given: Outputs = dict(zip(names, tensors[n:-2], strict=True))
+        if (backward := op.inline_backward(plan)) is not None:
+            return tuple(in_dtypes(backward(inputs, outputs, given, plan), ctx.dtypes))
+        by_output = [given.get(out.name) for out in op.outputs if out.differentiable]
+        grads = iter(_rows_backward(op.name, list(tensors[:n]), by_output, *ctx.packed, tensors[-2]))
+        needed = zip(inputs.grad_inputs, plan.needs, strict=True)
+        return tuple(next(grads) if need and t is not None else None for t, need in needed)
+
+    return first_order(gradients, (*saved, *upstream.values(), changing, hook), ctx.instead)
 
 
 _rows.register_autograd(_backward, setup_context=_setup)

@@ -1,60 +1,90 @@
-"""The row ops as one autograd Function, for eager mode."""
+"""The row ops as one autograd Function, for eager mode and for ``torch.func.grad`` and ``torch.func.vjp``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from dllm_kernels._core._first_order import first_order_only, handle
+from dllm_kernels._core._first_order import FirstOrder, first_order, handle
 from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
 from dllm_kernels._core._op import Outputs, RowOp
 from dllm_kernels._core._plan import Plan
+from dllm_kernels._utils._plain import transforms_active
 
 
 def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
-    """Run the op over N rows; return its public outputs, with the gradients that the plan needs."""
-    if not any(plan.needs):
+    """Run the op over N rows; return its outputs, with the gradients that the plan needs."""
+    transformed = transforms_active()
+    if not any(plan.needs) and not transformed:
         return op.forward(inputs, plan)
-    names: list[str] = []
-    tensors = _Rows.apply(op, plan, inputs, names, *inputs.grad_inputs)  # type: ignore[no-untyped-call]
-    return dict(zip(names, tensors[:-1], strict=True))
+    function = _TransformedRows if transformed else _Rows
+    return _by_name(op, function.apply(op, plan, inputs, *inputs.grad_inputs))  # type: ignore[no-untyped-call]
+
+
+def _by_name(op: RowOp, output: Sequence[torch.Tensor | None]) -> Outputs:
+    """The output of :func:`_forward` by name, without the handle."""
+    return {out.name: t for out, t in zip(op.outputs, output[:-1], strict=True)}
+
+
+def _forward(op: RowOp, plan: Plan, inputs: RowInputs, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """All outputs and the handle. ``inputs.grad_inputs`` are passed a second time, for autograd to see them."""
+    outputs = op.forward(inputs, plan)
+    return *(outputs.get(out.name) for out in op.outputs), handle(inputs.x)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Save for backward what the op reads of the inputs and the output of :func:`_forward`."""
+    op, plan, given, *_ = inputs
+    outputs = _by_name(op, output)
+    ctx.op, ctx.plan, ctx.differentiable = op, plan, [out.name if out.differentiable else None for out in op.outputs]
+    ctx.dtypes, ctx.instead = dtypes(given.grad_inputs), op.instead[plan.from_hidden]
+    of_inputs, of_outputs = op.saved(plan)
+    shared = {name for name in ctx.differentiable if name}  # the caller may write into these
+    kept = [outputs.get(name) for name in of_outputs]
+    kept = [t.clone() if t is not None and name in shared else t for name, t in zip(of_outputs, kept, strict=True)]
+    ctx.save_for_backward(*(getattr(given, name) for name in of_inputs), *kept, output[-1])
+    ctx.check = op.before_backward and op.before_backward(given, plan)
+    constant = (outputs[out.name] for out in op.outputs if not out.differentiable)
+    ctx.mark_non_differentiable(*(t for t in constant if t is not None))
+    ctx.set_materialize_grads(False)
 
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, op: RowOp, plan: Plan, inputs: RowInputs, names: list[str], *_: torch.Tensor | None
-    ) -> tuple[torch.Tensor, ...]:
-        """Fill ``names`` with those of the outputs. ``inputs.grad_inputs`` are passed again for autograd to see them."""
-        outputs = op.forward(inputs, plan)
-        public = [out for out in op.outputs if out.public and outputs.get(out.name) is not None]
-        names += [out.name for out in public]
-        hook = handle(outputs[names[0]])
-        ctx.op, ctx.plan, ctx.differentiable = op, plan, [out.name if out.differentiable else None for out in public]
-        ctx.dtypes, ctx.instead = dtypes(inputs.grad_inputs), op.instead[plan.from_hidden]
-        of_inputs, of_outputs = op.saved(plan)
-        shared = {name for name in ctx.differentiable if name}  # the caller may write into these
-        kept = [outputs.get(name) for name in of_outputs]
-        kept = [t.clone() if t is not None and name in shared else t for name, t in zip(of_outputs, kept, strict=True)]
-        ctx.save_for_backward(*(getattr(inputs, name) for name in of_inputs), *kept, hook)
-        ctx.check = op.before_backward and op.before_backward(inputs, plan)
-        ctx.mark_non_differentiable(*(outputs[out.name] for out in public if not out.differentiable))
-        ctx.set_materialize_grads(False)
-        return *(outputs[name] for name in names), hook
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor | None, ...]:
+        output = _forward(*inputs)
+        _setup(ctx, inputs, output)
+        return output
 
     @staticmethod
-    @first_order_only
-    def backward(ctx: Any, saved: Callable[[], Sequence[Any]], *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        op, plan = ctx.op, ctx.plan
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        op, plan, dtypes_ = ctx.op, ctx.plan, ctx.dtypes
         upstream = upstream_of(ctx.differentiable, grads)
         if upstream is None:
-            return (None,) * (4 + len(GRAD_INPUTS))
+            return (None,) * (3 + len(GRAD_INPUTS))
         if ctx.check is not None:
             ctx.check()
-        gradients = op.backward(*restored(op, plan, saved()[:-1]), upstream, plan)
-        return None, None, None, None, *in_dtypes(gradients, ctx.dtypes)
+        *saved, hook = ctx.saved_tensors  # read once, because an activation checkpoint recomputes and frees them
+        names, n = tuple(upstream), len(saved)
+
+        def gradients(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+            given = dict(zip(names, tensors[n:-1], strict=True))
+            return tuple(in_dtypes(op.backward(*restored(op, plan, tensors[:n]), given, plan), dtypes_))
+
+        return None, None, None, *first_order(gradients, (*saved, *upstream.values(), hook), ctx.instead)
+
+
+class _TransformedRows(FirstOrder, _Rows):
+    """:class:`_Rows` in the form that the transforms of ``torch.func`` require.
+
+    A transform calls ``forward`` with plain tensors, and ``setup_context`` with its wrappers of these. Other calls use
+    :class:`_Rows`, because torch inspects the signature of this form's ``forward`` at every call.
+    """
+
+    forward = staticmethod(_forward)  # type: ignore[assignment]
+    setup_context = staticmethod(_setup)
 
 
 def restored(op: RowOp, plan: Plan, saved: Sequence[Any]) -> tuple[RowInputs, Outputs]:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from dllm_kernels._utils._plain import levels, transforms_active
+
 Tensor = torch.Tensor
 
 
@@ -31,9 +33,14 @@ class NeedsGrad(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Iterable[Tensor | None]) -> NeedsGrad:
-        """Evaluate before ``autograd.Function.apply``: inside its forward, requires_grad is True even under no_grad."""
+        """Evaluate before ``autograd.Function.apply``: inside its forward, requires_grad is True even under no_grad.
+
+        Inside a transform of ``torch.func``, an enclosing level may require a gradient that the innermost does not.
+        """
         if not torch.is_grad_enabled():
             return NO_GRADIENTS
+        if not torch.compiler.is_compiling() and transforms_active():
+            return cls(*[t is not None and any(each.requires_grad for each in levels(t)) for t in inputs])
         return cls(*[t is not None and t.requires_grad for t in inputs])
 
     @property

@@ -14,6 +14,7 @@ import torch
 
 from dllm_kernels._core._inputs import Gradients, RowInputs
 from dllm_kernels._core._plan import Plan
+from dllm_kernels._utils._plain import levels
 
 Tensor = torch.Tensor
 Spec = tuple[tuple[int, ...], torch.dtype]
@@ -139,7 +140,7 @@ class SingleUseBackward:
             (inputs.bias, plan.needs.bias),
             (inputs.extra_weight, plan.needs.extra_weight),
         )
-        self.head = [weakref.ref(t) for t, trains in head if trains and t is not None]
+        self.head = [weakref.ref([*levels(t)][-1]) for t, trains in head if trains and t is not None]
 
     def __call__(self) -> None:
         if self.consumed:

@@ -15,8 +15,10 @@ from dllm_kernels._utils import _changing
 from dllm_kernels._utils._plain import (
     autocasts,
     check_no_tangent,
+    check_not_batched,
     is_dtensor,
     plain,
+    transforms_active,
     values_are_there,
 )
 from dllm_kernels._utils._target_range import raise_bad_target
@@ -212,6 +214,7 @@ def check_rows(
     if names.weight:
         check_float(names.weight, weight)
     check_ids(names.targets, targets)
+    check_not_batched(rows, targets, weight, bias)
     if weight is not None:
         _check_head(names, rows, weight, bias)
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
@@ -318,8 +321,8 @@ def check_target_range(
 
 def check_inplace(logits: torch.Tensor, rows: torch.Tensor) -> None:
     """Raise unless the gradient can be written over the logits, seen as ``rows [B, L, V]``: no copy, no shared memory."""
-    if torch.compiler.is_compiling():
-        raise ValueError("inplace_backward must be False under torch.compile, got True")
+    if torch.compiler.is_compiling() or transforms_active():
+        raise ValueError("inplace_backward must be False under torch.compile and torch.func, got True")
     wanted = logits.requires_grad and torch.is_grad_enabled()
     if wanted and (rows.data_ptr() != logits.data_ptr() or _rows_overlap(rows)):
         raise ValueError(

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._first_order import without_derivative
+from dllm_kernels._core._first_order import first_order
 from dllm_kernels._core._plan import compute_dtype
 from dllm_kernels._utils._checks import check_number, type_name
 from dllm_kernels._utils._head import LINEAR_FORWARDS, check_plain_head
@@ -249,11 +249,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        with torch.no_grad():
-            out = (_Gather._scattered(ctx, grad), None, None, None)
-        if not torch.is_grad_enabled():
-            return out
-        return without_derivative(out, (grad,), "torch.nn.functional.cross_entropy on the logits of the head itself")
+        instead = "torch.nn.functional.cross_entropy on the logits of the head itself"
+        return *first_order(lambda grad: (_Gather._scattered(ctx, grad),), (grad,), instead), None, None, None
 
     @staticmethod
     def _scattered(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from dllm_kernels._core._run import run
 from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
-from dllm_kernels._utils._plain import all_plain, has_values
+from dllm_kernels._utils._plain import all_plain, has_values, transforms_active
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.ops.row_stats import LINEAR, LOGITS
 
@@ -168,7 +168,7 @@ def linear_row_objective(
     inputs, options = checked(
         LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True
     )
-    if torch.compiler.is_compiling() or not has_values(hidden):
+    if torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
         return _combined(fn, aux, run(ROW_STATS, inputs, options), active)
     objective = Objective(fn, several=ids.dim() == hidden.dim())
     return run(ROW_OBJECTIVE, replaced(inputs, aux=aux), options, objective=objective)  # type: ignore[no-any-return]
