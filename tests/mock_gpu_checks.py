@@ -353,6 +353,43 @@ def corruption_does_not_depend_on_the_number_of_rows():
     assert all(other == first for other in rest)
 
 
+def blockwise_with_levels(L):
+    levels = torch.zeros(8, math.ceil(L / 32))
+    launches.corrupt(corruption.corrupt_blockwise, 8, L, block_size=32, level=levels)
+
+
+LENGTHS = range(992, 1057)
+ANY_LENGTH = {  # (call of a length, kernels for these lengths): a whole row is sorted in a tile of a power of two
+    "corrupt_uniform": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L), 1),
+    "corrupt_all_masked": (lambda L: launches.corrupt(corruption.corrupt_all_masked, 8, L), 1),
+    "corrupt_uniform_random": (lambda L: launches.corrupt(corruption.corrupt_uniform_random, 8, L, block_size=32), 1),
+    "corrupt_blockwise": (lambda L: launches.corrupt(corruption.corrupt_blockwise, 8, L, block_size=32), 1),
+    "corrupt_blockwise, whole rows": (lambda L: launches.corrupt(corruption.corrupt_blockwise, 8, L), 2),
+    "exact": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, L, exact=True), 2),
+    "exact, keys in memory": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, 8 * L, exact=True), 1),
+    "level": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, L), 1),
+    "a level per block": (blockwise_with_levels, 1),
+    "seeds": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L, own_seeds=True), 1),
+    "corrupt_mix": (lambda L: launches.mix(8, L), 1),
+    "complementary": (lambda L: launches.complement(8, L), 1),
+    "sample_level": (lambda L: launches.levels(L), 1),
+    "gumbel_topk": (lambda L: launches.topk(8, L), 2),
+    "gumbel_topk, draws given": (lambda L: launches.topk(8, L, given=True), 2),
+    "gumbel_topk, keys in memory": (lambda L: launches.topk(8, 8 * L), 1),
+}  # fmt: skip
+
+
+@check
+@on_each("sm_90", "gfx942")
+def a_length_is_no_kernel_of_its_own(gpu):
+    """Each would stall a training with variable lengths while it is compiled."""
+    for name, (call, most) in ANY_LENGTH.items():
+        before = len(gpu.specimens)
+        for L in LENGTHS:
+            call(L)
+        assert len(gpu.specimens) - before == most, (name, len(gpu.specimens) - before)
+
+
 def needs_nothing_new(gpu, step, *captured):
     """Warm up by ``step()``, then call each of ``captured``, or ``step`` again, under capture: no kernel may be new.
 

@@ -10,12 +10,20 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _corruption_tiles
-from dllm_kernels._backends.triton._launch import on_its_device
+from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, level_draws, token_of, uniform, words
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
 _WHAT = {"mask": 0, "tokens": 1, "all": 2}
 _MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
+# Not specialised on: a kernel for each kind of length would stall a training with variable lengths.
+SIZES = [
+    "B", "L", "size", "stride", "token", "vocab_size", "stride_b", "mask_stride_b", "level_stride_b", "level_stride_n",
+    "p_stride", "q_stride",
+]  # fmt: skip
+# Specialised on being 1 (a number) or given (a pointer), but not on alignment.
+ONES = ["blocks", "stride_l", "mask_stride_l", "seed_ptr", "level_ptr", "mask_prob_ptr", "uniform_prob_ptr"]
 # The largest sum of two probabilities that passes for 1, as _random/_rules.py has it.
 _MOST = tl.constexpr(1.0 + 1e-5)
 
@@ -40,29 +48,58 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
 
 
 @triton.jit
-def _read(batch, b, at, inside, HAS_MASK: tl.constexpr):
-    """Ids, and which positions may change; ``batch``: where ids and mask are, and the two strides of each."""
-    ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l = batch
-    b = b.to(tl.int64)  # b * L passes int32 once the batch has 2**31 positions
-    at = at.to(tl.int64)
-    ids = tl.load(ids_ptr + b * stride_b + at * stride_l, mask=inside, other=0)
-    if HAS_MASK:
-        supervised = tl.load(loss_mask_ptr + b * mask_stride_b + at * mask_stride_l, mask=inside, other=0)
-        return ids, inside & (supervised != 0)
-    else:
-        return ids, inside
+def _places(b, block, i, sizes, WIDE: tl.constexpr):
+    """The positions i of the blocks within the rows b, and which of them there are; ``WIDE`` as in ``multiple``."""
+    B, L, size = sizes
+    at = block * multiple(size, WIDE) + i
+    return at, (b < B) & (i < multiple(size, WIDE)) & (at < multiple(L, WIDE))
 
 
 @triton.jit
-def _write(noisy_ptr, noise_ptr, b, at, inside, ids, noise, token, L):
-    """Returns where in the outputs."""
-    out = b.to(tl.int64) * L + at.to(tl.int64)
-    tl.store(noisy_ptr + out, tl.where(noise, token.to(ids.dtype), ids), mask=inside)
+def _read_as(batch, b, block, i, sizes, HAS_MASK: tl.constexpr, WIDE: tl.constexpr):
+    ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l = batch
+    at, inside = _places(b, block, i, sizes, WIDE)
+    b = b.to(tl.int64)  # b * L passes int32 once the batch has 2**31 positions
+    at = at.to(tl.int64)
+    ids = tl.load(ids_ptr + b * multiple(stride_b, WIDE) + at * stride_l, mask=inside, other=0)
+    if HAS_MASK:
+        places = loss_mask_ptr + b * multiple(mask_stride_b, WIDE) + at * mask_stride_l
+        inside = inside & (tl.load(places, mask=inside, other=0) != 0)
+    return ids, inside
+
+
+@triton.jit
+def _read(batch, b, block, i, sizes, HAS_MASK: tl.constexpr):
+    """Ids, and which positions may change; ``batch``: where ids and mask are, and the two strides of each."""
+    if all_multiples(sizes[1], sizes[2], batch[2], batch[4]):
+        ids, supervised = _read_as(batch, b, block, i, sizes, HAS_MASK, True)
+    else:
+        ids, supervised = _read_as(batch, b, block, i, sizes, HAS_MASK, False)
+    return ids, supervised
+
+
+@triton.jit
+def _write_as(outputs, b, block, i, sizes, noisy, noise, p, WIDE: tl.constexpr):
+    noisy_ptr, noise_ptr, p_ptr = outputs
+    at, inside = _places(b, block, i, sizes, WIDE)
+    out = b.to(tl.int64) * multiple(sizes[1], WIDE) + at.to(tl.int64)
+    tl.store(noisy_ptr + out, noisy, mask=inside)
     tl.store(noise_ptr + out, noise, mask=inside)
-    return out
+    if p_ptr is not None:
+        tl.store(p_ptr + out, p, mask=inside)
 
 
-@triton.jit(do_not_specialize=["B", "token"])
+@triton.jit
+def _write(outputs, b, block, i, sizes, ids, noise, token, p):
+    """Write the token where there is noise, else the ids; the noise; and p unless it is None."""
+    noisy = tl.where(noise, token.to(ids.dtype), ids)
+    if all_multiples(sizes[1], sizes[2], 0, 0):
+        _write_as(outputs, b, block, i, sizes, noisy, noise, p, True)
+    else:
+        _write_as(outputs, b, block, i, sizes, noisy, noise, p, False)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_independent(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
@@ -78,9 +115,7 @@ def _corrupt_independent(
     b = n // blocks
     block = n % blocks
     i = (first + tl.arange(0, BLOCK))[None, :]
-    at = block * size + i
-    inside = (b < B) & (i < size) & (at < L)
-    ids, noise = _read(batch, b, at, inside, True)
+    ids, noise = _read(batch, b, block, i, (B, L, size), True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
     if WHAT != _ALL:
         seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
@@ -94,11 +129,10 @@ def _corrupt_independent(
             noise = noise & (uniform(draws(seed, row, stride, start, SHARE, BLOCK) >> 9) < level)
         if (WHAT == _MASK) | HAS_LEVEL:
             p = tl.broadcast_to(level, [R, BLOCK])
-    out = _write(noisy_ptr, noise_ptr, b, at, inside, ids, noise, token, L)
-    tl.store(p_ptr + out, p, mask=inside)
+    _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, (B, L, size), ids, noise, token, p)
 
 
-@triton.jit(do_not_specialize=["B", "token"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_mix(
     ids_ptr, loss_mask_ptr, seed_ptr, mask_prob_ptr, uniform_prob_ptr, noisy_ptr, noise_ptr,
     B, L, stride, token, vocab_size, stride_b, stride_l, mask_stride_b, mask_stride_l, p_stride, q_stride,
@@ -108,9 +142,8 @@ def _corrupt_mix(
     tiles = tl.cdiv(L, BLOCK)
     first = (tl.program_id(0) % tiles) * BLOCK
     b = ((tl.program_id(0) // tiles) * R + tl.arange(0, R))[:, None]
-    at = (first + tl.arange(0, BLOCK))[None, :] + b * 0
-    inside = (b < B) & (at < L)
-    ids, supervised = _read(batch, b, at, inside, True)
+    i = (first + tl.arange(0, BLOCK))[None, :]
+    ids, supervised = _read(batch, b, b * 0, i, (B, L, L), True)
     mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
     total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
     supervised = supervised & (total <= _MOST)
@@ -124,7 +157,7 @@ def _corrupt_mix(
     other += (other >= tl.maximum(clean, token)).to(tl.int64)
     noise = absorbed | (supervised & (u < total) & (clean != token))
     new = tl.where(absorbed, tl.zeros_like(other) + token, other)
-    _write(noisy_ptr, noise_ptr, b, at, inside, ids, noise, new, L)
+    _write((noisy_ptr, noise_ptr, None), b, b * 0, i, (B, L, L), ids, noise, new, None)
 
 
 @triton.jit
@@ -151,7 +184,7 @@ def _position_keys(
         return keys(score(log_w, fine_uniform(draw)), choosable)
 
 
-@triton.jit(do_not_specialize=["B", "token"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_topk(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
@@ -166,9 +199,7 @@ def _corrupt_topk(
     b = n // blocks
     block = n % blocks
     i = tl.arange(0, BLOCK)[None, :]
-    at = block * size + i
-    inside = (b < B) & (i < size) & (at < L)
-    ids, supervised = _read(batch, b, at, inside, HAS_MASK)
+    ids, supervised = _read(batch, b, block, i, (B, L, size), HAS_MASK)
     seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     draw = draws(seed, row, stride, block * size, SHARE, BLOCK)
@@ -180,12 +211,11 @@ def _corrupt_topk(
         length = tl.where(b < B, tl.minimum(size, L - block * size), 0)
         key = _position_keys(draw, i < length, 0, level, rate, EXACT, BLOCK)
     chosen = topk(key, tl.reshape(number_to_mask(level, length, at_least), [R]))
-    # inside, not i < length, in which the compiler sees no alignment
-    out = _write(noisy_ptr, noise_ptr, b, at, inside, ids, chosen & supervised, token, L)
-    tl.store(p_ptr + out, tl.broadcast_to(level, [R, BLOCK]), mask=inside)
+    p = tl.broadcast_to(level, [R, BLOCK])
+    _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, (B, L, size), ids, chosen & supervised, token, p)
 
 
-@triton.jit(do_not_specialize=["B", "token"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _corrupt_topk_long(
     ids_ptr, loss_mask_ptr, seed_ptr, level_ptr, noisy_ptr, noise_ptr, p_ptr, key_ptr,
     B, L, blocks, size, stride, token, stride_b, stride_l, mask_stride_b, mask_stride_l, level_stride_b, level_stride_n,
@@ -202,18 +232,19 @@ def _corrupt_topk_long(
     length = tl.minimum(size, L - (n % blocks) * size)
     seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
-    key_ptr += n.to(tl.int64) * size
+    kept = rounded_up(size)
+    key_ptr += n.to(tl.int64) * kept
     lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     hi = tl.full([], NEVER, tl.int64)
     choosable = tl.zeros([], tl.int32)
-    for start in range(0, size, BLOCK):
+    for start in range(0, kept, BLOCK):
         i = start + tl.arange(0, BLOCK)
         may = (i < length)[None, :]
         if EXACT:
-            _, may = _read(batch, b, block * size + i[None, :], may, HAS_MASK)
+            _, may = _read(batch, b, block, i[None, :], (B, L, size), HAS_MASK)
         draw = draws(seed, row, stride, block * size + start, SHARE, BLOCK)
         key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
-        tl.store(key_ptr + i, key, mask=i < size)
+        tl.store(key_ptr + i, key, mask=i < kept)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
     if EXACT:
@@ -221,30 +252,40 @@ def _corrupt_topk_long(
     else:
         k = number_to_mask(level, length, at_least)
     k = tl.max(tl.reshape(k, [1]), 0)
-    threshold, missing = threshold_in_memory(key_ptr, size, k, lo, hi, choosable, BLOCK)
+    threshold, missing = threshold_in_memory(key_ptr, kept, k, lo, hi, choosable, BLOCK)
+    p = tl.broadcast_to(level, [1, BLOCK])
     for start in range(0, size, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = tl.load(key_ptr + i, mask=i < size, other=NEVER)
+        key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
-        at, inside = block * size + i[None, :], (i < length)[None, :]
-        ids, supervised = _read(batch, b, at, inside, HAS_MASK)
-        out = _write(noisy_ptr, noise_ptr, b, at, inside, ids, chosen[None, :] & supervised, token, L)
-        tl.store(p_ptr + out, tl.broadcast_to(level, [1, BLOCK]), mask=inside)
+        sizes = (B, L, size)
+        ids, supervised = _read(batch, b, block, i[None, :], sizes, HAS_MASK)
+        noise = chosen[None, :] & supervised
+        _write((noisy_ptr, noise_ptr, p_ptr), b, block, i[None, :], sizes, ids, noise, token, p)
 
 
 @triton.jit
+def _complement_as(batch, out_ptr, b, i, sizes, WIDE: tl.constexpr):
+    noise, supervised = _read_as(batch, b, b * 0, i, sizes, True, WIDE)
+    at, inside = _places(b, b * 0, i, sizes, WIDE)
+    tl.store(out_ptr + b * multiple(sizes[1], WIDE) + at, supervised & (noise == 0), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _complement(
     noise_ptr, loss_mask_ptr, out_ptr, B, L, stride_b, stride_l, mask_stride_b, mask_stride_l, BLOCK: tl.constexpr
 ):  # fmt: skip
+    batch = (noise_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
     tiles = tl.cdiv(L, BLOCK)
-    b = (tl.program_id(0) // tiles).to(tl.int64)
-    at = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
-    noise = tl.load(noise_ptr + b * stride_b + at.to(tl.int64) * stride_l, mask=at < L, other=0)
-    supervised = tl.load(loss_mask_ptr + b * mask_stride_b + at.to(tl.int64) * mask_stride_l, mask=at < L, other=0)
-    tl.store(out_ptr + b * L + at, (supervised != 0) & (noise == 0), mask=at < L)
+    b = (tl.program_id(0) // tiles).to(tl.int64) + tl.zeros([1], tl.int64)
+    i = (tl.program_id(0) % tiles) * BLOCK + tl.arange(0, BLOCK)
+    if all_multiples(L, stride_b, mask_stride_b, 0):
+        _complement_as(batch, out_ptr, b, i, (B, L, L), True)
+    else:
+        _complement_as(batch, out_ptr, b, i, (B, L, L), False)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _sample_level(
     seed_ptr, out_ptr, B, low, span, high, METHOD: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -371,8 +412,10 @@ def corrupt_topk(
         "HAS_LEVEL": level is not None, "SHARE": _corruption_tiles.share(blocks, size, tile.block, 8), "BLOCK": tile.block,
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
+    if tile.num_warps == 16:
+        options |= alone_on_a_multiprocessor()
     if tile.in_memory:
-        scratch = torch.empty((B * blocks, size), dtype=torch.int64, device=input_ids.device)
+        scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
         _corrupt_topk_long[(B * blocks,)](*pointers, scratch, *numbers, **flags, **options)
     else:
         grid = (triton.cdiv(B * blocks, tile.rows),)

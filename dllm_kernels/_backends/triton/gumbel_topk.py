@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _corruption_tiles
+from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
@@ -15,11 +16,48 @@ _MIN_UNIFORM = tl.constexpr(0x0010000000000000)
 _MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)
 
 
+# As in corruption.py: no kernel of its own for each kind of length.
+SIZES = ["N", "D", "k_const", "stride_n", "uniform_stride_n"]
+ONES = ["stride_d", "uniform_stride_d", "k_ptr", "seed_ptr"]
+
+
 @triton.jit
 def _inside(u):
     low = tl.full(u.shape, _MIN_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
     high = tl.full(u.shape, _MAX_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
     return tl.where(u > low, tl.where(u < high, u, high), low)
+
+
+@triton.jit
+def _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr, WIDE: tl.constexpr):
+    N, D = sizes
+    inside = (n < N) & (d < multiple(D, WIDE))
+    return tl.load(ptr + n * multiple(stride_n, WIDE) + d * stride_d, mask=inside, other=OTHER)
+
+
+@triton.jit
+def _load(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr):
+    """The columns d of the rows n of a tensor with two strides, OTHER in the place of those that there are not."""
+    if all_multiples(sizes[1], stride_n, 0, 0):
+        x = _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER, True)
+    else:
+        x = _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER, False)
+    return x
+
+
+@triton.jit
+def _store_as(out_ptr, n, d, sizes, chosen, WIDE: tl.constexpr):
+    N, D = sizes
+    columns = multiple(D, WIDE)
+    tl.store(out_ptr + n * columns + d, chosen, mask=(n < N) & (d < columns))
+
+
+@triton.jit
+def _store(out_ptr, n, d, sizes, chosen):
+    if all_multiples(sizes[1], 0, 0, 0):
+        _store_as(out_ptr, n, d, sizes, chosen, True)
+    else:
+        _store_as(out_ptr, n, d, sizes, chosen, False)
 
 
 @triton.jit
@@ -31,8 +69,7 @@ def _row_keys(
     d = (first + tl.arange(0, BLOCK))[None, :].to(tl.int64)
     inside = (n < N) & (d < D)
     if HAS_UNIFORM:
-        at = uniform_ptr + n * uniform_stride_n + d * uniform_stride_d
-        u = tl.load(at, mask=inside, other=0.5).to(tl.float64)
+        u = _load(uniform_ptr, n, d, (N, D), uniform_stride_n, uniform_stride_d, 0.5).to(tl.float64)
         inside = inside & (u == u)
         u = _inside(u)
     else:
@@ -43,7 +80,7 @@ def _row_keys(
             seed = tl.load(seed_ptr + n, mask=n < N, other=0)
             row = tl.zeros_like(n)
         u = fine_uniform(draws(seed, row, tl.cdiv(D, 8), first + n * 0, 8 if BLOCK >= 8 else BLOCK, BLOCK))
-    log_w = tl.load(log_w_ptr + n * stride_n + d * stride_d, mask=inside, other=-float("inf"))
+    log_w = _load(log_w_ptr, n, d, (N, D), stride_n, stride_d, -float("inf"))
     if log_w.dtype.primitive_bitwidth == 16:
         log_w = log_w.to(tl.float32)
     return keys(score(log_w, u), inside)
@@ -60,7 +97,7 @@ def _count(k_ptr, k_const, n, N, HAS_K: tl.constexpr):
         return (n * 0).to(tl.int32) + k_const
 
 
-@triton.jit(do_not_specialize=["N", "k_const"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _gumbel_topk(
     log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr,
     N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
@@ -74,38 +111,38 @@ def _gumbel_topk(
     )  # fmt: skip
     k = _count(k_ptr, k_const, n, N, HAS_K)
     chosen = topk(key, k)
-    d = tl.arange(0, BLOCK)[None, :]
-    tl.store(out_ptr + n[:, None] * D + d, chosen, mask=(n[:, None] < N) & (d < D))
+    _store(out_ptr, n[:, None], tl.arange(0, BLOCK)[None, :], (N, D), chosen)
 
 
-@triton.jit(do_not_specialize=["N", "k_const"])
+@triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
 def _gumbel_topk_long(
     log_w_ptr, k_ptr, uniform_ptr, seed_ptr, out_ptr, key_ptr,
     N, D, k_const, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
     HAS_K: tl.constexpr, HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0).to(tl.int64)
-    key_ptr += n * D
+    kept = rounded_up(D)
+    key_ptr += n * kept
     lo = tl.full([], 0x7FFFFFFFFFFFFFFF, tl.int64)
     hi = tl.full([], NEVER, tl.int64)
     choosable = tl.zeros([], tl.int32)
-    for start in range(0, D, BLOCK):
+    for start in range(0, kept, BLOCK):
         key = _row_keys(
             log_w_ptr, uniform_ptr, seed_ptr, n + tl.zeros([1, 1], tl.int64), start, N, D,
             stride_n, stride_d, uniform_stride_n, uniform_stride_d, HAS_UNIFORM, SHARED_SEED, BLOCK,
         )  # fmt: skip
         key = tl.reshape(key, [BLOCK])
         i = start + tl.arange(0, BLOCK)
-        tl.store(key_ptr + i, key, mask=i < D)
+        tl.store(key_ptr + i, key, mask=i < kept)
         lo, hi, choosable = widen(lo, hi, choosable, key)
     tl.debug_barrier()  # other threads read the keys back
     k = _count(k_ptr, k_const, n, N, HAS_K)
-    threshold, missing = threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK)
+    threshold, missing = threshold_in_memory(key_ptr, kept, k, lo, hi, choosable, BLOCK)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        key = tl.load(key_ptr + i, mask=i < D, other=NEVER)
+        key = tl.load(key_ptr + i, mask=i < kept, other=NEVER)
         chosen, missing = chosen_of_tile(key, threshold, missing)
-        tl.store(out_ptr + n * D + i, chosen, mask=i < D)
+        _store(out_ptr, n + tl.zeros([1, 1], tl.int64), i[None, :], (N, D), chosen[None, :])
 
 
 @on_its_device
@@ -130,7 +167,7 @@ def gumbel_topk_mask(
     }
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.in_memory:
-        scratch = torch.empty((N, D), dtype=torch.int64, device=log_w.device)
+        scratch = torch.empty((N, 16 * triton.cdiv(D, 16)), dtype=torch.int64, device=log_w.device)
         _gumbel_topk_long[(N,)](*pointers, scratch, *sizes, **flags, **options)
     else:
         grid = (triton.cdiv(N, tile.rows),)
