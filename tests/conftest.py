@@ -215,6 +215,15 @@ def last_program_first(monkeypatch):
     monkeypatch.setattr(builder, "set_grid_idx", lambda x, y, z: in_order(builder.grid_dim[0] - 1 - x, y, z))
 
 
+@pytest.fixture
+def fused_products():
+    """Round once in every sum or difference of a product, as compiled kernels may and Triton's interpreter does not."""
+    if not INTERPRETED:
+        pytest.skip("compiled kernels are fused as the compiler likes")
+    with interpreter.products_fused():
+        yield
+
+
 @pytest.fixture(params=["torch", "triton"])
 def backend(request):
     return request.param

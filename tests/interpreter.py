@@ -301,3 +301,54 @@ def programs_apart():
         shared = one.shared()
         assert not shared, f"programs of {one.kernel} share {len(shared)} addresses that one of them writes"
         kernels.add(one.kernel)
+
+
+_WIDER = {np.dtype(np.float32): np.float64, np.dtype(np.float64): np.longdouble}
+
+
+def _rounded_once(product, other, sign_of_product, sign_of_other):
+    (a, b), kept = product.factors, product.data.dtype
+    a, b, c = (handle.data.astype(_WIDER[kept]) for handle in (a, b, other))
+    return triton_interpreter.TensorHandle(
+        (sign_of_product * a * b + sign_of_other * c).astype(kept), product.dtype.scalar
+    )
+
+
+@contextmanager
+def products_fused():
+    """Fuse every sum or difference of a product, as a compiler may in a kernel that is launched with ``FUSED``.
+
+    The interpreter rounds each product, so that ``a * b - a * b`` is 0. Fused, it is the rounding error of the product.
+    """
+    builder = triton_interpreter.interpreter_builder
+    multiply = builder.create_fmul
+
+    def product(left, right):
+        made = multiply(left, right)
+        if made.data.dtype in _WIDER:
+            made.factors = left, right
+        return made
+
+    def fusing(make, sign):
+        def made(left, right):
+            if hasattr(left, "factors"):
+                return _rounded_once(left, right, 1, sign)
+            return _rounded_once(right, left, sign, 1) if hasattr(right, "factors") else make(left, right)
+
+        return made
+
+    def keeping_factors(make):
+        def made(*args):
+            out = make(*args)
+            for i, arg in enumerate(args):
+                if hasattr(arg, "factors"):
+                    out.factors = tuple(make(*args[:i], factor, *args[i + 1 :]) for factor in arg.factors)
+            return out
+
+        return made
+
+    moved = ("create_reshape", "create_broadcast", "create_expand_dims", "create_splat")
+    replaced = {name: keeping_factors(getattr(builder, name)) for name in moved}
+    replaced |= {"create_fadd": fusing(builder.create_fadd, 1), "create_fsub": fusing(builder.create_fsub, -1)}
+    with mock.patch.multiple(builder, create_fmul=product, **replaced):
+        yield

@@ -1,5 +1,7 @@
 """The rule that judges every fast path: any order of summation passes, and what a fast path may do wrong does not."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -99,6 +101,33 @@ def test_the_bound_is_the_sum_of_three_terms(dtype, plain_error, sign):
     assert_as_good_as_plain([ours], [ours.double() + 0.98 * sign * bound, more], plain_error, sizes=(9, 4))
     with pytest.raises(AssertionError, match="above one rounding step"):
         assert_as_good_as_plain([ours], [ours.double() + 1.02 * sign * bound, more], plain_error, sizes=(9, 4))
+
+
+@pytest.mark.parametrize("gain", [1 / 0.7, 3.3])
+def test_what_a_fused_product_leaves_of_equal_numbers_passes(gain):
+    """Of a single column ``z * gain - max(z * gain)``, rounded once, is below a rounding step of ``z * gain``, but not 0."""
+    torch.manual_seed(0)
+    z, gain = 3 * torch.randn(1000), torch.tensor(gain)
+    x = z * gain
+    fused = (z.double() * gain.double() - x.double()).float()
+    exact, terms = torch.zeros(1000, dtype=torch.float64), x.abs().max().item()
+    assert fused.count_nonzero() > 500
+    assert_as_good_as_plain([fused], [exact], 0.0, sizes=(1,), terms=terms)
+    with pytest.raises(AssertionError, match="above one rounding step, 0 is allowed"):
+        assert_as_good_as_plain([fused], [exact], 0.0, sizes=(1,))
+
+
+@pytest.mark.parametrize("dtype", LOW + WIDE, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_the_terms_stand_in_where_every_exact_number_is_0(dtype, sign):
+    """And nowhere else: one draw that is not 0 has the scale."""
+    bound = 64 * (3 + 2) * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    zero, more = torch.zeros(1, dtype=torch.float64), torch.full((1,), 1e-30, dtype=torch.float64)
+    for factor, draws, passes in ((0.98, [zero], True), (1.02, [zero], False), (0.98, [zero, more], False)):
+        ours = torch.tensor([factor * sign * bound], dtype=dtype)
+        expected = contextlib.nullcontext() if passes else pytest.raises(AssertionError, match="above one rounding")
+        with expected:
+            assert_as_good_as_plain([ours], draws, 0.0, sizes=(9, 4), terms=64.0)
 
 
 def test_the_sums_are_over_the_last_dimension_and_over_the_rows():
