@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import reference
+from dllm_kernels._backends import _primitives
 from dllm_kernels._backends.torch import _blocks, _workers
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels.ops import token_nll, weighted_linear_nll, weighted_nll

@@ -1,7 +1,7 @@
-"""From what a caller asks for to a recipe, and recipes as the numbers that compiled graphs carry.
+"""Validate the arguments of a divergence, and pack its configuration into the numbers that a compiled graph can carry.
 
-The kinds and their options are those of ``_backends/torch/_divergence.py``. ``l1`` is twice tv, a ``jsd`` whose beta is 0 or 1 is kl or
-rkl, and the base of ``lk`` makes one of two kinds of it.
+The kinds and their options are defined in ``_backends/torch/_divergence.py``. ``l1`` is twice ``tv``; a ``jsd`` whose beta is 0
+or 1 is ``kl`` or ``rkl``; ``lk`` is one of two kinds, depending on its base.
 """
 
 from __future__ import annotations
