@@ -144,7 +144,9 @@ def test_the_package_knows_no_room_around_it_and_benchmarks_no_tool(room):
 
 def test_row_ops_and_random_bits_do_not_import_each_other():
     for path in files("_random"):
-        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._core", "dllm_kernels._backends.torch")], path
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._core", "dllm_kernels._backends.torch")], (
+            path
+        )
     for path in (*files("_core"), *files("_backends", "torch")):
         assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._random")], path
 

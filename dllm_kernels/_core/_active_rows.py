@@ -1,4 +1,4 @@
-"""Which rows of a linear loss are projected: compaction of the active ones, a chunk at a time."""
+"""Compaction of the active rows of a linear loss, and the choice of the chunk size."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Outputs = Sequence[torch.Tensor | None]
 
 
 class ActiveRows:
-    """The rows that count, listed or all.
+    """Active rows: a list of their numbers, or all rows.
 
     Attributes:
-        count: how many rows are worked on.
-        total: number of rows of the caller, N.
-        overflow: where ``num_active`` was given, whether it was too small (0-d bool); else None.
+        count: number of rows to process.
+        total: number of all rows, N.
+        overflow: whether a given ``num_active`` is too small (0-d bool); None if not given.
     """
 
     def __init__(self, targets: torch.Tensor, num_active: int | None) -> None:
@@ -46,21 +46,21 @@ class ActiveRows:
         self.count = self.total if self._index is None else self._index.numel()
 
     def take(self, t: torch.Tensor, chunk: slice) -> torch.Tensor:
-        """The chunk's rows of a per-row tensor; a view where all rows are taken."""
+        """Take the chunk's rows of a per-row tensor; a view if all rows are active."""
         if self._index is None:
             return t[chunk]
         index = self._index[chunk]
         return t.index_select(0, index.clamp(max=self.total - 1) if self._padded else index)
 
     def take_targets(self, chunk: slice) -> torch.Tensor:
-        """The chunk's targets; ``SKIP`` in the padding of a given ``num_active``."""
+        """Take the chunk's targets; ``SKIP`` in the padding of a given ``num_active``."""
         targets = self.take(self._targets, chunk)
         if self._index is None or not self._padded:
             return targets
         return targets.masked_fill(self._index[chunk] == self.total, SKIP)
 
     def empty(self, *columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A per-row result that :meth:`put` fills; rows that are not listed are zero."""
+        """Allocate a per-row result for :meth:`put` to fill; inactive rows are zero."""
         if self._index is None:
             return torch.empty(self.total, *columns, dtype=dtype, device=device)
         return torch.zeros(self.total + self._padded, *columns, dtype=dtype, device=device)
@@ -73,13 +73,13 @@ class ActiveRows:
             out.index_copy_(0, self._index[chunk], value.to(out.dtype))
 
     def put_each(self, out: Outputs, chunk: slice, values: Outputs) -> None:
-        """:meth:`put` of several results; None where one is not asked for."""
+        """Call :meth:`put` on several results; None for one that is not requested."""
         for whole, value in zip(out, values, strict=True):
             if whole is not None and value is not None:
                 self.put(whole, chunk, value)
 
     def finished(self, out: Outputs) -> list[Any]:
-        """:meth:`whole` of each, NaN where ``num_active`` was too small."""
+        """Call :meth:`whole` on each result; fill them with NaN if ``num_active`` is too small."""
         if self.overflow is not None:
             for t in out:
                 if t is not None and t.is_floating_point():
@@ -87,27 +87,27 @@ class ActiveRows:
         return [None if t is None else self.whole(t) for t in out]
 
     def whole(self, out: torch.Tensor) -> torch.Tensor:
-        """The result without the spare row; a copy where it is a number a row, for callers may write into those."""
+        """Drop the spare row; copies a result ``[N]``, because callers may write into it."""
         if not self._padded:
             return out
         return out[: self.total].clone() if out.dim() == 1 else out[: self.total]
 
 
 def _captured(t: torch.Tensor) -> bool:
-    """Whether a CUDA graph records what is done, in which nothing can be read back."""
+    """Whether a CUDA graph is being captured, during which nothing can be read back."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def multiprocessors(device: torch.device) -> int | None:
-    """How many multiprocessors a GPU has; None for a CPU."""
+    """Return the number of multiprocessors of a GPU; None for a CPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else None
 
 
 def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
-    """Rows of logits of V columns that exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
+    """Choose the number of rows of logits that exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
 
-    On a CPU (None) chunks only have to keep the matrix products efficient, and are of equal size. On a GPU the fewest
-    waves win, see :func:`_gpu_cost`.
+    On a CPU (None) chunks are of equal size and just large enough for efficient matrix products. On a GPU the size with
+    the fewest waves wins, see :func:`_gpu_cost`.
     """
     most = 512 if sms is None else 8192 if plan.needs.weight else 2048
     if rows <= ROW_MULTIPLE:
@@ -120,10 +120,10 @@ def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
 
 
 def _gpu_cost(size: int, rows: int, V: int, D: int, trains_head: bool, sms: int) -> float:
-    """A model of the time of all chunks, in steps of the inner dimension of one wave of 128 x 256 output tiles.
+    """Model the time of all chunks, in steps of the inner dimension of one wave of 128 x 256 output tiles.
 
     The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C / 128)
-    ceil(D / 256) of V steps: few and long ones, so a wave begun for some tiles more costs most (at 7,680 rows and
+    ceil(D / 256) of V steps: few and long, so starting a wave for a few more tiles costs most (at 7,680 rows and
     D = 2,560, 1,920 rows a chunk make 150 tiles for 132 multiprocessors, 1,664 make 130). A trainable head reads and
     writes its float32 gradient with every chunk, 8 V D bytes: on an H200 about V D / 6,000 steps. Not run on a GPU.
     """

@@ -1,6 +1,6 @@
-"""The chunk loop: the one place where the logits of a head exist, in one buffer that every chunk re-uses.
+"""Chunk loop over rows of hidden states: the logits of the LM head exist only here, in one buffer that every chunk re-uses.
 
-Everything here takes a job over N rows and its plan, forward and backward, eager and compiled alike.
+Forward and backward, eager and compiled, all use this loop on flattened inputs and their plan.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiproce
 from dllm_kernels._core._inputs import Gradients, NeedsGrad, RowInputs
 from dllm_kernels._core._plan import Plan
 
-# Columns of a low-precision chunk that are widened at a time where a product cannot sum in float32 by itself (CPU).
+# Columns of a low-precision chunk to cast to float32 at a time, on devices whose matmul cannot accumulate in float32 (CPU).
 SLAB = 4096
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 
 class Factors(NamedTuple):
-    """What each row's gradient is multiplied by after the product and not before, ``[N]`` or None."""
+    """Per-row factors ``[N]`` applied to gradients after the matrix products; None for 1."""
 
     hidden: torch.Tensor | None = None
     head: torch.Tensor | None = None
@@ -34,12 +34,12 @@ NO_FACTORS = Factors()
 
 
 def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
-    """(scale to make the gradient of the logits for, ``[N]``; the factors after the products; the loss_scale, 0-d).
+    """Split per-row scales into (scales of the logits gradient ``[N]``, factors after the matmuls, 0-d loss scale).
 
-    float16 only: per-row loss scaling. The gradient of the logits is made at scale 1, since w / N times a probability would
-    underflow. After the product each row of hidden's gradient gets its own scale. For the head's gradient each row gets its
-    scale over the largest one, and the sum is multiplied by that largest one, the loss_scale, in float32. In every other dtype
-    the scale is used as it is.
+    Per-row loss scaling, for float16 only: w / N times a probability would underflow, so the gradient of the logits is computed
+    at scale 1. After the matmul each row of hidden's gradient is multiplied by its own scale. For the head's gradient each row
+    is multiplied by its scale over the largest one, and the sum by that largest one, the loss scale, in float32. In every
+    other dtype the scales are used unchanged.
     """
     if not plan.needs_loss_scaling:
         return scale, NO_FACTORS, None
@@ -49,14 +49,15 @@ def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, 
 
 
 def no_autocast(inputs: RowInputs) -> contextlib.AbstractContextManager[Any]:
+    """Disable autocast on the device of the inputs."""
     return torch.autocast(inputs.x.device.type, enabled=False)
 
 
 class Chunks:
-    """The chunks of a job, and the gradients that gather while they pass.
+    """Iterates over chunks of logits and accumulates the gradients.
 
-    A second part of the head, ``extra_x extra_weight^T``, is a product that adds to the chunk where it lies, and what the
-    gradient of the logits then is, is it for both parts.
+    An optional low-rank term, ``extra_x extra_weight^T``, is accumulated into the chunk's logits in place. Both terms share
+    the gradient with respect to the logits.
     """
 
     def __init__(self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS) -> None:
@@ -80,7 +81,7 @@ class Chunks:
         self.grad_bias = torch.zeros(V, dtype=plan.accum_dtype, device=device) if needs.bias else None
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Chunks as (slice, hidden rows, targets, logits): the product that makes the logits happens here."""
+        """Compute the logits of each chunk; yield (slice, hidden rows, targets, logits)."""
         for start in range(0, self.rows.count, self.size):
             chunk = slice(start, min(start + self.size, self.rows.count))
             h = self.rows.take(self.inputs.x, chunk).to(self.plan.dtype)
@@ -98,9 +99,9 @@ class Chunks:
         return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
 
     def run(self, scale: torch.Tensor | None) -> Rows:
-        """One pass over all chunks: (nll, row_max, log_sum, correct), and the gradients for ``scale [N]`` where needed.
+        """Run one pass over all chunks: (nll, row_max, log_sum, correct), and accumulate the gradients for ``scale [N]``.
 
-        ``scale=None`` makes none: only the first product and the reduction run.
+        With ``scale=None`` only the first matmul and the reduction run.
         """
         rows, acc, options = self.rows, self.plan.accum_dtype, self.plan.options
         through: dict[str, Any] = {"with_correct": options.with_correct, "transform": options.transform}
@@ -127,7 +128,10 @@ class Chunks:
         scale: torch.Tensor,
         factors: Factors | None = None,
     ) -> None:
-        """The products with the gradient that now stands where the logits were, but for factors a row, the chunk's or all's."""
+        """Accumulate the hidden, weight and bias gradients from ``grad_logits``, which has overwritten the logits.
+
+        Per-row factors, the chunk's own or the call's, are applied after the matmuls.
+        """
         take = self.rows.take
         factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
         of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
@@ -136,7 +140,7 @@ class Chunks:
                 rows = torch.mm(grad_logits, weight)
                 self.rows.put(grad, chunk, rows if of_hidden is None else rows * of_hidden)
         if self.needs.weight or self.needs.extra_weight:
-            # Rows without a gradient as zeros: a NaN there, times 0, would reach all of grad_weight.
+            # Zero the rows without a gradient, because 0 * NaN would reach all of grad_weight.
             idle = ((scale == 0) | (y == SKIP)).unsqueeze(1)
 
             def added(total: torch.Tensor | None, h: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
@@ -154,7 +158,7 @@ class Chunks:
             _add_column_sums(self.grad_bias, grad_logits, of_head)
 
     def raised(self, loss_scale: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(the loss_scale that a chunk of these sizes needs, its rows' factors), the head's gradients so far divided anew."""
+        """Return (new loss scale, per-row factors), and rescale the head gradients accumulated so far."""
         largest = torch.maximum(loss_scale, size.amax())
         for grad in (self.grad_weight, self.grad_bias, self.grad_extra_weight):
             if grad is not None:
@@ -164,9 +168,9 @@ class Chunks:
     def _plus_product(
         self, total: torch.Tensor | None, h: torch.Tensor, grad_logits: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Total + grad_logits^T h, in place, in float32 whatever the dtype; a single chunk is rounded by its product.
+        """Accumulate ``grad_logits^T h`` into ``total`` in float32.
 
-        But not where it still wants its loss_scale, or where the parameter has another ``dtype``.
+        With a single chunk the matmul's own output dtype is used, unless the result must still be unscaled or cast to ``dtype``.
         """
         a, acc = grad_logits.t(), self.plan.accum_dtype
         if a.is_cuda or not self.plan.needs_loss_scaling:  # a CPU widens both anyway
@@ -216,20 +220,20 @@ class Chunks:
 
 
 def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``[rows, V]`` of fresh memory; on a GPU every row begins at a multiple of 64 elements, as products and kernels want."""
+    """Allocate ``[rows, V]``; on a GPU each row begins at a multiple of 64 elements, for aligned matmuls and kernels."""
     columns = -(-V // 64) * 64 if device.type == "cuda" else V
     return torch.empty(rows, columns, dtype=dtype, device=device)[:, :V]
 
 
 def _add_product_by_slabs(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Out += a b in the dtype of out, widening ``a`` a slab at a time: no wide copy of a chunk of logits exists."""
+    """Add ``a b`` to ``out`` in its dtype, casting ``a`` one slab at a time: no float32 copy of a chunk exists."""
     wide = b.to(out.dtype)
     for v in range(0, a.shape[0], SLAB):
         out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide)
 
 
 def _add_column_sums(out: torch.Tensor, a: torch.Tensor, factor: torch.Tensor | None) -> None:
-    """Out += column sums of ``a``, rows times their factor, in the dtype of out; a slab at a time where that makes copies."""
+    """Add the column sums of ``a``, with rows times their factor, to ``out`` in its dtype; in slabs if that makes copies."""
     whole = factor is None and (a.is_cuda or a.dtype == out.dtype)
     slab = max(a.shape[1], 1) if whole else SLAB  # a rank may hold no columns
     for v in range(0, a.shape[1], slab):

@@ -41,7 +41,7 @@ from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._stats import row_ids
 
 Tensor = torch.Tensor
-# Bytes of a copy of some of the teacher's columns, where not all are compared.
+# Bytes of the copy of the picked teacher columns that exists at a time.
 COPY_BYTES = 64 << 20
 
 
@@ -60,7 +60,7 @@ def computes_gradients(plan: Plan) -> bool:
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
-    """The loss, the results per row, and the gradients that the plan needs.
+    """Compute the loss, the results per row, and the gradients that the plan needs.
 
     The loss is the weighted sum, and the gradients are those of it; under loss scaling, each row's has yet to be multiplied by
     ``row_size`` and the head's by ``loss_scale``. With ``per_row`` the loss is each row's weighted value, and the gradient
@@ -122,7 +122,7 @@ def _ones(weights: Tensor) -> Tensor:
 def _of_head(
     inputs: RowInputs, plan: Plan, needs: NeedsGrad, scale: Tensor, factors: Factors, *, wide: bool
 ) -> tuple[_Found, Gradients]:
-    """The results of all rows, and the gradients for these scales."""
+    """Compute the results of all rows, and the gradients for these scales."""
     chunks = Chunks(inputs, plan, needs, factors)
     mean = None
     if plan.of_divergence.recipe.mean_alpha:
@@ -132,7 +132,7 @@ def _of_head(
 
 
 def _mean(inputs: RowInputs, plan: Plan, acceptance_rate: Tensor) -> Tensor:
-    """The weighted mean of the acceptance rate over the rows of a call."""
+    """Return the weighted mean of the acceptance rate over the rows of a call."""
     assert inputs.weights is not None
     weights = inputs.weights
     total: Callable[[Tensor], Tensor] = plan.of_divergence.all_reduce or (lambda t: t)
@@ -140,7 +140,7 @@ def _mean(inputs: RowInputs, plan: Plan, acceptance_rate: Tensor) -> Tensor:
 
 
 def _filled(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> _Found:
-    """The results of all rows, from one pass over the chunks."""
+    """Compute the results of all rows in one pass over the chunks."""
     rows, plan, device = chunks.rows, chunks.plan, chunks.logits.device
     value, acceptance_rate = (rows.empty(dtype=plan.accum_dtype, device=device) for _ in range(2))
     agree = rows.empty(dtype=torch.bool, device=device)
@@ -167,7 +167,7 @@ def _passed(
 
 
 def _primitive(plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Divergences:
-    """The row primitive (``_backends/_divergence.py``), with the arguments that are the same for all rows of a call bound."""
+    """Bind the arguments of the row primitive (``_backends/_divergence.py``) that are shared by all rows of a call."""
     config = plan.of_divergence
     return partial(
         plan.primitives().divergence, recipe=config.recipe.settled, mean_alpha=mean, with_grad=with_grad,
@@ -189,14 +189,14 @@ class _TeacherChunks:
         self.buffer = aligned_rows(chunks.logits.shape[0], weight.shape[0], dtype=self.dtype, device=weight.device)
 
     def _compared(self, t: Tensor | None) -> Tensor | None:
-        """The head's rows of the compared columns, in the dtype of the logits."""
+        """Pick the head's rows of the compared columns, in the dtype of the logits."""
         if t is None:
             return None
         t, columns = t.detach(), self.inputs.teacher_columns
         return (t if columns is None else _picked(t, columns)).to(self.dtype)
 
     def logits(self, chunk: slice) -> Tensor:
-        """The teacher's logits of a chunk's rows."""
+        """Compute the teacher's logits of a chunk's rows."""
         assert self.inputs.teacher_x is not None
         h = self._rows(self.inputs.teacher_x, chunk)
         out = self.buffer[: h.shape[0]]
@@ -214,7 +214,7 @@ class _TeacherChunks:
 
 
 def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """A copy of these rows, or columns, of a tensor; NaN for one that it has not."""
+    """Copy these rows, or columns, of a tensor; NaN for an index out of range."""
     inside = index.clamp(0, t.shape[dim] - 1)
     lost = (index != inside).view(-1, *[1] * (t.dim() - 1 - dim))
     return t.index_select(dim, inside).masked_fill_(lost, math.nan)
@@ -258,9 +258,9 @@ def _rows_of_logits(
 
 
 def _pieces(logits: Tensor, columns: int) -> Iterator[tuple[int, int, slice]]:
-    """(first row, batch, positions) of pieces whose teacher's ``columns`` are copied at a time.
+    """Yield (first row, batch, positions) of the pieces whose teacher's ``columns`` are copied at a time.
 
-    All of the teacher's: ranks that share a vocabulary have as many, and cut the same pieces, each of which ends in a collective.
+    ``columns`` counts all of the teacher's, so ranks that share a vocabulary cut the same pieces; each piece ends in a collective.
     """
     B, L, _ = logits.shape
     step = max(1, COPY_BYTES // max(columns * logits.element_size(), 1))
@@ -270,7 +270,7 @@ def _pieces(logits: Tensor, columns: int) -> Iterator[tuple[int, int, slice]]:
 
 
 def _rows_at(t: Tensor, index: Tensor) -> Tensor:
-    """Rows of ``[B, L, V]`` by their number, ``[n, V]``; NaN for one that there is not."""
+    """Gather rows of ``[B, L, V]`` by number, ``[n, V]``; NaN for a number out of range."""
     count = t.shape[0] * t.shape[1]
     inside = index.clamp(0, count - 1)
     rows = t[inside // t.shape[1], inside % t.shape[1]]

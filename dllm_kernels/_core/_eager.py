@@ -24,7 +24,7 @@ def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
 
 
 def _by_name(op: RowOp, output: Sequence[torch.Tensor | None]) -> Outputs:
-    """The output of :func:`_forward` by name, without the handle."""
+    """Name the outputs of :func:`_forward`, without the handle."""
     return {out.name: t for out, t in zip(op.outputs, output[:-1], strict=True)}
 
 
@@ -88,14 +88,14 @@ class _TransformedRows(FirstOrder, _Rows):
 
 
 def restored(op: RowOp, plan: Plan, saved: Sequence[Any]) -> tuple[RowInputs, Outputs]:
-    """The inputs and outputs that were saved for backward."""
+    """Rebuild the inputs and outputs that were saved for backward."""
     of_inputs, of_outputs = op.saved(plan)
     n = len(of_inputs)
     return RowInputs.restored(of_inputs, saved[:n]), dict(zip(of_outputs, saved[n:], strict=True))
 
 
 def upstream_of(differentiable: Sequence[str | None], grads: Sequence[torch.Tensor | None]) -> Outputs | None:
-    """Upstream gradients by output name, contiguous; None if there are none."""
+    """Name the upstream gradients, made contiguous; None if there are none."""
     found = {
         name: g.contiguous()
         for name, g in zip(differentiable, grads, strict=False)
@@ -105,7 +105,7 @@ def upstream_of(differentiable: Sequence[str | None], grads: Sequence[torch.Tens
 
 
 def dtypes(tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype | None]:
-    """The dtype of each tensor."""
+    """Return the dtype of each tensor."""
     return [None if t is None else t.dtype for t in tensors]
 
 

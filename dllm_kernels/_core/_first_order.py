@@ -1,4 +1,4 @@
-"""A backward pass that has no derivative, and says so.
+"""Backward passes without a derivative of their own, which raise when they are differentiated.
 
 ``torch.autograd.function.once_differentiable`` complains only where the upstream gradient has a graph. Where it is a
 constant, as in ``torch.autograd.grad(loss, x, create_graph=True)``, the gradient it returns passes for a constant too, and
@@ -23,12 +23,12 @@ Tensors = tuple[torch.Tensor | None, ...]
 
 
 def handle(like: torch.Tensor) -> torch.Tensor:
-    """An output of no elements, which leads from a backward pass to the inputs: to be saved, and returned."""
+    """Make an empty output that leads from a backward pass to the inputs; save it and return it."""
     return like.new_empty(0)
 
 
 def first_order(make: Callable[..., Tensors], tensors: Sequence[torch.Tensor | None], instead: str) -> Tensors:
-    """Gradients ``make(*tensors)``, which raise when they are differentiated.
+    """Compute gradients ``make(*tensors)`` that raise when they are differentiated.
 
     Args:
         make: computes the gradients from its arguments alone, which a transform of ``torch.func`` unwraps.
@@ -42,7 +42,7 @@ def first_order(make: Callable[..., Tensors], tensors: Sequence[torch.Tensor | N
 
 
 class FirstOrder:
-    """Base of autograd Functions: an error for each transform of ``torch.func`` that needs more than a gradient."""
+    """Base of autograd Functions: raises for each transform of ``torch.func`` that needs more than a gradient."""
 
     @staticmethod
     def vmap(*_: Any) -> Any:

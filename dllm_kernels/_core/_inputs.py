@@ -133,7 +133,7 @@ _EMPTY: dict[str, Any] = dict.fromkeys(TENSORS)
 
 
 def flattened(inputs: RowInputs, dtype: torch.dtype, ids: Tensor, targets: Tensor) -> RowInputs:
-    """The inputs over N rows, with flattened ``ids`` and ``targets``; other values per row in ``dtype``."""
+    """Flatten the inputs to N rows, with these flattened ``ids`` and ``targets``; cast other per-row values to ``dtype``."""
     fields = inputs._asdict()
     changed: dict[str, Any] = {"ids": ids, "targets": targets, "active": None}
     for name in ("weights", "mix_a", "mix_b", "bump"):

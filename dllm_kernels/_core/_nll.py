@@ -72,7 +72,7 @@ def weighted_sum(nll: Tensor, weights: Tensor, plan: Plan) -> Tensor:
 
 
 def _named(plan: Plan, nll: Any, row_max: Any, log_sum: Any, correct: Any) -> Outputs:
-    """The outputs per row of all four ops."""
+    """Name the per-row outputs that all four ops share."""
     lse = row_max + log_sum if plan.options.with_lse else None
     return {"nll": nll, "lse": lse, "correct": correct, "row_max": row_max, "log_sum": log_sum}
 
@@ -89,7 +89,7 @@ def _nll_forward(inputs: RowInputs, plan: Plan) -> Outputs:
 def _logits_gradient(
     inputs: RowInputs, outputs: Outputs, plan: Plan, scale: Tensor | None, factor: Tensor | None
 ) -> Gradients:
-    """The gradient of the logits from the saved (row_max, log_sum)."""
+    """Compute the gradient of the logits from the saved (row_max, log_sum)."""
     logits, inplace = inputs.x, plan.options.inplace_backward
     grad = logits.detach() if inplace else torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     plan.primitives().nll_grad(
@@ -149,7 +149,7 @@ def scales_loss(plan: Plan) -> bool:
 
 
 def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
-    """The loss, the results per row, and the gradients that the plan needs.
+    """Compute the loss, the results per row, and the gradients that the plan needs.
 
     Where the plan needs loss scaling, the gradients of the rows have yet to be multiplied by their weights, and those of the
     head, in the accumulation dtype, by ``loss_scale``.
@@ -215,7 +215,7 @@ WEIGHTED_LINEAR_NLL = RowOp(
 
 
 def _linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
-    """The results per row; with a frozen head also the gradients of the rows for upstream gradients of 1."""
+    """Compute the results per row; with a frozen head also the gradients of the rows for upstream gradients of 1."""
     with no_autocast(inputs):
         frozen = plan.needs.frozen_head
         chunks = Chunks(inputs, plan, plan.needs if frozen else NO_GRADIENTS)

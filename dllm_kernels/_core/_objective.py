@@ -1,4 +1,4 @@
-"""An objective of row statistics that the caller wrote: its value and its gradient in the statistics, some rows at a time."""
+"""Evaluation of a caller's objective of row statistics: its value and its gradients in the statistics, chunk by chunk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Objective:
     def of(
         self, found: StatsResult, active: torch.Tensor, aux: Sequence[torch.Tensor], needed: bool
     ) -> tuple[torch.Tensor, Upstream]:
-        """(value per row, 0 in skipped rows; gradients of their sum, None for statistics that fn does not use)."""
+        """Return (value per row, 0 in skipped rows; gradients of their sum, None for statistics that fn does not use)."""
         leaves = [found.log_probs, found.row_max + found.log_sum, found.entropy]
         leaves = [None if t is None else t.detach().clone().requires_grad_(needed) for t in leaves]
         with torch.enable_grad() if needed else torch.no_grad():
@@ -59,7 +59,7 @@ class Objective:
 
 
 def checked_value(value: Any, lse: torch.Tensor) -> torch.Tensor:
-    """What ``fn`` returned for rows of this logsumexp ``[R]``, in its dtype."""
+    """Validate the value that ``fn`` returned for rows with this logsumexp ``[R]``; cast it to its dtype."""
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type_name(value)
         raise TypeError(f"fn must return a floating tensor, got {got}")
@@ -71,7 +71,7 @@ def checked_value(value: Any, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _leaves_of(t: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensors that a result would send gradients to."""
+    """Yield the leaf tensors that a result would send gradients to."""
     seen: set[Any] = set()
     waiting = [t.grad_fn]
     while waiting:

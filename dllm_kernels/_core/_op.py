@@ -73,22 +73,22 @@ class RowOp(NamedTuple):
     before_backward: Callable[[RowInputs, Plan], Callable[[], None] | None] | None = None
 
     def requested(self, inputs: RowInputs, plan: Plan) -> list[tuple[Output, Spec]]:
-        """The outputs that forward computes, each with its shape and dtype."""
+        """List the outputs that forward computes, each with its shape and dtype."""
         return [(out, spec) for out in self.outputs if (spec := out.spec(inputs, plan)) is not None]
 
 
 def per_row(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
-    """Spec of an output ``[N]`` in the accumulation dtype."""
+    """Make the spec of an output ``[N]`` in the accumulation dtype."""
     return lambda inputs, plan: ((_rows(inputs),), plan.accum_dtype) if wanted(plan) else None
 
 
 def per_row_bool(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
-    """Spec of a bool output ``[N]``."""
+    """Make the spec of a bool output ``[N]``."""
     return lambda inputs, plan: ((_rows(inputs),), torch.bool) if wanted(plan) else None
 
 
 def scalar(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
-    """Spec of a 0-d output in the accumulation dtype."""
+    """Make the spec of a 0-d output in the accumulation dtype."""
     return lambda _, plan: ((), plan.accum_dtype) if wanted(plan) else None
 
 
@@ -99,7 +99,7 @@ def _rows(inputs: RowInputs) -> int:
 def gradient_outputs(
     computed: Callable[[Plan], bool], fields: Names = Gradients._fields, *, scaled: Callable[[Plan], bool] | None = None
 ) -> tuple[Output, ...]:
-    """Outputs ``grad_*`` of a forward pass that computes gradients.
+    """List the outputs ``grad_*`` of a forward pass that computes gradients.
 
     Contiguous, whatever the strides of the inputs. Where ``scaled(plan)``, those of the head are in the accumulation dtype.
     """
@@ -121,12 +121,12 @@ GRADS: Names = tuple(f"grad_{field}" for field in Gradients._fields)
 
 
 def as_outputs(grads: Gradients) -> Outputs:
-    """Gradients under the names of :func:`gradient_outputs`."""
+    """Name gradients as :func:`gradient_outputs`."""
     return dict(zip(GRADS, grads, strict=True))
 
 
 def gradients_of(outputs: Outputs) -> Gradients:
-    """The gradients that forward has computed."""
+    """Return the gradients that forward has computed."""
     return Gradients(*(outputs.get(name) for name in GRADS))
 
 

@@ -110,7 +110,7 @@ class Plan(NamedTuple):
     def of(
         cls, inputs: RowInputs, options: Options, divergence: DivergencePlan | None = None, objective: Any = None
     ) -> Plan:
-        """The plan of a call whose inputs and options have been validated."""
+        """Make the plan of a call whose inputs and options have been validated."""
         return cls(
             inputs.x.dtype if inputs.weight is None else compute_dtype(inputs.x, inputs.weight),
             use_triton(options.backend, inputs.x),
@@ -147,11 +147,11 @@ class Plan(NamedTuple):
         return self.divergence
 
     def primitives(self) -> RowPrimitives:
-        """The row primitives to call."""
+        """Return the row primitives to call."""
         return row_primitives(self.triton) if self.rows is None else self.rows
 
     def pack(self) -> Packed:
-        """The plan as the schema of a compiled op can carry it: integers, and the floats of :mod:`_changing`."""
+        """Encode the plan as the schema of a compiled op can carry it: integers, and the floats of :mod:`_changing`."""
         transform, divergence = self.options.transform, self.divergence
         values = [_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
         values += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
@@ -162,7 +162,7 @@ class Plan(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
-        """The plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are unknown and omitted."""
+        """Decode the plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are unknown and omitted."""
         integers = iter(packed)
         dtype, needs = _DTYPES[next(integers)], NeedsGrad(*(bool(next(integers)) for _ in NeedsGrad._fields))
         skip_id = next(integers)
@@ -177,13 +177,13 @@ _NONE = -(1 << 62)
 
 
 def _fields(kinds: dict[str, Any], integers: Iterator[int]) -> dict[str, Any]:
-    """Fields of these types, from the next integers of :meth:`Plan.pack`."""
+    """Decode fields of these types from the next integers of :meth:`Plan.pack`."""
     values = {name: next(integers) for name in kinds}
     return {name: None if i == _NONE else bool(i) if kinds[name] is bool else i for name, i in values.items()}
 
 
 def _integers(of: type) -> dict[str, Any]:
-    """Name and type of each field that one integer can hold."""
+    """List name and type of each field that one integer can hold."""
     return {name: kind for name, kind in get_type_hints(of).items() if kind in (bool, int, int | None)}
 
 
@@ -191,7 +191,7 @@ _OF_PLAN, _OF_OPTIONS = _integers(Plan), _integers(Options)
 
 
 def compute_dtype(hidden: torch.Tensor, weight: torch.Tensor) -> torch.dtype:
-    """Dtype of the logits, as ``F.linear`` would choose it, autocast included."""
+    """Return the dtype of the logits as ``F.linear`` would choose it, autocast included."""
     if autocasts(hidden) and torch.float64 not in (hidden.dtype, weight.dtype):
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype

@@ -17,14 +17,14 @@ from dllm_kernels._utils import _changing
 from dllm_kernels._utils._checks import check_finite, check_number, type_name
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
-# What a caller may call them, beside their names.
+# Other names that callers may use.
 ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}
 NAMES = (*(name for name in KINDS if name != "lk_soft_ce"), "l1", *ALIASES)
 _ORDER = list(KINDS)
 
 
 def checked_recipe(kind: Any, *, alpha: Any = None, base: Any = None, **options: Any) -> Recipe:
-    """The recipe of the arguments of a public function; None: not given.
+    """Make the recipe of the arguments of a public function; None: not given.
 
     Args:
         kind: a name, or a dict from names to coefficients.
@@ -62,7 +62,7 @@ def _options_of(kind: str) -> Collection[str]:
 
 
 def _resolved(name: str, base: str | None, options: dict[str, float]) -> tuple[str, float, Hyper]:
-    """(kind of a recipe, factor of its coefficient, its hyperparameters) of a name."""
+    """Return (kind, factor of its coefficient, hyperparameters) of a name."""
     if name == "l1":
         return "tv", 2.0, NO_HYPER
     if name == "jsd" and _changing.equals(options["beta"], 0):
@@ -75,7 +75,7 @@ def _resolved(name: str, base: str | None, options: dict[str, float]) -> tuple[s
 
 
 def _coefficients(kind: Any) -> dict[str, float]:
-    """Names without aliases, with their coefficients; those of 0 left out."""
+    """Resolve aliases; return the coefficient of each name, without zeros."""
     kinds: Any = {kind: 1.0} if isinstance(kind, str) else kind
     if not isinstance(kinds, Mapping):
         raise TypeError(f"kind must be a name or a dict of names and coefficients, got {type_name(kind)}")
@@ -107,17 +107,17 @@ def _checked_option(name: str, value: Any, option: Option) -> float:
 
 
 def indices(recipe: Recipe) -> list[int]:
-    """The integers of :func:`recipe_of`."""
+    """Encode the integers of :func:`recipe_of`."""
     return [int(recipe.mean_alpha), *(_ORDER.index(part.kind) for part in recipe.parts)]
 
 
 def floats(recipe: Recipe) -> list[float]:
-    """The floats of :func:`recipe_of`."""
+    """Encode the floats of :func:`recipe_of`."""
     return [number for part in recipe.parts for number in (part.coefficient, *part.hyper)]
 
 
 def recipe_of(indices: list[int], floats: list[float]) -> Recipe:
-    """The recipe of these :func:`indices` and :func:`floats`, as a compiled op's schema can carry them."""
+    """Decode the recipe of these :func:`indices` and :func:`floats`, which the schema of a compiled op can carry."""
     mean_alpha, *kinds = indices
     parts = (Part(_ORDER[k], floats[3 * i], tuple(floats[3 * i + 1 : 3 * i + 3])) for i, k in enumerate(kinds))  # type: ignore[arg-type]
     return Recipe(tuple(parts), bool(mean_alpha))

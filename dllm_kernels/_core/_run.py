@@ -52,7 +52,7 @@ def run_plain(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
 
 
 def _shaped(out: Output, t: torch.Tensor | None, inputs: RowInputs) -> torch.Tensor | None:
-    """An output over N rows in the shape of the caller's rows."""
+    """Reshape an output over N rows to the shape of the caller's rows."""
     if t is None or not t.dim():
         return t
     return t.view(inputs.ids.shape if out.like_ids else (*inputs.x.shape[:-1], *t.shape[1:]))

@@ -29,7 +29,7 @@ from dllm_kernels._utils._transform import Transform, transformed
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
-    """``[N, E]`` in the dtype of the logits, zeros in skipped rows; the ids are those of the bumps."""
+    """Compute ``[N, E]`` in the dtype of the logits, zeros in skipped rows; the ids are those of the bumps."""
     assert inputs.embedding is not None
     with no_autocast(inputs):
         chunks = Chunks(inputs, plan, NO_GRADIENTS)
@@ -56,7 +56,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
 def _taken_out(
     logits: torch.Tensor, ids: torch.Tensor, transform: Transform, primitives: RowPrimitives, acc: torch.dtype
 ) -> torch.Tensor:
-    """The transformed logits ``[C, 1]`` of the ids; in their place then stands the lowest number, which no scale makes -inf."""
+    """Return the transformed logits ``[C, 1]`` of the ids; replace them by the lowest number, which no scale turns into -inf."""
     V = logits.shape[1]
     if primitives.local_ids is not None:
         ids = primitives.local_ids(ids)
@@ -74,7 +74,7 @@ def _taken_out(
 
 
 def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tensor | None) -> Coefficients:
-    """S / Z, and for the column what p'_b is beyond its share of the row without it, which has p_0 there."""
+    """Compute S / Z, and for the column p'_b minus its share of the row without it, which has p_0 there."""
     log_p = found.log_probs
     if bumped is None:
         return Coefficients(torch.zeros_like(log_p), torch.ones_like(found.row_max), None, None)

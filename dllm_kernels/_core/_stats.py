@@ -58,7 +58,7 @@ def _logits_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
 
 
 def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
-    """One matrix product per chunk."""
+    """Compute the statistics with one matrix product per chunk."""
     with no_autocast(inputs):
         request, chunks = _request(inputs, plan), Chunks(inputs, plan, NO_GRADIENTS)
         rows, out = chunks.rows, _empty(chunks, request, plan.accum_dtype)
@@ -76,7 +76,7 @@ def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan
 
 
 def _logits_backward(inputs: RowInputs, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
-    """The gradient of the logits, contiguous, in their dtype."""
+    """Compute the gradient of the logits, contiguous, in their dtype."""
     logits, request = inputs.x, _request(inputs, plan)
     grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
     c = Coefficients.of(upstream, request, found)
@@ -107,7 +107,7 @@ def _linear_backward(inputs: RowInputs, found: StatsResult, upstream: Upstream, 
 
 
 def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
-    """The statistics that the plan asks for, of flattened inputs."""
+    """Make the request for the statistics of the plan, from flattened inputs."""
     o = plan.options
     assert inputs.targets is not None
     return StatsRequest(
@@ -165,7 +165,7 @@ ROW_STATS = RowOp(
 
 
 def _objective_forward(inputs: RowInputs, plan: Plan) -> Outputs:
-    """The loss, the value and the statistics per row, and the gradients that the plan needs.
+    """Compute the loss, the value and the statistics per row, and the gradients that the plan needs.
 
     Per chunk: the statistics, the objective of them, and the gradient over the logits, which are computed once. Under loss
     scaling each row's gradient has yet to be multiplied by ``row_size``, and the head's by ``loss_scale``.

@@ -1,1 +1,1 @@
-"""The ground floor: checks, tensors as they come, transforms of logits, and what a backend must offer."""
+"""Internal utilities: argument validation, DTensor helpers, logits transforms, checks of LM heads."""

@@ -1,8 +1,8 @@
-"""Numbers of a compiled op that may change from call to call, as an annealed temperature does.
+"""Float arguments of a compiled op that may vary between calls, such as an annealed temperature.
 
-torch.compile makes a symbol of a float that has changed, but a symbol that goes into an op as a float is made a constant
-again, and every value a graph of its own. As a tensor on the CPU, which the op reads when it runs, it stays one. Numbers
-that have not changed stay floats: a graph with a tensor on the CPU is no CUDA graph.
+torch.compile turns a float that has changed into a symbol, but specialises on it again when it enters an op as a float, so that
+each value would need its own graph. As a CPU tensor, which the op reads when it runs, it stays symbolic. Floats that have not
+changed stay floats, because a graph with a CPU tensor cannot be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def packed(numbers: Sequence[float]) -> tuple[list[float], torch.Tensor | None]:
-    """As an op's schema can carry them: floats, or zeros in their places and a float64 tensor of all of them."""
+    """Encode the numbers as an op's schema can carry them: floats, or zeros and a float64 tensor of all of them."""
     if not torch.compiler.is_compiling() or not any(_changes(number) for number in numbers):
         return list(numbers), None
     one = torch.ones((), dtype=torch.float64, device="cpu")
@@ -21,17 +21,17 @@ def packed(numbers: Sequence[float]) -> tuple[list[float], torch.Tensor | None]:
 
 
 def unpacked(numbers: Sequence[float], changing: torch.Tensor | None) -> Sequence[float]:
-    """The numbers of :func:`packed`, where the op runs."""
+    """Decode the numbers of :func:`packed` when the op runs."""
     return numbers if changing is None else changing.tolist()
 
 
 def equals(number: float, constant: float) -> bool:
-    """Whether they are equal; False of a number that changes, which the question would make a constant."""
+    """Compare with a constant; False for a symbolic number, because comparing it would specialise the graph."""
     return (not torch.compiler.is_compiling() or not _changes(number)) and number == constant
 
 
 def shown(number: float) -> object:
-    """The number for an error's message, into which no symbol can be written."""
+    """Format the number for an error message, which cannot contain a symbol."""
     return "another" if torch.compiler.is_compiling() and _changes(number) else number
 
 

@@ -1,4 +1,4 @@
-"""Checks of the public functions: each names the argument, what was expected and what came."""
+"""Argument validation of the public functions: each error names the argument, what was expected and what was passed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Names(NamedTuple):
-    """What the function that was called calls its arguments: the checks that several functions share say these.
+    """Argument names of the function that was called, for the messages of shared checks.
 
     Attributes:
         rows: the logits ``[..., V]`` or, with an LM head, the hidden states ``[..., D]``.
@@ -57,7 +57,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def type_name(value: object) -> str:
-    """The type of ``value`` with its module, because other libraries have a ``Tensor``, a ``Generator`` and a ``Linear`` too."""
+    """Name the type of ``value`` with its module, because other libraries have a ``Tensor``, a ``Generator`` and a ``Linear`` too."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -96,14 +96,14 @@ def check_flags(**flags: object) -> None:
 
 
 def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int], of: str = "") -> None:
-    """Raise a ValueError unless the tensor has exactly this shape; ``of`` says where the expectation is from."""
+    """Raise ValueError unless the tensor has exactly this shape; ``of`` explains the expected shape."""
     if tuple(tensor.shape) != tuple(expected):
         hint = f" ({of})" if of else ""
         raise ValueError(f"{name} must have shape {tuple(expected)}{hint}, got {tuple(tensor.shape)}")
 
 
 def check_ndim(name: str, tensor: torch.Tensor, ndim: int, layout: str) -> None:
-    """Raise a ValueError unless the tensor has ``ndim`` dimensions; ``layout`` is what to call them."""
+    """Raise ValueError unless the tensor has ``ndim`` dimensions; ``layout`` names them."""
     if tensor.dim() != ndim:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
 
@@ -144,12 +144,12 @@ def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") 
 
 
 def is_int(value: object) -> bool:
-    """Whether ``value`` is an int, NumPy's too, and no bool."""
+    """Whether ``value`` is an int of Python or NumPy, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def checked_bool(name: str, value: object) -> bool:
-    """As a bool what is one, or 0 or 1: a word such as "no" would be taken for True."""
+    """Convert a bool, 0 or 1 to bool and reject everything else (bool("no") is True)."""
     if not isinstance(value, (bool, np.bool_)) and not (is_int(value) and value in (0, 1)):
         raise TypeError(f"{name} must be a bool, got {type_name(value)}")
     return bool(value)
@@ -164,7 +164,7 @@ def check_int(name: str, value: Any, least: int | None = None) -> None:
 
 
 def check_choice(name: str, value: Any, known: Collection[str]) -> None:
-    """Raise a ValueError unless ``value`` is one of the known words."""
+    """Raise ValueError unless ``value`` is one of the allowed strings."""
     if not isinstance(value, str) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
 
@@ -209,7 +209,7 @@ def check_rows(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> int:
-    """Check what makes rows of logits, and the targets but for their shape and range; returns V."""
+    """Validate logits, or hidden states and head, and the dtype and device of the targets; return V."""
     check_float(names.rows, rows)
     if names.weight:
         check_float(names.weight, weight)
@@ -242,7 +242,7 @@ def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: 
 
 
 def check_dtypes(rows_name: str, rows: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
-    """Raise unless all others have the dtype of the rows, or autocast will give them one: it leaves float64 alone, wherever it is.
+    """Raise unless all others have the dtype of the rows, or autocast will cast them; autocast never casts float64.
 
     A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
     """
@@ -259,7 +259,7 @@ def check_dtypes(rows_name: str, rows: torch.Tensor, others: Mapping[str, torch.
 def checked_extra(
     names: Names, hidden: torch.Tensor, weight: torch.Tensor, extra: Any, name: str = "extra"
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The second part of a head, checked: rows ``[..., r]`` and a weight ``[V, r]``, both None where there is none."""
+    """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given."""
     if extra is None:
         return None, None
     if not isinstance(extra, (tuple, list)) or len(extra) != 2:
@@ -281,7 +281,7 @@ def checked_extra(
 
 
 def targets_checked(check_targets: bool | None) -> bool:
-    """Whether to look for out-of-range targets: the argument, else the environment variable.
+    """Whether to check for out-of-range targets: the argument, or the environment variable if it is None.
 
     A compiled function reads the variable when it is traced, and does not look again.
     """
@@ -346,7 +346,7 @@ def _rows_overlap(x: torch.Tensor) -> bool:
 
 
 def checked_chunk_size(chunk_size: Any) -> int | None:
-    """As Python's int, which does not overflow; None passes, else it is at least 1."""
+    """Convert to a Python int, which does not overflow, and check that it is at least 1; None passes."""
     if chunk_size is None:
         return None
     check_positive_int("chunk_size", chunk_size)
@@ -354,7 +354,7 @@ def checked_chunk_size(chunk_size: Any) -> int | None:
 
 
 def checked_num_active(num_active: Any, rows: int) -> int | None:
-    """As Python's int; None passes, else it lies in [0, rows]."""
+    """Convert to a Python int and check that it lies in [0, rows]; None passes."""
     if num_active is None:
         return None
     if not (is_int(num_active) and 0 <= num_active <= rows):
@@ -367,7 +367,7 @@ def _as_int(value: Any) -> int:
 
 
 def check_number(name: str, value: Any, allowed: str = "a number") -> None:
-    """Raise a TypeError unless ``value`` is a number, of Python's or NumPy's."""
+    """Raise TypeError unless ``value`` is a number of Python or NumPy."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {allowed}, got {type_name(value)}")
 
@@ -387,7 +387,7 @@ def check_not_negative(name: str, value: Any) -> None:
 
 
 def check_factor(name: str, value: Any) -> None:
-    """Raise unless ``value`` is None or a Python number that a cap or a scale may be."""
+    """Raise unless ``value`` is None or a valid soft cap or scale."""
     if value is None:
         return
     check_number(name, value, "a number or None")
@@ -397,7 +397,7 @@ def check_factor(name: str, value: Any) -> None:
 
 
 def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
-    """Raise unless they are what a transform is made of, or None; whether there is such a column is for later."""
+    """Raise unless these are valid fields of a transform, or None; whether the column exists is checked later."""
     check_factor("softcap", softcap)
     check_factor("scale", scale)
     if skip_id is not None and not is_int(skip_id):
@@ -407,7 +407,7 @@ def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
 
 
 def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: Any = None) -> Transform:
-    """The transform of logits of V columns, checked; a scale of 1 is none."""
+    """Validate the transform of logits of V columns; a scale of 1 becomes None."""
     if softcap is None and scale is None and skip_id is None:
         return NO_TRANSFORM
     check_transform(softcap, scale, skip_id)
@@ -428,7 +428,7 @@ def check_active(names: Names, rows: torch.Tensor, active: torch.Tensor | None) 
 
 
 def checked_weights(names: Names, weights: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Check the weights of rows ``[..., C]`` and bring them, detached, to the dtype that sums are made in."""
+    """Validate the weights of rows ``[..., C]``; return them detached, in the accumulation dtype."""
     check_mask("weights", weights, targets.shape, f"that of {names.targets}")
     check_same_device(names.targets, targets, weights=weights)
     return weights.detach().to(torch.promote_types(rows.dtype, torch.float32))

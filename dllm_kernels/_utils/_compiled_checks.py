@@ -1,6 +1,6 @@
-"""The check of targets as torch.compile sees it: an op without outputs that no graph may drop or move.
+"""Target check as a custom op for torch.compile: it has no outputs, and no graph may drop or move it.
 
-Loaded only while a graph is traced, since registering costs import time.
+Imported only while a graph is traced, because registration is slow.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from torch._library.effects import EffectType
 from dllm_kernels._utils._target_range import raise_bad_target
 
 
-# It reads the targets back to the host, which no CUDA graph can hold.
+# Reads the targets back to the host, which a CUDA graph cannot do.
 @torch.library.custom_op("dllm_kernels::check_target_range", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def target_range(
     targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None

@@ -1,7 +1,7 @@
-"""Whether a loss may use an LM head's weight and bias in place of the head, which then is never called.
+"""Check that a loss may use an LM head's weight and bias instead of calling the head.
 
-Only where the head is nothing but ``hidden @ weight.T + bias``: whatever else it computes (an adapter, a scale, hooks) would
-be left out without a word, and would not train.
+That is allowed only if the head computes exactly ``hidden @ weight.T + bias``. Anything else that it computes (an adapter, a
+scale, hooks) would be omitted silently, and would not train.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from torch import nn
 
 from dllm_kernels._utils._checks import type_name
 
-LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # a class of ours that computes the same adds its own
-# These gather, free and lay out the parameters, and compute nothing.
+LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # our own classes that compute the same add their forward
+# Hooks of these modules gather, free and lay out the parameters, and compute nothing.
 SHARDING = ("torch.distributed.", "deepspeed.")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def projects(head: nn.Module) -> bool:
-    """Whether the module has a forward that makes logits: a holder of parameters has none, an embedding looks up tokens."""
+    """Whether the module has a forward that computes logits; parameter containers and embeddings do not."""
     has_forward = type(head).forward is not nn.Module.forward or "forward" in vars(head)
     return has_forward and not isinstance(head, nn.Embedding)
 
@@ -25,14 +25,13 @@ def projects(head: nn.Module) -> bool:
 def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) -> None:
     """Raise a ValueError if the head does anything beside ``hidden @ weight.T + bias``.
 
-    A subclass of ``nn.Linear`` with its ``forward`` passes, as ``fully_shard`` makes one, and so does a parametrized weight,
-    which is made anew wherever it is read.
+    A subclass of ``nn.Linear`` with its ``forward`` passes, because ``fully_shard`` makes one. A parametrized weight passes
+    too, because it is recomputed on each access.
 
     Args:
         head: the LM head.
-        advice: what to do about it, the end of the message.
-        replaced: another module takes over the head's parameters and nothing else of it: not the hooks by which it is
-            sharded, nor a parametrization.
+        advice: end of the message, which says what to do.
+        replaced: another module takes over the head's parameters only, without its sharding hooks or parametrizations.
     """
     if projects(head) and (more := _more_than_linear(head, () if replaced else SHARDING, replaced)):
         raise ValueError(
@@ -48,7 +47,7 @@ def _more_than_linear(head: nn.Module, tolerated: tuple[str, ...], replaced: boo
         return "a forward of its own"
     for hooks in HOOKS:
         for hook in getattr(head, hooks).values():
-            hook = getattr(hook, "func", hook)  # what a functools.partial is of
+            hook = getattr(hook, "func", hook)  # unwrap functools.partial
             if not tolerated or not str(getattr(hook, "__module__", "")).startswith(tolerated):
                 return f"a hook, {getattr(hook, '__qualname__', type_name(hook))}"
     if replaced and any(not isinstance(p, nn.Parameter | None) for p in (head.weight, head.bias)):

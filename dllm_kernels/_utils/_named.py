@@ -1,4 +1,4 @@
-"""Named tuples in code that torch.compile traces."""
+"""Replacement for ``_replace`` of named tuples in code that torch.compile traces."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T", bound=tuple[Any, ...])
 
 
 def replaced(t: T, **fields: Any) -> T:
-    """``t._replace(**fields)``, but what that makes under torch 2.11 cannot leave a graph: it is an error, or arrives empty."""
+    """Replace fields; works around torch 2.11, where a NamedTuple produced by ``_replace`` cannot be a graph output."""
     if not torch.compiler.is_compiling():
         return t._replace(**fields)  # type: ignore[attr-defined, no-any-return]
     return type(t)(**{**t._asdict(), **fields})  # type: ignore[attr-defined]

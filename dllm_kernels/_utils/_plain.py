@@ -15,42 +15,41 @@ from torch.autograd import forward_ad
 
 
 def is_dtensor(t: Any) -> bool:
-    """Whether ``t`` is a DTensor, found out without loading torch.distributed.
+    """Whether ``t`` is a DTensor, tested without importing torch.distributed.
 
-    Only tensors are asked: a count that changes from step to step is a symbol while a graph is traced, which has no
-    attributes to look for.
+    Only tensors are tested: a count that varies between steps is a symbol while a graph is traced, and has no attributes.
     """
     return type(t) is not torch.Tensor and isinstance(t, torch.Tensor) and hasattr(t, "device_mesh")
 
 
 def plain(t: Any) -> Any:
-    """The whole tensor behind a DTensor (no communication where it is replicated); anything else as it is."""
+    """Gather a DTensor (without communication if it is replicated); return anything else unchanged."""
     return t.full_tensor() if is_dtensor(t) else t
 
 
 def all_plain(*tensors: Any) -> tuple[Any, ...]:
-    """:func:`plain` of each."""
+    """Apply :func:`plain` to each."""
     return tuple(plain(t) for t in tensors)
 
 
 def autocasts(t: torch.Tensor) -> bool:
-    """Whether autocast is on for the tensor's device; the meta device has none."""
+    """Whether autocast is enabled on the tensor's device; False on the meta device."""
     return t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
 
 
 def plain_count(count: Any) -> Any:
-    """A count as a number or a plain tensor; a number of NumPy's is an array while a graph is traced."""
+    """Convert a count to a number or a plain tensor; a NumPy number is an array while a graph is traced."""
     return torch.as_tensor(count, device="cpu") if isinstance(count, np.ndarray) else plain(count)
 
 
 def has_values(t: torch.Tensor) -> bool:
     """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
-    # The device by its name: what stands for a GPU that is not there has another, and launches kernels.
+    # Compare the device type by name: the mock GPU has another type, and launches kernels.
     return not (t.device.type == "meta" or isinstance(t, FakeTensor))
 
 
 def check_no_tangent(*tensors: torch.Tensor | None) -> None:
-    """Raise where forward-mode differentiation has come with a tangent, which would be dropped: its derivative would be 0."""
+    """Raise if an input has a forward-mode tangent, which would be dropped and give a derivative of 0."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
@@ -70,7 +69,7 @@ def transforms_active() -> bool:
 
 
 def levels(t: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor, then the tensor that it wraps at each level of ``torch.func`` transforms; the last is plain."""
+    """Yield the tensor, then the tensor that it wraps at each level of ``torch.func`` transforms; the last is plain."""
     yield t
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
@@ -97,5 +96,5 @@ def refuse_vmap() -> NoReturn:
 
 
 def values_are_there(t: torch.Tensor | None) -> bool:
-    """Whether looking at values costs no sync: on CPU, and of no tensor that stands for others, as in a graph."""
+    """Whether reading values costs no sync: on CPU, with real data, and not while a graph is traced."""
     return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling() and not is_batched(t)

@@ -1,4 +1,4 @@
-"""Where a bad target or another bad value stands; looking reads it back to the host."""
+"""Locate out-of-range targets and invalid mask values. Causes a host sync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dllm_kernels._utils._plain import values_are_there
 def raise_bad_target(
     targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None
 ) -> None:
-    """Raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``, if there is one."""
+    """Raise IndexError for the first target that is outside [0, V) or skipped, and is not ``ignore_index``."""
     targets = targets.long()  # compared as int8 or uint8, a vocabulary size or -100 would wrap around
     bad, also = (targets < 0) | (targets >= V), ""
     if skip_id is not None:
@@ -24,12 +24,12 @@ def raise_bad_target(
 
 
 def first_true(found: torch.Tensor) -> tuple[int, ...] | None:
-    """Where the first True stands, or None."""
+    """Return the index of the first True, or None."""
     return tuple(found.nonzero()[0].tolist()) if bool(found.any()) else None
 
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
-    """Where a mask first holds a fraction among what is supervised, or None; of a mask that is read or not."""
+    """Return the index of the first fraction among supervised mask values, or None; the mask may be an unused argument."""
     if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
         return None
     if not (values_are_there(mask) and supervised.is_cpu and bool(mask.frac().any())):

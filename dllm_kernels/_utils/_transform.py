@@ -1,6 +1,6 @@
-"""The transform that logits may go through before they become probabilities, and what it is in plain torch.
+"""Transform of the logits before the softmax (soft cap, scale, skipped column), and its plain torch implementation.
 
-The kernels have the same in ``_backends/triton/_transform.py``.
+The Triton implementation is in ``_backends/triton/_transform.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 class Transform(NamedTuple):
-    """What becomes of a logit z: ``scale * softcap * tanh(z / softcap)``, and -inf in column ``skip_id``; None: no such step.
+    """Maps a logit z to ``scale * softcap * tanh(z / softcap)``, and to -inf in column ``skip_id``; None omits a step.
 
     Attributes:
-        softcap: bound of the logits' size (Gemma 2), > 0.
+        softcap: bound of the magnitude of the logits (Gemma 2), > 0.
         scale: factor after the cap; a temperature T is 1 / T.
         skip_id: the column that is never predicted, such as the MASK token's. Its gradient is 0; as a target it is NaN.
     """
@@ -27,20 +27,20 @@ class Transform(NamedTuple):
 
     @property
     def pointwise(self) -> Transform:
-        """Without the column: what becomes of a logit wherever it stands."""
+        """The transform without the skipped column."""
         return self._replace(skip_id=None)
 
     @property
     def factors(self) -> list[float]:
         """The cap and the scale, 0 for None.
 
-        No integers made of their bits: a number that changes from call to call has no bits while a graph is traced.
+        Kept as floats, not bit patterns: a symbolic float has no bit pattern during tracing.
         """
         return [0.0 if f is None else f for f in self[:2]]
 
     @classmethod
     def of(cls, factors: Sequence[float], skip_id: int | None) -> Transform:
-        """The transform of these :attr:`factors`."""
+        """Rebuild the transform from its :attr:`factors`."""
         softcap, scale = (None if f == 0 else f for f in factors)
         return cls(softcap, scale, skip_id)
 
@@ -49,9 +49,9 @@ NO_TRANSFORM = Transform()
 
 
 def transformed(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.Tensor:
-    """The transformed logits ``[..., V]`` of z, in the dtype that sums are made in; z itself where nothing is to be done.
+    """Transform logits z ``[..., V]``, in the accumulation dtype; returns z itself if there is nothing to do.
 
-    Written to ``out``, of the same shape and dtype, which may be z.
+    The result is written to ``out``, of the same shape and dtype, which may be z.
     """
     return _masked(_scaled(z, transform, out), transform, out)
 
@@ -59,9 +59,9 @@ def transformed(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> tor
 def with_slope(
     z: torch.Tensor, transform: Transform, out: torch.Tensor, slope: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """:func:`transformed`, and its derivative but for the column: one number where it is the same for all logits.
+    """Return :func:`transformed` and its derivative, which is one number if it is the same for all logits.
 
-    ``slope``, of the shape and dtype of z, holds it where not; it must be no memory of ``out``.
+    Otherwise the derivative is written to ``slope``, of the shape and dtype of z, which must not share memory with ``out``.
     """
     scale = 1.0 if transform.scale is None else transform.scale
     if transform.softcap is None:
