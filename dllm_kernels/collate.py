@@ -136,12 +136,12 @@ class DLLMCollator:
 
     @staticmethod
     def _first_supervised_index(loss_mask: Sequence[Any] | Row, default: int) -> int:
-        """The first position whose mask is nonzero, else ``default``."""
+        """Return the first position whose mask is nonzero, else ``default``."""
         supervised = np.flatnonzero(_as_row("loss_mask", loss_mask))
         return int(supervised[0]) if supervised.size else default
 
     def _block_fill_ends(self, content_lengths: torch.Tensor, prefix_lengths: torch.Tensor) -> torch.Tensor:
-        """Where each sample's fill ends ``[B]``: whole blocks from its prefix on, after cutting to ``max_seq_len``."""
+        """Return the end of each sample's fill ``[B]``: whole blocks from its prefix on, after cutting to ``max_seq_len``."""
         content = content_lengths if self.max_seq_len is None else content_lengths.clamp(max=self.max_seq_len)
         if self.block_size is None:
             return content.clone()
@@ -150,7 +150,7 @@ class DLLMCollator:
         return prefix + blocks * self.block_size
 
     def _compute_target_length(self, fill_ends: torch.Tensor) -> int:
-        """The length of all rows: the longest fill, rounded up, cut to ``max_seq_len``, at least 1."""
+        """Return the length of all rows: the longest fill, rounded up, cut to ``max_seq_len``, at least 1."""
         length = int(fill_ends.max()) if fill_ends.numel() else 0
         if self.pad_seq_len_divisible is not None and self.pad_seq_len_divisible > 1:
             multiple = math.lcm(self.block_size or 1, self.pad_seq_len_divisible)
@@ -182,7 +182,7 @@ class DLLMCollator:
 
 
 def _length(i: int, sample: Mapping[str, Any]) -> int:
-    """The common length of the fields of sample i; raises where they differ."""
+    """Return the common length of the fields of sample i; raise if they differ."""
     if not isinstance(sample, Mapping):
         raise TypeError(f"sample {i} must be a dict, got {type_name(sample)}")
     for field in FIELDS:
@@ -207,7 +207,7 @@ def _not_numbers(name: str, values: object) -> TypeError:
 
 
 def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = True) -> Row:
-    """A 1-d array of the first ``limit`` values; whole numbers in any dtype, else, where ``fractions`` may be, floats."""
+    """Convert the first ``limit`` values to a 1-d array: integers, or floats if ``fractions`` are allowed."""
     if isinstance(values, (list, tuple)):
         values = _packed(name, values if limit is None or len(values) <= limit else values[:limit])
     if isinstance(values, torch.Tensor):
@@ -228,7 +228,7 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
 
 
 def _packed(name: str, values: Sequence[Any]) -> Any:
-    """A list of numbers as an array of bytes, as masks are, else of int64 or float64; anything else as it came.
+    """Convert a list of numbers to an array of bytes (masks), int64 or float64; return anything else unchanged.
 
     Packing a list into bytes is several times as fast as ``numpy.array`` and ``torch.tensor``, which look at the type of
     each element first; into single bytes, which gives up at the first number beyond 255, several times as fast again.

@@ -403,7 +403,7 @@ def corrupt_mix(
 
 
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """The supervised positions that are not masked: ``supervised and not noise``.
+    """Select the supervised positions that are not masked: ``supervised and not noise``.
 
     The two masks of such a pair together cover every supervised position once. A position that was masked with probability p is
     in the complement with probability 1 - p.
@@ -594,7 +594,7 @@ def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
 
 
 def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
-    """A number of each row, or of each block, as float32 ``[B, 1]`` or ``[B, blocks]``."""
+    """Convert one number per row, or per block, to float32 ``[B, 1]`` or ``[B, blocks]``."""
     check_float(name, value)
     B = input_ids.shape[0]
     shapes = [(B,), (B, 1), *([(B, blocks)] if blocks > 1 else [])]

@@ -12,12 +12,12 @@ Sample = Mapping[str, Sequence[Any]]
 
 
 def rounded_up(number: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``number``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
     return -(-number // multiple) * multiple
 
 
 def first_supervised(loss_mask: Sequence[Any], default: int) -> int:
-    """The first position whose mask is nonzero, else ``default``."""
+    """Return the first position whose mask is nonzero, else ``default``."""
     for i, supervised in enumerate(loss_mask):
         if supervised:
             return i
@@ -25,7 +25,7 @@ def first_supervised(loss_mask: Sequence[Any], default: int) -> int:
 
 
 def supervised_runs(loss_mask: Sequence[Any]) -> int:
-    """How many stretches of supervised positions there are."""
+    """Count the runs of supervised positions."""
     runs, before = 0, False
     for supervised in loss_mask:
         runs += bool(supervised) and not before
@@ -34,7 +34,7 @@ def supervised_runs(loss_mask: Sequence[Any]) -> int:
 
 
 def fill_end(sample: Sample, block_size: int | None, max_seq_len: int | None, response_window: bool) -> int:
-    """Where the block fill of a sample ends: a whole number of blocks from 0 or from its response."""
+    """Return the end of a sample's block fill: a whole number of blocks from 0 or from its response."""
     length = len(sample["input_ids"])
     content = length if max_seq_len is None else min(length, max_seq_len)
     if block_size is None:

@@ -45,7 +45,7 @@ def _level_of_blocks(
     eps: float,
     generator: torch.Generator | None,
 ) -> torch.Tensor:
-    """The level of each block ``[B, blocks]``: the caller's as it is, or ``eps + (1 - eps) U``."""
+    """Return the level of each block ``[B, blocks]``: the caller's as it is, or ``eps + (1 - eps) U``."""
     B = input_ids.shape[0]
     if level is not None:
         return level.float().reshape(B, -1).expand(B, blocks)
@@ -54,7 +54,7 @@ def _level_of_blocks(
 
 
 def _exactly(p: torch.Tensor, uniform: torch.Tensor, supervised: torch.Tensor) -> torch.Tensor:
-    """Of the n supervised positions ``round(p n)``, at least one where p > 0 and n > 0, those of the largest u."""
+    """Select ``round(p n)`` of n supervised positions, those of the largest u; at least one if p > 0 and n > 0."""
     chosen = torch.zeros_like(supervised)
     for b in range(len(p)):
         n = int(supervised[b].sum())
@@ -294,7 +294,7 @@ def corrupt_mix(
 
 
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """The supervised positions that are not masked.
+    """Select the supervised positions that are not masked.
 
     ``supervised and not noise``
 

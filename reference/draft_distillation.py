@@ -55,7 +55,7 @@ def denominator(
     num_sequences: Count | None = None,
     total_weight: Count | None = None,
 ) -> torch.Tensor:
-    """What each row's ``weight * value`` is divided by ``[B, 1]``.
+    """Return the divisor of each row's ``weight * value``, ``[B, 1]``.
 
     Args:
         weights: of the rows ``[B, T]``.

@@ -1,4 +1,4 @@
-"""What a row of logits says of itself: log p at given ids, logsumexp, entropy, a sum of log-mixtures, the argmax's match."""
+"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of log-mixtures, argmax-match."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Mix = tuple[torch.Tensor, torch.Tensor]
 
 
 class RowStats(NamedTuple):
-    """Of each row; ``log_probs`` of each id."""
+    """Statistics per row; ``log_probs`` per id."""
 
     log_probs: torch.Tensor
     lse: torch.Tensor

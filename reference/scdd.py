@@ -12,7 +12,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class SCDDSchedule(NamedTuple):
-    """What has become of a token at a time: the chance that it is still itself, any other token, or MASK.
+    """Marginal of a token at a given time: the probability that it is unchanged, another token, or MASK.
 
     ``gamma = clean_mass + uniform_mass`` and ``rho = clean_mass / gamma``.
     """
@@ -25,7 +25,7 @@ class SCDDSchedule(NamedTuple):
 
 
 def scdd_schedule(t: torch.Tensor, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
-    """The marginal of the forward process at time ``t``.
+    """Compute the marginal of the forward process at time ``t``.
 
     With ``a = gamma_shape * t_peak``, ``b = gamma_shape * (1 - t_peak)`` and
     ``c(t) = max_ratio / (1 - max_ratio) * t^a (1 - t)^b / (t_peak^a (1 - t_peak)^b)``: the clean mass is
@@ -64,7 +64,7 @@ def scdd_loss(
     t_peak: float = 0.5,
     reduction: str = "total",
 ) -> torch.Tensor:
-    """The negative bound on the likelihood in T steps, summed over the supervised tokens and divided by their number.
+    """Compute the negative bound on the likelihood in T steps, summed over the supervised tokens and divided by their number.
 
     p is the softmax without the column of MASK, ``K = V - 1``, ``s = max(t - 1 / T, 0)``, ``base_x = (1 - rho_x) / K``,
     ``term_v = log(base_s + rho_s p_v)``, ``S`` its sum over all v but MASK, z the noisy token, x the clean one.

@@ -9,7 +9,7 @@ Count = int | float | torch.Tensor
 
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """The dtype every loss is computed in: float32, or float64 for float64 input."""
+    """Return the dtype that losses are computed in: float32, or float64 for float64 input."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""What logits go through before they become probabilities: a soft cap, a scale, a column that is never predicted."""
+"""Transform of the logits before the softmax: a soft cap, a scale, a column that is never predicted."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ ROW_OPS = {
 
 
 def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
-    """As ``_eager.call``."""
+    """Run the op as one custom op; see ``_eager.call``."""
     outputs = _rows(op.name, *inputs.tensors, *plan.pack())
     return {out.name: t for (out, _), t in zip(op.requested(inputs, plan), outputs[:-1], strict=True)}
 

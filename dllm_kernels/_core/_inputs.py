@@ -23,7 +23,7 @@ class Gradients(NamedTuple):
 
 
 class NeedsGrad(NamedTuple):
-    """Which differentiable inputs require a gradient."""
+    """Flags of the differentiable inputs that require a gradient."""
 
     x: bool = False
     weight: bool = False

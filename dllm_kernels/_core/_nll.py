@@ -56,7 +56,7 @@ def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def weighted_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """As :func:`row_targets`; rows of weight 0 are skipped too, unless the caller gives ``active``."""
+    """Flatten targets as :func:`row_targets`; skip rows of weight 0 too, unless the caller gives ``active``."""
     return row_targets(inputs if inputs.active is not None else inputs._replace(active=inputs.weights), plan)
 
 

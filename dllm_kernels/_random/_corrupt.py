@@ -155,7 +155,7 @@ def mix_tokens(
 
 
 def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) -> torch.Tensor:
-    """The other supervised positions; see :func:`dllm_kernels.corruption.complementary`."""
+    """Select the other supervised positions; see :func:`dllm_kernels.corruption.complementary`."""
     if use_triton(backend, noise_mask):
         from dllm_kernels._backends.triton.corruption import complement as kernel
 
@@ -209,12 +209,12 @@ LEAST = -1e-5
 
 
 def rows_of(tensor: torch.Tensor, rows: Rows) -> Array:
-    """Some rows of a tensor beside the batch, in the library of the rows."""
+    """Take some rows of a tensor beside the batch, in the library of the rows."""
     return (tensor if isinstance(rows.draws, torch.Tensor) else tensor.numpy())[rows.part]
 
 
 def _level(rows: Rows, given: torch.Tensor | None, eps: float) -> Array:
-    """The m of each block, float32 ``[rows, blocks]``, or ``[rows, 1]`` for all blocks of a row."""
+    """Return m of each block, float32 ``[rows, blocks]``, or ``[rows, 1]`` for all blocks of a row."""
     return _rules.level(rows.levels, eps) if given is None else rows_of(given, rows)
 
 
@@ -232,7 +232,7 @@ def _exactly(rows: Rows, level: Array) -> Array:
 
 
 def _topk_of_blocks(grid: Grid, draws: torch.Tensor, level: torch.Tensor, rate: float, at_least: int) -> torch.Tensor:
-    """The k positions of each block, bool ``[rows, L]``."""
+    """Select the k positions of each block, bool ``[rows, L]``."""
     device = draws.device
     level = level.expand(-1, grid.blocks)
     length = torch.tensor(lengths(grid), device=device)

@@ -22,7 +22,7 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, input_ids: torch.Tensor, block_size: int | None) -> Grid:
-        """The grid of a batch; without a block size, or with one beyond L, a row is one block of L."""
+        """Make the grid of a batch; without a block size, or with one beyond L, a row is one block of L."""
         B, L = input_ids.shape
         size = L if block_size is None else min(block_size, L)
         return cls(B, L, -(-L // size), size)
@@ -33,7 +33,7 @@ class Grid(NamedTuple):
         return self.blocks * self.size == self.L
 
     def layout(self, whole_words: bool = False) -> _philox.Layout:
-        """What a row draws."""
+        """Layout of the draws of a row."""
         return _philox.Layout(self.blocks, self.L, whole_words)
 
     def fold(self, at_place: Array) -> Array:

@@ -61,7 +61,7 @@ _Array = npt.NDArray[Any]
 
 
 class Layout(NamedTuple):
-    """What a row draws: levels, and a draw or a whole word for each position."""
+    """Draws of a row: levels, and a draw or a whole word for each position."""
 
     levels: int
     positions: int
@@ -109,7 +109,7 @@ def _signed(word: int) -> int:
 def random_bits(
     seed: torch.Tensor, rows: int, layout: Layout
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """What the layout above gives to a batch under an int64 seed: 0-d, shared by the rows, or ``[rows]``, one each.
+    """Draws of a batch in the layout above, under an int64 seed: 0-d for a shared seed, or ``[rows]``.
 
     The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in [0, 2^32); and, where
     a position takes a whole word, those, int64, with their high halves as the draws.
@@ -172,7 +172,7 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
 def resolve_seed(
     device: torch.device, rows: int, generator: torch.Generator | None, seeds: torch.Tensor | None
 ) -> torch.Tensor:
-    """The seed of one call, int64 on ``device``, without a host sync: ``seeds`` ``[rows]``, checked, or one drawn, 0-d.
+    """Return the seed of one call, int64 on ``device``, without a host sync: validated ``seeds`` ``[rows]``, or a drawn 0-d one.
 
     The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then drawn there,
     so that its state gives the same mask on every device. None is the device's default generator.
@@ -198,7 +198,7 @@ _SEEDS = (-(2**63), 2**63 - 1)
 
 
 def _seed_on_host() -> torch.Tensor:
-    """What a thread draws its seeds into: half the time of a tensor a call."""
+    """Per-thread buffer for drawn seeds; takes half the time of allocating one per call."""
     try:
         seed: torch.Tensor = _local.seed
     except AttributeError:

@@ -50,12 +50,12 @@ def fine_uniform(draws: Array) -> Array:
 
 
 def level(draws: Array, eps: float) -> Array:
-    """The m of each block from its draw, float32: ``(1 - eps) uniform(draws) + eps``, where a power of 2 rounds nothing."""
+    """Compute m of each block from its draw, float32: ``(1 - eps) uniform(draws) + eps``; powers of 2 are exact."""
     return (float32(coin_bits(draws)) + 0.5) * ((1.0 - eps) * 2.0**-COIN_BITS) + eps
 
 
 def coin_bits(draws: Array) -> Array:
-    """The 23 random bits q of each position's coin."""
+    """Return the 23 random bits q of each position's coin."""
     return draws >> (32 - COIN_BITS)
 
 
@@ -66,7 +66,7 @@ def coin_bound(level: Array, bits: Array) -> Array:
 
 
 def below(draws: Array, level: Array) -> Array:
-    """The coin ``u < m`` of each draw."""
+    """Toss the coin ``u < m`` of each draw."""
     if isinstance(draws, torch.Tensor):
         bits = coin_bits(draws)
         return bits < coin_bound(level, bits)
@@ -101,12 +101,12 @@ def log_weights(level: Array, rate: float, place: Array) -> Array:
 
 
 def channels(mask_prob: Array, uniform_prob: Array, draws: Array) -> tuple[Array, Array]:
-    """Which positions take MASK, and which those and a token besides; none of a row whose sum is over 1 + 1e-5.
+    """Select the positions that become MASK, and those that become MASK or a token; none in a row whose sum exceeds 1 + 1e-5.
 
     ``u < mask_prob`` and ``u < mask_prob + uniform_prob``, summed in float32.
     """
     xp, total = _library(mask_prob), mask_prob + uniform_prob
-    # Rounding may have made a little less than 0 of a probability, which as an unsigned bound would be everything.
+    # Rounding can make a probability slightly negative, which would wrap to a huge unsigned bound.
     mask_prob, total = (xp.where((total <= MOST) & (p > 0), p, 0.0) for p in (mask_prob, total))
     absorbed = below(draws, mask_prob)
     return absorbed, absorbed | below(draws, total)
@@ -117,7 +117,7 @@ MOST = float(np.float32(1.0 + 1e-5))
 
 
 def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> Array:
-    """A token that is neither MASK nor the one there: one of ``vocab_size - 2``, moved past both."""
+    """Draw a token that is neither MASK nor the present one: one of ``vocab_size - 2``, shifted past both."""
     found = token(words, vocab_size - 2)
     if isinstance(ids, torch.Tensor):
         low, high = ids.clip(max=mask_token), ids.clip(mask_token)

@@ -71,7 +71,7 @@ def choose(
 
 
 def counts(k: torch.Tensor | int, log_w: torch.Tensor) -> torch.Tensor:
-    """The k of each row, as a tensor ``[N]``."""
+    """Return k of each row, as a tensor ``[N]``."""
     return torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
 
 
@@ -118,7 +118,7 @@ def exact_log(x: Any) -> Any:
 
 
 def select_exact(log_w: torch.Tensor, uniform: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """The k largest scores of each row ``[N, D]``, as the module defines them; ``uniform`` strictly inside (0, 1), no NaN."""
+    """Select the k largest scores of each row ``[N, D]``, defined in the module docstring; ``uniform`` in (0, 1), no NaN."""
     score: torch.Tensor = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
     order = torch.sort(score, dim=1, descending=True, stable=True).indices
     first = torch.arange(score.shape[1], device=score.device) < k[:, None]
@@ -154,7 +154,7 @@ def host_slices(rows: int, columns: int, times: int = 1) -> list[range]:
 
 
 def select_largest(draws: Any, choosable: Any, k: Any) -> Any:
-    """The k largest draws (integers below 2^32) among the choosable ones of each row, the lower index first among equals.
+    """Select the k largest draws (integers below 2^32) among the selectable ones of each row; the lower index wins a tie.
 
     Torch or numpy; ``draws`` and ``choosable`` ``[N, D]``, k ``[N]``, at most the number of choosable ones; bool ``[N, D]``.
     """
@@ -256,7 +256,7 @@ def _log_exponential(uniform: _Array) -> _Array:
 
 
 def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
-    """Where rounding may have swapped the k-th and the next score.
+    """Flag rows in which rounding may have swapped the k-th and the next score.
 
     A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Three roundings to
     float32, of the log-weight, of the logarithm and of the difference, err by less than 2^-22 (1 + |t| + largest). Twice
@@ -269,7 +269,7 @@ def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
 
 
 def _boundary(score: _Array, k: _Array) -> tuple[_Array, _Array]:
-    """The k-th largest score of each row and the next: inf before the first, -inf after the last."""
+    """Return the k-th largest score of each row and the next: inf before the first, -inf after the last."""
     N, D = score.shape
     ordered = np.empty((N, D + 2), np.float32)
     ordered[:, 0], ordered[:, -1] = -np.inf, np.inf

@@ -16,7 +16,7 @@ from dllm_kernels._utils._target_range import raise_bad_target
 def target_range(
     targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None
 ) -> None:
-    """As :func:`raise_bad_target`."""
+    """Call :func:`raise_bad_target`."""
     raise_bad_target(targets, name, V, ignore_index, shift, skip_id)
 
 

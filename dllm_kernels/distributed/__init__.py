@@ -15,7 +15,7 @@ __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide
 
 
 def __getattr__(name: str) -> Any:
-    """The names that need DTensor, whose import is slow, on their first use."""
+    """Import the names that need DTensor on first use, because its import is slow."""
     if name in __all__:
         from dllm_kernels.distributed import fsdp
 

@@ -70,7 +70,7 @@ def divergence(
 
 
 def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
-    """Of this rank's columns, ``[n, 6]``: of each side the maximum, log sum e^(z - maximum) and the argmax in the whole row."""
+    """Reduce this rank's columns to ``[n, 6]``: maximum, log sum e^(z - maximum) and whole-row argmax of each side."""
     found = pairs.empty(6)
     lowest = torch.finfo(found.dtype).min
     if not shard.size:
@@ -89,7 +89,7 @@ def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
 
 
 def _combined(shard: VocabShard, pairs: Pairs, found: Tensor) -> tuple[Norms, Tensor, Tensor]:
-    """(normalisers of whole rows, the student's argmax, the teacher's), from what every rank has found."""
+    """Combine all ranks' results into (normalisers of whole rows, the student's argmax, the teacher's)."""
     norms, columns = [], []
     numbers = shard.gather(found).unsqueeze(3).unbind(2)
     for row_max, log_sum, column in (numbers[:3], numbers[3:]):
@@ -101,7 +101,7 @@ def _combined(shard: VocabShard, pairs: Pairs, found: Tensor) -> tuple[Norms, Te
 
 
 def _columns(program: Program, block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:
-    """This rank's columns of p and q, and what is left of the buffers."""
+    """Compute this rank's columns of p and q; return them with the unused buffers."""
     p, q, *more = block.more
     log_p, log_q = logarithms(block, norms, more, None)
     columns = Columns(torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, careful=True)
@@ -109,7 +109,7 @@ def _columns(program: Program, block: Block, norms: Norms) -> tuple[Columns, lis
 
 
 def _sum(program: Program, block: Block, part: Tensor, *row: Tensor | None) -> None:
-    """a, -log p at the teacher's argmax and at the target where this rank has them, and the sums of the features."""
+    """Sum a, -log p at the teacher's argmax and at the target (if this rank holds them), and the features."""
     norms, (hot, y) = Norms(*row[:4]), row[4:]  # type: ignore[arg-type]
     columns, room = _columns(program, block, norms)
     alpha, *sums = program.summed(columns, room)

@@ -1,4 +1,4 @@
-"""How a DTensor is laid out over its mesh, and the two sums over ranks that autograd has to know.
+"""Layout of DTensors over their mesh, and the two all-reduces that autograd must know.
 
 A mesh dimension of a head weight is *tensor parallel* when it is named so (``TENSOR_PARALLEL_NAMES``) or when the hidden
 states are a DTensor that is replicated over it; every other mesh dimension is *data parallel*: the ranks along it hold
@@ -29,7 +29,7 @@ def outside_the_graph(function: Function) -> Function:
 
 
 def shard_dim(placement: Any) -> int | None:
-    """The tensor dimension a placement splits, or None."""
+    """Return the tensor dimension that a placement splits, or None."""
     return getattr(placement, "dim", None)
 
 
@@ -59,7 +59,7 @@ def local_range(size: int, mesh: DeviceMesh, splits: Sequence[int]) -> tuple[int
 
 
 class Rows(NamedTuple):
-    """Which rows of a tensor ``[..., C]`` this rank holds, where DTensor splits them over ranks.
+    """Rows of a tensor ``[..., C]`` that this rank holds, if DTensor splits them over ranks.
 
     Attributes:
         shape: the global shape without the last dimension.
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
         return tuple(length for _, length in self.ranges)
 
     def local(self, t: torch.Tensor | None) -> torch.Tensor | None:
-        """This rank's part of a per-row tensor of the global shape; a view."""
+        """Return this rank's part of a per-row tensor of the global shape; a view."""
         if t is None:
             return None
         for d, (start, length) in enumerate(self.ranges):
@@ -86,7 +86,7 @@ class Rows(NamedTuple):
         return t
 
     def local_inputs(self, inputs: RowInputs) -> RowInputs:
-        """The inputs with this rank's part of each tensor that has one entry per row."""
+        """Replace each tensor that has one entry per row by this rank's part."""
         per_row: dict[str, Any] = {name: self.local(getattr(inputs, name)) for name in PER_ROW}
         return inputs._replace(**per_row, aux=tuple(self.local(t) for t in inputs.aux))  # type: ignore[misc]
 
@@ -103,7 +103,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(name: str, t: torch.Tensor) -> Rows:
-    """The rows of ``[..., C]`` that this rank holds, whatever is done with the last dimension: all of a plain tensor."""
+    """Return the rows of ``[..., C]`` that this rank holds, for any layout of the last dimension; all rows of a plain tensor."""
     if not isinstance(t, DTensor):
         return Rows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
     mesh, leading = t.device_mesh, t.dim() - 1
@@ -192,7 +192,7 @@ class _LocalPiece(torch.autograd.Function):
 
 
 def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's piece of a DTensor; the gradient, a DTensor of the placements given, goes back to it."""
+    """Return this rank's piece of a DTensor; its gradient becomes a DTensor of the given placements."""
     out: torch.Tensor = _LocalPiece.apply(t, grad_placements)  # type: ignore[no-untyped-call]
     return out
 
@@ -204,13 +204,13 @@ def sum_over(t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tens
 
 
 def sum_gradient_over(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The tensor itself; its gradient is all-reduced (summed)."""
+    """Return the tensor unchanged; its gradient is all-reduced (summed)."""
     out: torch.Tensor = _SumGradientOver.apply(t, group)  # type: ignore[no-untyped-call]
     return out
 
 
 def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
-    """The mesh dimensions of a head that are tensor parallel; the others are data parallel.
+    """Return the tensor-parallel mesh dimensions of a head; the others are data parallel.
 
     Those with one of ``TENSOR_PARALLEL_NAMES``; those over which ``hidden``, a DTensor on the same mesh, is replicated;
     and those that split what FSDP2's strided placement says was split before. All of them where ``hidden`` is a DTensor on its

@@ -32,7 +32,7 @@ class VocabShard(NamedTuple):
 
     @classmethod
     def of(cls, V: int, mesh: DeviceMesh, i: int) -> VocabShard:
-        """This rank's shard of a vocabulary that mesh dimension ``i`` splits."""
+        """Return this rank's shard of a vocabulary that mesh dimension ``i`` splits."""
         start, size = local_range(V, mesh, [i])
         return cls(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
 
@@ -41,17 +41,17 @@ class VocabShard(NamedTuple):
         return (ids >= 0) & (ids < self.total)
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """The columns among this rank's; ``SKIP`` for those that others hold."""
+        """Convert ids to columns of this rank; ``SKIP`` for columns of other ranks."""
         here = ids - self.start
         return torch.where((here >= 0) & (here < self.size), here, SKIP)
 
     def local_transform(self, transform: Transform) -> Transform:
-        """The same transform of these columns, which may not have the skipped one."""
+        """Restrict the transform to these columns, which may not include the skipped one."""
         skip = -1 if transform.skip_id is None else transform.skip_id - self.start
         return transform._replace(skip_id=skip if 0 <= skip < self.size else None)
 
     def gather(self, part: torch.Tensor) -> torch.Tensor:
-        """Every rank's ``[N, C]`` as ``[ranks, N, C]``."""
+        """All-gather every rank's ``[N, C]`` as ``[ranks, N, C]``."""
         ranks = dist.get_world_size(self.group)
         parts = part.new_empty(ranks * part.shape[0], part.shape[1])
         if part.numel():
@@ -59,6 +59,6 @@ class VocabShard(NamedTuple):
         return parts.view(ranks, *part.shape)
 
     def add_parts(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, in the place of this rank's part."""
+        """All-reduce ``part`` over the group in place."""
         dist.all_reduce(part, group=self.group)
         return part

@@ -45,7 +45,7 @@ def with_local_teacher(
 
 
 def _local_rows(t: torch.Tensor, x: torch.Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> torch.Tensor:
-    """The teacher's rows ``[..., C]`` beside the student's, or all where they are picked; the columns of ``part``.
+    """Return the teacher's rows ``[..., C]`` beside the student's, or all rows if they are picked; only the columns of ``part``.
 
     Whether ranks communicate follows from layouts alone, which all of them know, and never from a rank's own piece.
     """
@@ -73,7 +73,7 @@ def _beside(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) 
 
 
 def _local_head(t: torch.Tensor | None, x: torch.Tensor, part: VocabShard | None) -> torch.Tensor | None:
-    """The teacher's head, or the rows of it that make the columns of ``part``."""
+    """Return the teacher's head, or its rows for the columns of ``part``."""
     if t is None:
         return None
     name = "the teacher's head"

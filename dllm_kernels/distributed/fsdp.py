@@ -64,7 +64,7 @@ class LossHead(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear) -> LossHead:
-        """A head with the parameters of another one.
+        """Make a head with the parameters of another one.
 
         Args:
             linear: computes ``hidden @ weight.T + bias`` and nothing else, and is not sharded yet.
@@ -94,7 +94,7 @@ class LossHead(nn.Linear):
         return made[-1]
 
     def forward(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
-        """The logits, or ``loss(hidden, weight, bias)`` with the gathered parameters.
+        """Return the logits, or ``loss(hidden, weight, bias)`` with the gathered parameters.
 
         Args:
             hidden: ``[..., D]``.
@@ -109,7 +109,7 @@ LINEAR_FORWARDS.add(LossHead.forward)
 
 
 def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Parameter], factor: float) -> None:
-    """What the gradient of a sharded head is divided by when it is gathered here, like FSDP2's method of that name.
+    """Set the divisor of the gradient of a sharded head that is gathered here, like FSDP2's method of that name.
 
     FSDP2's own factor cannot be read from a parameter. So a training loop that changes it, for instance by
     ``model.set_gradient_divide_factor(1.0)``, must set it here too.
@@ -140,7 +140,7 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
 
 
 def _divide_factor(weight: DTensor, default: float) -> float:
-    """What :func:`set_gradient_divide_factor` said last of the parameter itself, or of the module in which it stands."""
+    """Return the last divisor that :func:`set_gradient_divide_factor` set for the parameter or its module."""
     of_module = (f for module, f in _FACTORS.items() if id(weight) in map(id, module.parameters(recurse=False)))
     factor: float | None = getattr(weight, _FACTOR, None)
     return next(of_module, default) if factor is None else factor
@@ -201,7 +201,7 @@ def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Seque
 
 
 def _piece_shape(weight: DTensor, tensor: Sequence[int]) -> tuple[int, ...]:
-    """The shape of what this rank has once the data-parallel dimensions are gathered."""
+    """Return the shape of this rank's tensor after the data-parallel dimensions are gathered."""
     mesh, placements = weight.device_mesh, weight.placements
     splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
     return tuple(local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))

@@ -35,7 +35,7 @@ from dllm_kernels.distributed.vocab_parallel import shard_primitives
 
 
 def local_hidden(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
-    """This rank's part of inputs with a DTensor among the differentiable ones, the plan for it, and which rows it is.
+    """Return this rank's part of inputs with a differentiable DTensor, the plan for it, and its rows.
 
     What is known of each row is plain, of the global shape, the same on every tensor-parallel rank; the rows of the head's
     second part may be that too.
@@ -80,7 +80,7 @@ def local_hidden(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
 
 
 def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:
-    """The plan on a split vocabulary.
+    """Adapt the plan to a split vocabulary.
 
     Every rank must cut the same chunks, since each ends in a collective, whatever number of columns it holds. A chunk
     has as many more rows as the vocabulary is split: the same memory, and fewer collectives.
@@ -94,7 +94,7 @@ def _on_shard(hidden: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:
 
 
 def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:
-    """The tensor-parallel mesh dimension that splits the vocabulary, or None."""
+    """Return the tensor-parallel mesh dimension that splits the vocabulary, or None."""
     if not isinstance(weight, DTensor):
         return None
     split = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
@@ -109,7 +109,7 @@ def _vocab_mesh_dim(weight: torch.Tensor) -> int | None:
 
 
 def _check_like(weight: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
-    """Of a plain bias beside a replicated weight, one gradient would be summed over the ranks and the other not."""
+    """Raise unless all have the layout of ``weight``: otherwise only one of two gradients would be all-reduced."""
     for name, other in others.items():
         if other is None:
             continue
@@ -121,7 +121,7 @@ def _check_like(weight: torch.Tensor, others: dict[str, torch.Tensor | None]) ->
 
 
 def _local_parameter(t: torch.Tensor, split: list[set[int]]) -> torch.Tensor:
-    """This rank's piece; its gradient is summed over the ranks of ``split``, each of which uses it for other rows."""
+    """Return this rank's piece; its gradient is summed over the ranks of ``split``, each of which uses it for other rows."""
     if not isinstance(t, DTensor):
         return t
     mesh, placements = t.device_mesh, t.placements
@@ -141,7 +141,7 @@ def _local_parameter(t: torch.Tensor, split: list[set[int]]) -> torch.Tensor:
 def _local_extra_rows(
     u: torch.Tensor, hidden: torch.Tensor, group: dist.ProcessGroup | None, rows: Rows
 ) -> torch.Tensor:
-    """The rows ``[..., r]`` of the head's second part that go with this rank's hidden states."""
+    """Return the rows ``[..., r]`` of the head's low-rank part that belong to this rank's hidden states."""
     if not isinstance(u, DTensor):
         for each in (group, *rows.groups):  # every rank has all of it and makes a part of its gradient
             u = u if each is None else sum_gradient_over(u, each)

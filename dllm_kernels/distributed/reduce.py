@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 
 def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """The sum of a tensor over a group's ranks, detached; the tensor itself is not written to.
+    """Sum a tensor over the ranks of a group; returns a detached copy.
 
     Args:
         t: any shape; the same on every rank.
@@ -22,7 +22,7 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
 
 
 def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """How many entries of a mask are nonzero over all ranks: the denominator of a loss split over them.
+    """Count the nonzero entries of a mask over all ranks: the denominator of a loss split over them.
 
     For masked and block diffusion it is the number of supervised tokens, corrupted or not.
 

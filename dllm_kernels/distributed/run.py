@@ -19,7 +19,7 @@ from dllm_kernels.distributed.vocab_parallel import local_logits
 
 @outside_the_graph
 def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
-    """The op's results as plain tensors of the global shape, equal on every rank that shares the rows.
+    """Run the op; return plain tensors of the global shape, equal on every rank that shares the rows.
 
     Differentiable outputs stay differentiable.
     """

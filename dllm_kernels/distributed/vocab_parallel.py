@@ -67,7 +67,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
 
 
 def local_logits(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
-    """This rank's part of inputs with DTensor logits ``[..., V]``, the plan for it, and which rows it is.
+    """Return this rank's part of inputs with DTensor logits ``[..., V]``, the plan for it, and its rows.
 
     The vocabulary may be split over one mesh dimension and the rows over others; over the rest they are replicated.
     The gradient has the placements of the logits. What is known of each row is plain, of the global shape, the same on
@@ -91,7 +91,7 @@ def local_logits(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
 
 
 def _vocab_mesh_dim(logits: DTensor) -> int | None:
-    """The mesh dimension that splits the vocabulary, or None."""
+    """Return the mesh dimension that splits the vocabulary, or None."""
     last, found = logits.dim() - 1, []
     for i, placement in enumerate(logits.placements):
         if placement.is_partial():
@@ -109,7 +109,7 @@ def _vocab_mesh_dim(logits: DTensor) -> int | None:
 
 
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
-    """Of these columns: an id that lies elsewhere is none here."""
+    """Restrict a request to these columns; an id of another shard becomes ``SKIP``."""
     return request._replace(
         ids=shard.local_ids(request.ids), transform=shard.local_transform(request.transform), whole=False
     )
@@ -148,7 +148,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, re
 
 
 def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
-    """What a shard without columns adds: nothing."""
+    """Return the neutral result of a shard without columns."""
     acc = torch.promote_types(dtype, torch.float32)
     zero = torch.zeros(request.active.shape, dtype=acc, device=request.active.device)
     log_probs = torch.zeros(request.ids.shape, dtype=acc, device=request.active.device)
@@ -172,7 +172,7 @@ def _combine_ids(
 
 
 def _combine_entropy(log_share: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
-    """That of whole rows from those of the shards, each with a share of its row."""
+    """Combine the entropies of the shards, each with its share of the row, to those of whole rows."""
     return torch.where(log_share == -math.inf, 0.0, log_share.exp() * (entropies - log_share)).sum(0)
 
 
@@ -197,6 +197,6 @@ def _backward(
     c: Coefficients,
     *sums_and_out: torch.Tensor,
 ) -> None:
-    """The gradient of this rank's columns; no communication."""
+    """Compute the gradient of this rank's columns; no communication."""
     if shard.size:
         local.backward(logits, _local_request(shard, request), c, *sums_and_out)

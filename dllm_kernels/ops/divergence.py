@@ -257,7 +257,7 @@ def linear_divergence(
 
 
 class Sides(NamedTuple):
-    """What the caller calls the rows of each."""
+    """Argument names of the rows of each side."""
 
     student: str
     teacher: str
@@ -350,7 +350,7 @@ def _check_columns(
 
 
 def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
-    """The teacher's own transform, or the student's."""
+    """Validate the teacher's own transform; default to the student's."""
     if given is None:
         return students
     if not isinstance(given, Mapping):

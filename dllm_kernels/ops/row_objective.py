@@ -194,7 +194,7 @@ def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) ->
 
 
 def _combined(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None) -> RowObjective:
-    """The objective of statistics that are there, differentiable through them."""
+    """Evaluate the objective of given statistics, differentiable through them."""
     rows = stats.lse.dim()
     log_probs, lse, entropy, _, correct = (
         None if t is None else t.detach().clone() for t in stats

@@ -1,4 +1,4 @@
-r"""What a row of logits says of itself: log p at given ids, logsumexp, entropy, a sum of log-mixtures, the argmax's match.
+r"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of log-mixtures, argmax-match.
 
 For what no sum of weighted NLLs is: policy gradients (log-probabilities with ratios and clipping on top, entropy bonuses),
 distances between distributions that are known at a few ids, bounds with a sum over the whole vocabulary in them. All outputs
@@ -150,7 +150,7 @@ def linear_row_stats(
 
 
 def _parts_of(mix: Any) -> tuple[Any, Any]:
-    """(a, b) of the mixture, None where there is none."""
+    """Return (a, b) of the mixture, None if not requested."""
     if mix is None:
         return None, None
     if not isinstance(mix, (tuple, list)) or len(mix) != 2:

@@ -116,7 +116,7 @@ def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.
 
 
 def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:
-    """A number a row."""
+    """Validate the bump; return one value per row."""
     if bump is None:
         return None
     rows = hidden.shape[:-1]
