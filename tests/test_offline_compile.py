@@ -192,10 +192,10 @@ def test_few_issue_slots_of_a_mixture(target, reports):
 # Of a pair of columns, the student's and the teacher's: what each pass of a recipe may issue, by what tells its kernel apart. The
 # budget of an H100 is 39.4 for a pass that reads both, 59 for one that writes the gradient too.
 MOST_SLOTS_OF_PAIRS = {
-    "grad, fast": (16, 22),  # kl
-    "grad, fast, tv=i64": (16, 18, 17.5),
-    "grad, fast, rkl=i64": (21.5, 21.5),
-    "grad, fast, jsd=i64": (16, 33, 26),
+    "grad, fast": (17, 22),  # kl; 1.3 slots of the first pass move a tile that was loaded one iteration ahead
+    "grad, fast, tv=i64": (17, 18, 17.5),
+    "grad, fast, rkl=i64": (22.5, 21.5),
+    "grad, fast, jsd=i64": (17, 33, 26),
 }
 
 

@@ -178,7 +178,7 @@ def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.co
 def column_stats(
     logits_ptr, row, start, end, y, target_logit, transform,
     BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
-    ALIGNED: tl.constexpr, EVICT: tl.constexpr,
+    ALIGNED: tl.constexpr, EVICT: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """(M, S, T), and whether a column of [start, end) beats the target, reading each column once.
 
@@ -188,6 +188,8 @@ def column_stats(
     order that it has in an aligned row, or anywhere (None), as fast and in an order of its own.
 
     A column beats the target when it is larger, or equal with a lower index: the target is the argmax when none does.
+
+    AHEAD: load each tile while the previous one is processed, for a program that has its multiprocessor to itself.
     """
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
@@ -200,8 +202,15 @@ def column_stats(
     lane_moment = lane_sum
     before = lane_max
     whole = wide // BLOCK_V * BLOCK_V
+    if AHEAD:
+        x_ahead = load_columns(tile_ptr, whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
     for tile in range(0, whole, BLOCK_V):
-        x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        if AHEAD:  # the last iteration reloads its own tile, which is cheaper than masking
+            x = x_ahead
+            ahead = tl.minimum(tile + BLOCK_V, whole - BLOCK_V)
+            x_ahead = load_columns(tile_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        else:
+            x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         x = transformed(x, lanes, transform, ACC, first + tile)
         lane_max, lane_sum, lane_moment = _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY, WIDE, ACC)
         if WITH_CORRECT:

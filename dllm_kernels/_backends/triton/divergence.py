@@ -317,29 +317,70 @@ def _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT: tl.constexpr,
 
 
 @triton.jit
-def _of_row(lanes, tail):
-    """(M, S) of a row, and the maxima of its lanes as they were subtracted."""
-    lane_max, lane_sum, _ = lanes
-    row_max = finite(tl.maximum(tl.max(lane_max, 0), tl.max(tail, 0)))
-    in_lanes = tl.sum(lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), 0)
-    return row_max, in_lanes + tl.sum(tl.exp2((tail - row_max) * LOG2E), 0)
+def _maxima(a, b):
+    """Reduce two vectors at once, because each reduction is two barriers of the program."""
+    return tl.split(tl.max(tl.join(a, b), 0))
 
 
 @triton.jit
-def _argmax(row_ptr, wide, lanes, tail, row_max, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
-    """The first column that has the maximum: the first tile with it is read again. NOWHERE where there is none."""
-    WIDE: tl.constexpr = tail.shape[0]
-    lane_max, _, lane_tile = lanes
-    tile = tl.min(tl.where(lane_max == row_max, lane_tile, NOWHERE), 0)
-    tile = (
-        tl.where(tile == NOWHERE, wide, tile) // WIDE * WIDE
-    )  # in the tail, if in no lane; a multiple, as the compiler sees
+def _minima(a, b):
+    return tl.split(tl.min(tl.join(a, b), 0))
+
+
+@triton.jit
+def _sums(a, b):
+    return tl.split(tl.sum(tl.join(a, b), 0))
+
+
+@triton.jit
+def _below_maximum(lanes, tail, lanes_max, tail_max):
+    """(M, the terms of S in the lanes, those in the tail) of a row."""
+    lane_max, lane_sum, _ = lanes
+    row_max = finite(tl.maximum(lanes_max, tail_max))
+    return row_max, lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), tl.exp2((tail - row_max) * LOG2E)
+
+
+@triton.jit
+def _of_rows(student, teacher, z_tail, t_tail):
+    """(M_z, S_z, M_t, S_t)."""
+    lanes_z, lanes_t = _maxima(student[0], teacher[0])
+    max_z, in_lanes_z, in_tail_z = _below_maximum(student, z_tail, lanes_z, tl.max(z_tail, 0))
+    max_t, in_lanes_t, in_tail_t = _below_maximum(teacher, t_tail, lanes_t, tl.max(t_tail, 0))
+    sum_z, sum_t = _sums(in_lanes_z, in_lanes_t)
+    return max_z, sum_z + tl.sum(in_tail_z, 0), max_t, sum_t + tl.sum(in_tail_t, 0)
+
+
+@triton.jit
+def _tile_again(row_ptr, tile, wide, row_max, transform, WIDE: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
+    """The columns of a tile that have the maximum, NOWHERE in the place of the others."""
+    # In the tail, if in no lane; a multiple, as the compiler sees.
+    tile = tl.where(tile == NOWHERE, wide, tile) // WIDE * WIDE
     i = tl.arange(0, BLOCK_V)
     x = tl.load(row_ptr + tile + i, mask=i < wide - tile, other=float("nan"))
     x = transformed(x, tile + i, transform, ACC)
-    in_tile = tl.min(tl.where((x == row_max) & (i < wide - tile), tile + i, NOWHERE), 0)
+    return tl.where((x == row_max) & (i < wide - tile), tile + i, NOWHERE)
+
+
+@triton.jit
+def _in_tail(column, wide, tail, row_max):
     j = wide + tl.arange(0, tail.shape[0])
-    return tl.minimum(in_tile, tl.min(tl.where(tail == row_max, j, NOWHERE), 0))
+    return tl.minimum(column, tl.min(tl.where(tail == row_max, j, NOWHERE), 0))
+
+
+@triton.jit
+def _argmaxes(
+    z_ptr, t_ptr, wide, student, teacher, z_tail, t_tail, max_z, max_t, transform, teacher_transform,
+    BLOCK_V: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """The first column of either row that has the maximum: the first tile with it is read again. NOWHERE where there is none."""
+    WIDE: tl.constexpr = z_tail.shape[0]
+    tile_z, tile_t = _minima(
+        tl.where(student[0] == max_z, student[2], NOWHERE), tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
+    )
+    of_z = _tile_again(z_ptr, tile_z, wide, max_z, transform, WIDE, BLOCK_V, ACC)
+    of_t = _tile_again(t_ptr, tile_t, wide, max_t, teacher_transform, WIDE, BLOCK_V, ACC)
+    column_z, column_t = _minima(of_z, of_t)
+    return _in_tail(column_z, wide, z_tail, max_z), _in_tail(column_t, wide, t_tail, max_t)
 
 
 @triton.jit
@@ -371,28 +412,33 @@ def _first_pass(
     student = (tl.full([LANES], -float("inf"), ACC), moment, tl.zeros([LANES], tl.int32))
     teacher = student
     whole = wide // BLOCK_V * BLOCK_V
-    for tile in range(0, whole, BLOCK_V):
-        x = load_columns(z_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), "")
-        y = load_columns(t_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), "")
-        x = transformed(x, i, transform, ACC, tile)
-        y = transformed(y, i, teacher_transform, ACC, tile)
-        student, teacher, moment = _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT, WIDE)
+    if whole > 0:
+        z = load_columns(z_ptr, None, BLOCK_V, ALIGNED, -float("inf"), "")
+        t = load_columns(t_ptr, None, BLOCK_V, ALIGNED, -float("inf"), "")
+        for tile in range(0, whole, BLOCK_V):  # the last iteration reloads its own tile, which is cheaper than masking
+            ahead = tl.minimum(tile + BLOCK_V, whole - BLOCK_V)
+            z_ahead = load_columns(z_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), "")
+            t_ahead = load_columns(t_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), "")
+            x = transformed(z, i, transform, ACC, tile)
+            y = transformed(t, i, teacher_transform, ACC, tile)
+            student, teacher, moment = _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT, WIDE)
+            z, t = z_ahead, t_ahead
     if whole < wide:
         x = load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
         y = load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
         x = masked_tile(x, i, i < wide - whole, transform, ACC, whole)
         y = masked_tile(y, i, i < wide - whole, teacher_transform, ACC, whole)
         student, teacher, moment = _with_tiles(x, y, whole, student, teacher, moment, WITH_MOMENT, WIDE)
-    max_z, sum_z = _of_row(student, z_tail)
-    max_t, sum_t = _of_row(teacher, t_tail)
+    max_z, sum_z, max_t, sum_t = _of_rows(student, teacher, z_tail, t_tail)
     of_rows = (max_z, tl.log2(sum_z), max_t, tl.log2(sum_t))
     ratio = max_z * 0
     if WITH_MOMENT:
         moment = _moved(moment, student[1], finite(student[0]) - max_z, finite(teacher[0]) - max_t)
         in_tail = _times(tl.exp2((z_tail - max_z) * LOG2E), (z_tail - max_z) - (t_tail - max_t))
         ratio = (tl.sum(moment, 0) + tl.sum(in_tail, 0)) / sum_z
-    argmax_z = _argmax(z_ptr, wide, student, z_tail, max_z, transform, BLOCK_V, ACC)
-    argmax_t = _argmax(t_ptr, wide, teacher, t_tail, max_t, teacher_transform, BLOCK_V, ACC)
+    argmax_z, argmax_t = _argmaxes(
+        z_ptr, t_ptr, wide, student, teacher, z_tail, t_tail, max_z, max_t, transform, teacher_transform, BLOCK_V, ACC
+    )
     return of_rows, ratio, argmax_z, argmax_t
 
 
@@ -437,7 +483,7 @@ def _columns(
         if of_target is not None:
             grad = _less(grad, i, target, of_target, first)
         grad = through(grad, z, i, transform, ACC, first)
-        tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     return sums
 
 

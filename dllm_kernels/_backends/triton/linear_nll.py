@@ -86,8 +86,8 @@ def _linear_nll_rows(
     if y != SKIP:
         target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, _, beaten = column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT
-        )
+            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT, True
+        )  # fmt: skip
         _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
         log_sum = tl.log(row_sum)
         weightless = scale == 0  # its gradient is 0 even where it holds NaN
