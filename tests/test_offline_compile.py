@@ -215,6 +215,14 @@ def test_pairs_of_rows_are_bound_by_memory(kind, target, reports):
 
 
 @counted_targets
+def test_the_gradient_from_kept_statistics_is_one_pass(target, reports):
+    found = [r for r in counted(reports, target) if r["function"] == "divergence_rows" and "numbers=" in r["kernel"]]
+    passes = {r["kernel"]: [2 * p["bytes"] for p in r["passes"]] for r in found if "grad" in r["kernel"].split(", ")}
+    assert len(passes) == 2  # kl, tv
+    assert set(map(tuple, passes.values())) == {(6.0,)}
+
+
+@counted_targets
 @pytest.mark.parametrize("which", MOST_SLOTS)
 def test_few_issue_slots_an_element(which, target, reports):
     passes = [(kernel, p["slots"]) for kernel, kind, p in row_passes(reports, target) if kind == which]

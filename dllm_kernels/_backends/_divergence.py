@@ -7,10 +7,10 @@ they are made of, stand in ``_backends/torch/_divergence.py``.
 A :class:`Recipe` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a ``jsd`` whose
 beta is 0 or 1 is kl or rkl: neither is a kind of its own in a recipe.
 
-The row primitive, one for each backend:
+The row primitives, a pair for each backend:
 
 ``divergence(logits, teacher, weights, recipe, *, teacher_rows=None, targets=None, mean_alpha=None, transform, teacher_transform,
-with_grad, out=None) -> (value, alpha, agree)``
+with_grad) -> Found(value, alpha, agree, kept)``
 
     ``logits`` is ``[B, L, V]`` and ``teacher`` ``[B', L', V]`` of the same dtype, both with any batch and position strides
     and columns side by side. N = B L. Everything else has one entry a row, ``[N]``, contiguous. Row n is compared with row
@@ -24,8 +24,8 @@ with_grad, out=None) -> (value, alpha, agree)``
     whether both rows have the same argmax; False where the row is NaN.
 
     With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` in the student's logits as they were given (through
-    ``transform``) is written in their dtype: over the logits, or to ``out`` ``[B, L, V]`` where that is given, which is no
-    memory of theirs. Without it nothing is written. Rows of the teacher are never written.
+    ``transform``) is written over the logits, and ``kept`` is None. Without it nothing is written over, and ``kept`` is what
+    ``divergence_grad`` reads. Rows of the teacher are never written.
 
     ``targets`` int64, where ``recipe.wants_targets``: -100: the part ``ce`` is 0 and has no gradient in this row; any
     other that no column has makes its value, and its row of the gradient, NaN. No target is the transform's ``skip_id``.
@@ -35,6 +35,13 @@ with_grad, out=None) -> (value, alpha, agree)``
 
     A NaN, or a row of nothing but -inf, on either side makes value, alpha and gradient of its own row NaN. A logit of -inf is
     a probability of 0. ``skip_id`` of each side is -inf on that side; the gradient in the student's is 0.
+
+``divergence_grad(logits, teacher, weights, recipe, kept, out, *, teacher_rows, targets, mean_alpha, transform,
+teacher_transform) -> None``
+
+    The gradient that ``divergence`` computes ``with_grad``, from one pass over the logits. ``out`` is ``[B, L, V]`` in the dtype of
+    the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the same backend and arguments. ``weights``
+    may differ, but a row that had the weight 0 must have the weight 0 again: its statistics are zeros.
 """
 
 from __future__ import annotations
@@ -46,6 +53,8 @@ import torch
 
 # p <= TIE q counts as p <= q.
 TIE = 1 + 2.0**-18
+# Columns of :attr:`Kept.numbers`.
+KEPT_NUMBERS = 8
 Hyper = tuple[float, float]
 NO_HYPER = (0.0, 0.0)
 
@@ -101,4 +110,33 @@ class Recipe(NamedTuple):
         return self._replace(parts=tuple(Part(kind, c, hyper) for (kind, hyper), c in parts.items()))
 
 
-Divergences = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+class Kept(NamedTuple):
+    """Statistics of N rows from which the gradient needs one pass.
+
+    Attributes:
+        numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of either side, a, and sums that the gradient of
+            the recipe reads. Order and units are the backend's.
+        hot: int64 ``[N]``, the teacher's argmax.
+    """
+
+    numbers: torch.Tensor
+    hot: torch.Tensor
+
+
+class Found(NamedTuple):
+    """Results of N rows.
+
+    Attributes:
+        value: acc ``[N]``.
+        alpha: acc ``[N]``.
+        agree: bool ``[N]``.
+        kept: what ``divergence_grad`` reads; None if the gradient is already there.
+    """
+
+    value: torch.Tensor
+    alpha: torch.Tensor
+    agree: torch.Tensor
+    kept: Kept | None = None
+
+
+Divergences = Callable[..., Found]

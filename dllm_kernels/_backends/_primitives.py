@@ -25,6 +25,7 @@ def _triton() -> RowPrimitives:
         linear_nll.row_nll_grad_,
         linear_nll.scale_,
         divergence.divergence,
+        divergence.divergence_grad,
     )
 
 
@@ -32,4 +33,5 @@ def _torch() -> RowPrimitives:
     from dllm_kernels._backends.torch import _divergence, _nll, _stats
 
     stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward)
-    return RowPrimitives(stats, *nll_of_stats(stats), _nll.nll_and_grad_, _nll.scale_, _divergence.divergence)
+    of_pairs = _divergence.divergence, _divergence.divergence_grad
+    return RowPrimitives(stats, *nll_of_stats(stats), _nll.nll_and_grad_, _nll.scale_, *of_pairs)

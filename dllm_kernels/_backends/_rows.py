@@ -28,7 +28,7 @@ gradient is that in the logits as they were given. No target is its ``skip_id``:
 ``nll_and_grad_(logits [C, V], targets, scale, *, with_correct)``
     Both at once, the gradient over the logits.
 
-``divergence(...)``
+``divergence(...)``, ``divergence_grad(...)``
     Of rows to a teacher's: ``_backends/_divergence.py``.
 
 ``add_parts(t)``
@@ -73,6 +73,7 @@ class RowPrimitives(NamedTuple):
     nll_and_grad_: Callable[..., NLL]
     scale_: Callable[[torch.Tensor, torch.Tensor], None]
     divergence: Divergences
+    divergence_grad: Callable[..., None]
     add_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
     local_ids: Callable[[torch.Tensor], torch.Tensor] | None = None
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._divergence import Divergences
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept
 from dllm_kernels._backends._rows import SKIP, as_blv
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
@@ -46,12 +46,14 @@ COPY_BYTES = 64 << 20
 
 
 class _Found(NamedTuple):
-    """Results of N rows, and the mean acceptance rate where lam is computed from it."""
+    """Results of N rows, the mean acceptance rate where lam is computed from it, and the statistics kept of given logits."""
 
     value: Tensor
     acceptance_rate: Tensor
     agree: Tensor
     mean_acceptance: Tensor | None
+    kept_numbers: Tensor | None = None
+    kept_argmax: Tensor | None = None
 
 
 def computes_gradients(plan: Plan) -> bool:
@@ -87,7 +89,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
 
 
 def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
-    """Scale the gradients that forward computed; without them, compare the rows again."""
+    """Scale the gradients that forward computed; without them, read given logits again, or compute a head's again."""
     if computes_gradients(plan):
         return (_scale_copies if plan.of_divergence.per_row else scale_in_place)(inputs, outputs, upstream, plan)
     assert inputs.weights is not None
@@ -95,9 +97,8 @@ def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan
     with no_autocast(inputs):
         scale = torch.where(grad_loss != 0, inputs.weights * grad_loss * plan.of_divergence.value_scale, 0.0)
         if not plan.from_hidden:
-            grad = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-            _rows_of_logits(inputs, plan, scale, mean, grad)
-            return Gradients(grad)
+            kept = Kept(outputs["kept_numbers"], outputs["kept_argmax"])
+            return Gradients(_grad_of_logits(inputs, plan, scale, mean, kept))
         scale, factors, loss_scale = unit_scale(scale, plan)
         assert inputs.targets is not None
         rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, SKIP))
@@ -144,35 +145,33 @@ def _filled(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bo
     rows, plan, device = chunks.rows, chunks.plan, chunks.logits.device
     value, acceptance_rate = (rows.empty(dtype=plan.accum_dtype, device=device) for _ in range(2))
     agree = rows.empty(dtype=torch.bool, device=device)
-    for chunk, *found in _passed(chunks, scale, mean, with_grad=with_grad):
-        for out, part in zip((value, acceptance_rate, agree), found, strict=True):
+    for chunk, found in _passed(chunks, scale, mean, with_grad=with_grad):
+        for out, part in zip((value, acceptance_rate, agree), found[:3], strict=True):
             rows.put(out, chunk, part)
     value, acceptance_rate, agree = rows.finished([value, acceptance_rate, agree])
     return _Found(value * plan.of_divergence.value_scale, acceptance_rate, agree, mean)
 
 
-def _passed(
-    chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool
-) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """Yield (chunk, value, acceptance rate, agree), and add the chunk's gradients if requested."""
+def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
+    """Yield each chunk with its results, and add the chunk's gradients if requested."""
     take, teacher, recipe = chunks.rows.take, _TeacherChunks(chunks), chunks.plan.of_divergence.recipe
-    compared = _primitive(chunks.plan, mean, with_grad=with_grad)
+    compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad, **_shared_arguments(chunks.plan, mean))
     for chunk, h, targets, logits in chunks:
         s = take(scale, chunk).masked_fill(targets == SKIP, 0)
         y = take(chunks.inputs.ids[:, 0], chunk) if recipe.wants_targets else None
         found = compared(logits[None], teacher.logits(chunk)[None], s, targets=y)
         if with_grad:
             chunks.add_gradients(chunk, h, targets, logits, s)
-        yield chunk, *found
+        yield chunk, found
 
 
-def _primitive(plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Divergences:
-    """Bind the arguments of the row primitive (``_backends/_divergence.py``) that are shared by all rows of a call."""
+def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
+    """Return the arguments of the row primitives (``_backends/_divergence.py``) that are shared by all rows of a call."""
     config = plan.of_divergence
-    return partial(
-        plan.primitives().divergence, recipe=config.recipe.settled, mean_alpha=mean, with_grad=with_grad,
-        transform=plan.options.transform, teacher_transform=config.teacher_transform,
-    )  # fmt: skip
+    return {
+        "recipe": config.recipe.settled, "mean_alpha": mean, "transform": plan.options.transform,
+        "teacher_transform": config.teacher_transform,
+    }  # fmt: skip
 
 
 class _TeacherChunks:
@@ -221,40 +220,64 @@ def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 
 
 def _of_logits(inputs: RowInputs, plan: Plan) -> _Found:
-    assert inputs.weights is not None
     mean = None
     if plan.of_divergence.recipe.mean_alpha:
-        mean = _mean(inputs, plan, _rows_of_logits(inputs, plan, inputs.weights, None, None)[1])
-    value, acceptance_rate, agree = _rows_of_logits(inputs, plan, inputs.weights, mean, None)
-    return _Found(value * plan.of_divergence.value_scale, acceptance_rate, agree, mean)
-
-
-def _rows_of_logits(
-    inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, grad: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(value, acceptance rate, agree) of N rows; the gradient is written to ``grad``."""
-    assert inputs.teacher_x is not None
-    compared, index, columns = (
-        _primitive(plan, mean, with_grad=grad is not None),
-        inputs.teacher_rows,
-        inputs.teacher_columns,
+        mean = _mean(inputs, plan, _rows_of_logits(inputs, plan, None).alpha)
+    value, acceptance_rate, agree, kept = _rows_of_logits(inputs, plan, mean)
+    found = _Found(value * plan.of_divergence.value_scale, acceptance_rate, agree, mean)
+    return (
+        found
+        if kept is None or not any(plan.needs)
+        else found._replace(kept_numbers=kept.numbers, kept_argmax=kept.hot)
     )
+
+
+def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None) -> Found:
+    """Compute the results of N rows."""
+    assert inputs.weights is not None
+    weights, logits, shared = inputs.weights, as_blv(inputs.x), _shared_arguments(plan, mean)
+    compared = partial(plan.primitives().divergence, with_grad=False)
+    if inputs.teacher_columns is None:
+        ((_, _, given),) = _pairs_of_logits(inputs, plan, weights)
+        return compared(logits, **given, **shared)
+    value, alpha = (weights.new_empty(weights.shape) for _ in range(2))
+    numbers = weights.new_empty(*weights.shape, KEPT_NUMBERS)
+    agree, hot = (torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64))
+    for here, place, given in _pairs_of_logits(inputs, plan, weights):
+        *found, kept = compared(logits[place], **given, **shared)
+        assert kept is not None
+        for whole, part in zip((value, alpha, agree, numbers, hot), (*found, *kept), strict=True):
+            whole[here] = part
+    return Found(value, alpha, agree, Kept(numbers, hot))
+
+
+def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, kept: Kept) -> Tensor:
+    """Compute the gradient of N rows, each scaled."""
+    grad = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
+    logits, out, shared = as_blv(inputs.x), as_blv(grad), _shared_arguments(plan, mean)
+    for here, place, given in _pairs_of_logits(inputs, plan, scale):
+        of_rows = Kept(*(t[here] for t in kept))
+        plan.primitives().divergence_grad(logits[place], kept=of_rows, out=out[place], **given, **shared)
+    return grad
+
+
+def _pairs_of_logits(
+    inputs: RowInputs, plan: Plan, scale: Tensor
+) -> Iterator[tuple[slice, tuple[slice, slice], dict[str, Any]]]:
+    """Yield (which of the N rows, their place in ``[B, L]``, the arguments of a row primitive that belong to these rows)."""
+    assert inputs.teacher_x is not None
+    index, teacher = inputs.teacher_rows, as_blv(inputs.teacher_x)
     y = inputs.ids[:, 0].contiguous() if plan.of_divergence.recipe.wants_targets else None
-    logits, teacher, out = as_blv(inputs.x), as_blv(inputs.teacher_x), None if grad is None else as_blv(grad)
-    if columns is None:
-        return compared(logits, teacher, scale, teacher_rows=index, targets=y, out=out)
-    found = [scale.new_empty(scale.shape), scale.new_empty(scale.shape), scale.new_empty(scale.shape, dtype=torch.bool)]
-    for n, b, length in _pieces(logits, teacher.shape[-1]):
+    if inputs.teacher_columns is None:
+        given = {"teacher": teacher, "weights": scale, "teacher_rows": index, "targets": y}
+        yield slice(None), (slice(None), slice(None)), given
+        return
+    for n, b, length in _pieces(as_blv(inputs.x), teacher.shape[-1]):
         here = slice(n, n + length.stop - length.start)
         rows = torch.arange(n, here.stop, device=scale.device) if index is None else index[here]
-        t = _picked(_rows_at(teacher, rows), columns, 1)
-        part = compared(
-            logits[b : b + 1, length], t[None], scale[here], targets=None if y is None else y[here],
-            out=None if out is None else out[b : b + 1, length],
-        )  # fmt: skip
-        for whole, of_rows in zip(found, part, strict=True):
-            whole[here] = of_rows
-    return found[0], found[1], found[2]
+        t = _picked(_rows_at(teacher, rows), inputs.teacher_columns, 1)
+        given = {"teacher": t[None], "weights": scale[here], "targets": None if y is None else y[here]}
+        yield here, (slice(b, b + 1), length), given
 
 
 def _pieces(logits: Tensor, columns: int) -> Iterator[tuple[int, int, slice]]:
@@ -285,6 +308,16 @@ def _scales_loss(plan: Plan) -> bool:
     return computes_gradients(plan) and plan.needs_loss_scaling and not plan.of_divergence.per_row
 
 
+def _kept_spec(columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Callable[[RowInputs, Plan], Spec | None]:
+    """Make the spec of an output ``[N, *columns]`` that backward from given logits reads."""
+
+    def of(inputs: RowInputs, plan: Plan) -> Spec | None:
+        wanted = any(plan.needs) and not plan.from_hidden
+        return ((inputs.ids.shape[0], *columns), dtype or plan.accum_dtype) if wanted else None
+
+    return of
+
+
 def _single_use(inputs: RowInputs, plan: Plan) -> SingleUseBackward | None:
     if not computes_gradients(plan) or plan.of_divergence.per_row:
         return None
@@ -306,12 +339,14 @@ DIVERGENCE = RowOp(
         *gradient_outputs(computes_gradients, scaled=_scales_loss),
         Output("loss_scale", scalar(_scales_loss), public=False),
         Output("row_size", per_row(computes_gradients), public=False),
+        Output("kept_numbers", _kept_spec((KEPT_NUMBERS,)), public=False),
+        Output("kept_argmax", _kept_spec((), torch.int64), public=False),
     ),
     _forward,
     lambda plan: (
         ((), (*GRADS, "loss_scale", "row_size"))
         if computes_gradients(plan)
-        else ((*_INPUTS, *_TEACHER), ("mean_acceptance",))
+        else ((*_INPUTS, *_TEACHER), ("mean_acceptance", "kept_numbers", "kept_argmax"))
     ),
     _backward,
     Divergence,

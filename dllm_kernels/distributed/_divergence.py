@@ -3,7 +3,8 @@ r"""Divergence of rows whose vocabulary is split over ranks; neither side's logi
 Each rank finds the maximum, the sum of exponentials and the argmax of its columns, of both sides; one all-gather of these six
 numbers a row gives all ranks the normalisers of p and q. Then a, and every sum that a kind is made of, is a sum over the ranks:
 one all-reduce of a few numbers a row. What a row makes of the sums, and so the value, is the same on all ranks, and the gradient is
-local again. The columns are worked on in plain torch whatever the backend (``_backends/torch/_divergence.py``), three times.
+local again. The columns are worked on in plain torch whatever the backend (``_backends/torch/_divergence.py``), three times: the
+gradient in a backward pass of its own reads them once and needs no other rank.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 
 import torch
 
-from dllm_kernels._backends._divergence import Recipe
+from dllm_kernels._backends._divergence import Found, Kept, Recipe
 from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._backends.torch._divergence import (
     Block,
@@ -25,7 +26,7 @@ from dllm_kernels._backends.torch._divergence import (
     at,
     largest,
     logarithms,
-    subtract_at,
+    with_single_columns,
 )
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._shard import VocabShard
@@ -36,37 +37,71 @@ Tensor = torch.Tensor
 def divergence(
     shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, teacher_rows: Tensor | None = None,
     targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform, teacher_transform: Transform,
-    with_grad: bool, out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    with_grad: bool,
+) -> Found:  # fmt: skip
     """See ``_backends/_divergence.py``."""
     program = Program(recipe)
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
     pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + program.buffers, *transforms)
     norms, best, hot = _combined(shard, pairs, _largest_of_columns(shard, pairs))
-    targets, lost = pairs.taken(targets), pairs.lost
-    each = (*norms, *(None if y is None else shard.local_ids(y) for y in (hot, targets)))
+    y, lost = pairs.taken(targets), pairs.lost
+    each = (*norms, *(None if t is None else shard.local_ids(t) for t in (hot, y)))
     sums = pairs.empty(3 + len(program.sums)).zero_()
     if shard.size:
         pairs.each(lambda block, _, part, *row: _sum(program, block, part, *row), sums, *each)
     alpha, at_best, at_target, *of_features = shard.add_parts(sums).unsqueeze(2).unbind(1)
     if lost is not None:
         alpha = alpha.masked_fill(lost, math.nan)
-    on = None
-    if targets is not None:
-        there = shard.in_vocabulary(targets)
-        on = there.to(alpha.dtype).masked_fill_(~there & (targets != SKIP), math.nan)
+    on = _on(shard, y, alpha.dtype)
+    if on is not None:
         at_target = torch.where(on != 0, at_target * on, 0.0)
     weight = pairs.taken(weights)
     assert weight is not None
-    lam_alpha = mean_alpha if program.mean_alpha and mean_alpha is not None else alpha
-    value, c = program.rows(of_features, Numbers(alpha, lam_alpha, at_best, at_target, on), weight)
-    if with_grad and shard.size:
-        each = (*each, *(f.contiguous() for f in c.of), c.best, c.target)
-        pairs.each(
-            lambda block, grad, *row: _gradient(program, block, grad, *row), *each, out=logits if out is None else out
-        )
-    agree = (best == hot) & ~alpha.isnan()
-    return pairs.placed(value), pairs.placed(alpha), pairs.placed(agree)
+    n = Numbers(alpha, program.lam_alpha(alpha, mean_alpha), at_best, at_target, on)
+    value = program.rows(of_features, n, weight)[0]
+    numbers = program.numbers(norms, alpha, of_features)
+    found = Found(pairs.placed(value), pairs.placed(alpha), pairs.placed((best == hot) & ~alpha.isnan()))
+    if not with_grad:
+        return found._replace(kept=Kept(pairs.placed(numbers), pairs.placed(hot)))
+    _write_gradient(shard, recipe, pairs, numbers, hot, y, weight, mean_alpha, logits)
+    return found
+
+
+def divergence_grad(
+    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, kept: Kept, out: Tensor, *,
+    teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
+    transform: Transform, teacher_transform: Transform,
+) -> None:  # fmt: skip
+    """See ``_backends/_divergence.py``; no rank waits for another."""
+    transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
+    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + Program(recipe, known=True).buffers, *transforms)
+    numbers, hot, y, weight = (pairs.taken(t) for t in (*kept, targets, weights))
+    assert numbers is not None
+    assert hot is not None
+    assert weight is not None
+    _write_gradient(shard, recipe, pairs, numbers, hot, y, weight, mean_alpha, out)
+
+
+def _write_gradient(
+    shard: VocabShard, recipe: Recipe, pairs: Pairs, numbers: Tensor, hot: Tensor, y: Tensor | None, weight: Tensor,
+    mean_alpha: Tensor | None, out: Tensor,
+) -> None:  # fmt: skip
+    """This rank's columns of the gradient."""
+    if not shard.size:
+        return
+    program = Program(recipe, known=True)
+    c = program.coefficients(numbers, mean_alpha, _on(shard, y, numbers.dtype), weight)
+    hot, y = shard.local_ids(hot), None if y is None else shard.local_ids(y)
+    each = (numbers, hot, y, *(f.contiguous() for f in c.of), c.best, c.target)
+    pairs.each(lambda block, grad, *row: _gradient(program, block, grad, *row), *each, out=out)
+
+
+def _on(shard: VocabShard, y: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """1 for a target, 0 for none and NaN for one that no column of the whole vocabulary has."""
+    if y is None:
+        return None
+    there = shard.in_vocabulary(y)
+    return there.to(dtype).masked_fill_(~there & (y != SKIP), math.nan)
 
 
 def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
@@ -118,13 +153,11 @@ def _sum(program: Program, block: Block, part: Tensor, *row: Tensor | None) -> N
     part.copy_(torch.cat([alpha, *picked, *sums], 1))
 
 
-def _gradient(program: Program, block: Block, out: Tensor, *row: Tensor | None) -> Tensor:
-    norms, (hot, y) = Norms(*row[:4]), row[4:6]  # type: ignore[arg-type]
+def _gradient(
+    program: Program, block: Block, out: Tensor, numbers: Tensor, hot: Tensor, y: Tensor | None, *of: Tensor
+) -> Tensor:
+    norms = Norms.of(numbers)
     columns, room = _columns(program, block, norms)
-    program.summed(columns, room)  # leaves in the room what the gradient is made of
-    *of, best, target = row[6:]
-    grad = program.made(columns, room, Coefficients(of, best, target), out)  # type: ignore[arg-type]
-    for column, factor in ((hot, best), (y, target)):
-        if factor is not None and column is not None:
-            subtract_at(grad, column, factor)
-    return grad
+    *features, best, target = of
+    c = Coefficients(features, best, target)
+    return with_single_columns(program.made(columns, room, c, out), hot, y, c)

@@ -27,7 +27,7 @@ from dllm_kernels._backends._rows import NLL, SKIP, RowPrimitives, StatsPrimitiv
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.distributed._divergence import divergence
+from dllm_kernels.distributed._divergence import divergence, divergence_grad
 from dllm_kernels.distributed._layout import (
     Rows,
     check_contiguous,
@@ -62,6 +62,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
 
     return RowPrimitives(
         stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, shard),
+        functools.partial(divergence_grad, shard),
         add_parts=shard.add_parts, local_ids=shard.local_ids,
     )  # fmt: skip
 

@@ -85,7 +85,7 @@ def divergence(
 
     The teacher is a constant. A row of weight 0 is read on neither side. A NaN affects its own row only. A logit of ``-inf`` is a
     probability of 0. In the gradient of a, p and q that differ by less than a relative 2**-18 (rounding) count as p <= q. The
-    logits are read once in forward and once in backward, which makes the gradient and can run more than once.
+    forward pass stores nine numbers per row. The backward pass reads the logits of both sides once and can run more than once.
 
     Args:
         logits: the student's ``[..., V]``, float16, bfloat16, float32 or float64; any strides.

@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._divergence import NO_HYPER, TIE, Hyper, Option, Recipe
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, NO_HYPER, TIE, Found, Hyper, Kept, Option, Recipe
 from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._backends.torch._blocks import (
     Listed,
@@ -234,15 +234,21 @@ class Coefficients(NamedTuple):
 
 
 class Program:
-    """A recipe as this path works on it: each feature once, whatever number of kinds have it."""
+    """A recipe as this path works on it: each feature once, whatever number of kinds have it.
 
-    def __init__(self, recipe: Recipe) -> None:
+    Attributes:
+        both: the features that have a sum and are part of the gradient. Their sums are all that the coefficients are made of.
+        kept: those of them that stay in the room after the sums; none if the sums are known (``known``).
+    """
+
+    def __init__(self, recipe: Recipe, *, known: bool = False) -> None:
         self.parts = [(KINDS[part.kind], part.coefficient, part.hyper) for part in recipe.parts]
         self.mean_alpha = recipe.mean_alpha
         self.sums = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.sums))
         self.gradient = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.gradient))
-        self.kept = [key for key in self.sums if key in self.gradient]
-        self.logs = any(feature.logs for feature, _ in (*self.sums, *self.gradient))
+        self.both = [key for key in self.sums if key in self.gradient]
+        self.kept = [] if known else self.both
+        self.logs = any(feature.logs for feature, _ in (*(() if known else self.sums), *self.gradient))
         self.best, self.target = (any(kind.minus == m for kind, _, _ in self.parts) for m in ("best", "target"))
 
     @property
@@ -276,6 +282,24 @@ class Program:
             if kind.minus:
                 minus[kind.minus] = here[0]
         return value, Coefficients([of[key] for key in self.gradient], minus.get("best"), minus.get("target"))
+
+    def numbers(self, norms: Norms, alpha: Tensor, sums: Sequence[Tensor]) -> Tensor:
+        """The statistics ``[R, KEPT_NUMBERS]`` of rows, from the sums of :attr:`sums`."""
+        of_key = dict(zip(self.sums, sums, strict=True))
+        found = [*norms, alpha, *(of_key[key] for key in self.both)]
+        return torch.cat(found + [torch.zeros_like(alpha)] * (KEPT_NUMBERS - len(found)), 1)
+
+    def coefficients(self, numbers: Tensor, mean_alpha: Tensor | None, on: Tensor | None, w: Tensor) -> Coefficients:
+        """Those of :meth:`rows`, from the statistics of rows."""
+        alpha, *known = numbers[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
+        of_key = dict(zip(self.both, known, strict=False))
+        unread = torch.zeros_like(alpha)
+        n = Numbers(alpha, self.lam_alpha(alpha, mean_alpha), unread, unread, on)
+        return self.rows([of_key.get(key, unread) for key in self.sums], n, w)[1]
+
+    def lam_alpha(self, alpha: Tensor, mean_alpha: Tensor | None) -> Tensor:
+        """What lam is made from."""
+        return mean_alpha if self.mean_alpha and mean_alpha is not None else alpha
 
     def made(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
         """The gradient in the transformed logits but for single columns, in ``out``, which is no memory of the room."""
@@ -324,6 +348,11 @@ class Norms(NamedTuple):
     its_row_max: Tensor
     its_log_sum: Tensor
 
+    @classmethod
+    def of(cls, numbers: Tensor) -> Norms:
+        """Those of rows, from their statistics."""
+        return cls(*numbers[:, : len(cls._fields)].unsqueeze(2).unbind(1))
+
 
 class Pairs:
     """The rows of nonzero weight beside those of the teacher, a block at a time, shared out among threads.
@@ -359,13 +388,16 @@ class Pairs:
         return listed
 
     def taken(self, t: Tensor | None) -> Tensor | None:
-        """These rows of a tensor with one number a row, ``[n, 1]``."""
-        return None if t is None else (t if self.rows.numel() == self.N else t[self.rows]).unsqueeze(1)
+        """These rows of a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``."""
+        if t is None:
+            return None
+        t = t if self.rows.numel() == self.N else t[self.rows]
+        return t.unsqueeze(1) if t.dim() == 1 else t
 
     def placed(self, t: Tensor) -> Tensor:
-        """``[n, 1]`` numbers as ``[N]``, 0 in the other rows."""
+        """``[n, 1]`` numbers as ``[N]``, or ``[n, columns]`` as ``[N, columns]``, 0 in the other rows."""
         t = t.squeeze(1)
-        return t if self.rows.numel() == self.N else t.new_zeros(self.N).index_copy_(0, self.rows, t)
+        return t if self.rows.numel() == self.N else t.new_zeros(self.N, *t.shape[1:]).index_copy_(0, self.rows, t)
 
     def empty(self, columns: int = 1, dtype: torch.dtype | None = None) -> Tensor:
         """``[n, columns]`` numbers to be found."""
@@ -418,48 +450,93 @@ class Pairs:
 def divergence(
     logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, teacher_rows: Tensor | None = None,
     targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform = NO_TRANSFORM,
-    teacher_transform: Transform = NO_TRANSFORM, with_grad: bool, out: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    teacher_transform: Transform = NO_TRANSFORM, with_grad: bool,
+) -> Found:  # fmt: skip
     """See ``_backends/_divergence.py``."""
     program = Program(recipe)
     pairs = Pairs(logits, teacher, weights, teacher_rows, program.buffers, transform, teacher_transform)
     value, alpha, agree = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
-    skips = {transform.skip_id, teacher_transform.skip_id}
-    work = partial(_whole_rows, program, mean_alpha, skips.pop() if len(skips) == 1 else None)
-    per_row = (pairs.taken(weights), pairs.lost, pairs.taken(targets), value, alpha, agree)
-    pairs.each(work, *per_row, out=(logits if out is None else out) if with_grad else None)
-    return pairs.placed(value), pairs.placed(alpha), pairs.placed(agree)
+    numbers, hot = (None, None) if with_grad else (pairs.empty(KEPT_NUMBERS), pairs.empty(dtype=torch.int64))
+    work = partial(_whole_rows, program, mean_alpha, _skipped_by_both(transform, teacher_transform))
+    per_row = (pairs.taken(weights), pairs.lost, pairs.taken(targets), value, alpha, agree, numbers, hot)
+    pairs.each(work, *per_row, out=logits if with_grad else None)
+    kept = None if numbers is None or hot is None else Kept(pairs.placed(numbers), pairs.placed(hot))
+    return Found(pairs.placed(value), pairs.placed(alpha), pairs.placed(agree), kept)
+
+
+def divergence_grad(
+    logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, kept: Kept, out: Tensor, *,
+    teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
+    transform: Transform = NO_TRANSFORM, teacher_transform: Transform = NO_TRANSFORM,
+) -> None:  # fmt: skip
+    """See ``_backends/_divergence.py``."""
+    program = Program(recipe, known=True)
+    pairs = Pairs(logits, teacher, weights, teacher_rows, program.buffers, transform, teacher_transform)
+    work = partial(_gradient, program, mean_alpha, _skipped_by_both(transform, teacher_transform))
+    per_row = (pairs.taken(t) for t in (weights, targets, kept.numbers, kept.hot))
+    pairs.each(work, *per_row, out=out)
+
+
+def _skipped_by_both(transform: Transform, teacher_transform: Transform) -> int | None:
+    return transform.skip_id if transform.skip_id == teacher_transform.skip_id else None
+
+
+def _softmaxes(program: Program, block: Block) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """(p, q, what is left of the buffers)."""
+    p, q = (a_row_at_a_time(torch.softmax, x, b) for x, b in zip((block.z, block.t), block.more, strict=False))
+    return p, q, block.more[2:]
 
 
 def _whole_rows(
     program: Program, mean_alpha: Tensor | None, skip: int | None, block: Block, out: Tensor | None, weight: Tensor,
-    lost: Tensor | None, y: Tensor | None, value_out: Tensor, alpha_out: Tensor, agree: Tensor,
+    lost: Tensor | None, y: Tensor | None, value_out: Tensor, alpha_out: Tensor, agree: Tensor, numbers: Tensor | None,
+    hot_out: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """What is to be found of a block, and its gradient."""
-    z, t, more = block.z, block.t, block.more
+    z, t = block.z, block.t
     (row_max, best), (its_row_max, hot) = largest(z), largest(t)
-    p, q = (a_row_at_a_time(torch.softmax, x, buffer) for x, buffer in zip((z, t), more, strict=False))
+    p, q, work = _softmaxes(program, block)
     log_sum, its_log_sum = (x.gather(1, v).log_().neg_() for x, v in ((p, best), (q, hot)))  # the largest p is 1 / S
-    columns, work = Columns(p, q, None, None), more[2:]
+    norms = Norms(row_max, log_sum, its_row_max, its_log_sum)
+    columns = Columns(p, q, None, None)
     if program.logs:
-        norms = Norms(row_max, log_sum, its_row_max, its_log_sum)
-        columns, work = Columns(p, q, *logarithms(block, norms, more[2:], skip)), more[4:]
+        columns, work = Columns(p, q, *logarithms(block, norms, work, skip)), work[2:]
     at_best = at(z, hot, row_max, log_sum)[0] if program.best else None
     at_target, on = (None, None) if y is None else at(z, y, row_max, log_sum)
     for careful in (False, True):  # where a logarithm is infinite
         alpha, *sums = program.summed(columns._replace(careful=careful), work)
         if lost is not None:
             alpha = alpha.masked_fill_(lost, math.nan)
-        lam_alpha = mean_alpha if program.mean_alpha and mean_alpha is not None else alpha
+        lam_alpha = program.lam_alpha(alpha, mean_alpha)
         value, c = program.rows(sums, Numbers(alpha, lam_alpha, at_best, at_target, on), weight)
         if not program.logs or math.isfinite(value.sum().item()):
             break
     value_out.copy_(value)
     alpha_out.copy_(alpha)
     torch.logical_and(best == hot, ~alpha.isnan(), out=agree)
-    if out is None:
-        return None
-    grad = program.made(columns, work, c, out)
+    if numbers is not None and hot_out is not None:
+        numbers.copy_(program.numbers(norms, alpha, sums))
+        hot_out.copy_(hot)
+    return None if out is None else with_single_columns(program.made(columns, work, c, out), hot, y, c)
+
+
+def _gradient(
+    program: Program, mean_alpha: Tensor | None, skip: int | None, block: Block, out: Tensor, weight: Tensor,
+    y: Tensor | None, numbers: Tensor, hot: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of a block, from the statistics of its rows."""
+    p, q, work = _softmaxes(program, block)
+    norms = Norms.of(numbers)
+    columns = Columns(p, q, None, None)
+    if program.logs:
+        columns, work = Columns(p, q, *logarithms(block, norms, work, skip), careful=True), work[2:]
+    on = None if y is None else at(block.z, y, norms.row_max, norms.log_sum)[1]
+    c = program.coefficients(numbers, mean_alpha, on, weight)
+    return with_single_columns(program.made(columns, work, c, out), hot, y, c)
+
+
+def with_single_columns(grad: Tensor, hot: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:
+    """The gradient less what the teacher's argmax and the target have besides."""
     for column, factor in ((hot, c.best), (y, c.target)):
         if factor is not None and column is not None:
             subtract_at(grad, column, factor)

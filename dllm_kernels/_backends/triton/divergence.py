@@ -21,8 +21,9 @@ numbers do (``_transform.py``): what is None leaves no instruction behind, and w
 
 **Passes.** The first reads both rows for M, S and the argmax, per lane as in ``_math.py``. Where the coefficients need no sum
 (kl, soft_ce, teacher_ce, ce) the second makes sums and gradient at once; rkl too, whose sum is made in the first about maxima
-that grow. All other recipes have a pass for the sums between. Passes alternate their direction: what was read last is read
-first, for the rows of all programs are more than an L2 holds. Of the one-hots only the tile that has their column knows.
+that grow. All other recipes have a pass for the sums between. The gradient from statistics that a launch without a gradient
+has stored (:func:`_keep`) takes one pass for every recipe. Passes alternate their direction: what was read last is read first,
+for the rows of all programs are more than an L2 holds. Of the one-hots only the tile that has their column knows.
 
 **Precision.** lp - lm and lq - lm are made from lp - lq, so that equal probabilities make 0, and from a logarithm of a number
 near 1, neither of which a difference of logarithms of small p and m would do. e x counts as 0 below e = 1e-30, whatever x, so
@@ -35,6 +36,7 @@ import torch
 import triton
 import triton.language as tl
 
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept, Recipe
 from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device, on_nvidia, threads
 from dllm_kernels._backends.triton._math import (
@@ -109,13 +111,16 @@ class Coefficients(NamedTuple):
 
 
 # One number a row, or one in all, as the caller has them: where they begin makes no other kernel.
-PER_ROW = ["weight_ptr", "row_ptr", "target_ptr", "mean_alpha_ptr", "value_ptr", "alpha_ptr", "agree_ptr"]
+PER_ROW = [
+    "weight_ptr", "row_ptr", "target_ptr", "mean_alpha_ptr", "value_ptr", "alpha_ptr", "agree_ptr", "numbers_ptr", "hot_ptr",
+]  # fmt: skip
 
 LN2 = tl.constexpr(0.6931471805599453)
 TIE = tl.constexpr(1 + 2.0**-18)
 LEAST = tl.constexpr(1e-30)
 FAR = tl.constexpr(-1e38)
 NOWHERE = tl.constexpr(2147483647)
+NUMBERS = tl.constexpr(KEPT_NUMBERS)
 
 
 @triton.constexpr_function
@@ -191,6 +196,23 @@ def _with_terms(
         p_mix = _lane_sum(p_mix, _times(p, of_p), WIDE)
         q_mix = _lane_sum(q_mix, _times(q, of_q), WIDE)
     return Sums(overlap, below, kl, soft_ce, ratio, p_mix, q_mix)
+
+
+@triton.jit
+def _keep(numbers_ptr, of_rows, sums, ratio):
+    """Store the statistics of a row that :func:`_kept` loads."""
+    numbers = (of_rows[0], of_rows[1], of_rows[2], of_rows[3], sums.overlap, sums.below, ratio, sums.p_mix)
+    for i in tl.static_range(len(numbers)):
+        tl.store(numbers_ptr + i, numbers[i])
+
+
+@triton.jit
+def _kept(numbers_ptr):
+    """Load (M_z, log2 S_z, M_t, log2 S_t), the sums that a gradient reads, and sum p d of a row."""
+    of_rows = (tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3))
+    overlap, below = tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
+    ratio, p_mix = tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7)
+    return of_rows, Sums(overlap, below, overlap, overlap, ratio, p_mix, overlap), ratio
 
 
 @triton.jit
@@ -558,6 +580,7 @@ def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
 )  # fmt: skip
 def _divergence_rows(
     logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_alpha_ptr, value_ptr, alpha_ptr, agree_ptr,
+    numbers_ptr, hot_ptr,
     L, stride_b, stride_l, teacher_L, teacher_stride_b, teacher_stride_l, out_stride_b, out_stride_l, V, R,
     gain, rate, skip, teacher_gain, teacher_rate, teacher_skip,
     kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce, beta, floor, eta, kl_scale,
@@ -567,6 +590,7 @@ def _divergence_rows(
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     kinds = Kinds(kl, rkl, jsd, tv, nla, lk, lk_soft_ce, soft_ce, teacher_ce, ce)
     SUMS_FIRST: tl.constexpr = _any(jsd, tv, nla, lk, lk_soft_ce)
+    HAS_KEPT: tl.constexpr = WITH_GRAD and numbers_ptr is not None
     hyper = Hyper(beta, floor, eta, kl_scale)
     transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
     n = tl.program_id(0)
@@ -577,11 +601,15 @@ def _divergence_rows(
     wide = V // WIDE * WIDE
     w = tl.load(weight_ptr + n).to(ACC)
     if w == 0:
-        tl.store(value_ptr + n, 0.0)
-        tl.store(alpha_ptr + n, 0.0)
-        tl.store(agree_ptr + n, False)
+        if not HAS_KEPT:
+            tl.store(value_ptr + n, 0.0)
+            tl.store(alpha_ptr + n, 0.0)
+            tl.store(agree_ptr + n, False)
         if WITH_GRAD:
             _zero_row(grad_ptr, wide, V, WIDE, BLOCK_V)
+        elif numbers_ptr is not None:
+            tl.store(numbers_ptr + n.to(tl.int64) * NUMBERS + tl.arange(0, NUMBERS), tl.zeros([NUMBERS], ACC))
+            tl.store(hot_ptr + n, 0)
     else:
         r = n.to(tl.int64)
         if row_ptr is not None:
@@ -594,10 +622,14 @@ def _divergence_rows(
         z_few = _tail(z_ptr, wide, V, WIDE)
         z_tail = masked_tile(z_few, v, v < V, transform, ACC)
         t_tail = masked_tile(_tail(t_ptr, wide, V, WIDE), v, v < V, teacher_transform, ACC)
-        of_rows, ratio, argmax, hot = _first_pass(
-            z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, rkl is not None and not SUMS_FIRST, ALIGNED,
-            BLOCK_V, THREADS, ACC,
-        )  # fmt: skip
+        if HAS_KEPT:
+            of_rows, sums, ratio = _kept(numbers_ptr + n.to(tl.int64) * NUMBERS)
+            hot = tl.load(hot_ptr + n).to(tl.int32)
+        else:
+            of_rows, ratio, argmax, hot = _first_pass(
+                z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, rkl is not None and not SUMS_FIRST, ALIGNED,
+                BLOCK_V, THREADS, ACC,
+            )  # fmt: skip
         max_z, log_z, _, log_t = of_rows
         poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
         b = poison
@@ -613,8 +645,9 @@ def _divergence_rows(
             y = column_of(target, V)
             at_target = (max_z - load_target_logit(z_ptr, target, V, transform, ACC)) + log_z * LN2
             at_target = tl.where(has_target, at_target, 0.0)
-        sums = _of_all(poison)
-        if SUMS_FIRST:
+        if not HAS_KEPT:
+            sums = _of_all(poison)
+        if SUMS_FIRST and not HAS_KEPT:
             sums = _pass(
                 z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, None, None, kinds, b, transform, teacher_transform,
                 None, True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
@@ -641,14 +674,18 @@ def _divergence_rows(
             tl.debug_barrier()  # every thread has what it wants of the row before the first store replaces it
             found = _pass(
                 z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, b, transform, teacher_transform,
-                slope, not SUMS_FIRST, not SUMS_FIRST, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
+                slope, not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
-            if not SUMS_FIRST:
+            if not SUMS_FIRST and not HAS_KEPT:
                 sums = found
-        value = _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC)
-        tl.store(value_ptr + n, value + poison)
-        tl.store(alpha_ptr + n, sums.overlap + poison)
-        tl.store(agree_ptr + n, (argmax == hot) & (poison == 0))
+        if not HAS_KEPT:
+            value = _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC)
+            tl.store(value_ptr + n, value + poison)
+            tl.store(alpha_ptr + n, sums.overlap + poison)
+            tl.store(agree_ptr + n, (argmax == hot) & (poison == 0))
+            if numbers_ptr is not None:
+                _keep(numbers_ptr + n.to(tl.int64) * NUMBERS, of_rows, sums, ratio)
+                tl.store(hot_ptr + n, hot)
 
 
 def _options(parts: dict[str, Any]) -> dict[str, int | None]:
@@ -665,7 +702,7 @@ def divergence(
     logits: torch.Tensor,
     teacher: torch.Tensor,
     weights: torch.Tensor,
-    recipe: Any,
+    recipe: Recipe,
     *,
     teacher_rows: torch.Tensor | None = None,
     targets: torch.Tensor | None = None,
@@ -673,32 +710,71 @@ def divergence(
     transform: Transform = NO_TRANSFORM,
     teacher_transform: Transform = NO_TRANSFORM,
     with_grad: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Found:
     """Launch over rows of both; see ``_backends._divergence`` for the contract."""
+    N, device = logits.shape[0] * logits.shape[1], logits.device
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    value, alpha = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
+    agree, kept = torch.empty(N, dtype=torch.bool, device=device), None
+    if not with_grad:
+        numbers = torch.empty(N, KEPT_NUMBERS, dtype=acc, device=device)
+        kept = Kept(numbers, torch.empty(N, dtype=torch.int64, device=device))
+    _launch(
+        logits, teacher, logits if with_grad else None, weights, teacher_rows, targets, mean_alpha, (value, alpha, agree), kept,
+        recipe, transform, teacher_transform,
+    )  # fmt: skip
+    return Found(value, alpha, agree, kept)
+
+
+@on_its_device
+def divergence_grad(
+    logits: torch.Tensor,
+    teacher: torch.Tensor,
+    weights: torch.Tensor,
+    recipe: Recipe,
+    kept: Kept,
+    out: torch.Tensor,
+    *,
+    teacher_rows: torch.Tensor | None = None,
+    targets: torch.Tensor | None = None,
+    mean_alpha: torch.Tensor | None = None,
+    transform: Transform = NO_TRANSFORM,
+    teacher_transform: Transform = NO_TRANSFORM,
+) -> None:
+    """Launch over rows of both; see ``_backends._divergence`` for the contract."""
+    _launch(
+        logits, teacher, out, weights, teacher_rows, targets, mean_alpha, (None, None, None), kept, recipe, transform,
+        teacher_transform,
+    )  # fmt: skip
+
+
+def _launch(
+    logits: torch.Tensor, teacher: torch.Tensor, out: torch.Tensor | None, weights: torch.Tensor,
+    teacher_rows: torch.Tensor | None, targets: torch.Tensor | None, mean_alpha: torch.Tensor | None,
+    results: tuple[torch.Tensor | None, ...], kept: Kept | None, recipe: Recipe, transform: Transform,
+    teacher_transform: Transform,
+) -> None:  # fmt: skip
+    """Launch the kernel; the gradient goes to ``out``, which may be the logits. ``results`` are value, alpha and agree."""
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
-    acc = torch.promote_types(logits.dtype, torch.float32)
-    value, alpha = (torch.empty(N, dtype=acc, device=logits.device) for _ in range(2))
-    agree = torch.empty(N, dtype=torch.bool, device=logits.device)
     if N == 0:
-        return value, alpha, agree
+        return
     if R == 0:  # the kernel reads a row whatever it holds; not of logits, which other programs may write over
         teacher = torch.zeros(1, 1, V, dtype=logits.dtype, device=logits.device)
-    out = out if with_grad else None
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    in_place = out is logits
     flat = _flat(logits) and (out is None or _flat(out))
-    rows, out_rows = _rows_of(logits, flat), (0, 0) if out is None else _rows_of(out, flat)[1:]
+    rows, out_rows = _rows_of(logits, flat), (0, 0) if out is None or in_place else _rows_of(out, flat)[1:]
     steps = (*transform[::2], *teacher_transform[::2])
     tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(recipe.parts), with_steps=steps != (None,) * 4)
     parts = {part.kind: part for part in recipe.parts}
     coefficients = {kind: bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields}
     _divergence_rows[(N,)](
-        logits, teacher, out, weights, teacher_rows, targets, mean_alpha if recipe.mean_alpha else None, value, alpha, agree,
-        *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
+        logits, teacher, None if in_place else out, weights, teacher_rows, targets, mean_alpha if recipe.mean_alpha else None,
+        *results, *(kept or (None, None)), *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
         *arguments(transform), *arguments(teacher_transform), **coefficients, **_options(parts),
-        WITH_GRAD=with_grad,
+        WITH_GRAD=out is not None,
         ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None), FAST=acc == torch.float32 and on_nvidia(),
         BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
         **alone_on_a_multiprocessor(),
     )  # fmt: skip
-    return value, alpha, agree
