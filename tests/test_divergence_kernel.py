@@ -140,6 +140,14 @@ def test_the_gradient_from_kept_statistics_has_the_same_bits(kind, steps):
         assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
 
 
+@pytest.mark.parametrize("V", [32000, 32768, 32769, 151936])
+def test_short_rows_leave_room_for_a_second_program(V, monkeypatch):
+    monkeypatch.undo()
+    warps = 8 if V <= 32768 else 16
+    for rule in (tiles.divergence_rows, tiles.linear_nll_rows):
+        assert rule(2 * V, 2).num_warps == rule(V, 4).num_warps == warps
+
+
 def pairs(V, dtype):
     """(names, logits, teacher) of rows that go wrong somewhere."""
     torch.manual_seed(V)

@@ -115,6 +115,13 @@ def odd() -> Iterator[Call]:
     for dtype in (torch.bfloat16, torch.float32):
         yield partial(token_nll, (8, 512, 50257), dtype, with_correct=True)
         yield partial(from_hidden, (8, 512, 50257), dtype, frozen=True)
+        yield partial(from_hidden, (8, 512, 32000), dtype, frozen=True, with_correct=True)
+        yield partial(
+            from_hidden, (8, 512, 32000), dtype, frozen=True, with_correct=True, **(ALL_STEPS | {"skip_id": 1})
+        )
+        for kind in KINDS:
+            yield partial(divergence_from_hidden, (8, 512, 32000), dtype, kind=kind)
+        yield partial(divergence_from_hidden, (8, 512, 32000), dtype, kind="l1", **(ALL_STEPS | {"skip_id": 1}))
     for shape in ((1, 96, 50257), (1, 1, 1), (2, 17, 1), (3, 1, 129)):
         yield partial(token_nll, shape, torch.bfloat16)
     yield partial(from_hidden, (1, 1, 1), torch.bfloat16, D=1)

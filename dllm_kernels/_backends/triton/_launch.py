@@ -38,9 +38,9 @@ def on_nvidia() -> bool:
     return bool(triton.runtime.driver.active.get_current_target().backend == "cuda")
 
 
-def alone_on_a_multiprocessor() -> dict[str, int]:
-    """Launch options of a program of 16 warps that shares its multiprocessor with no other, and may have all registers.
+def sixteen_warps_on_a_multiprocessor() -> dict[str, int]:
+    """Launch options of a program of 16 warps, or of two of 8, that share a multiprocessor with no other and use all registers.
 
-    Without being told, ptxas saves them for a second program: it moves loads to where they are used, or spills.
+    Otherwise ptxas saves registers for one more program: it moves loads to where they are used, or spills.
     """
     return {"maxnreg": 128} if on_nvidia() else {}

@@ -55,27 +55,41 @@ def token_nll_bwd(V: int, itemsize: int) -> Tile:
     return Tile(block, _warps(block, itemsize), -(-V // (4 * block)))
 
 
+# Bytes of a row up to which the kernels that read a row more than once run as two programs of 8 warps per multiprocessor, so that
+# one loads while the other reduces; longer rows as one program of 16 warps, because the L2 has to hold the rows of all programs
+# until they are read again. Share of a copy on an H200 (model; not run on a GPU), 16 warps -> 8 warps, bf16:
+#   V          16,000     32,000     65,536     102,400    128,256    151,936
+#   NLL        28 -> 65   57 -> 87   66 -> 93   81 -> 84   91 -> 78   90 -> 75
+#   kl         34 -> 52   48 -> 65   57 -> 68   66 -> 66   68 -> 64   70 -> 62
+SHORT_ROW = 128 * 1024
+
+
+def _programs(V: int, itemsize: int) -> int:
+    """Programs per multiprocessor that share its warps and registers."""
+    return 2 if V * itemsize <= SHORT_ROW else 1
+
+
 def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
-    """A whole row by one program, read twice and written once: tiles of 32 KiB, 16 warps.
+    """A whole row by one program, read twice and written once: tiles of 32 KiB, 16 warps; of 16 KiB, 8 warps for a short row.
 
-    Of 16 KiB where there is a soft cap or a column to skip, for which there are no registers otherwise.
+    Half of that where there is a soft cap or a column to skip, for which there are no registers otherwise.
 
-    Its registers leave room for one such program a multiprocessor: some 130 rows of 300 KB at a time, which an L2 of 50 MB
-    holds until they are read again.
+    Its registers leave room for 16 warps a multiprocessor: some 130 rows of 300 KB at a time, which an L2 of 50 MB holds until
+    they are read again.
     """
-    block = _bytes_to_block(itemsize, 16384 if small else 32768, V)
+    block = _bytes_to_block(itemsize, (16384 if small else 32768) // _programs(V, itemsize), V)
     return Tile(block, _warps(block * (2 if small else 1), itemsize))
 
 
 def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool = False) -> Tile:
-    """A pair of rows by one program, read twice or three times: tiles of 16 KiB of each, 16 warps.
+    """A pair of rows by one program, read twice or three times: tiles of 16 KiB of each, 16 warps; half of both for short rows.
 
     Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers otherwise,
     and of 4 KiB for more than five kinds, of which ten spill on AMD with 8.
 
-    Its registers leave room for one such program a multiprocessor. Tiles of 32 KiB save 0.6 of 15 slots a pair of columns in the
-    first pass, and spill with a column to skip.
+    Its registers leave room for 16 warps a multiprocessor. Tiles of 32 KiB save 0.6 of 15 slots a pair of columns in the first
+    pass, and spill with a column to skip.
     """
     tile_bytes = 4096 if kinds > 5 else 8192 if with_steps or kinds > 2 else 16384
-    block = _bytes_to_block(itemsize, tile_bytes, V)
+    block = _bytes_to_block(itemsize, tile_bytes // _programs(V, itemsize), V)
     return Tile(block, at_most_a_thread_a_column(_warps(block * (32768 // tile_bytes), itemsize), block))
