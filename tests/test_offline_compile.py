@@ -13,7 +13,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).parent.parent
-KERNELS = ROOT / "dllm_kernels" / "kernels"
+KERNELS = ROOT / "dllm_kernels" / "_backends" / "triton"
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 TRITON = tuple(int(part) for part in triton.__version__.split(".")[:2])
 
