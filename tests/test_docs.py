@@ -451,6 +451,27 @@ def test_commands_exist():
             assert line.startswith("pip install "), line
 
 
+BUILT = {"site/"}  # by ``make docs``
+
+
+def test_pages_for_contributors_name_only_what_exists():
+    """Files, relative to the root or the package, and identifiers in code font; ``<...>`` stands for a new one."""
+    folders = ("dllm_kernels", "reference", "benchmarks", "tools", "tests")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    words = set().union(*(re.findall(r"\w+", path.read_text()) for path in sources))
+    found, pages = [], {name: text for name, text in PAGES.items() if name.startswith("develop/")}
+    for name, text in pages.items():
+        for code in set(re.findall(r"`([^`<>\n]+)`", text)) - BUILT:
+            if re.fullmatch(r"[\w.*-]*/[\w./*-]*", code):
+                missing = [code] if not any([*base.glob(code)] for base in (ROOT, ROOT / "dllm_kernels")) else []
+            else:
+                names = re.fullmatch(r"@?((?:\w+\.)*\w+)(\(.*\))?", code)
+                missing = [w for w in names[1].split(".") if "_" in w and w not in words] if names else []
+            found += [(name, word) for word in missing]
+    assert len(pages) > 10
+    assert found == []
+
+
 def test_what_the_wrong_count_would_do():
     """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
     assert "`eps=1e-3`, the loss of a model that knows nothing averages about seven times log V" in " ".join(

@@ -5,6 +5,7 @@ The pages of docs, and what they share with README, are ``test_docs.py``'s.
 
 import re
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -74,13 +75,24 @@ def test_no_fence_goes_without_a_test():
     assert len(blocks(text)) == text.count("```") / 2
 
 
-def test_it_is_short():
-    assert len(README.read_text().splitlines()) <= 150
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_it_is_short(name):
+    assert len((ROOT / name).read_text().splitlines()) <= 150
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", README.read_text()):
+def anchors(text):
+    """The anchors of the headings of a page, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(name):
+    links = re.findall(r"\]\(([^)#]+)#?([^)]*)\)", (ROOT / name).read_text())
+    assert links
+    for target, anchor in links:
         assert target.startswith("https://") or (ROOT / target).exists(), target
+        assert target.startswith("https://") or not anchor or anchor in anchors((ROOT / target).read_text()), anchor
 
 
 def test_the_other_documents_hold_no_code():
