@@ -50,17 +50,17 @@ EVERY_TIME = {
 # logits, losses from hidden states, MTP and the pipeline's loss); none where the table says no. A name without a parameter
 # means all of them.
 TABLE = {
-    "FSDP2, the head a unit of its own, its parameter handed to the loss": (
+    "FSDP2, head in a separate unit, its parameter passed to the loss": (
         ["fsdp_logits"],
         ["fsdp_own_unit", "fsdp_chunks_and_columns", "fsdp_several_uses_in_one_graph", "fsdp_checkpointing"],
         ["fsdp_own_unit[MTP]", "fsdp_own_unit[pipeline]", "fsdp_mtp_finds_the_head"],
     ),
-    "FSDP2, the head in the root unit, the loss in the root's forward": (
+    "FSDP2, head in the root unit, loss in the root's forward": (
         ["fsdp_logits"],
         ["fsdp_in_root", "fsdp_reshard_after_forward"],
         ["fsdp_in_root[MTP]", "fsdp_in_root[pipeline]"],
     ),
-    "FSDP2, the loss in the head's forward (`LossHead`)": (
+    "FSDP2, loss in the head's forward (`LossHead`)": (
         ["fsdp_logits"],
         ["fsdp_loss_head", "fsdp_reshard_after_forward"],
         ["fsdp_loss_head[MTP]", "fsdp_loss_head[pipeline]"],
@@ -86,12 +86,12 @@ TABLE = {
         ["fsdp_tied_embeddings"],
         ["fsdp_tied_embeddings[MTP]"],
     ),
-    "Tensor parallelism, the vocabulary split": (
+    "Tensor parallelism, vocabulary sharded": (
         ["tp_logits", "bytes_from_logits", "special_values"],
         ["tp_hidden", "bytes_from_hidden", "tp_frozen_head"],
         ["tp_mtp", "mtp_with_a_split_head"],
     ),
-    "Tensor parallelism, hidden states split along the sequence too": (
+    "Tensor parallelism, hidden states also sharded along the sequence": (
         ["split_rows_of_logits", "rows_and_vocabulary_of_logits"],
         ["sequence_parallel_hidden"],
         ["tp_mtp"],
@@ -111,13 +111,13 @@ TABLE = {
         ["distributed_data_parallel", "distributed_data_parallel_deferred_logits"],
         ["distributed_data_parallel[MTP]", "distributed_data_parallel_mtp_finds_the_head"],
     ),
-    "Context parallelism, plain tensors, losses without a shift (MDLM, block diffusion, SCDD, DFlash)": (
+    "Context parallelism, plain tensors, unshifted losses (MDLM, block diffusion, SCDD, DFlash)": (
         ["context_parallel"],
         ["context_parallel"],
         ["context_parallel_targets_of_mtp"],
     ),
     "Context parallelism, plain tensors, shifted losses (hybrid, I-DLM, AR)": ([], [], []),
-    "Context parallelism, DTensors split along the sequence": (
+    "Context parallelism, DTensors sharded along the sequence": (
         ["context_parallel_shifted_logits", "split_rows_of_logits"],
         ["context_parallel_shifted", "context_parallel_shifted_fsdp", "split_rows_of_hidden"],
         ["context_parallel_shifted[MTP]", "context_parallel_shifted_fsdp[MTP]", "context_parallel_shifted[pipeline]"],

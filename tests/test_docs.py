@@ -474,7 +474,7 @@ def test_pages_for_contributors_name_only_what_exists():
 
 def test_what_the_wrong_count_would_do():
     """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
-    assert "`eps=1e-3`, the loss of a model that knows nothing averages about seven times log V" in " ".join(
+    assert "`eps=1e-3`, the loss of a model that predicts uniformly averages about seven times log V" in " ".join(
         PAGES["many-gpus.md"].split()
     )
     assert inspect.signature(ours.corrupt_uniform).parameters["eps"].default == 1e-3

@@ -117,9 +117,8 @@ def test_the_demo_is_what_was_measured():
     assert agree(shown[0], ours["heldout_last"])
     assert agree(shown[1], found["frequency_guess"])
     for page in (text, " ".join((DOCS / "examples.md").read_text().split())):
-        assert (
-            f"Here {found['options']['steps']} steps on two cores of an {found['environment']['cpu']['model']}" in page
-        )
+        shown = f"{found['options']['steps']} steps on two cores of an {found['environment']['cpu']['model']}"
+        assert f"The figure shows {shown}" in page
     assert f"a vocabulary of {found['options']['vocab']:,}" in text
     (shown,) = re.findall(r"in (\d+) s of processor time", text)
     assert agree(shown, found["processor_seconds"])
@@ -130,4 +129,4 @@ def test_what_was_measured_says_of_which_code():
     """The page names what was measured with changes that are in no commit."""
     changed = {path.stem for path in XEON.glob("*.json") if results(path)["environment"]["modified"]}
     assert changed == {"linear_nll", "collate"}
-    assert "Those of DFlash and of the collator were measured with changes" in (DOCS / "benchmarks.md").read_text()
+    assert "The DFlash and collator results were measured with uncommitted changes" in (DOCS / "benchmarks.md").read_text()

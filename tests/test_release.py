@@ -55,7 +55,7 @@ def test_the_matrix_is_what_the_package_supports():
     assert list(tritons) == torches == sorted(torches, key=lambda version: [int(part) for part in version.split(".")])
     assert tritons[torches[0]].startswith(floors["triton"] + ".")
     readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"(torch >= {floors['torch']}; Triton >= {floors['triton']} comes along on Linux;" in readme
+    assert f"torch >= {floors['torch']}. On Linux, Triton >= {floors['triton']} is installed with it." in readme
     newest = re.search(
         r"`make test` also passes with torch ([\d.]+) .*?, Triton ([\d.]+) .*? under Python ([\d.]+) and ([\d.]+)\.",
         readme,
