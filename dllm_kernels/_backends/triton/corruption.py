@@ -11,7 +11,7 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton import _corruption_tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
-from dllm_kernels._backends.triton._launch import sixteen_warps_on_a_multiprocessor, on_its_device
+from dllm_kernels._backends.triton._launch import on_its_device, sixteen_warps_on_a_multiprocessor
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, level_draws, token_of, uniform, words
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
