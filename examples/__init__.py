@@ -1,1 +1,1 @@
-"""Scripts to read and to run, and the demo's training code. Not part of the wheel."""
+"""Example scripts, and the training code of the demo. Not part of the wheel."""

@@ -1,7 +1,7 @@
 """The ``compute_loss`` of the dllm library's MDLM trainer with this package's corruption and loss.
 
-Its options: the schedule of the fraction of masked tokens and the weight that goes with it, what the sum is divided by, and
-logits that are shifted to the right, for models that were autoregressive and predict the next token.
+Options: the schedule of the masking fraction and its weight, the normalisation, and right-shifted logits. Right-shifted
+logits are for models that were trained autoregressively and predict the next token.
 
 python examples/dllm_mdlm.py
 """
@@ -16,12 +16,12 @@ from dllm_kernels.ops import weighted_linear_nll
 
 
 def linear(t):
-    """The schedule ``alpha = 1 - t``, and the weight -alpha' / (1 - alpha)."""
+    """Linear schedule ``alpha = 1 - t``; returns alpha and the weight -alpha' / (1 - alpha)."""
     return 1 - t, 1 / t
 
 
 def cosine(t):
-    """The schedule ``alpha = 1 - cos(pi / 2 (1 - t))``."""
+    """Cosine schedule ``alpha = 1 - cos(pi / 2 (1 - t))``; returns alpha and its weight."""
     angle = math.pi / 2 * (1 - t)
     return 1 - angle.cos(), math.pi / 2 * angle.tan()
 
@@ -30,15 +30,15 @@ def compute_loss(
     model, inputs, mask_id, *, schedule=linear, loss_weight="scheduler", loss_norm="token", right_shift=False,
     time_epsilon=1e-3, seeds=None,
 ):  # fmt: skip
-    """The loss of a batch of ``input_ids`` and ``labels`` [B, L]; a label of -100 is neither masked nor scored."""
+    """Compute the loss of ``input_ids`` and ``labels`` [B, L]; a label of -100 is neither masked nor scored."""
     ids, scored = inputs["input_ids"], inputs["labels"] != -100
     B = len(ids)
     t = sample_level(B, method="uniform", low=time_epsilon, seeds=seeds)
     alpha, weight = schedule(t)
     noisy, noise_mask, _ = corrupt_uniform(ids, scored, mask_id, level=1 - alpha, seeds=seeds)
 
-    hidden = model(noisy)  # [B, L, D]; of a Hugging Face model its last_hidden_state
-    if right_shift:  # shifted here, where a row has D numbers and not V
+    hidden = model(noisy)  # [B, L, D]; for a Hugging Face model, last_hidden_state
+    if right_shift:  # shift the hidden states: a row has D values, not V
         hidden = torch.cat([hidden[:, :1], hidden[:, :-1]], 1)
 
     weights = noise_mask.float()
@@ -50,7 +50,7 @@ def compute_loss(
 
 
 class Model(nn.Module):
-    """Stands for a backbone and its LM head."""
+    """Stand-in for a backbone with an LM head."""
 
     def __init__(self, V=50, D=32):
         super().__init__()
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 def main():
-    """Print the loss of one batch under each choice; returns them."""
+    """Print and return the loss of one batch for each schedule and normalisation."""
     torch.manual_seed(0)
     ids = torch.randint(0, 49, (4, 16))
     inputs = {"input_ids": ids, "labels": ids.masked_fill(torch.arange(16) < 4, -100)}

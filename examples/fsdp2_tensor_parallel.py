@@ -1,6 +1,6 @@
-"""FSDP2 over tensor parallelism in one script: the LM head's vocabulary is split over ``tp``, all of the model over ``dp``.
+"""FSDP2 over tensor parallelism: the vocabulary of the LM head is sharded over ``tp``, the whole model over ``dp``.
 
-torchrun --nproc-per-node 4 examples/fsdp2_tensor_parallel.py      # 2 x 2; gloo on CPU, NCCL on GPUs (not run there)
+torchrun --nproc-per-node 4 examples/fsdp2_tensor_parallel.py      # 2 x 2; gloo on CPU, NCCL on GPUs (not tested)
 """
 
 import os
@@ -16,11 +16,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from dllm_kernels import MDLMCrossEntropyLoss, corrupt_uniform
 from dllm_kernels.distributed import global_token_count, summed_over
 
-V, MASK, D, B, L = 65, 64, 32, 8, 16  # V need not be divisible
+V, MASK, D, B, L = 65, 64, 32, 8, 16  # V need not be divisible by tp
 
 
 class Model(nn.Module):
-    """Its forward gives hidden states."""
+    """Small model whose forward returns hidden states."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Model(nn.Module):
 
 
 def main(steps=20, tp=2):
-    """Train; returns the loss of each step, that of the whole batch, the same on every rank."""
+    """Train and return the loss of the whole batch for each step; every rank returns the same values."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     mesh = init_device_mesh(device, (dist.get_world_size() // tp, tp), mesh_dim_names=("dp", "tp"))
     dp = mesh["dp"]
@@ -50,13 +50,13 @@ def main(steps=20, tp=2):
     loss_fn, losses = MDLMCrossEntropyLoss(), []
 
     for step in range(steps):
-        # The samples of this data-parallel rank; the seeds make its tensor-parallel peers draw the same noise.
+        # Samples of this data-parallel rank. Its tensor-parallel peers share the seeds and so draw the same noise.
         mine = step * B + torch.arange(B).chunk(dp.size())[dp.get_local_rank()]
         ids = ((7 * mine[:, None] + torch.arange(L)) % MASK).to(device)
         loss_mask = torch.ones(ids.shape, device=device)
         noisy, noise_mask, p_mask = corrupt_uniform(ids, loss_mask, MASK, eps=0.1, seeds=mine.to(device))
 
-        count = global_token_count(loss_mask, dp.get_group())  # over those that have rows of their own
+        count = global_token_count(loss_mask, dp.get_group())  # over the ranks that have different rows
         out = loss_fn.forward_fused(
             model(noisy), model.lm_head.weight, ids, noise_mask, p_mask, loss_mask,
             num_diffusion_tokens=count, lm_head_bias=model.lm_head.bias,

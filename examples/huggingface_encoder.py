@@ -1,4 +1,4 @@
-"""Train a small masked diffusion LM, a Hugging Face encoder in a plain loop, on sequences that count up; no download.
+"""Train a Hugging Face encoder as a masked diffusion LM in a plain loop, on counting sequences. No download.
 
 pip install transformers
 python examples/huggingface_encoder.py
@@ -17,23 +17,23 @@ B, L = 16, 24
 
 
 def model_of(width=64):
-    """A bidirectional transformer with random weights; any ``...ForMaskedLM`` with a plain LM head will do."""
+    """Build a bidirectional transformer with random weights; any ``...ForMaskedLM`` with a plain LM head works."""
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 0)
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": 2, "num_attention_heads": 2}
     return ModernBertForMaskedLM(ModernBertConfig(vocab_size=NUMBERS + 1, **sizes, **special))
 
 
 def batch_of(generator):
-    """Sequences that count up from anywhere, all of them supervised."""
+    """Draw sequences that count up from a random start, with all positions supervised."""
     start = torch.randint(0, NUMBERS, (B, 1), generator=generator)
     return (start + torch.arange(L)) % NUMBERS, torch.ones(B, L)
 
 
 def loss_of(model, loss_fn, ids, loss_mask, seeds):
-    """Corrupt the batch, and compute the loss from hidden states: the logits of the whole batch are never made."""
+    """Corrupt the batch and compute the loss from hidden states; the full logits are never materialised."""
     level = sample_level(len(ids), method="stratified", low=1e-2, seeds=seeds)
     noisy, noise_mask, p_mask = corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)
-    hidden = model.head(model.model(input_ids=noisy).last_hidden_state)  # all of the model but its LM head
+    hidden = model.head(model.model(input_ids=noisy).last_hidden_state)  # the model without its LM head
     head = model.get_output_embeddings()
     out = loss_fn.forward_fused(
         hidden, head.weight, ids, noise_mask, p_mask, loss_mask,
@@ -43,7 +43,7 @@ def loss_of(model, loss_fn, ids, loss_mask, seeds):
 
 
 def main(steps=300):
-    """Train; returns the loss on held-out sequences before and after."""
+    """Train and return the loss on held-out sequences before and after training."""
     torch.manual_seed(0)
     generator, held_out = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
     model, loss_fn = model_of(), MDLMCrossEntropyLoss(skip_id=MASK)

@@ -1,4 +1,4 @@
-"""Train a small masked diffusion LM with a Hugging Face Trainer, on sequences that count up; no download.
+"""Train a small masked diffusion LM with a Hugging Face Trainer, on counting sequences. No download.
 
 pip install transformers accelerate
 python examples/huggingface_trainer.py
@@ -18,11 +18,11 @@ VOCABULARY, PAD, MASK = 34, 32, 33
 
 
 class DiffusionTrainer(MaskedDiffusionTrainerMixin, Trainer):
-    """A Trainer whose loss is the masked-diffusion loss, computed without logits."""
+    """Trainer with the masked-diffusion loss, computed without materialising the full logits."""
 
 
 def count_up(index):
-    """One sample: a prompt of two tokens, and a response that goes on counting; its index and the epoch seed its noise."""
+    """Build a sample: a prompt of two tokens and a response that keeps counting; index and epoch seed its noise."""
     source = random.Random(index)
     length, start = source.randint(12, 20), source.randrange(32)
     ids = [(start + i) % 32 for i in range(length)]
@@ -30,7 +30,7 @@ def count_up(index):
 
 
 def main(steps=150):
-    """Train; returns the evaluation loss before and after."""
+    """Train and return the evaluation loss before and after training."""
     torch.manual_seed(0)
     specials = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), PAD)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}

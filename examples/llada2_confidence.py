@@ -1,9 +1,9 @@
-"""LLaDA2's confidence-aware loss: cross-entropy, plus the entropy of the tokens that are predicted right already.
+"""LLaDA2's confidence-aware loss: cross-entropy plus the entropy of the tokens that are already predicted correctly.
 
     loss = sum_i w_i nll_i + lambda sum_{i correct} w_i H_i
 
-The second term sharpens what the model knows, so that more tokens can be decoded in parallel. Both come from one pass: the
-logits of hidden states are made once, two matrix products with a frozen head and three with a trainable one.
+The second term sharpens correct predictions, so that more tokens can be decoded in parallel. Both terms come from one
+pass. The logits are computed once: two matrix products with a frozen head, three with a trainable head.
 
 python examples/llada2_confidence.py
 """
@@ -20,12 +20,12 @@ V, MASK, L = 33, 32, 16
 
 
 def confidence(stats, weights, strength):
-    """Of each row: w nll, and where the target is the argmax also lambda w H."""
+    """Return w nll for each row, plus lambda w H if the target is the argmax."""
     return weights * (-stats.log_probs + strength * torch.where(stats.correct, stats.entropy, 0.0))
 
 
 def loss_of(hidden, head, ids, noise_mask, p_mask, strength=0.5):
-    """Over the masked tokens, each weighed 1 / p; divided by the number of tokens."""
+    """Sum over the masked tokens with weights 1 / p, divided by the number of tokens."""
     weights = noise_mask / p_mask / ids.numel()
     return linear_row_objective(
         hidden, head, ids, confidence, weights, torch.full_like(weights, strength), active=noise_mask,
@@ -34,7 +34,7 @@ def loss_of(hidden, head, ids, noise_mask, p_mask, strength=0.5):
 
 
 class Denoiser(nn.Module):
-    """Looks at both neighbours; its forward gives hidden states."""
+    """Convolutional denoiser over both neighbours; its forward returns hidden states."""
 
     def __init__(self, width=48):
         super().__init__()
@@ -50,14 +50,14 @@ class Denoiser(nn.Module):
 
 
 def main(steps=150, strength=1.0):
-    """Train with and without the second term; returns the mean entropy of the correct tokens, held out, of both."""
+    """Train with and without the second term; return the mean held-out entropy of the correct tokens for both."""
     entropies = []
     for weight in (0.0, strength):
         torch.manual_seed(0)
         model = Denoiser()
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         for step in range(steps + 1):
-            B = 32 if step < steps else 512  # the last is only looked at
+            B = 32 if step < steps else 512  # the last batch is only evaluated
             ids = (torch.randint(0, MASK, (B, 1)) + torch.arange(L)) % MASK  # sequences that count up
             seeds = step * 32 + torch.arange(B)
             noisy, noise_mask, p_mask = corrupt_uniform(ids, torch.ones(B, L), MASK, eps=0.1, seeds=seeds)

@@ -1,9 +1,9 @@
-"""Supervised fine-tuning as LLaDA does it: chat data, prompts that are never masked, EOS as padding that is learnt.
+"""Supervised fine-tuning as in LLaDA: chat data, prompts that are never masked, supervised EOS padding.
 
 python examples/llada_sft.py
 
-The loss is that of the LLaDA guidelines: for each answer the sum of nll / p over its masked tokens, divided by its length
-(its EOS padding included), then the mean over the batch. No download: the chats are small sums, the tokens are bytes.
+The loss follows the LLaDA guidelines. For each answer, nll / p is summed over the masked tokens and divided by the
+length of the answer with its EOS padding. The loss is the batch mean. No download: chats are sums, tokens are bytes.
 """
 
 import random
@@ -19,7 +19,7 @@ EOS, USER, ASSISTANT, MASK, VOCABULARY = 256, 257, 258, 259, 260
 
 
 class Denoiser(nn.Module):
-    """A small bidirectional transformer; its forward gives hidden states."""
+    """Small bidirectional transformer whose forward returns hidden states."""
 
     def __init__(self, width=64, length=64):
         super().__init__()
@@ -33,7 +33,7 @@ class Denoiser(nn.Module):
 
 
 def chat(source):
-    """One sample: the user's turn and the role tokens are the prompt, the assistant's turn and its EOS the answer."""
+    """Build a sample: user turn and role tokens are the prompt, assistant turn and EOS the answer."""
     a, b = source.randrange(10), source.randrange(10)
     prompt = [USER, *f"{a}+{b}=".encode(), ASSISTANT]
     answer = [*f"{a + b}".encode(), EOS]
@@ -42,7 +42,7 @@ def chat(source):
 
 
 def loss_of(model, batch, seeds):
-    """The guidelines' loss; the row weights are all that a new normalisation takes."""
+    """Compute the loss of the guidelines; a new normalisation only needs row weights."""
     ids, loss_mask = batch["input_ids"], batch["loss_mask"]
     noisy, noise_mask, p_mask = corrupt_uniform(ids, loss_mask, MASK, eps=1e-3, seeds=seeds)
     answer_lengths = loss_mask.sum(1, keepdim=True)
@@ -51,7 +51,7 @@ def loss_of(model, batch, seeds):
 
 
 def main(steps=300):
-    """Train; returns the loss on held-out chats before and after."""
+    """Train and return the loss on held-out chats before and after training."""
     torch.manual_seed(0)
     model, source = Denoiser(), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,4 +1,4 @@
-"""Switch nemo_automodel over to this package and take one loss through its MDLM strategy.
+"""Patch nemo_automodel with this package and compute one loss through its MDLM strategy.
 
 pip install --no-deps nemo-automodel==0.7.0 && pip install transformers pyyaml
 python examples/nemo_automodel_patch.py
@@ -13,7 +13,7 @@ VOCABULARY, MASK = 100, 99
 
 
 def main():
-    """Patch, use, unpatch; returns the module that the strategy's loss came from."""
+    """Patch, compute the loss, unpatch; return the module of the loss that the strategy created."""
     print(nemo_automodel.patch())
     strategy = MDLMStrategy()
     loss_fn = strategy.create_loss_fn({})

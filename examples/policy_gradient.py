@@ -1,8 +1,8 @@
 """Policy gradient of a masked diffusion LM over pairs of complementary masks; the score is not that of coupled-GRPO.
 
-A token behind the prompt is masked in one row of its pair. Its ratio is that of its log-probability in this row.
-coupled-GRPO (DiffuCoder, arXiv 2506.20639) first adds two log-probabilities of the token, then takes one ratio of the
-sum: with every token masked, times 1/2, and in the row that masks it, times 1 / (2 t) or 1 / (2 (1 - t)) at level t.
+Each token after the prompt is masked in one row of its pair. Its ratio uses its log-probability in this row.
+coupled-GRPO (DiffuCoder, arXiv 2506.20639) takes one ratio of a sum of two log-probabilities instead: with every token
+masked, weighted 1/2, and in the row that masks the token, weighted 1 / (2 t) or 1 / (2 (1 - t)) at level t.
 
 python examples/policy_gradient.py
 """
@@ -20,7 +20,7 @@ BEHIND = torch.arange(L) >= PROMPT
 
 
 class Policy(nn.Module):
-    """Stands for a denoiser; its forward gives hidden states."""
+    """Stand-in for a denoiser; its forward returns hidden states."""
 
     def __init__(self, width=32):
         super().__init__()
@@ -33,20 +33,20 @@ class Policy(nn.Module):
 
 
 def grpo(stats, old, ref, advantage, weight, clip=0.2, beta=0.02):
-    """Each token's clipped ratio and k3 penalty; called with the rows of one chunk at a time."""
+    """Return the clipped-ratio loss and k3 penalty of each token; called with the rows of one chunk at a time."""
     ratio = (stats.log_probs - old).exp()
     k3 = (ref - stats.log_probs).exp() - (ref - stats.log_probs) - 1
     return (beta * k3 - torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)) * weight
 
 
 def update(policy, old_policy, reference, completions, rewards, seeds):
-    """The loss of one update: mean over completions of the mean over their tokens."""
+    """Compute the loss of one update: the mean over completions of the mean over their tokens."""
     supervised, level = BEHIND.expand_as(completions), sample_level(GROUP, low=0.2, high=0.8, seeds=seeds)
     noisy, mask, _ = corrupt_uniform(completions, supervised, MASK, level=level, seeds=seeds)
     other = complementary(mask, supervised)
-    noisy = torch.cat([noisy, torch.where(other, MASK, completions)])  # both copies are one batch
+    noisy = torch.cat([noisy, torch.where(other, MASK, completions)])  # both masked copies form one batch
     ids, options = torch.cat([completions, completions]), {"active": torch.cat([mask, other]), "skip_id": MASK}
-    with torch.no_grad():  # one matrix product each, nothing kept
+    with torch.no_grad():  # one matrix product each, nothing saved for backward
         old = token_log_probs(old_policy(noisy), ids, weight=old_policy.lm_head.weight, **options).log_probs
         ref = token_log_probs(reference(noisy), ids, weight=reference.lm_head.weight, **options).log_probs
     advantage = ((rewards - rewards.mean()) / (rewards.std() + 1e-4)).repeat(2)[:, None].expand_as(old)
@@ -55,18 +55,18 @@ def update(policy, old_policy, reference, completions, rewards, seeds):
 
 
 def main(steps=40):
-    """The reward is the fraction of even tokens; returns its mean in each step."""
+    """Train on the fraction of even tokens as the reward; return the mean reward of each step."""
     torch.manual_seed(0)
     policy, means = Policy(), []
     reference, optimizer = copy.deepcopy(policy), torch.optim.Adam(policy.parameters(), lr=1e-2)
     for step in range(steps):
         completions = torch.randint(0, MASK, (GROUP, L))
-        with torch.no_grad():  # the tokens behind the prompt, all at once
+        with torch.no_grad():  # sample all tokens after the prompt at once
             p = policy.lm_head(policy(completions.masked_fill(BEHIND, MASK)))[..., :MASK].softmax(-1)
         completions[:, PROMPT:] = torch.multinomial(p.flatten(0, 1), 1).view(GROUP, L)[:, PROMPT:]
         rewards = (completions[:, PROMPT:] % 2 == 0).float().mean(1)
         old_policy = copy.deepcopy(policy)
-        for again in range(2):  # the second update's ratios are no longer 1
+        for again in range(2):  # in the second update, the ratios are no longer 1
             seeds = (2 * step + again) * GROUP + torch.arange(GROUP)
             optimizer.zero_grad()
             update(policy, old_policy, reference, completions, rewards, seeds).backward()

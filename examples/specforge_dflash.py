@@ -1,8 +1,8 @@
-"""SpecForge's DFlash objective, its D-PACE variants and its accuracy, from hidden states: as additive terms.
+"""SpecForge's DFlash objective, its D-PACE variants and its accuracy, from hidden states, as additive terms.
 
-SpecForge sums (loss numerator, loss denominator, correct, accuracy denominator) over chunks of blocks and over ranks, and
-divides at the end. ``objective_terms`` returns the same four for its tensors; it can take the place of
-``OnlineDFlashModel._dflash_objective_chunk_terms``, without logits of the whole chunk.
+SpecForge sums (loss numerator, loss denominator, correct, accuracy denominator) over chunks of blocks and over ranks,
+and divides at the end. ``objective_terms`` returns these four terms for SpecForge's tensors. It can replace
+``OnlineDFlashModel._dflash_objective_chunk_terms`` and does not materialise the logits of the whole chunk.
 
 python examples/specforge_dflash.py
 """
@@ -19,21 +19,21 @@ VARIANTS = {
 
 
 def loss_fn_of(loss_type="dflash", gamma=None, dpace_alpha=0.5):
-    """The loss for SpecForge's options; without a count it is the sum, the numerator."""
+    """Build the loss for SpecForge's options; without a count it returns the sum, which is the numerator."""
     if loss_type == "dflash":
         return DFlashDecayLoss(loss_gamma=gamma or None)
     return DFlashDecayLoss(position_weights=VARIANTS[loss_type], dpace_alpha=dpace_alpha)
 
 
 def objective_terms(loss_fn, hidden, head, target_ids, weight_mask):
-    """The four additive terms.
+    """Compute the four additive terms.
 
     Args:
-        loss_fn: of ``loss_fn_of``.
-        hidden: ``[B, N, block_size, D]``, the draft's hidden states of N blocks; the anchor, position 0, predicts nothing.
-        head: ``[V, D]``, the target's LM head, frozen.
+        loss_fn: the loss returned by ``loss_fn_of``.
+        hidden: ``[B, N, block_size, D]``, hidden states of N blocks; the anchor, position 0, is not scored.
+        head: ``[V, D]``, the frozen LM head of the target.
         target_ids: ``[B, N, block_size]``.
-        weight_mask: ``[B, N, block_size]``, 0 at anchors and where there is nothing to predict.
+        weight_mask: ``[B, N, block_size]``, 0 at anchors and at positions without a prediction.
     """
     block_size = hidden.shape[2]
     rows, ids, mask = (x[:, :, 1:].flatten(1, 2) for x in (hidden, target_ids, weight_mask))
@@ -45,7 +45,7 @@ def objective_terms(loss_fn, hidden, head, target_ids, weight_mask):
 
 
 def main():
-    """One step over two chunks of blocks; returns loss and accuracy of each variant."""
+    """Run one step over two chunks of blocks; return loss and accuracy of each variant."""
     torch.manual_seed(0)
     B, N, block_size, V, D = 2, 4, 8, 100, 16
     head, target_ids = torch.randn(V, D), torch.randint(0, V, (B, N, block_size))

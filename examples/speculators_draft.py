@@ -1,7 +1,7 @@
-"""speculators' loss and metrics for a block drafter, from hidden states: neither model's logits are ever whole in memory.
+"""speculators' loss and metrics for a block drafter, from hidden states; the full logits are never materialised.
 
-``speculators_metrics`` takes the place of ``compute_metrics`` in the drafter's forward, where its ``core.py`` makes the logits of
-draft and verifier. Here a small drafter learns what a verifier says of sequences that count up.
+``speculators_metrics`` replaces ``compute_metrics`` in the drafter's forward, where ``core.py`` computes the logits of
+draft and verifier. In this example, a small drafter learns the predictions of a verifier on counting sequences.
 
 python examples/speculators_draft.py
 """
@@ -17,7 +17,7 @@ V, D, BLOCK, BLOCKS = 64, 32, 8, 16
 
 
 class Drafter(nn.Module):
-    """From the anchor of each block and the place in it to a hidden state."""
+    """Map the anchor of each block and the position in the block to a hidden state."""
 
     def __init__(self):
         super().__init__()
@@ -30,14 +30,14 @@ class Drafter(nn.Module):
 
 
 def main(steps=300, weighting="fixed-exp-decay"):
-    """Train; returns the acceptance rate in the first and in the last step."""
+    """Train and return the acceptance rate in the first and in the last step."""
     torch.manual_seed(0)
-    verifier = torch.randn(V, D)  # its hidden state where it expects each token
-    head, drafter = 2 * verifier / D**0.5, Drafter()  # frozen, and shared by both models
+    verifier = torch.randn(V, D)  # the hidden state with which it predicts each token
+    head, drafter = 2 * verifier / D**0.5, Drafter()  # the head is frozen and shared by both models
     optimizer, rates = torch.optim.Adam(drafter.parameters(), lr=3e-3), []
     for _ in range(steps):
         anchors = torch.randint(0, V, (BLOCKS,))
-        tokens = (anchors[:, None] + torch.arange(BLOCK)) % V  # the first row of a block is its anchor's
+        tokens = (anchors[:, None] + torch.arange(BLOCK)) % V  # the first row of a block is the anchor
         teacher_hidden, loss_mask = verifier[tokens].view(1, -1, D), torch.ones(1, BLOCKS * BLOCK)
         loss, metrics = speculators_metrics(
             drafter(anchors), head, teacher_hidden, loss_mask, BLOCK,

@@ -1,7 +1,7 @@
-"""speculators' own DFlash model, trained by its own step, with this package's losses: one line, ``patch()``.
+"""speculators' DFlash model and training step with this package's losses, after one line: ``patch()``.
 
-Its model makes the logits of draft and verifier and calls the loss that its configuration names. ``from_hidden_states`` is the same
-step without them: with both LM heads set aside, its backbone returns what they would have been given.
+The model computes the logits of draft and verifier and calls the loss that its configuration names.
+``from_hidden_states`` replaces both LM heads by identities, so that the backbone returns hidden states, not logits.
 
 pip install speculators==0.9.0; python examples/speculators_patch.py
 """
@@ -19,7 +19,7 @@ V, D, LENGTH, BLOCK, ANCHORS = 64, 32, 48, 4, 8
 
 
 def make_draft():
-    """A small draft of one layer; embedding and heads, which training freezes, are the verifier's."""
+    """Build a one-layer draft with the embedding and heads of the verifier, which training freezes."""
     layer = Qwen3Config(
         vocab_size=V, hidden_size=D, intermediate_size=2 * D, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2, head_dim=D // 2, attn_implementation="eager",
@@ -33,7 +33,7 @@ def make_draft():
 
 
 def make_batch(model):
-    """Tokens that count up, and hidden states of a verifier that expects the next one."""
+    """Build counting tokens, and hidden states of a verifier that predicts the next token."""
     tokens = (torch.randint(0, V, (1, 1)) + torch.arange(LENGTH)) % (V - 1)
     known, expected = (model.embed_tokens(t).detach() for t in (tokens, (tokens + 1) % (V - 1)))
     names = "input_ids", "hidden_states", "verifier_last_hidden_states", "loss_mask", "document_ids"
@@ -43,12 +43,12 @@ def make_batch(model):
 
 
 def from_logits(model, batch, **options):
-    """Loss and metrics of speculators' own step."""
+    """Return loss and metrics of the step of speculators."""
     return model(**batch, max_anchors=ANCHORS, **options)[1:]
 
 
 def from_hidden_states(model, batch, **options):
-    """The same; neither model's logits are whole in memory."""
+    """Return loss and metrics of the same step, without materialising the full logits."""
     heads = model.lm_head, model.verifier_lm_head
     model.lm_head = model.verifier_lm_head = torch.nn.Identity()
     try:
@@ -59,10 +59,10 @@ def from_hidden_states(model, batch, **options):
 
 
 def main(steps=60, loss="kl_div", implementation="fused", step=from_logits):
-    """Train; returns the loss of every step."""
+    """Train and return the loss of every step."""
     torch.manual_seed(0)
     model = make_draft()
-    config = {"loss_config": resolve_loss_config(loss, implementation)}  # after patch(), which "fused" needs on a CPU
+    config = {"loss_config": resolve_loss_config(loss, implementation)}  # call patch() first: "fused" needs it on a CPU
     optimizer, losses = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3), []
     for _ in range(steps):
         value, _ = step(model, make_batch(model), **config)

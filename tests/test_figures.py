@@ -129,4 +129,6 @@ def test_what_was_measured_says_of_which_code():
     """The page names what was measured with changes that are in no commit."""
     changed = {path.stem for path in XEON.glob("*.json") if results(path)["environment"]["modified"]}
     assert changed == {"linear_nll", "collate"}
-    assert "The DFlash and collator results were measured with uncommitted changes" in (DOCS / "benchmarks.md").read_text()
+    assert (
+        "The DFlash and collator results were measured with uncommitted changes" in (DOCS / "benchmarks.md").read_text()
+    )

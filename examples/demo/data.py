@@ -1,4 +1,4 @@
-"""Text that every machine has, Python's standard library, as tokens of a vocabulary trained on it."""
+"""Corpus of the demo: Python's standard library, tokenised with a vocabulary trained on it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "__pycache__"}
 MASK, END = "<mask>", "<end>"
-FORMAT = 1  # of the cache file
+FORMAT = 1  # version of the cache file format
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Corpus:
     """Token ids and their tokenizer.
 
     Attributes:
-        train: ids of the training files, one after the other, each followed by the end token; int64 ``[T]``.
-        heldout: ids of files that training never sees, likewise.
-        tokenizer: ``tokenizers.Tokenizer``, trained on the training files alone.
-        mask_id: the token that stands for "unknown"; no text holds it.
+        train: concatenated ids of the training files, each followed by the end token; int64 ``[T]``.
+        heldout: concatenated ids of files that are not used in training, in the format of ``train``.
+        tokenizer: ``tokenizers.Tokenizer``, trained on the training files only.
+        mask_id: the mask token; it does not occur in any text.
     """
 
     train: torch.Tensor
@@ -36,16 +36,16 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, the special ones included."""
+        """Number of tokens, including special tokens."""
         return int(self.tokenizer.get_vocab_size())
 
     def log_unigram(self) -> torch.Tensor:
-        """Log frequency of each token in the training text, with add-one smoothing; float32 ``[V]``."""
+        """Return the log frequency of each training token, with add-one smoothing; float32 ``[V]``."""
         counts = torch.bincount(self.train, minlength=self.vocab_size).double() + 1
         return (counts / counts.sum()).log().float()
 
     def decode(self, ids: list[int], mask: str = "\N{LIGHT SHADE}") -> str:
-        """Text of the ids, ``mask`` in place of each mask token."""
+        """Decode the ids to text, with ``mask`` in place of each mask token."""
         text = ""
         run: list[int] = []
         for token in [*ids, self.mask_id]:
@@ -58,14 +58,14 @@ class Corpus:
 
 
 def source_files() -> list[Path]:
-    """The standard library's .py files without its tests, in an order that mixes its packages."""
+    """List the .py files of the standard library, without tests, in an order that mixes the packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [path for path in root.rglob("*.py") if not SKIPPED & set(path.relative_to(root).parts)]
     return sorted(files, key=lambda path: zlib.crc32(path.relative_to(root).as_posix().encode()))
 
 
 def split(files: list[Path], max_bytes: int) -> tuple[list[Path], list[Path]]:
-    """Training files up to ``max_bytes``, and every tenth file held out."""
+    """Split off every tenth file as held-out; stop when ``max_bytes`` are reached."""
     train: list[Path] = []
     heldout: list[Path] = []
     taken = 0
@@ -78,7 +78,7 @@ def split(files: list[Path], max_bytes: int) -> tuple[list[Path], list[Path]]:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Any:
-    """A byte-level BPE tokenizer with ``vocab_size`` tokens."""
+    """Train a byte-level BPE tokenizer with ``vocab_size`` tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -112,7 +112,7 @@ def _build(train: list[Path], heldout: list[Path], vocab_size: int) -> dict[str,
 
 
 def default_cache() -> Path:
-    """Where tokens are kept between runs: under ``XDG_CACHE_HOME`` or ``~/.cache``."""
+    """Return the cache folder of the tokens, under ``XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dllm-kernels-demo"
 
 
@@ -125,19 +125,19 @@ def _cached(path: Path, train: list[Path], heldout: list[Path], vocab_size: int)
         path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
         torch.save(built, scratch)
-        scratch.replace(path)  # whole or not at all, also when two runs build it at once
+        scratch.replace(path)  # atomic, even if two runs build the file at the same time
     except OSError as error:
         print(f"tokens are not kept for the next run: {error}", file=sys.stderr)
     return built
 
 
 def load(vocab_size: int, max_bytes: int, cache: Path | None = None) -> Corpus:
-    """Read, split and tokenise the sources, or take the tokens from ``cache``.
+    """Read, split and tokenise the sources, or load the tokens from ``cache``.
 
     Args:
-        vocab_size: tokens of the vocabulary, the special ones included.
-        max_bytes: how much source text to use.
-        cache: folder of the cache; None for ``default_cache()``.
+        vocab_size: number of tokens in the vocabulary, including special tokens.
+        max_bytes: amount of source text to use.
+        cache: cache folder; None: ``default_cache()``.
     """
     from tokenizers import Tokenizer
 
@@ -150,13 +150,13 @@ def load(vocab_size: int, max_bytes: int, cache: Path | None = None) -> Corpus:
 
 
 def random_windows(tokens: torch.Tensor, batch: int, length: int, seed: int) -> torch.Tensor:
-    """``[batch, length]`` windows at random places that are a function of ``seed``."""
+    """Return ``[batch, length]`` windows at random positions; the positions are a function of ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(tokens) - length, (batch, 1), generator=generator)
     return tokens[starts + torch.arange(length)]
 
 
 def even_windows(tokens: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """``[count, length]`` windows spread evenly over the text."""
+    """Return ``[count, length]`` windows spread evenly over the text."""
     starts = torch.linspace(0, len(tokens) - length, count).long()[:, None]
     return tokens[starts + torch.arange(length)]

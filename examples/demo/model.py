@@ -1,4 +1,4 @@
-"""Small transformers in plain torch: a language model, one with multi-token heads, a block draft."""
+"""Small transformers in plain torch: a language model, a multi-token model, a block draft model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Size:
 
 
 def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding (Su et al. 2021) of ``x`` ``[B, H, L, E]`` at ``positions`` ``[B or 1, L]``."""
+    """Apply the rotary embedding (Su et al. 2021) to ``x`` ``[B, H, L, E]`` at ``positions`` ``[B or 1, L]``."""
     half = x.shape[-1] // 2
     rates = 10_000 ** (-torch.arange(half, device=x.device) / half)
     angles = (positions[:, None, :, None] * rates).to(x.dtype)
@@ -30,10 +30,11 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention, queries and keys normalised and rotated; may see a context beside its input.
+    """Multi-head attention with normalised and rotated queries and keys, optionally over an additional context.
 
-    Each head begins by looking at one neighbour: a learned vector is added to its queries, at first the keys' vector
-    turned by -1, +1, -2, +2, ... positions. Where to look would else take most of a short training to find out.
+    Each head is initialised to attend to one neighbour: a learned vector is added to its queries, initialised to the
+    vector of the keys rotated by -1, +1, -2, +2, ... positions. Otherwise, a short training would spend most of its
+    steps learning these offsets.
     """
 
     def __init__(self, size: Size) -> None:
@@ -56,7 +57,7 @@ class Attention(nn.Module):
         context_positions: torch.Tensor | None = None,
         allowed: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend from ``x`` ``[B, L, D]`` to the context (if any) and to itself, where ``allowed``."""
+        """Attend from ``x`` ``[B, L, D]`` to the context (if any) and to ``x``, restricted by the mask ``allowed``."""
         source, source_positions = x, positions
         if context is not None and context_positions is not None:
             source = torch.cat([context, x], dim=1)
@@ -93,7 +94,7 @@ class Layer(nn.Module):
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, causal: bool = False, **context: torch.Tensor
     ) -> torch.Tensor:
-        """``[B, L, D] -> [B, L, D]``."""
+        """Map ``[B, L, D]`` to ``[B, L, D]``."""
         x = x + self.attention(self.norm_attention(x), positions, causal, **context)
         changed: torch.Tensor = x + self.mlp(self.norm_mlp(x))
         return changed
@@ -108,12 +109,12 @@ def _initialise(module: nn.Module) -> None:
 
 
 def positions_of(ids: torch.Tensor) -> torch.Tensor:
-    """``[1, L]``: 0, 1, 2, ..."""
+    """Return the positions 0, 1, 2, ... as ``[1, L]``."""
     return torch.arange(ids.shape[1], device=ids.device)[None]
 
 
 class LanguageModel(nn.Module):
-    """Transformer over tokens, bidirectional or causal by call; the head is the embedding."""
+    """Transformer over tokens, bidirectional or causal per call, with the head tied to the embedding."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -122,20 +123,20 @@ class LanguageModel(nn.Module):
         self.norm = nn.RMSNorm(size.width)
         self.lm_head = nn.Linear(size.width, size.vocab, bias=False)
         _initialise(self)
-        nn.init.normal_(self.embed.weight, std=0.02)  # logits near 0: a training begins at log V, not above
+        nn.init.normal_(self.embed.weight, std=0.02)  # logits near 0, so that training starts at a loss of log V
         self.lm_head.weight = self.embed.weight
 
     def get_output_embeddings(self) -> nn.Linear:
-        """The LM head."""
+        """Return the LM head."""
         return self.lm_head
 
     def embedded(self, ids: torch.Tensor) -> torch.Tensor:
-        """Embeddings, scaled to about 1 for the layers; unscaled they are the head."""
+        """Return embeddings scaled to about 1 for the layers; the unscaled embeddings are the head."""
         scaled: torch.Tensor = self.embed(ids) * self.embed.embedding_dim**0.5
         return scaled
 
     def features(self, ids: torch.Tensor, causal: bool = False) -> list[torch.Tensor]:
-        """Output of each layer, ``[B, L, D]``, before the final norm."""
+        """Return the output of each layer, ``[B, L, D]``, before the final norm."""
         x, found = self.embedded(ids), []
         for layer in self.layers:
             x = layer(x, positions_of(ids), causal)
@@ -143,20 +144,20 @@ class LanguageModel(nn.Module):
         return found
 
     def hidden(self, ids: torch.Tensor, causal: bool = False) -> torch.Tensor:
-        """What the head reads, ``[B, L, D]``."""
+        """Return the input of the head, ``[B, L, D]``."""
         normed: torch.Tensor = self.norm(self.features(ids, causal)[-1])
         return normed
 
     def copies(self, noisy: torch.Tensor, clean: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """What the head reads for a masked and a clean copy of the same text, one after the other.
+        """Return the input of the head for a masked copy followed by a clean copy of the same text.
 
-        The clean copy is causal. A token of the masked one sees the clean tokens of earlier blocks, and those of its own
-        block, masked, up to itself.
+        The clean copy is causal. A token of the masked copy attends to the clean tokens of earlier blocks, and to the
+        masked tokens of its own block up to and including itself.
 
         Args:
             noisy: ids ``[B, L]``.
             clean: ids ``[B, L]``.
-            blocks: block of each position ``[L]``, not falling.
+            blocks: block index of each position ``[L]``, non-decreasing.
 
         Returns:
             ``[B, 2 L, D]``.
@@ -174,13 +175,13 @@ class LanguageModel(nn.Module):
         return normed
 
     def forward(self, ids: torch.Tensor, causal: bool = False) -> torch.Tensor:
-        """Logits ``[B, L, V]``."""
+        """Return the logits ``[B, L, V]``."""
         logits: torch.Tensor = self.lm_head(self.hidden(ids, causal))
         return logits
 
 
 class MultiTokenModel(LanguageModel):
-    """Causal model that also predicts further tokens, each depth from the one before and the next embedding.
+    """Causal model that also predicts further tokens, each depth from the previous depth and the next embedding.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2.
     """
@@ -193,21 +194,21 @@ class MultiTokenModel(LanguageModel):
         _initialise(self.depth_layers)
 
     def all_hidden(self, ids: torch.Tensor) -> list[torch.Tensor]:
-        """What the head reads for the next token and each further one: ``1 + depths`` of ``[B, L, D]``."""
+        """Return the inputs of the head for the next and each further token: ``1 + depths`` tensors ``[B, L, D]``."""
         x = self.features(ids, causal=True)[-1]
         found = [self.norm(x)]
         for depth, (merge, layer) in enumerate(zip(self.mergers, self.depth_layers, strict=True), start=1):
-            ahead = self.embedded(ids.roll(-depth, dims=1))  # what wraps round has no label, and looks at nothing later
+            ahead = self.embedded(ids.roll(-depth, dims=1))  # wrapped positions are last and have no label
             x = layer(merge(torch.cat([_unit(x), _unit(ahead)], dim=-1)), positions_of(ids), True)
             found.append(self.norm(x))
         return found
 
 
 class Draft(nn.Module):
-    """Fills a block of unknown tokens after a known one, from the hidden states of a frozen target model.
+    """Draft model that fills a block after a known token, from the hidden states of a frozen target model.
 
-    Every layer attends to the target's hidden states before the block and, both ways, inside the block.
-    Embedding and head are the target's.
+    Every layer attends to the hidden states of the target before the block and, bidirectionally, within the block.
+    Embedding and head are shared with the target.
 
     Source: the DFlash paper, section 4.
     """
@@ -222,12 +223,12 @@ class Draft(nn.Module):
         _initialise(self)
 
     def forward(self, anchors: torch.Tensor, starts: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Hidden states of the predicted positions.
+        """Return the hidden states of the predicted positions.
 
         Args:
             anchors: embeddings of the known first tokens ``[B, N, D]``.
             starts: their positions ``[B, N]``.
-            features: the target's hidden states ``[B, L, 2 D]``.
+            features: hidden states of the target ``[B, L, 2 D]``.
 
         Returns:
             ``[B, N * (block_size - 1), D]``.
@@ -247,7 +248,7 @@ class Draft(nn.Module):
         return predicted
 
     def _allowed(self, starts: torch.Tensor, L: int) -> torch.Tensor:
-        """Keys that each query sees, ``[B, 1, Q, L + Q]``: positions before its anchor, and its own block."""
+        """Return the attention mask ``[B, 1, Q, L + Q]``: positions before the anchor of a query, and its block."""
         B, N = starts.shape
         before = torch.arange(L, device=starts.device) < starts[..., None]
         own = torch.eye(N, dtype=torch.bool, device=starts.device).repeat_interleave(self.block_size, dim=1)

@@ -1,4 +1,4 @@
-"""The demo's picture: both loss curves and their difference, memory and time of both sides, draft accuracy if any."""
+"""Figure of the demo: loss curves of both runs and their difference, memory, time, and draft accuracy if available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLOURS = {"reference": REFERENCE, "ours": OURS}
 
 
 def smoothed(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the last ``window`` values at each place (of fewer at the start)."""
+    """Return the mean of the last ``window`` values at each position (fewer at the start)."""
     means = []
     for end in range(1, len(values) + 1):
         recent = values[max(0, end - window) : end]
@@ -77,7 +77,7 @@ def _accuracy(axes: Any, curves: Mapping[str, Any]) -> None:
 
 
 def _accepted(axes: Any, curves: Mapping[str, Any]) -> None:
-    """Solid by sampling, dashed greedily."""
+    """Plot the accepted tokens: solid lines for sampling, dashed lines for greedy decoding."""
     import matplotlib as mpl
 
     colours = mpl.colormaps["viridis"]
@@ -118,13 +118,13 @@ def _beside(axes: Any, bar: str, end: float, text: str) -> None:
 
 
 def _ratio(rows: Sequence[Mapping[str, Any]], key: str) -> str:
-    """What ours is of the reference's."""
+    """Format the ratio of ours to the reference."""
     plain, ours = (row[key] for row in rows)
     return f"{ours / plain:.2f}x"
 
 
 def _titled(axes: Any, title: str) -> None:
-    """Bars from the top in the order of the rows, their numbers beside them and not on an axis."""
+    """Draw bars from the top in the order of the rows, labelled with their values instead of an axis."""
     axes.set_title(title, loc="left")
     axes.invert_yaxis()
     axes.set_xticks([])
@@ -133,16 +133,16 @@ def _titled(axes: Any, title: str) -> None:
 
 
 def draw(path: Path, title: str, curves: Mapping[str, Any], guess: float, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the PNG, readable at the width of a page of text.
+    """Write the figure as a PNG that is readable at page width.
 
     Args:
-        path: where to.
-        title: above the picture.
-        curves: ``eval_steps``, and for "reference" and "ours" a dict of ``train`` (one loss a step),
-            ``heldout`` and ``accuracy`` (one per evaluation; accuracies by offset, or empty). ``accepted``: what was
-            trained with -> at each evaluation the tokens gained by a check, by sampling and greedily.
-        guess: the held-out loss of someone who knows the tokens' frequencies alone.
-        rows: of the table, the reference's and ours, with ``loss`` (the name), ``peak_bytes``, ``step_seconds`` and
+        path: output path.
+        title: title of the figure.
+        curves: ``eval_steps``, and for "reference" and "ours" a dict of ``train`` (one loss per step),
+            ``heldout`` and ``accuracy`` (one per evaluation; accuracies by offset, or empty). ``accepted`` maps each
+            training objective to the tokens gained per check at each evaluation, by sampling and greedily.
+        guess: held-out loss of the unigram baseline.
+        rows: table rows of the reference and of ours, with ``loss`` (the name), ``peak_bytes``, ``step_seconds`` and
             ``loss_seconds``.
     """
     import matplotlib

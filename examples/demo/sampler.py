@@ -1,4 +1,4 @@
-"""Samplers: block-by-block denoising with low-confidence remasking, next token, speculative blocks."""
+"""Samplers: block-wise denoising with low-confidence remasking, next-token sampling, speculative blocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _drawn(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
-    """The most likely token, or one drawn at the temperature (Gumbel-max)."""
+    """Return the most likely token, or a token drawn at the temperature (Gumbel-max)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
     noise = torch.empty_like(logits).exponential_(generator=generator).log()
@@ -32,20 +32,20 @@ def denoise(
     """Continue a prompt with a masked diffusion model, block after block.
 
     Every step predicts all masked positions of the current block, keeps the predictions with the highest
-    probability and masks the others again, so that a block is done after ``steps`` steps.
+    probability and remasks the others. A block is complete after ``steps`` steps.
 
     Args:
         logits_of: ids ``[1, L]`` -> logits ``[1, L, V]``.
         prompt: ids ``[P]``.
-        new_tokens: how many tokens to add, a multiple of ``block_size``.
-        mask_id: the mask token, never predicted.
-        block_size: positions of a block.
+        new_tokens: number of tokens to add, a multiple of ``block_size``.
+        mask_id: the mask token, which is never predicted.
+        block_size: number of positions in a block.
         steps: steps per block.
-        temperature: of the draw; 0 takes the most likely token.
-        generator: source of the draw.
+        temperature: sampling temperature; 0 takes the most likely token.
+        generator: random number generator of the draw.
 
     Returns:
-        The ids after each step, the first one all masks.
+        The ids after each step; in the first entry, all new tokens are masked.
 
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, algorithm 5, semi-autoregressive over blocks.
     """
@@ -76,7 +76,7 @@ def next_token(
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> list[int]:
-    """Continue a prompt one token at a time: ``logits_of`` ids ``[1, L]`` -> ``[1, L, V]``."""
+    """Continue a prompt one token at a time; ``logits_of`` maps ids ``[1, L]`` to logits ``[1, L, V]``."""
     ids = prompt
     for _ in range(new_tokens):
         ids = torch.cat([ids, _drawn(logits_of(ids[None])[0, -1:].float(), temperature, generator)])
@@ -90,19 +90,19 @@ def speculate(
     prompt: torch.Tensor,
     new_tokens: int,
 ) -> tuple[list[int], list[int]]:
-    """Continue a prompt greedily, the target checking whole drafted blocks at once.
+    """Continue a prompt greedily; the target checks a whole drafted block at once.
 
-    The draft proposes the tokens after the last known one; the target keeps them as long as they are what
-    it would have said itself, and adds one token of its own. The text is the target's greedy text, token for token.
+    The draft proposes the tokens after the last known token. The target accepts proposed tokens up to the first
+    mismatch with its own greedy prediction, and adds one token. The result equals the greedy text of the target.
 
     Args:
-        target_of: the target's ids ``[1, L]`` -> logits ``[1, L, V]``.
-        draft_of: ids ``[1, L]``, the last one the anchor -> the proposed ids ``[block_size - 1]``.
+        target_of: maps ids ``[1, L]`` to the target's logits ``[1, L, V]``.
+        draft_of: maps ids ``[1, L]``, of which the last is the anchor, to the proposed ids ``[block_size - 1]``.
         prompt: ids ``[P]``.
-        new_tokens: how many tokens to add at least.
+        new_tokens: minimum number of tokens to add.
 
     Returns:
-        The ids, and how many tokens each check of the target added.
+        The ids, and the number of tokens that each check of the target added.
     """
     ids, gained = prompt, []
     while len(ids) < len(prompt) + new_tokens:

@@ -1,10 +1,10 @@
-"""What each mode of the demo trains: its model, its batches, and its loss, by the reference and by ours.
+"""Tasks of the demo: model, batches and loss of each mode, with the reference loss and with ours.
 
-A task's loss starts from a few tensors that the model hands over (``outputs``): logits for mdlm, block and
-hybrid, hidden states and the head for scdd, idlm, dflash and mtp, where our losses never make the logits. The training
-loop cuts the graph there, so that the time the loss takes, forward and backward, can be told from the model's.
+The loss of a task takes a few tensors from the model (``outputs``): logits for mdlm, block and hybrid; hidden states
+and the head for scdd, idlm, dflash, distill and mtp, where our losses never materialise the full logits. The training
+loop cuts the autograd graph at these tensors, so that it can time the loss, forward and backward, separately.
 """
-# ruff: noqa: D102  (what a task's methods do is said once, on Task)
+# ruff: noqa: D102  (the methods of a task are documented once, on Task)
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from examples.demo.data import Corpus
 from examples.demo.model import Draft, LanguageModel, MultiTokenModel, Size
 
 Outputs = Sequence[torch.Tensor]
-FILLED = 0.3  # share of the tokens that are masked where the demo shows what the model makes of them
+FILLED = 0.3  # fraction of the tokens that are masked for `Task.fill`
 
 
 class Loss(NamedTuple):
-    """A loss to minimise, and what is counted on the way.
+    """A loss to minimise, and the counts that it returns.
 
     Attributes:
         total: the loss.
-        hits: argmax matches at each offset of a block.
-        rows: rows at each offset.
-        accepted: tokens that one check by a target model gains in the mean, by sampling and greedily.
+        hits: number of argmax matches at each offset of a block.
+        rows: number of rows at each offset.
+        accepted: mean number of tokens gained per check by a target model, by sampling and greedily.
     """
 
     total: torch.Tensor
@@ -43,7 +43,7 @@ class Loss(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Clean ids ``[B, L]`` with what the task drew for them; the rest is what that task needs."""
+    """Clean ids ``[B, L]`` with the noise and further tensors that the task drew for them."""
 
     ids: torch.Tensor
     noisy: torch.Tensor
@@ -53,12 +53,12 @@ class Batch(NamedTuple):
 
     @property
     def supervised(self) -> torch.Tensor:
-        """All positions."""
+        """Mask of all positions."""
         return torch.ones_like(self.ids, dtype=torch.bool)
 
 
 class Sample(NamedTuple):
-    """Text to show: what was given, what was made of it on the way and in the end, and what the file says."""
+    """Text to show: the prompt, the intermediate and final outputs of the model, and the true continuation."""
 
     prompt: str
     steps: list[str]
@@ -68,14 +68,14 @@ class Sample(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Held-out text with some of its tokens masked, and what the model says they are, in one pass.
+    """Held-out text with masked tokens, and the model's predictions of these tokens in one pass.
 
     Attributes:
-        given: one of the texts, a light shade for each masked token.
-        text: the same with the model's tokens, a dark shade where they are wrong.
-        tokens: how many were masked in all texts.
-        right: share of them that the model has right.
-        frequent: share that are the most frequent token of the training text.
+        given: one of the texts, with a light shade for each masked token.
+        text: ``given`` with the model's tokens, and a dark shade for each wrong token.
+        tokens: number of masked tokens in all texts.
+        right: fraction of the masked tokens that the model predicts correctly.
+        frequent: fraction of the masked tokens that are the most frequent token of the training text.
     """
 
     given: str
@@ -86,13 +86,13 @@ class Filled(NamedTuple):
 
 
 class Task(ABC):
-    """One mode. ``options`` are the command line's, ``corpus`` the tokens."""
+    """One mode of the demo. ``options`` are the command-line options, ``corpus`` the tokens."""
 
-    #: What the demo's table calls the loss, and where it is from.
+    #: Name of the loss in the demo's table, and its source.
     title = ""
     source = ""
-    #: Further trainings of the same model on the same batches by ours: their names, and what each of them minimises. In a
-    #: mode that has any, "ours" stands among them.
+    #: Additional training runs of the same model on the same batches with our losses: name -> objective. A mode with
+    #: additional runs also lists "ours".
     objectives: ClassVar[dict[str, str]] = {}
 
     def __init__(self, options: argparse.Namespace, corpus: Corpus) -> None:
@@ -102,52 +102,52 @@ class Task(ABC):
         self.size = Size(options.width, options.layers, options.heads, corpus.vocab_size)
 
     def prepare(self, target: nn.Module) -> None:
-        """Take a trained target model, where the mode has one."""
+        """Store the trained target model, for modes that use one."""
         raise NotImplementedError(f"{type(self).__name__} has no target model")
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A fresh model."""
+        """Build a new model."""
 
     @abstractmethod
     def batch(self, ids: torch.Tensor, seed: int) -> Batch:
-        """What one step trains on, a function of the ids and the seed."""
+        """Build the batch of one step, a function of the ids and the seed."""
 
     @abstractmethod
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        """The tensors that the loss starts from."""
+        """Compute the input tensors of the loss."""
 
     @abstractmethod
     def reference(self, outputs: Outputs, batch: Batch) -> Loss:
-        """The plain loss."""
+        """Compute the plain loss."""
 
     @abstractmethod
     def ours(self, outputs: Outputs, batch: Batch) -> Loss:
-        """The package's loss."""
+        """Compute the loss of this package."""
 
     @abstractmethod
     def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
-        """Unigram baseline: visible tokens are copied, the others predicted by the tokens' frequencies."""
+        """Compute the unigram baseline: visible tokens are copied, the others are predicted by frequency."""
 
     @abstractmethod
     def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
         """Continue ``text`` ``[L]`` from its first part."""
 
     def fill(self, model: nn.Module, windows: torch.Tensor) -> Filled | None:
-        """Predict masked tokens of held-out ``windows [N, L]``; None: the mode's model does not."""
+        """Predict masked tokens of held-out ``windows [N, L]``; None if the model does not predict single tokens."""
         return None
 
     def implementation(self, name: str) -> Callable[[Outputs, Batch], Loss]:
-        """The loss by name: "reference" or "ours"."""
+        """Return the loss function by name: "reference" or "ours"."""
         return {"reference": self.reference, "ours": self.ours}[name]
 
     @property
     def beside(self) -> list[str]:
-        """The names of the further trainings."""
+        """Names of the additional training runs."""
         return [name for name in self.objectives if name != "ours"]
 
     def _split(self, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Prompt and what follows it, in whole blocks, within the length the model was trained at."""
+        """Split the text into prompt and continuation, in whole blocks, within the training length."""
         new = max(self.options.length // 2 // self.options.block_size, 1) * self.options.block_size
         return text[: self.options.length - new], text[self.options.length - new : self.options.length]
 
@@ -230,7 +230,7 @@ class Diffusion(Task):
         return batch.ids, batch.noise_mask, batch.p_mask, batch.supervised, batch.ids.numel()
 
     def _levels(self, B: int, seed: int) -> torch.Tensor:
-        """Stratified ones, so that no batch is easier than another by the draw of its levels, each at least 0.001."""
+        """Draw stratified levels of at least 0.001, so that batches do not differ in difficulty by the draw."""
         generator = torch.Generator().manual_seed(seed)
         if self.options.corruption == "ours":
             from dllm_kernels import sample_level
@@ -241,13 +241,13 @@ class Diffusion(Task):
         return levels.to(self.device)
 
     def _seeds(self, ids: torch.Tensor, seed: int) -> torch.Tensor:
-        """One a row."""
+        """Return one seed per row."""
         return seed * 1_000_003 + torch.arange(len(ids), device=self.device)
 
     def _corrupt(
         self, routine: str, ids: torch.Tensor, seed: int, **more: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """By the routine of that name: ours draws row by row from seeds, the reference from a generator."""
+        """Corrupt with the named routine; ours draws per row from seeds, the reference draws from a generator."""
         supervised = torch.ones_like(ids, dtype=torch.bool)
         if self.options.corruption == "ours":
             from dllm_kernels import corruption
@@ -287,7 +287,7 @@ class Block(Diffusion):
 
 
 class Hybrid(Diffusion):
-    """Masked diffusion and next-token prediction by one model: ``--mode hybrid``."""
+    """Masked diffusion and next-token prediction in one model: ``--mode hybrid``."""
 
     title = "HybridDiffusionLLMLoss"
     source = "MDLM's loss and the next token's, as in Nemotron-Labs-Diffusion"
@@ -325,15 +325,15 @@ class Hybrid(Diffusion):
 
 
 class Correcting(Diffusion):
-    """Masked diffusion whose noise holds wrong tokens too (SCDD): ``--mode scdd``."""
+    """Masked diffusion whose noise also contains wrong tokens (SCDD): ``--mode scdd``."""
 
     title = "SCDDLoss.forward_fused"
     source = "Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9"
-    STEPS = 16  # of the noise: as many as the sampler takes for a block
+    STEPS = 16  # noise timesteps, equal to the sampler's steps per block
     SCHEDULE: ClassVar[dict[str, Any]] = {"max_ratio": 0.1, "gamma_shape": 1.0, "t_peak": 0.5}
 
     def batch(self, ids: torch.Tensor, seed: int) -> Batch:
-        levels = self._levels(len(ids), seed)  # on the grid of the steps, below 1 where all is masked
+        levels = self._levels(len(ids), seed)  # on the grid of the timesteps; t < 1, because t = 1 masks everything
         t = (levels * (self.STEPS - 1)).ceil().clamp(min=1) / self.STEPS
         noisy, noise = self._mixed(ids, seed, t)
         return Batch(ids, noisy, noise, t[:, None].expand(ids.shape).contiguous(), starts=ids[:, :0])
@@ -354,7 +354,7 @@ class Correcting(Diffusion):
         return Loss(loss.forward_fused(hidden, head, batch.ids, *masks, noisy_input_ids=batch.noisy).total_loss)
 
     def guess(self, batch: Batch, log_unigram: torch.Tensor) -> float:
-        """A visible token is taken for right as often as one is."""
+        """Compute the unigram baseline; a visible token is trusted with the probability that it is correct."""
         p, visible = log_unigram.to(batch.ids.device).exp(), batch.noisy != self.corpus.mask_id
         rho = reference.scdd_schedule(batch.p_mask, **self.SCHEDULE).rho * visible
         p = (1 - rho[..., None]) * p
@@ -366,7 +366,7 @@ class Correcting(Diffusion):
         return reference.scdd_loss(logits, *tokens, num_timesteps=self.STEPS, **self.SCHEDULE)
 
     def _mixed(self, ids: torch.Tensor, seed: int, t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of the uniform draws one in K gives back the clean token."""
+        """Corrupt with the masses of the schedule at t; one in K uniform draws returns the clean token."""
         masses, K = reference.scdd_schedule(t, **self.SCHEDULE), self.size.vocab - 1
         probabilities: dict[str, Any] = {
             "mask_prob": masses.absorbed_mass,
@@ -389,10 +389,10 @@ class Introspective(Diffusion):
     CLEAN = 0.2
 
     def fill(self, model: nn.Module, windows: torch.Tensor) -> None:
-        """It fills blocks, not tokens here and there."""
+        """Return None: the model fills blocks, not single tokens."""
 
     def batch(self, ids: torch.Tensor, seed: int) -> Batch:
-        """All of the answer is masked, which is what follows the first half."""
+        """Mask the whole answer, which is the second half of the text."""
         answer = (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] // 2).expand(ids.shape)
         if self.options.corruption == "ours":
             from dllm_kernels import corrupt_all_masked
@@ -430,7 +430,7 @@ class Introspective(Diffusion):
         room = self.options.draft_block
 
         def draft(ids: torch.Tensor) -> torch.Tensor:
-            """The next token by the clean copy, those after it by the masks that follow."""
+            """Predict the next token from the clean copy and the following tokens from the appended masks."""
             masks = ids.new_full((1, room), self.corpus.mask_id)
             both = torch.cat([ids, masks], 1)
             blocks = (torch.arange(both.shape[1], device=ids.device) >= ids.shape[1]).long()
@@ -446,11 +446,11 @@ class Introspective(Diffusion):
 
 
 class DFlash(Task):
-    """A draft model that fills blocks from a frozen target's hidden states: ``--mode dflash``."""
+    """A draft model that fills blocks from the hidden states of a frozen target: ``--mode dflash``."""
 
     title = "DFlashDecayLoss.forward_fused"
     source = "the DFlash paper, eq. 4"
-    GAMMA = 4.0  # the paper's for blocks of 8
+    GAMMA = 4.0  # the value of the paper for blocks of 8
 
     def prepare(self, target: nn.Module) -> None:
         assert isinstance(target, LanguageModel)
@@ -515,15 +515,15 @@ class DFlash(Task):
         return Sample(self.corpus.decode(prompt.tolist()), [], made, self.corpus.decode(truth.tolist()), note)
 
     def _features(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the draft model sees of a text."""
+        """Return the target features of a text, the input of the draft model."""
         return self._chosen(self.target.features(ids, causal=True))
 
     def _chosen(self, layers: list[torch.Tensor]) -> torch.Tensor:
-        """Hidden states of the target's middle and last layer, ``[B, L, 2 D]``."""
+        """Concatenate the hidden states of the target's middle and last layer, ``[B, L, 2 D]``."""
         return torch.cat([layers[(len(layers) - 1) // 2], layers[-1]], dim=-1)
 
     def _further(self, layers: list[torch.Tensor]) -> Outputs:
-        """What else the loss takes of the target."""
+        """Return further outputs of the target that the loss takes."""
         return ()
 
     def _targets(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -533,9 +533,9 @@ class DFlash(Task):
 
 
 class Distillation(DFlash):
-    """The same draft model, taught by the target's distributions: ``--mode distill``.
+    """The draft model of ``--mode dflash``, trained on the target's distributions: ``--mode distill``.
 
-    Beside KL, which both losses train, ours trains it with L1 and with the cross-entropy of ``--mode dflash``.
+    Both losses train with KL. Additional runs of ours train with L1 and with the cross-entropy of ``--mode dflash``.
     """
 
     title = "DraftDistillationLoss.forward_fused"
@@ -557,7 +557,7 @@ class Distillation(DFlash):
         return self._taught("ours", outputs, batch)
 
     def implementation(self, name: str) -> Callable[[Outputs, Batch], Loss]:
-        """Also of the further trainings."""
+        """Return the loss function by name, including the additional training runs."""
         if name in self.beside:
             return lambda outputs, batch: self._taught(name, outputs, batch)
         return super().implementation(name)
@@ -581,7 +581,7 @@ class Distillation(DFlash):
         return Loss(out.total_loss, out.draft_correct_per_pos, out.draft_count_per_pos, torch.stack(ways))
 
     def _rows(self, batch: Batch) -> torch.Tensor:
-        """Of all positions of the batch, the one before each drafted token: its row of the target predicts it."""
+        """Return the batch position before each drafted token, whose target row predicts this token."""
         offsets = torch.arange(self.options.draft_block - 1, device=batch.ids.device)
         B, L = batch.ids.shape
         first = L * torch.arange(B, device=batch.ids.device)[:, None]
@@ -592,7 +592,7 @@ class Distillation(DFlash):
 
 
 class MultiToken(Task):
-    """A causal model that predicts two further tokens beside the next one: ``--mode mtp``."""
+    """A causal model that predicts the next token and two further tokens: ``--mode mtp``."""
 
     title = "FusedLinearCrossEntropy + calculate_mtp_loss"
     source = "DeepSeek-V3, arXiv:2412.19437, section 2.2"
@@ -645,7 +645,7 @@ class MultiToken(Task):
         return Sample(self.corpus.decode(prompt.tolist()), [], made, self.corpus.decode(truth.tolist()), note)
 
     def _labels(self, batch: Batch) -> tuple[torch.Tensor, int]:
-        """The next token at each position, none at the last one; and how many there are."""
+        """Return the next token at each position (none at the last position), and the number of labels."""
         labels = F.pad(batch.ids[:, 1:], (0, 1), value=-100)
         return labels, batch.ids[:, 1:].numel()
 

@@ -1,8 +1,8 @@
-"""Train a small diffusion language model on real text, twice from one seed: the plain loss and ours.
+"""Train a small diffusion language model on real text twice from one seed, with the plain loss and with ours.
 
-Both runs see the same batches with the same corruption and take their steps in turn, so their curves must
-agree to rounding and their times are comparable. At the end: a table, a picture of the curves, and text that
-the model wrote.
+Both runs use the same batches with the same corruption and alternate their steps. Their curves must therefore agree
+up to rounding, and their times are comparable. The output is a table, a picture of the curves, and text generated
+by the model.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "blocks": 32, "lr": 2e-3,
     },
 }  # fmt: skip
-#: A step of some modes costs more: hybrid runs the model twice, idlm on two copies of the text, mtp the head three times,
-#: distill trains four models.
-#: Shares of "steps".
+#: Fraction of "steps" for modes with more expensive steps: hybrid runs the model twice, idlm runs it on two copies of
+#: the text, mtp runs the head three times, distill trains four models.
 STEPS_SHARE = {"hybrid": 0.5, "idlm": 0.5, "distill": 0.5, "mtp": 0.4}
-#: Modes whose model drafts for another, which is trained first.
+#: Modes with a draft model, whose target model is trained first.
 WITH_TARGET = ("dflash", "distill")
-#: Of a training of so many minutes, however few they are.
+#: Minimum number of steps with ``--minutes``.
 LEAST_STEPS = 10
-#: Where not 1: the tokenizer begins with 256 bytes and 2 special tokens, a drafted block with a token that is known.
+#: Minimum values other than 1: the tokenizer starts with 256 bytes and 2 special tokens, and a drafted block starts
+#: with a known token.
 LEAST = {"length": 2, "vocab": 258, "draft_block": 2}
 
 
 def _whole(low: int) -> Callable[[str], int]:
-    """Parses an int of at least ``low``."""
+    """Return a parser of ints of at least ``low``."""
 
     def parse(text: str) -> int:
         with contextlib.suppress(ValueError):
@@ -72,7 +72,7 @@ def _whole(low: int) -> Callable[[str], int]:
 
 
 def _real(zero: bool) -> Callable[[str], float]:
-    """Parses a finite number above 0, or 0 too."""
+    """Return a parser of finite numbers above 0, or of at least 0 if ``zero``."""
 
     def parse(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -101,26 +101,26 @@ def _parser() -> argparse.ArgumentParser:
     modes = "; ".join(f"{mode}: {task.title} ({task.source})" for mode, task in TASKS.items())
     add("--mode", choices=tuple(TASKS), default="mdlm", help=f"which loss. {modes}")
     add("--device", type=_device, default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--backend", choices=("auto", "triton", "torch"), default="auto", help="of our loss")
+    add("--backend", choices=("auto", "triton", "torch"), default="auto", help="backend of our loss")
     add(
         "--corruption",
         choices=("ours", "reference"),
         default="ours",
-        help="whose corruption both runs train on",
+        help="corruption routines that both runs use",
     )
     add("--out", type=Path, default=Path("demo-out"), help="folder for the picture, the curves and the text")
     add("--seed", type=_whole(0), default=0)
     add("--threads", type=_whole(1), help="CPU threads of torch")
-    add("--dtype", choices=tuple(measure.DTYPES), help="of autocast; default: bfloat16 on a GPU, none on CPU")
-    add("--tiny", action="store_true", help="a model and a corpus for tests")
+    add("--dtype", choices=tuple(measure.DTYPES), help="autocast dtype; default: bfloat16 on a GPU, none on CPU")
+    add("--tiny", action="store_true", help="use a small model and corpus, for tests")
     add(
         "--minutes",
         type=_real(zero=False),
-        help="train for about so long in all, both models together, in place of --steps; the model and the text stay as they are",
+        help="approximate training time of both models together; replaces --steps, keeps model and text",
     )
     add("--alpha", type=_real(zero=True), default=0.3, help="weight of the diffusion part, hybrid")
-    add("--temperature", type=_real(zero=True), default=0.7, help="of the sample; 0 takes the most likely tokens")
-    add("--cache", type=Path, help="where the tokens are kept, default ~/.cache/dllm-kernels-demo")
+    add("--temperature", type=_real(zero=True), default=0.7, help="sampling temperature; 0 takes the likeliest tokens")
+    add("--cache", type=Path, help="cache folder of the tokens, default ~/.cache/dllm-kernels-demo")
     for name, value in PRESETS["cpu"].items():
         kind = _real(zero=False) if isinstance(value, float) else _whole(LEAST.get(name, 1))
         add("--" + name.replace("_", "-"), type=kind, help=f"on CPU: {value}")
@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def options_from(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse and check; what is not given comes from the preset of the device, or from "tiny"."""
+    """Parse and check the options; defaults come from the preset of the device, or from "tiny"."""
     options = _parser().parse_args(argv)
     if options.minutes is not None and options.steps is not None:
         _refuse("minutes", "not allowed with --steps")
@@ -144,17 +144,17 @@ def options_from(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _refuse(name: str, problem: str) -> NoReturn:
-    """End as the parser does, with status 2."""
+    """Exit with status 2, as the parser does."""
     _parser().error(f"argument --{name}: {problem}")
 
 
 def _check(options: argparse.Namespace) -> None:
-    """What must hold between the arguments, whether given or from a preset."""
-    if options.seed >= 2**32:  # rows are seeded by a multiple of it, in 64 bits
+    """Check the constraints between arguments, whether passed or from a preset."""
+    if options.seed >= 2**32:  # the seeds of rows are multiples of it, in 64 bits
         _refuse("seed", f"must be less than 2**32, got {options.seed}")
     if options.width % (2 * options.heads):
         _refuse("heads", f"must divide --width {options.width} into even parts, got {options.heads}")
-    # A causal model writes on from a prompt of one token at least, a draft fills what comes after one.
+    # A causal model needs a prompt of at least one token, and a draft needs at least one known token.
     causal = options.mode in ("idlm", "mtp", *WITH_TARGET)
     most, named = (
         options.length - causal,
@@ -173,7 +173,7 @@ def _check_corpus(corpus: data.Corpus, options: argparse.Namespace) -> None:
 
 @dataclass
 class Run:
-    """One of the two trainings: a model, its optimiser, and what is recorded of it."""
+    """One training run: a model, its optimiser, and the recorded values."""
 
     name: str
     model: nn.Module
@@ -187,7 +187,7 @@ class Run:
     peak_bytes: int = 0
 
     def curves(self) -> dict[str, list[Any]]:
-        """What the picture shows."""
+        """Return the curves for the picture."""
         return {"train": self.train, "heldout": self.heldout, "accuracy": self.accuracy}
 
 
@@ -203,9 +203,9 @@ def _now(device: torch.device) -> float:
 
 
 def forward_backward(task: Task, name: str, model: nn.Module, batch: Batch) -> tuple[Loss, float]:
-    """Gradients of one step, and the seconds of it that the loss took, forward and backward.
+    """Compute the gradients of one step; return the loss and its time in seconds, forward and backward.
 
-    The graph is cut where the loss begins, which changes no number: the gradient of the outputs is handed on.
+    The autograd graph is cut at the inputs of the loss. Their gradients are passed on, so the results do not change.
     """
     with _autocast(task.options):
         outputs = task.outputs(model, batch)
@@ -220,7 +220,7 @@ def forward_backward(task: Task, name: str, model: nn.Module, batch: Batch) -> t
 
 
 def rate(step: int, steps: int, peak: float) -> float:
-    """Learning rate: linear warm-up over a twentieth of the steps, then a cosine down to a tenth."""
+    """Return the learning rate: linear warm-up over a twentieth of the steps, then cosine decay to a tenth."""
     warm = max(steps // 20, 1)
     if step < warm:
         return peak * (step + 1) / warm
@@ -228,7 +228,7 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Clip, update, clear."""
+    """Clip the gradients, update the parameters and clear the gradients."""
     for group in optimizer.param_groups:
         group["lr"] = lr
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -237,12 +237,12 @@ def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float
 
 
 def new_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW over all parameters."""
+    """Build AdamW over all parameters."""
     return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.05)
 
 
 def train_step(task: Task, run: Run, batch: Batch, lr: float) -> None:
-    """One step of one run, recorded."""
+    """Run and record one step of one run."""
     start = _now(task.device)
     loss, loss_seconds = forward_backward(task, run.name, run.model, batch)
     optimizer_step(run.model, run.optimizer, lr)
@@ -253,7 +253,7 @@ def train_step(task: Task, run: Run, batch: Batch, lr: float) -> None:
 
 @torch.no_grad()
 def evaluate(task: Task, run: Run, batches: Sequence[Batch]) -> None:
-    """Held-out loss, and what the loss counts of a draft: accuracy at each offset, tokens a check; recorded."""
+    """Record the held-out loss and, for a draft, the accuracy at each offset and the tokens per check."""
     losses, hits, counts, accepted = [], [], [], []
     for batch in batches:
         with _autocast(task.options):
@@ -273,14 +273,14 @@ def evaluate(task: Task, run: Run, batches: Sequence[Batch]) -> None:
 
 
 def peak_of_a_step(task: Task, run: Run, batch: Batch) -> int:
-    """Peak memory of forward, loss and backward, above the model and optimiser."""
+    """Return the peak memory of forward, loss and backward, excluding model and optimiser."""
     peak = measure.peak_memory(lambda _: forward_backward(task, run.name, run.model, batch)[1], task.device)
     run.optimizer.zero_grad(set_to_none=True)
     return peak
 
 
 def train_target(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> nn.Module:
-    """A small causal language model, by plain cross-entropy: what a draft model drafts for."""
+    """Train the target of a draft model: a small causal language model, with plain cross-entropy."""
     torch.manual_seed(options.seed + 1)
     model = LanguageModel(task.size).to(task.device)
     optimizer = new_optimizer(model)
@@ -296,25 +296,25 @@ def train_target(task: Task, corpus: data.Corpus, options: argparse.Namespace) -
 
 
 def heldout_batches(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> list[Batch]:
-    """Windows spread over the held-out files, corrupted the same way at every evaluation."""
+    """Build batches of windows spread over the held-out files, with the same corruption at every evaluation."""
     windows = data.even_windows(corpus.heldout, options.heldout, options.length).to(task.device)
     return [task.batch(ids, 1_000_000 + number) for number, ids in enumerate(torch.split(windows, options.batch))]
 
 
 def new_run(task: Task, name: str, seed: int) -> Run:
-    """A fresh model from the seed, the same for every name."""
+    """Build a run with a new model from the seed; the model is the same for every name."""
     torch.manual_seed(seed)
     model = task.model().to(task.device)
     return Run(name, model, new_optimizer(model))
 
 
 def new_runs(task: Task, seed: int) -> list[Run]:
-    """The reference's, ours, and the further ones of the mode."""
+    """Build the runs of the reference, of ours, and the additional runs of the mode."""
     return [new_run(task, name, seed) for name in (*NAMES, *task.beside)]
 
 
 def train(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> tuple[list[Run], list[int], float]:
-    """All runs, step by step in turn; returns them, the steps evaluated at, the guess's held-out loss."""
+    """Train all runs in alternating steps; return runs, evaluation steps and the baseline's held-out loss."""
     runs = new_runs(task, options.seed)
     held = heldout_batches(task, corpus, options)
     log_unigram = corpus.log_unigram()
@@ -331,7 +331,7 @@ def train(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> tuple
             break
         ids = data.random_windows(corpus.train, options.batch, options.length, options.seed + step)
         batch = task.batch(ids.to(task.device), options.seed + step)
-        for run in runs if step % 2 else reversed(runs):  # neither is always the one that finds the caches cold
+        for run in runs if step % 2 else reversed(runs):  # alternate, so that cold caches affect all runs
             train_step(task, run, batch, rate(step, options.steps, options.lr))
         bar.set_postfix({run.name: f"{run.train[-1]:.3f}" for run in runs} | {"held-out": f"{runs[1].heldout[-1]:.3f}"})
     for run in runs:
@@ -340,7 +340,7 @@ def train(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> tuple
 
 
 def steps_within(task: Task, corpus: data.Corpus, options: argparse.Namespace) -> int:
-    """How many steps fit into ``--minutes``, from a few of each run on models that are thrown away."""
+    """Estimate the number of steps that fit into ``--minutes``, from a few steps of temporary models."""
     few, target_seconds = 4, 0.0
     if options.mode in WITH_TARGET:
         start = _now(task.device)
@@ -356,7 +356,7 @@ def steps_within(task: Task, corpus: data.Corpus, options: argparse.Namespace) -
     for run in runs:
         evaluate(task, run, held)
     evaluations = (options.evals + 1) * (_now(task.device) - start)
-    a_step = target_seconds + sum(sum(run.step_seconds[1:]) / few for run in runs)  # the first one warms up
+    a_step = target_seconds + sum(sum(run.step_seconds[1:]) / few for run in runs)  # the first step warms up
     return max(int((60 * options.minutes - evaluations) / a_step), LEAST_STEPS)
 
 
@@ -365,7 +365,7 @@ def _tenth(values: Sequence[float]) -> int:
 
 
 def summary(run: Run, options: argparse.Namespace) -> dict[str, Any]:
-    """The numbers of one row of the table. Times are medians, without the first step, which warms up."""
+    """Return one row of the table; times are medians without the first step, which warms up."""
     step, loss = (statistics.median(seconds[1:] or seconds) for seconds in (run.step_seconds, run.loss_seconds))
     return {
         "loss": run.name,
@@ -382,7 +382,7 @@ def summary(run: Run, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows for reading, and below them ours over the reference's."""
+    """Format the rows as a table; the last row is the ratio of ours to the reference."""
     plain, ours = rows
     shown = [
         {
@@ -412,7 +412,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def look_at(result: dict[str, Any]) -> str:
-    """What the table shows, a line each, with its numbers."""
+    """Explain the table, one line per result."""
     plain, ours = result["table"]
     first, whole, guess = (
         result[key] for key in ("largest_difference_first_tenth", "largest_difference", "frequency_guess")
@@ -420,29 +420,27 @@ def look_at(result: dict[str, Any]) -> str:
     after = ours["heldout_last"]
     learnt = "below it: it uses the context" if after < guess else "not below it yet: train longer, --minutes 10"
     lines = [
-        f"the same training: both columns of losses agree, the curves to {first:.1e} of the loss in the first tenth and to "
-        f"{whole:.1e} over all steps (rounding, and how a training amplifies it)",
-        f"the model learns: held-out loss {ours['heldout_first']:.3f} -> {after:.3f}; who copies the visible tokens and knows the "
-        f"others' frequencies alone has {guess:.3f}, and the model is {learnt}",
-        f"memory: the peak of a step is {ours['peak_bytes'] / plain['peak_bytes']:.2f}x the reference's, model and optimiser not "
-        "counted",
-        f"time: the loss takes {ours['loss_seconds'] / plain['loss_seconds']:.2f}x the reference's, and so the whole step "
-        f"{ours['step_seconds'] / plain['step_seconds']:.2f}x; the model's part is the same",
+        f"the same training: both loss columns agree, the curves to {first:.1e} of the loss in the first tenth and to "
+        f"{whole:.1e} over all steps (rounding, amplified by training)",
+        f"the model learns: held-out loss {ours['heldout_first']:.3f} -> {after:.3f}; copying the visible tokens and "
+        f"predicting the others by frequency alone gives {guess:.3f}, and the model is {learnt}",
+        f"memory: the peak of a step is {ours['peak_bytes'] / plain['peak_bytes']:.2f}x that of the reference, without "
+        "model and optimiser",
+        f"time: the loss takes {ours['loss_seconds'] / plain['loss_seconds']:.2f}x the time of the reference, and the "
+        f"whole step {ours['step_seconds'] / plain['step_seconds']:.2f}x; the model's time is the same",
     ]
     if accepted := result["curves"]["accepted"]:
         gains = "; ".join(
             f"{name} {values[-1][0]:.2f} by sampling, {values[-1][1]:.2f} greedily" for name, values in accepted.items()
         )
-        lines.append(
-            f"what the draft model is trained with: tokens for each check by the target, held-out text: {gains}"
-        )
+        lines.append(f"objectives of the draft model: tokens for each check by the target, held-out text: {gains}")
     return "What to look at\n" + "\n".join(f"- {line}" for line in lines)
 
 
 def largest_difference(runs: Sequence[Run], steps: int | None = None) -> float:
-    """Largest difference between the two training curves, relative to the loss, over all or the first steps.
+    """Return the largest difference between the training curves, relative to the loss, over all or the first steps.
 
-    NaN where a loss is, which Python's ``max`` would pass over.
+    NaN if any loss is NaN; Python's ``max`` would ignore it.
     """
     plain, ours = (torch.tensor(run.train[:steps], dtype=torch.float64) for run in runs)
     return float(((plain - ours).abs() / plain.abs().clamp(min=1e-12)).max())
@@ -453,12 +451,12 @@ def _indented(text: str) -> str:
 
 
 def describe(sample: Sample, filled: Filled | None, size: str) -> str:
-    """What the model has learnt, for reading: masked tokens that it fills in, where it does, and text that it writes."""
-    heading, parts = f"{size}. That is far too little to write sense.", list[tuple[str, str]]()
+    """Format text samples of the model: filled-in masked tokens, if any, and generated text."""
+    heading, parts = f"{size}. This is far too little to write meaningful text.", list[tuple[str, str]]()
     if filled is not None:
         heading += (
-            f"\nOf {filled.tokens:,} masked tokens of held-out text it has {100 * filled.right:.0f} % right in one pass; always the "
-            f"most frequent token would have {100 * filled.frequent:.0f} %."
+            f"\nOf {filled.tokens:,} masked tokens of held-out text, {100 * filled.right:.0f} % are predicted correctly "
+            f"in one pass; always predicting the most frequent token gives {100 * filled.frequent:.0f} %."
         )
         parts += [("held-out text, masked", filled.given), ("filled in by the model, dark where wrong", filled.text)]
     parts += [("a prompt to write on from", sample.prompt)]
@@ -469,11 +467,11 @@ def describe(sample: Sample, filled: Filled | None, size: str) -> str:
 
 
 def size_of(model: nn.Module, options: argparse.Namespace) -> str:
-    """How large the model is, and what it has been trained on."""
+    """Describe the model size and the number of training tokens."""
     parameters, tokens = sum(p.numel() for p in model.parameters()), options.steps * options.batch * options.length
     return (
-        f"The model has {parameters / 1e6:.1f} million parameters in {options.layers} layers of width {options.width}, trained on "
-        f"{tokens:,} tokens"
+        f"The model has {parameters / 1e6:.1f} million parameters in {options.layers} layers of width {options.width}, "
+        f"trained on {tokens:,} tokens"
     )
 
 
@@ -485,7 +483,7 @@ def report(
     learnt: str,
     options: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Print the table and what was learnt; write picture, curves and text; returns what was written as JSON."""
+    """Print the table and the samples; write picture, curves and text; return the content of the JSON file."""
     both, rows = runs[:2], [summary(run, options) for run in runs[:2]]
     result = {
         "mode": options.mode,
@@ -517,7 +515,7 @@ def report(
 
 
 def main(argv: list[str]) -> int:
-    """Train, report; 1 if the held-out loss did not fall."""
+    """Train and report; return 1 if the held-out loss did not fall."""
     options = options_from(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -542,4 +540,4 @@ def main(argv: list[str]) -> int:
         filled = task.fill(model, data.even_windows(corpus.heldout, options.heldout, options.length).to(task.device))
     report(task, runs, eval_steps, guess, describe(sample, filled, size_of(model, options)), options)
     print(f"done in {time.perf_counter() - start:.0f} s, {time.process_time():.0f} s of processor time")
-    return int(options.steps >= 10 and not runs[1].heldout[-1] < runs[1].heldout[0])  # NaN did not fall
+    return int(options.steps >= 10 and not runs[1].heldout[-1] < runs[1].heldout[0])  # NaN counts as not fallen
