@@ -1,4 +1,4 @@
-"""Which implementation runs: Triton kernels or plain torch."""
+"""Choice of the implementation: Triton kernels or plain torch."""
 
 from __future__ import annotations
 

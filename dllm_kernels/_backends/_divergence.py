@@ -99,7 +99,7 @@ class Recipe(NamedTuple):
 
     @property
     def settled(self) -> Recipe:
-        """The same where all numbers are known: a ``jsd`` whose beta has become 0 or 1 in a compiled graph is kl or rkl."""
+        """The recipe with all numbers known: a ``jsd`` whose beta has become 0 or 1 in a compiled graph is kl or rkl."""
         if not any(part.kind == "jsd" and part.hyper[0] in (0, 1) for part in self.parts):
             return self
         parts: dict[tuple[str, Hyper], float] = {}

@@ -10,7 +10,7 @@ from dllm_kernels._backends._rows import RowPrimitives, StatsPrimitives
 
 @functools.cache
 def row_primitives(triton: bool) -> RowPrimitives:
-    """The row primitives of a backend; Triton is imported only when asked for."""
+    """Return the row primitives of a backend; Triton is imported only if requested."""
     return _triton() if triton else _torch()
 
 

@@ -42,7 +42,7 @@ FARTHEST = -1e4
 
 
 class StatsRequest(NamedTuple):
-    """What is asked of N rows, contiguous.
+    """Request for statistics of N rows, contiguous.
 
     Attributes:
         ids: int64 ``[N, K]``; ``SKIP``: none, one that no column has: NaN.
@@ -70,7 +70,7 @@ class StatsRequest(NamedTuple):
 
 
 class StatsResult(NamedTuple):
-    """What there is to say of N rows: ``log_probs [N, K]``, else ``[N]``; in the dtype of sums, ``correct`` bool.
+    """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the accumulation dtype, ``correct`` bool.
 
     ``row_max`` and ``log_sum`` are tensors wherever they are asked for.
     """
@@ -94,7 +94,7 @@ class Upstream(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What the gradient of a row is made of: ``of_ids [N, K]``, ``plain``, ``of_log`` and ``of_mix [N]``: g_k, A, B, g_F."""
+    """Per-row coefficients of the gradient: ``of_ids [N, K]``, ``plain``, ``of_log`` and ``of_mix [N]``: g_k, A, B, g_F."""
 
     of_ids: torch.Tensor
     plain: torch.Tensor
@@ -103,7 +103,7 @@ class Coefficients(NamedTuple):
 
     @classmethod
     def of(cls, upstream: Upstream, request: StatsRequest, found: StatsResult) -> Coefficients:
-        """An id with NaN for a log-probability and any gradient makes its row's gradient NaN."""
+        """Compute them; an id with a NaN log-probability and a nonzero upstream gradient makes its row's gradient NaN."""
         of_ids = torch.zeros_like(found.log_probs)
         if upstream.log_probs is not None:
             lost = found.log_probs.isnan() & (upstream.log_probs != 0)
@@ -118,7 +118,7 @@ class Coefficients(NamedTuple):
         return cls(of_ids, plain, None if upstream.entropy is None else -upstream.entropy, upstream.mix)
 
     def size(self, upstream: Upstream) -> torch.Tensor:
-        """``[N]``: a bound of the parts that a row's gradient is made of, 0 where there is no gradient at all."""
+        """``[N]``: per-row upper bound on the gradient terms; 0 for rows without a gradient."""
         size = self.of_ids.abs().sum(1) + self.plain.abs()
         for part in (upstream.lse, upstream.entropy, upstream.mix):
             if part is not None:

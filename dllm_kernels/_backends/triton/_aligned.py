@@ -18,7 +18,7 @@ def all_multiples(a, b, c, d):
 
 @triton.jit
 def multiple(number, WIDE: tl.constexpr):
-    """The number, which is a multiple of 16 if WIDE, in a form in which the compiler sees it."""
+    """Return the number, a multiple of 16 if WIDE, in a form that the compiler recognises."""
     if WIDE:
         return number // 16 * 16
     else:
@@ -27,5 +27,5 @@ def multiple(number, WIDE: tl.constexpr):
 
 @triton.jit
 def rounded_up(number):
-    """The next multiple of 16, as the compiler sees."""
+    """Round up to a multiple of 16 in a form that the compiler recognises."""
     return (number + 15) // 16 * 16

@@ -60,5 +60,5 @@ def independent(blocks: int, size: int, counter: int) -> IndependentTile:
 
 
 def share(blocks: int, size: int, block: int, counter: int) -> int:
-    """How many of the ``counter`` positions of a counter a tile can take at a time, wherever its block begins."""
+    """Return how many of the ``counter`` positions of a counter a tile can take at a time, for any start of its block."""
     return min(block, counter if blocks == 1 else math.gcd(size, counter))

@@ -39,7 +39,7 @@ def on_nvidia() -> bool:
 
 
 def sixteen_warps_on_a_multiprocessor() -> dict[str, int]:
-    """Launch options of a program of 16 warps, or of two of 8, that share a multiprocessor with no other and use all registers.
+    """Launch options for one 16-warp program, or two of 8 warps, that occupy an SM alone: raise the register limit.
 
     Otherwise ptxas saves registers for one more program: it moves loads to where they are used, or spills.
     """

@@ -55,14 +55,14 @@ def row_offset(n, L, stride_b, stride_l):
 
 @triton.jit
 def load_target_logit(row_ptr, y, V, transform, ACC: tl.constexpr):
-    """The target's transformed logit; NaN, and nothing read, for a target outside the row."""
+    """Load the target's transformed logit; NaN, without a load, for a target outside the row."""
     inside = (y >= 0) & (y < V)
     return transformed(tl.load(row_ptr + y, mask=inside, other=float("nan")), y, transform, ACC)
 
 
 @triton.jit
 def column_of(y, V):
-    """A target as int32, which is all that a comparison a column can afford; -1 where no column has it."""
+    """Convert a target to int32, to keep the comparison per column cheap; -1 if it is out of range."""
     return tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)
 
 
@@ -77,7 +77,7 @@ def wide_columns(row, start, end, WIDE: tl.constexpr):
 
 @triton.jit
 def ragged_columns(start, end, first, wide, WIDE: tl.constexpr):
-    """The columns [2 WIDE] of [start, end) before and after the ``wide`` ones, and which of them there are."""
+    """Return the columns [2 WIDE] of [start, end) before and after the ``wide`` ones, and their mask."""
     i = tl.arange(0, 2 * WIDE)
     v = tl.where(i < WIDE, start + i, first + wide + (i - WIDE))
     return v, v < tl.where(i < WIDE, tl.minimum(first, end), end)
@@ -85,7 +85,7 @@ def ragged_columns(start, end, first, wide, WIDE: tl.constexpr):
 
 @triton.jit
 def aligned_columns(row, start, end, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
-    """As ``wide_columns``, but of a row that is ALIGNED or not: one that is not begins at its own first column."""
+    """Call ``wide_columns`` for an ALIGNED row; an unaligned row begins at its own first column."""
     if ALIGNED is None or ALIGNED:
         return wide_columns(row, start, end, WIDE)
     else:
@@ -133,7 +133,7 @@ def finite(m):
 
 @triton.jit
 def masked_tile(x, v, mask, transform, ACC: tl.constexpr, first=None):
-    """The transformed logits of the columns v, -inf where they are masked, as they were loaded: a cap would lift them."""
+    """Transform the logits of the columns v; masked ones are set to -inf again, because a cap would raise them."""
     x = transformed(x, v, transform, ACC, first)
     _, rate, _ = transform
     if rate is not None:
@@ -266,7 +266,7 @@ def grad_tiles(
     in_ptr, out_ptr, column, wide, hot, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of ``wide`` columns from the last tile to the first, each loaded while the one before it is worked on.
+    """Write the gradient of ``wide`` columns from the last tile to the first; each tile is loaded one iteration ahead.
 
     The pointers are at the ``column`` of the row, from which ``hot`` is counted. What was read last is read first: it is
     still near. The output may be the input.

@@ -31,7 +31,7 @@ def philox4x64(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def _counted(seed, row, stride, at):
-    """The four words of the counter that holds word ``at``, in the shape of ``at``."""
+    """Compute the four words of the counter that holds word ``at``, in the shape of ``at``."""
     counter = (row.to(tl.int64) * stride + (at >> 2) + _ZERO).to(tl.uint64)
     zero = tl.zeros_like(counter)
     key = seed.to(tl.uint64)
@@ -86,7 +86,7 @@ def _half(word, d):
 
 @triton.jit
 def level_draws(seed, row, stride, block):
-    """The draw of each block's level, in the shape of the arguments."""
+    """Draw each block's level, in the shape of the arguments."""
     d = -1 - block.to(tl.int64)
     return _half(_one_of_draw(seed, row, stride, d), d)
 

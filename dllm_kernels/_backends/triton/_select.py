@@ -33,7 +33,7 @@ _L1 = tl.constexpr(float.fromhex("0x1.5555555555593p-1"))
 
 @triton.jit
 def exact_log(x):
-    """The ln x of normal positive float64 numbers."""
+    """Compute ln x of normal positive float64 numbers."""
     bits = x.to(tl.int64, bitcast=True)
     e = (bits - _SQRT_HALF_BITS) >> 52
     f = (bits - (e << 52)).to(tl.float64, bitcast=True) - 1.0
@@ -69,7 +69,7 @@ def halve(lo, hi, k, middle, count):
 
 @triton.jit
 def middle_of(lo, hi):
-    """The mean rounded up, which cannot overflow."""
+    """Compute the mean rounded up, without overflow."""
     return (lo | hi) - ((lo ^ hi) >> 1)
 
 
@@ -92,7 +92,7 @@ def _kth_by_halving(key, k, choosable):
 
 @triton.jit
 def topk(key, k):
-    """The k[r] largest keys of row r of key [R, BLOCK]."""
+    """Select the k[r] largest keys of row r of key [R, BLOCK]."""
     choosable = key != NEVER
     k = tl.minimum(k, tl.sum(choosable.to(tl.int32), 1))
     if key.shape[1] <= SORTED:
@@ -107,7 +107,7 @@ def topk(key, k):
 
 @triton.jit
 def count_in_memory(key_ptr, D, at_least, BLOCK: tl.constexpr):
-    """How many of D keys are >= at_least."""
+    """Count the keys, of D, that are >= at_least."""
     lanes = tl.zeros([BLOCK], tl.int32)
     for start in range(0, D, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -118,7 +118,7 @@ def count_in_memory(key_ptr, D, at_least, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK: tl.constexpr):
-    """The threshold among D keys within [lo, hi], and how many of those equal to it are chosen."""
+    """Find the threshold among D keys within [lo, hi], and how many keys equal to it are selected."""
     k = tl.minimum(k, choosable)
     while lo < hi:
         middle = middle_of(lo, hi)
@@ -129,7 +129,7 @@ def threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK: tl.constexpr):
 
 @triton.jit
 def chosen_of_tile(key, threshold, missing):
-    """The chosen keys of a tile [BLOCK], and how many equal to the threshold are still missing after it."""
+    """Select keys of a tile [BLOCK]; return the mask and how many keys equal to the threshold remain to be selected."""
     tied = key == threshold
     chosen = (key > threshold) | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= missing))
     return chosen & (key != NEVER), missing - tl.sum(tied.to(tl.int32), 0)

@@ -70,7 +70,7 @@ def _programs(V: int, itemsize: int) -> int:
 
 
 def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
-    """A whole row by one program, read twice and written once: tiles of 32 KiB, 16 warps; of 16 KiB, 8 warps for a short row.
+    """Tile of a program that reads a whole row twice and writes it once: 32 KiB, 16 warps; 16 KiB, 8 warps for a short row.
 
     Half of that where there is a soft cap or a column to skip, for which there are no registers otherwise.
 
@@ -82,7 +82,7 @@ def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
 
 
 def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool = False) -> Tile:
-    """A pair of rows by one program, read twice or three times: tiles of 16 KiB of each, 16 warps; half of both for short rows.
+    """Tile of a program that reads a pair of rows two or three times: 16 KiB of each, 16 warps; half of both for short rows.
 
     Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers otherwise,
     and of 4 KiB for more than five kinds, of which ten spill on AMD with 8.

@@ -1,7 +1,7 @@
 r"""The transform of the logits inside the kernels, the same few lines for every one of them.
 
 A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), each None where the transform has no such step, and
-hands them on as one tuple. What is None leaves no instruction behind. The numbers come as the bits of a float64, which a
+hands them on as one tuple. A None argument is a compile-time constant; the step is compiled out. The numbers come as the bits of a float64, which a
 launch would round to float32, and as integers that no launcher specialises on: another temperature is not another kernel.
 
 **Without a cap**, x = gain z. **With one**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one exponential,
@@ -35,14 +35,14 @@ def arguments(transform: Transform) -> Arguments:
 
 
 def bits_of(number: float) -> int:
-    """Of a 0 those of -0.0, an integer of 64 bits as all others are: another type would make another kernel."""
+    """Encode 0 as -0.0, a 64-bit integer like all others: another type would compile another kernel."""
     bits: int = struct.unpack("<q", struct.pack("<d", number or -0.0))[0]
     return bits
 
 
 @triton.jit
 def number(bits, ACC: tl.constexpr):
-    """What ``bits_of`` packed."""
+    """Decode the output of ``bits_of``."""
     return bits.to(tl.int64).to(tl.float64, bitcast=True).to(ACC)
 
 
@@ -77,7 +77,7 @@ def _tanh(u, ACC: tl.constexpr):
 
 @triton.jit
 def _slope(u, ACC: tl.constexpr):
-    """The derivative of tanh."""
+    """Compute the derivative of tanh."""
     if tl.float64 == ACC:
         t = _tanh(u, ACC)
         return tl.fma(-t, t, tl.full(u.shape, 1.0, ACC))
@@ -101,7 +101,7 @@ def with_column(x, v, skip, value, first):
 
 @triton.jit
 def transformed(z, v, transform, ACC: tl.constexpr, first=None):
-    """The transformed logits, in ACC, of the columns v of a row; masked lanes are the caller's to overwrite.
+    """Transform the logits of the columns v of a row in ACC; the caller overwrites masked lanes.
 
     With ``first`` the columns are first + v, and v is 0, 1, 2, ...: a tile, in which a column is cheaper to find.
     """
@@ -118,7 +118,7 @@ def transformed(z, v, transform, ACC: tl.constexpr, first=None):
 
 @triton.jit
 def through(grad, z, v, transform, ACC: tl.constexpr, first=None):
-    """The gradient in the logits z from that in the transformed ones: times the slope, and 0 in the skipped column."""
+    """Backpropagate through the transform: multiply by the slope, and zero the skipped column."""
     gain, rate, skip = transform
     if rate is not None:
         grad = grad * (number(gain, ACC) * number(rate, ACC)) * _slope(z.to(ACC) * number(rate, ACC), ACC)

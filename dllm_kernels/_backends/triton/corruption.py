@@ -30,7 +30,7 @@ _MOST = tl.constexpr(1.0 + 1e-5)
 
 @triton.jit
 def _seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
-    """The key of the rows b and their number under it: b itself, or 0 under a seed of their own."""
+    """Return the key of the rows b and their number under it: b for a shared seed, 0 for a seed per row."""
     if SHARED_SEED:
         return tl.load(seed_ptr), b
     else:
@@ -39,7 +39,7 @@ def _seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
 
 @triton.jit
 def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
-    """The level of each block, as given or drawn; ``levels``: where they are, with two strides, and eps and 1 - eps."""
+    """Load or draw the level of each block; ``levels`` holds the pointer, two strides, eps and 1 - eps."""
     level_ptr, stride_b, stride_n, eps, one_minus_eps = levels
     if HAS_LEVEL:
         return tl.load(level_ptr + b * stride_b + block * stride_n, mask=b < B, other=0.0)
@@ -49,7 +49,7 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
 
 @triton.jit
 def _places(b, block, i, sizes, WIDE: tl.constexpr):
-    """The positions i of the blocks within the rows b, and which of them there are; ``WIDE`` as in ``multiple``."""
+    """Return the positions i of the blocks within the rows b, and their mask; ``WIDE`` as in ``multiple``."""
     B, L, size = sizes
     at = block * multiple(size, WIDE) + i
     return at, (b < B) & (i < multiple(size, WIDE)) & (at < multiple(L, WIDE))
@@ -323,7 +323,7 @@ def _stride(blocks: int, L: int, words: bool = False) -> int:
 
 
 def _level_strides(level: torch.Tensor | None) -> tuple[int, int]:
-    """Of a level ``[B, blocks]``, or ``[B, 1]`` for all blocks of a row."""
+    """Return the strides of a level ``[B, blocks]``, or ``[B, 1]`` for all blocks of a row."""
     if level is None:
         return 0, 0
     return level.stride(0), level.stride(1) if level.shape[1] > 1 else 0

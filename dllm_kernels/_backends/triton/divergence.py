@@ -88,7 +88,7 @@ class Hyper(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of a row's columns, or of a lane's; what no kind of the recipe asks for stays as it began."""
+    """Running sums of a row or of a lane; sums that no kind of the recipe needs keep their initial value."""
 
     overlap: Any
     below: Any
@@ -100,7 +100,7 @@ class Sums(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """What a row's gradient is made of (:func:`_gradient`)."""
+    """Per-row coefficients of the gradient (:func:`_gradient`)."""
 
     plain: Any
     below: Any
@@ -110,7 +110,7 @@ class Coefficients(NamedTuple):
     apart: Any
 
 
-# One number a row, or one in all, as the caller has them: where they begin makes no other kernel.
+# Per-row or scalar pointers; not specialised on alignment.
 PER_ROW = [
     "weight_ptr", "row_ptr", "target_ptr", "mean_alpha_ptr", "value_ptr", "alpha_ptr", "agree_ptr", "numbers_ptr", "hot_ptr",
 ]  # fmt: skip
@@ -131,13 +131,13 @@ def _any(*coefficients):
 
 @triton.jit
 def _times(e, x):
-    """The product; 0 where the probability e is next to nothing, whatever x. A NaN stays."""
+    """Multiply; 0 if the probability e is negligible, for any x. NaN is kept."""
     return tl.where(e < LEAST, 0.0, e * x)
 
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """Of numbers in (0, 1] that are not tiny; FAST: one instruction, to 2^-22 near 1, where ``tl.log2`` is fifteen."""
+    """Compute log2 of numbers in (0, 1] that are not tiny; FAST: one instruction, to 2^-22 near 1; ``tl.log2`` takes fifteen."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -157,7 +157,7 @@ def _from_mixture(lp, lq, beta, FAST: tl.constexpr):
 
 @triton.jit
 def _lane_sum(lanes, x, WIDE: tl.constexpr):
-    """The sums of the lanes after one more tile x [n], of which a lane has WIDE columns at a time."""
+    """Update the sums of the lanes with one more tile x [n], of which a lane holds WIDE columns at a time."""
     LANES: tl.constexpr = lanes.shape[0]
     return lanes + tl.sum(tl.sum(tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
 
@@ -169,7 +169,7 @@ def _of_all(x):
 
 @triton.jit
 def _totals(sums, tails):
-    """The sums of a row from those of its lanes and of its last columns."""
+    """Combine the sums of the lanes and of the last columns to those of a row."""
     totals = ()
     for i in tl.static_range(len(sums)):
         totals += (tl.sum(sums[i], 0) + tl.sum(tails[i], 0),)
@@ -180,7 +180,7 @@ def _totals(sums, tails):
 def _with_terms(
     sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
-    """The sums of the lanes after the columns of one more tile."""
+    """Update the sums of the lanes with one more tile."""
     overlap, below, kl, soft_ce, ratio, p_mix, q_mix = sums
     overlap = _lane_sum(overlap, tl.minimum(p, q), WIDE)
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
@@ -217,7 +217,7 @@ def _kept(numbers_ptr):
 
 @triton.jit
 def _lam(overlap, mean_alpha_ptr, hyper, ACC: tl.constexpr):
-    """The share of the first kind in ``lk``."""
+    """Compute the share of the first kind in ``lk``."""
     a = overlap
     if mean_alpha_ptr is not None:
         a = tl.load(mean_alpha_ptr).to(ACC)
@@ -287,7 +287,7 @@ def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
 
 @triton.jit
 def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
-    """The gradient of columns in the transformed logits, but for the one-hots."""
+    """Compute the gradient in the transformed logits, without the one-hot terms."""
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
         grad = p * tl.where(p <= q * TIE, c.below, c.plain)
     elif _any(kinds.jsd, kinds.teacher_ce, kinds.ce):
@@ -328,7 +328,7 @@ def _moved(moment, total, step_z, step_t):
 
 @triton.jit
 def _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT: tl.constexpr, WIDE: tl.constexpr):
-    """The lanes of both rows after one more tile of each."""
+    """Update the lanes of both rows with one more tile of each."""
     new_student, dz, e = _with_tile(x, tile, student, WIDE)
     new_teacher, dt, _ = _with_tile(y, tile, teacher, WIDE)
     if WITH_MOMENT:
@@ -374,7 +374,7 @@ def _of_rows(student, teacher, z_tail, t_tail):
 
 @triton.jit
 def _tile_again(row_ptr, tile, wide, row_max, transform, WIDE: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
-    """The columns of a tile that have the maximum, NOWHERE in the place of the others."""
+    """Return the columns of a tile that have the maximum, NOWHERE in all others."""
     # In the tail, if in no lane; a multiple, as the compiler sees.
     tile = tl.where(tile == NOWHERE, wide, tile) // WIDE * WIDE
     i = tl.arange(0, BLOCK_V)
@@ -394,7 +394,7 @@ def _argmaxes(
     z_ptr, t_ptr, wide, student, teacher, z_tail, t_tail, max_z, max_t, transform, teacher_transform,
     BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The first column of either row that has the maximum: the first tile with it is read again. NOWHERE where there is none."""
+    """Find the first column of either row that has the maximum, by re-reading the first tile with it; NOWHERE if there is none."""
     WIDE: tl.constexpr = z_tail.shape[0]
     tile_z, tile_t = _minima(
         tl.where(student[0] == max_z, student[2], NOWHERE), tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
@@ -407,7 +407,7 @@ def _argmaxes(
 
 @triton.jit
 def _row_at(ptr, row, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
-    """A row that is ALIGNED begins at a multiple of WIDE columns, which the compiler sees here."""
+    """Hint to the compiler that an ALIGNED row begins at a multiple of WIDE columns."""
     if ALIGNED:
         return ptr + row // WIDE * WIDE
     else:
@@ -416,7 +416,7 @@ def _row_at(ptr, row, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _tail(row_ptr, wide, V, WIDE: tl.constexpr):
-    """The last columns, fewer than WIDE, as they are, -inf in the place of those that there are not."""
+    """Load the last columns, fewer than WIDE; -inf beyond the row."""
     v = wide + tl.arange(0, WIDE)
     return tl.load(row_ptr + v, mask=v < V, other=-float("inf"))
 
@@ -493,7 +493,7 @@ def _columns(
     SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The sums after one more tile, of which the columns that are masked are -inf, and its gradient stored."""
+    """Update the sums with one more tile, whose masked columns are -inf, and store its gradient."""
     p, q, lp, lq, d = _probabilities(x, y, of_rows)
     if SUM:
         sums = _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO, FAST, WIDE)
@@ -545,9 +545,7 @@ def _pass(
         tile = whole - BLOCK_V if REVERSE else 0
         z = load_columns(z_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         t = load_columns(t_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-        for _ in range(
-            0, whole, BLOCK_V
-        ):  # the last turn loads its own tile again, before it stores: cheaper than a mask
+        for _ in range(0, whole, BLOCK_V):  # the last iteration reloads its own tile, which is cheaper than masking
             ahead = tl.maximum(tile - BLOCK_V, 0) if REVERSE else tl.minimum(tile + BLOCK_V, whole - BLOCK_V)
             z_ahead = load_columns(z_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
             t_ahead = load_columns(t_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
@@ -689,7 +687,7 @@ def _divergence_rows(
 
 
 def _options(parts: dict[str, Any]) -> dict[str, int | None]:
-    """Those of the kinds that there are."""
+    """Keep the kinds that are present."""
     of_lk = parts.get("lk") or parts.get("lk_soft_ce")
     beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
     eta, kl_scale = of_lk.hyper if of_lk else (None, None)

@@ -37,7 +37,7 @@ def _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr, WIDE: tl
 
 @triton.jit
 def _load(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr):
-    """The columns d of the rows n of a tensor with two strides, OTHER in the place of those that there are not."""
+    """Load the columns d of the rows n of a tensor with two strides; OTHER where masked."""
     if all_multiples(sizes[1], stride_n, 0, 0):
         x = _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER, True)
     else:
@@ -88,7 +88,7 @@ def _row_keys(
 
 @triton.jit
 def _count(k_ptr, k_const, n, N, HAS_K: tl.constexpr):
-    """How many of the rows n, at least 0."""
+    """Load k of the rows n, clamped to at least 0."""
     if HAS_K:
         # Clamped as int64, for a count beyond int32 means all.
         k = tl.load(k_ptr + n, mask=n < N, other=0).to(tl.int64)

@@ -62,7 +62,7 @@ def _grad_row(
     x, v, there, at, first, wide, logits_ptr, row, hot, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The gradient over a row, of which the ragged columns v have been read already."""
+    """Write the gradient over a row, whose ragged columns v have already been read."""
     tile_ptr = logits_ptr + at
     grad_tiles(
         tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC, "evict_first"

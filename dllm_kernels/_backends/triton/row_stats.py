@@ -177,7 +177,7 @@ def _with_mix(
 
 @triton.jit
 def _products_of_four(x):
-    """Of the last dimension of x [n, LANES, WIDE]; of as many as it has where they are fewer."""
+    """Reduce the last dimension of x [n, LANES, WIDE], or fewer columns if there are fewer."""
     WIDE: tl.constexpr = x.shape[2]
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], WIDE // 2, 2]))
     x = even * odd
@@ -192,7 +192,7 @@ def _with_products(
     z, v, first, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """As ``_with_mix`` for a tile without masks, of terms four of which float32 can multiply: one logarithm for the four."""
+    """Add a tile without masks as ``_with_mix`` does, with one logarithm per four terms, whose product fits float32."""
     gain, rate, skip = transform
     e = tl.exp2((transformed(z, v, (gain, rate, None), ACC) - row_max) * LOG2E)
     LANES: tl.constexpr = lane_mix.shape[0]
