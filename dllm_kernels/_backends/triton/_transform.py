@@ -1,8 +1,9 @@
 r"""The transform of the logits inside the kernels, the same few lines for every one of them.
 
-A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), each None where the transform has no such step, and
-hands them on as one tuple. A None argument is a compile-time constant; the step is compiled out. The numbers come as the bits of a float64, which a
-launch would round to float32, and as integers that no launcher specialises on: another temperature is not another kernel.
+A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), and passes them on as one tuple. Each is None if the
+transform has no such step; a None argument is a compile-time constant, and the step is compiled out. The numbers are passed
+as the bits of a float64, because a launch would round a float to float32. No launcher specialises on them: another temperature
+does not compile another kernel.
 
 **Without a cap**, x = gain z. **With one**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one exponential,
 
