@@ -455,8 +455,8 @@ def describe(sample: Sample, filled: Filled | None, size: str) -> str:
     heading, parts = f"{size}. This is far too little to write meaningful text.", list[tuple[str, str]]()
     if filled is not None:
         heading += (
-            f"\nOf {filled.tokens:,} masked tokens of held-out text, {100 * filled.right:.0f} % are predicted correctly "
-            f"in one pass; always predicting the most frequent token gives {100 * filled.frequent:.0f} %."
+            f"\nOf {filled.tokens:,} masked tokens of held-out text, {100 * filled.right:.0f} % are predicted "
+            f"correctly in one pass; always predicting the most frequent token gives {100 * filled.frequent:.0f} %."
         )
         parts += [("held-out text, masked", filled.given), ("filled in by the model, dark where wrong", filled.text)]
     parts += [("a prompt to write on from", sample.prompt)]
@@ -509,7 +509,8 @@ def report(
     curves.write_text(json.dumps(result, indent=1) + "\n")
     text.write_text(learnt + "\n", encoding="utf-8")
     print(
-        f"\n{title}\n\n{table(rows)}\n\n{look_at(result)}\n\n{learnt}\n\npicture: {picture}   curves: {curves}   text: {text}"
+        f"\n{title}\n\n{table(rows)}\n\n{look_at(result)}\n\n{learnt}\n\n"
+        f"picture: {picture}   curves: {curves}   text: {text}"
     )
     return result
 
