@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from dllm_kernels import DLLMLossOutput, MDLMCrossEntropyLoss
 from dllm_kernels.integrations import nemo_automodel as integration
 from dllm_kernels.integrations._deferred import DeferredLogits
-from dllm_kernels.losses import _rows
+from dllm_kernels.losses import _model_output
 from reference.dflash import dflash_loss
 from reference.scdd import scdd_loss
 
@@ -237,15 +237,15 @@ def not_replaced(module, who, noise):
 def counted():
     """How often a loss was computed from logits and from hidden states, and how often a head made deferred logits after all."""
     calls = collections.Counter()
-    made, do = DeferredLogits.made, _rows.run
+    made, do = DeferredLogits.made, _model_output.run
 
     def counted_op(op, job, options):
         calls.update([f"{op.name} of {'logits' if job.weight is None else 'hidden states'}"])
         return do(op, job, options)
 
-    _rows.run, DeferredLogits.made = counted_op, lambda logits: calls.update(["made"]) or made(logits)
+    _model_output.run, DeferredLogits.made = counted_op, lambda logits: calls.update(["made"]) or made(logits)
     yield calls
-    _rows.run, DeferredLogits.made = do, made
+    _model_output.run, DeferredLogits.made = do, made
 
 
 def target_model(folder):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels._core._plan import Options
 from dllm_kernels.losses import MDLMCrossEntropyLoss
-from dllm_kernels.losses._rows import LOGITS, Rows
+from dllm_kernels.losses._model_output import LOGITS, ModelOutput
 from dllm_kernels.ops import row_stats, token_log_probs, token_nll, weighted_nll
 from tests.parity import small_blocks
 
@@ -169,7 +169,7 @@ def test_a_small_call_keeps_logits_that_were_changed_from_backward(op):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
 def test_weights_of_a_small_loss_are_constants_in_the_dtype_of_sums(dtype):
     logits, ids, active = rows(torch.float32)
-    given, weights = Rows(LOGITS, Options(backend="torch"), logits), active.to(dtype)
+    given, weights = ModelOutput(LOGITS, Options(backend="torch"), logits), active.to(dtype)
     out = given.weighted(ids, weights.requires_grad_(dtype.is_floating_point))
     expected = given.weighted(ids, active.float())
     assert out.loss.dtype == out.nll.dtype == torch.float32

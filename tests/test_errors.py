@@ -546,7 +546,7 @@ def test_no_value_is_looked_at_on_another_device(case, monkeypatch):
     """Of a meta tensor none can be; the primitive stands aside, since it has no kernel there."""
     seen = []
     monkeypatch.setattr(
-        "dllm_kernels.losses._rows.run", lambda op, job, _: seen.append(job.weights) or WeightedNLL(ON, ON)
+        "dllm_kernels.losses._model_output.run", lambda op, job, _: seen.append(job.weights) or WeightedNLL(ON, ON)
     )
     call = Call(case, "logits")
     on = {name: t.to(META) for name, t in (call.arguments | all_on(call)).items()}
@@ -787,7 +787,7 @@ def test_integers_of_numpy_are_integers(integer):
 
 
 def test_the_other_branch_of_hybrid_is_checked_before_any_kernel_runs(monkeypatch):
-    monkeypatch.setattr("dllm_kernels.losses._rows.run", None)
+    monkeypatch.setattr("dllm_kernels.losses._model_output.run", None)
     call = functools.partial(HybridDiffusionLLMLoss(), X, Y, ON, ON, ON, ON)
     raises(ValueError, f"causal_logits must have dtype {FLOATS}, got int64", call, causal_logits=X.long())
     raises(

@@ -28,7 +28,7 @@ from dllm_kernels import (
     scdd_schedule,
 )
 from dllm_kernels._core import _plan
-from dllm_kernels.losses import _rows as rows_module
+from dllm_kernels.losses import _model_output as rows_module
 from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads

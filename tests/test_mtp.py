@@ -10,7 +10,7 @@ from torch import nn
 import reference
 from dllm_kernels import mtp
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels.losses import _rows
+from dllm_kernels.losses import _model_output
 from dllm_kernels.mtp import (
     FusedLinearCrossEntropy,
     MaskedCrossEntropy,
@@ -168,8 +168,8 @@ def test_what_the_labels_of_all_depths_weigh(base, weighted):
 @pytest.mark.parametrize("return_per_depth", [False, True])
 def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
     calls = []
-    inner = _rows.run
-    monkeypatch.setattr(_rows, "run", lambda op, job, o: calls.append((op.name, job.x.shape)) or inner(op, job, o))
+    inner = _model_output.run
+    monkeypatch.setattr(_model_output, "run", lambda op, job, o: calls.append((op.name, job.x.shape)) or inner(op, job, o))
     calculate_mtp_loss(
         FusedLinearCrossEntropy(),
         mtp_per_depth_h=hiddens(),

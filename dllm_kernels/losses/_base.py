@@ -22,7 +22,7 @@ from dllm_kernels.losses._common import (
     sum_of_rows,
     weighted_rows,
 )
-from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
+from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 from dllm_kernels.losses._transformed import TransformedLoss
 
 P_MASK_MIN = 1e-8
@@ -190,7 +190,7 @@ class DiffusionLoss(TransformedLoss):
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
-        rows = Rows(LOGITS, self._options(round_nll=self._rounds()), logits)
+        rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
         return self._loss(rows, batch, causal_logits, noisy_input_ids)
 
     def forward_fused(
@@ -237,7 +237,7 @@ class DiffusionLoss(TransformedLoss):
         options = self._options(
             round_nll=self._rounds(), chunk_size=self.chunk_size if chunk_size is None else chunk_size
         )
-        rows = Rows(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
+        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
 
     def _rounds(self) -> bool:
@@ -245,7 +245,7 @@ class DiffusionLoss(TransformedLoss):
         return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
 
     def _loss(
-        self, rows: Rows, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
         rows.check(batch.target_ids)
         batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
@@ -253,7 +253,7 @@ class DiffusionLoss(TransformedLoss):
         return self._of_one_part(rows, batch.target_ids, weights, divide(weights, count))
 
     def _of_one_part(
-        self, rows: Rows, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
+        self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
     ) -> DLLMLossOutput:
         """From what each row weighs, and from that over the denominator."""
         if not self._gives_rows():

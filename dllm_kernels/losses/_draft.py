@@ -20,7 +20,7 @@ from dllm_kernels.losses._common import (
     sum_of_rows,
     weighted_rows,
 )
-from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, weights_of_blocks
 
@@ -228,7 +228,7 @@ class DraftCall:
     """One call of a loss of drafted blocks, its arguments plain and checked."""
 
     loss: DraftLoss
-    rows: Rows
+    rows: ModelOutput
     target_ids: torch.Tensor | None
     block_mask: torch.Tensor
     block_size: int | None

@@ -13,7 +13,7 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss
-from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
+from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 
 class DFlashDecayLoss(DraftLoss):
@@ -132,7 +132,7 @@ class DFlashDecayLoss(DraftLoss):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
         """
-        rows = Rows(LOGITS, self._options(), logits)
+        rows = ModelOutput(LOGITS, self._options(), logits)
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def forward_fused(
@@ -171,11 +171,18 @@ class DFlashDecayLoss(DraftLoss):
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
         """
-        rows = Rows(HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
+        rows = ModelOutput(
+            HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra
+        )
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def _loss(
-        self, rows: Rows, target_ids: torch.Tensor, block_mask: torch.Tensor, block_size: int | None, counts: Counts
+        self,
+        rows: ModelOutput,
+        target_ids: torch.Tensor,
+        block_mask: torch.Tensor,
+        block_size: int | None,
+        counts: Counts,
     ) -> DLLMLossOutput:
         rows.check(target_ids)
         self._check_settings()

@@ -17,7 +17,7 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
-from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
+from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # of single kinds
 CONFIDENCE = ("target", "teacher", "acceptance")
@@ -52,7 +52,7 @@ class _Teacher(NamedTuple):
             raise ValueError(f"{name} must be given to go with {', '.join(given)}, got None")
         return cls(name, x, given)
 
-    def check(self, rows: Rows, targets: torch.Tensor) -> None:
+    def check(self, rows: ModelOutput, targets: torch.Tensor) -> None:
         """Check that the draft's head, where there is no other, takes the teacher's hidden states; the op checks the rest."""
         if self.x is not None and rows.weight is not None and "teacher_weight" not in self.options:
             _checks.check_rows(replaced(rows.names, rows=self.name), self.x, targets, rows.weight, rows.bias)
@@ -259,7 +259,7 @@ class DraftDistillationLoss(DraftLoss):
             ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
                 are needed and None.
         """
-        rows = Rows(LOGITS, self._options(), logits)
+        rows = ModelOutput(LOGITS, self._options(), logits)
         teacher = _Teacher.of(
             "teacher_logits", teacher_logits, teacher_rows=teacher_rows, draft_to_target=draft_to_target
         )
@@ -318,7 +318,9 @@ class DraftDistillationLoss(DraftLoss):
             ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
                 are needed and None.
         """
-        rows = Rows(HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
+        rows = ModelOutput(
+            HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra
+        )
         teacher = _Teacher.of(
             "teacher_hidden", teacher_hidden, teacher_rows=teacher_rows, draft_to_target=draft_to_target,
             teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_extra=teacher_extra,
@@ -328,7 +330,7 @@ class DraftDistillationLoss(DraftLoss):
 
     def _loss(
         self,
-        rows: Rows,
+        rows: ModelOutput,
         teacher: _Teacher,
         target_ids: torch.Tensor | None,
         block_mask: torch.Tensor,
@@ -385,7 +387,7 @@ class DraftDistillationLoss(DraftLoss):
 
 
 def _check_layout(
-    rows: Rows, target_ids: torch.Tensor | None, block_mask: torch.Tensor, confidence_logits: torch.Tensor | None
+    rows: ModelOutput, target_ids: torch.Tensor | None, block_mask: torch.Tensor, confidence_logits: torch.Tensor | None
 ) -> torch.Tensor:
     """Check the rows and what has an entry for each; returns the targets, or where there are none -100 everywhere."""
     if target_ids is None:

@@ -13,7 +13,7 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.losses._common import REDUCTIONS, Count, check_counts, divide, shift_left
-from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
+from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 
 def compute_per_token_nll(
@@ -94,7 +94,7 @@ def encoder_ar_loss(
         ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is unknown.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
-    rows = Rows(_checks.Names("encoder_logits", "input_ids"), options, encoder_logits)
+    rows = ModelOutput(_checks.Names("encoder_logits", "input_ids"), options, encoder_logits)
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 
 
@@ -135,12 +135,12 @@ def encoder_ar_loss_fused(
         ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is unknown.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size)
-    rows = Rows(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
+    rows = ModelOutput(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 
 
 def _next_token(
-    rows: Rows, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count, reduction: str
+    rows: ModelOutput, input_ids: torch.Tensor, valid_mask: torch.Tensor | None, num_tokens: Count, reduction: str
 ) -> torch.Tensor:
     rows.check(input_ids, shift=1)
     _checks.check_choice("reduction", reduction, REDUCTIONS)

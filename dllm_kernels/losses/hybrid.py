@@ -23,7 +23,7 @@ from dllm_kernels.losses._common import (
     sum_of_rows,
     weighted_rows,
 )
-from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._model_output import ModelOutput
 
 
 class HybridDiffusionLLMLoss(DiffusionLoss):
@@ -107,7 +107,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             chunk_size=chunk_size,
         )  # fmt: skip
 
-    def _loss(self, rows: Rows, batch: Batch, causal: Tensor | None, noisy_input_ids: Tensor | None) -> DLLMLossOutput:
+    def _loss(
+        self, rows: ModelOutput, batch: Batch, causal: Tensor | None, noisy_input_ids: Tensor | None
+    ) -> DLLMLossOutput:
         ids = batch.target_ids
         concatenated = causal is None and _is_longer(rows.x, ids)
         branches = concatenated and batch.loss_mask_ar is not None
@@ -148,7 +150,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             alpha = plain(alpha).reshape(()).to(dtype)
         return alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
 
-    def _one_call(self, rows: Rows, batch: Batch, beyond: int) -> DLLMLossOutput:
+    def _one_call(self, rows: ModelOutput, batch: Batch, beyond: int) -> DLLMLossOutput:
         """All rows at once, with ``beyond`` of them after the diffusion rows: the AR branch's, or of no use."""
         targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.acc)
         divided = divide(weights, count)
@@ -169,7 +171,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             return single_loss(sum_of_rows(nll[:, :L], divided[:, :L]), weights, weighted_rows(nll[:, :L], weights))
         return _of_rows(nll, every, divided, L)
 
-    def _two_branches(self, rows: Rows, other: Rows, batch: Batch) -> DLLMLossOutput:
+    def _two_branches(self, rows: ModelOutput, other: ModelOutput, batch: Batch) -> DLLMLossOutput:
         """Two calls on logits; one pass over an LM head, for both branches."""
         targets, (weights, count) = batch.target_ids, self._weights(batch, rows.acc)
         shifted, ar = _shifted(batch, rows.acc)

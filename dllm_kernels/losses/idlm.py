@@ -13,7 +13,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
-from dllm_kernels.losses._rows import HIDDEN, LOGITS, Rows
+from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 from dllm_kernels.losses._transformed import TransformedLoss
 
 CLEAN_MIN = 1e-6
@@ -96,7 +96,7 @@ class IDLMLoss(TransformedLoss):
             ValueError: shapes, dtypes or devices that do not fit, a ``seq_len`` other than L, or a count that requires a
                 gradient.
         """
-        rows = Rows(LOGITS, self._options(), logits)
+        rows = ModelOutput(LOGITS, self._options(), logits)
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def forward_fused(
@@ -130,11 +130,11 @@ class IDLMLoss(TransformedLoss):
             TypeError: as in :meth:`forward`.
             ValueError: as in :meth:`forward`.
         """
-        rows = Rows(HIDDEN, self._options(chunk_size=chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
+        rows = ModelOutput(HIDDEN, self._options(chunk_size=chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def _loss(
-        self, rows: Rows, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, seq_len: int,
+        self, rows: ModelOutput, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, seq_len: int,
         num_diffusion_tokens: Count,
     ) -> DLLMLossOutput:  # fmt: skip
         self._check_settings()
@@ -156,7 +156,7 @@ class IDLMLoss(TransformedLoss):
         weight_sum = (1 + self.clean_loss_weight) * count.to(rows.acc)
         return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights), weight_sum=weight_sum)
 
-    def _of_rows(self, rows: Rows, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
+    def _of_rows(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
         """From the NLL of the rows of both halves ``[B, 2 L]``, each half weighing ``weights``, ``scored`` over the count."""
         L = weights.shape[1]
         factor = 1.0 if self.auto_balance else self.clean_loss_weight  # rows that weigh nothing are not read

@@ -14,7 +14,7 @@ from dllm_kernels._utils._plain import plain, values_are_there
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, divide, single_loss
-from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._model_output import ModelOutput
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -154,7 +154,7 @@ class SCDDLoss(DiffusionLoss):
         self._check_settings()
 
     def _loss(
-        self, rows: Rows, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
+        self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
         self._check_settings()
         rows.check(batch.target_ids)
@@ -186,7 +186,9 @@ class SCDDLoss(DiffusionLoss):
         """The ids, -100 for MASK, whose probability is 0 and has no gradient: as a clean token it costs a constant."""
         return ids.masked_fill(ids == self.mask_token_id, -100)
 
-    def _costs(self, rows: Rows, step: _Step, x: torch.Tensor, z: torch.Tensor, active: torch.Tensor) -> torch.Tensor:
+    def _costs(
+        self, rows: ModelOutput, step: _Step, x: torch.Tensor, z: torch.Tensor, active: torch.Tensor
+    ) -> torch.Tensor:
         """What each active position costs in one step ``[B, L]``."""
         mask, K = self.mask_token_id, rows.vocabulary - 1
         base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))

@@ -10,7 +10,7 @@ import torch
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import all_plain, plain_count
-from dllm_kernels.losses._rows import Rows
+from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.losses._transformed import TransformedLoss
 
 PADDING = -100
@@ -89,7 +89,7 @@ class MaskedCrossEntropy(TransformedLoss):
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         _check_rows(LOGITS, self, logits, labels)
         rows = _rows_of(logits, labels)
-        given = Rows(LOGITS, self._options(round_nll=rounds), logits)
+        given = ModelOutput(LOGITS, self._options(round_nll=rounds), logits)
         weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights).reshape(rows)
         targets = targets_of(labels, self.ignore_index).reshape(rows)
         if self.reduction == "none":
@@ -154,9 +154,9 @@ class FusedLinearCrossEntropy(TransformedLoss):
     def softcap(self, value: float | None) -> None:
         self.logit_softcapping = value or 0
 
-    def rows(self, hidden_states: torch.Tensor, lm_weight: torch.Tensor, lm_bias: torch.Tensor | None) -> Rows:
+    def rows(self, hidden_states: torch.Tensor, lm_weight: torch.Tensor, lm_bias: torch.Tensor | None) -> ModelOutput:
         """What the loss is computed from, with its options."""
-        return Rows(HIDDEN, self._options(chunk_size=self.chunk_size), hidden_states, lm_weight, lm_bias)
+        return ModelOutput(HIDDEN, self._options(chunk_size=self.chunk_size), hidden_states, lm_weight, lm_bias)
 
     def forward(
         self,

@@ -23,7 +23,7 @@ LOGITS = _checks.Names("logits", "target_ids")
 HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
 
 
-class Rows(NamedTuple):
+class ModelOutput(NamedTuple):
     """What a loss is computed from. A loss checks it, and what it makes of it afterwards is not checked again.
 
     Attributes:
@@ -42,11 +42,11 @@ class Rows(NamedTuple):
     bias: torch.Tensor | None = None
     extra: _checks.Extra | None = None
 
-    def of(self, x: torch.Tensor, name: str) -> Rows:
+    def of(self, x: torch.Tensor, name: str) -> ModelOutput:
         """Other rows of the same kind, which the caller calls ``name``."""
         return replaced(self, x=x, names=replaced(self.names, rows=name))
 
-    def with_skipped(self, skip_id: int) -> Rows:
+    def with_skipped(self, skip_id: int) -> ModelOutput:
         """The same, with a column that is never predicted."""
         return replaced(
             self, options=replaced(self.options, transform=replaced(self.options.transform, skip_id=skip_id))
