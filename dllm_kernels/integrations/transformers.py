@@ -67,9 +67,8 @@ from dllm_kernels._utils._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
-from dllm_kernels.losses._base import DiffusionLoss
+from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import divide
-from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.mtp.head import head_module
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 

@@ -11,6 +11,7 @@ import torch
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import (
     Count,
     DLLMLossOutput,
@@ -21,7 +22,6 @@ from dllm_kernels.losses._common import (
     weighted_rows,
 )
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.losses._transformed import TransformedLoss
 from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, weights_of_blocks
 
 POSITION_WEIGHTS = ("decay", *VARIANTS)

@@ -12,9 +12,9 @@ from torch import Tensor
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
-from dllm_kernels.losses._transformed import TransformedLoss
 
 CLEAN_MIN = 1e-6
 

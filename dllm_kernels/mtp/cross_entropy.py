@@ -10,8 +10,8 @@ import torch
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import all_plain, plain_count
+from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._model_output import ModelOutput
-from dllm_kernels.losses._transformed import TransformedLoss
 
 PADDING = -100
 REDUCTIONS = ("sum", "mean", "none")
