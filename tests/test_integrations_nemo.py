@@ -196,7 +196,7 @@ def test_a_second_patch_does_nothing(patched):
 
 def test_the_report_reads_well(patched):
     lines = str(patched).splitlines()
-    assert lines[0] == f"nemo_automodel {patched.version} patched, {len(patched.replaced)} names:"
+    assert lines[0] == f"nemo_automodel {patched.version} patched, {len(patched.replaced)} places:"
     assert "  nemo_automodel.components.loss.mtp.calculate_mtp_loss" in lines
     assert any(line.startswith("  MTPLossConfig kept: ") for line in lines)
     assert "  still the host's own: nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy" in lines

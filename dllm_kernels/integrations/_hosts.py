@@ -6,7 +6,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -17,16 +17,49 @@ Places = tuple[
 ]  # (module, place) of an attribute, an entry of a table, or the defaults of a function
 
 
+@dataclass(frozen=True)
+class PatchReport:
+    """Result of a ``patch()``; print it.
+
+    Attributes:
+        version: version of the framework.
+        replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a function.
+        kept: names that were not replaced, or ``(name, reason)`` of each.
+        original: ``(module, name)`` of every other loss, and of functions next to it, that still run the framework's code.
+        fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
+        already: the framework was patched before, and this call changed nothing.
+        host: name of the framework.
+    """
+
+    version: str
+    replaced: Places
+    kept: tuple[Any, ...] = ()
+    original: tuple[tuple[str, str], ...] = ()
+    fused: tuple[str, ...] = ()
+    already: bool = False
+    host: str = ""
+
+    def __str__(self) -> str:
+        when = "was patched already" if self.already else "patched"
+        reasons = [(name, "excluded") if isinstance(name, str) else name for name in self.kept]
+        lines = [f"{self.host} {self.version} {when}, {len(self.replaced)} places:"]
+        lines += [f"  {module}.{place}" for module, place in self.replaced]
+        lines += [f"  {name} kept: {reason}" for name, reason in reasons]
+        lines += [f"  {step} takes hidden states" for step in self.fused]
+        lines += [f"  still the host's own: {module}.{name}" for module, name in self.original]
+        return "\n".join(lines)
+
+
 class Host:
     """A framework in whose modules ours may stand in the place of its own; one patch at a time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.report: Any = None  # of the patch in force
+        self.report: PatchReport | None = None  # of the patch in force
         self._asked: dict[str, Any] = {}
         self._pairs: Pairs = ()
 
-    def earlier(self, **asked: Any) -> Any:
+    def earlier(self, **asked: Any) -> PatchReport | None:
         """The report of the patch in force, which must have been asked for the same; None where there is none."""
         if self.report is None:
             return None
@@ -35,13 +68,14 @@ class Host:
             raise RuntimeError(f"{self.name} is patched already, with {with_these}; unpatch() first")
         return replace(self.report, already=True)
 
-    def patch(self, version: str, pairs: Pairs, problems: Sequence[str], **asked: Any) -> Places:
+    def patch(self, version: str, pairs: Pairs, problems: Sequence[str], **asked: Any) -> PatchReport:
         """Put the second of each pair where the first is; where there are problems, raise and replace nothing."""
         if problems:
             listed = "\n  ".join(problems)
             raise RuntimeError(f"{self.name} {version} differs from what can be replaced; nothing was:\n  {listed}")
         self._pairs, self._asked = pairs, asked
-        return _swap(self.name, pairs)
+        self.report = PatchReport(version, _swap(self.name, pairs), tuple(asked["exclude"]), host=self.name)
+        return self.report
 
     def unpatch(self) -> Places:
         """Put back what stood there, also in modules imported since."""

@@ -28,7 +28,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,7 +38,7 @@ from dllm_kernels import losses, mtp
 from dllm_kernels._utils._checks import checked_bool
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
-from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences, loaded
+from dllm_kernels.integrations._hosts import Host, Pairs, PatchReport, checked_excluded, differences, loaded
 from dllm_kernels.losses._base import DiffusionLoss
 from dllm_kernels.mtp.head import head_module, unwrapped
 
@@ -91,36 +91,6 @@ MADE_OF = ("weight", "bias", "parametrizations")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
 
 
-@dataclass(frozen=True)
-class PatchReport:
-    """What :func:`patch` did.
-
-    Attributes:
-        version: the version of ``nemo_automodel``.
-        replaced: ``(module, name)`` of every attribute that was replaced.
-        kept: ``(name, reason)`` of each name that was not replaced.
-        original: ``(module, name)`` of every other loss, and of functions next to them, that still run the framework's code.
-        fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
-        already: ``nemo_automodel`` was patched before, and this call did nothing.
-    """
-
-    version: str
-    replaced: tuple[tuple[str, str], ...]
-    kept: tuple[tuple[str, str], ...]
-    original: tuple[tuple[str, str], ...] = ()
-    fused: tuple[str, ...] = ()
-    already: bool = False
-
-    def __str__(self) -> str:
-        when = "was patched already" if self.already else "patched"
-        lines = [f"{HOST} {self.version} {when}, {len(self.replaced)} names:"]
-        lines += [f"  {module}.{name}" for module, name in self.replaced]
-        lines += [f"  {name} kept: {reason}" for name, reason in self.kept]
-        lines += [f"  {step} takes hidden states" for step in self.fused]
-        lines += [f"  still the host's own: {module}.{name}" for module, name in self.original]
-        return "\n".join(lines)
-
-
 _host = Host(HOST)
 _methods: list[tuple[type, str, Any]] = []  # (class, method, original) of the replaced steps and losses
 
@@ -148,17 +118,17 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     """
     excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
     asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head)}
-    earlier: PatchReport | None = _host.earlier(**asked)
+    earlier = _host.earlier(**asked)
     if earlier is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
     pairs, problems = _pairs(excluded, fuse_head)
     methods, missing = _steps() if fuse_head else ([], [])
-    replaced = _host.patch(version, pairs, problems + missing, **asked)
+    report = _host.patch(version, pairs, problems + missing, **asked)
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in methods)
-    report = PatchReport(version, replaced, kept, _originals([ours for _, ours in pairs]), fused)
-    _host.report = report
+    original = _originals([ours for _, ours in pairs])
+    _host.report = report = replace(report, kept=kept, original=original, fused=fused)
     for owner, name, original in methods:
         _replace(owner, name, _from_hidden_states(original, STEPS[owner.__name__][2]))
     for loss in FUSED_LOSSES if fuse_head else ():

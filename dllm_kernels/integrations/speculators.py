@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._target_range import first_fraction
-from dllm_kernels.integrations._hosts import Host, Pairs, checked_excluded, differences
+from dllm_kernels.integrations._hosts import Host, Pairs, PatchReport, checked_excluded, differences
 from dllm_kernels.ops.dpace_weights import check_alpha
 
 HOST = "speculators"
@@ -46,30 +46,6 @@ EPS = {"loss": 1e-5, "confidence": 1e-8}  # what it adds to the number of valid 
 FLOOR = 1e-5  # of nla, as in ops.divergence
 Loss = Callable[..., torch.Tensor]
 Metrics = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class PatchReport:
-    """What :func:`patch` did.
-
-    Attributes:
-        version: the version of speculators.
-        replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a function.
-        kept: names of losses that were excluded.
-        already: speculators was patched before, and this call did nothing.
-    """
-
-    version: str
-    replaced: tuple[tuple[str, str], ...]
-    kept: tuple[str, ...] = ()
-    already: bool = False
-
-    def __str__(self) -> str:
-        """One line for each place."""
-        when = "was patched already" if self.already else "patched"
-        lines = [f"{HOST} {self.version} {when}, {len(self.replaced)} places:"]
-        lines += [f"  {module}.{place}" for module, place in self.replaced]
-        return "\n".join([*lines, *(f"  {name} kept: excluded" for name in self.kept)])
 
 
 _host = Host(HOST)
@@ -97,13 +73,8 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     kept = checked_excluded(exclude, OURS)
-    earlier: PatchReport | None = _host.earlier(exclude=kept)
-    if earlier is not None:
-        return earlier
-    version, (pairs, problems) = importlib.metadata.version(HOST), _pairs(kept)
-    report = PatchReport(version, _host.patch(version, pairs, problems, exclude=kept), tuple(kept))
-    _host.report = report
-    return report
+    earlier = _host.earlier(exclude=kept)
+    return earlier or _host.patch(importlib.metadata.version(HOST), *_pairs(kept), exclude=kept)
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
