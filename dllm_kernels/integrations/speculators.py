@@ -34,7 +34,8 @@ from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.integrations._hosts import Host, Pairs, PatchReport, checked_excluded, differences
-from dllm_kernels.ops.dpace_weights import check_alpha
+from dllm_kernels.losses import DraftDistillationLoss
+from dllm_kernels.losses._common import sum_of_rows
 
 HOST = "speculators"
 TABLES = "losses.utils", "losses.eager"  # the homes of the functions of each, by the same names
@@ -252,7 +253,6 @@ def speculators_metrics(
     dpace = per_position_loss_weight == "dpace"
     if dpace and len(terms) > 1:
         raise ValueError(f"loss_config must have one loss with D-PACE, got {', '.join(terms)}")
-    check_alpha("dpace_alpha", dpace_alpha)
     _checks.check_number("confidence_head_alpha", confidence_head_alpha)
     asked: dict[str, Any] = {
         "bias": bias, "extra": extra, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
@@ -262,17 +262,21 @@ def speculators_metrics(
     compared = functools.partial(ops.linear_divergence, hidden, weight, teacher_hidden, **asked)
     first = 0 if _checks.checked_bool("sample_from_anchor", sample_from_anchor) else 1
     _check_blocks(hidden, loss_mask, block_size, gamma)
-    call = _Metrics(compared, terms, loss_mask, block_size, gamma, first)
-    loss, found, term_losses = call.dpace(dpace_alpha) if dpace else call.decay()
+    weighting = DraftDistillationLoss(
+        loss_gamma=gamma, position_weights="dpace" if dpace else "decay", dpace_alpha=dpace_alpha, anchor_row=True,
+        decay_from=first,
+    )  # fmt: skip
+    call = _Metrics(compared, terms, loss_mask, block_size, weighting)
+    loss, found, term_losses = call.dpace() if dpace else call.decay()
     metrics: Metrics = {}
     if confidence_logits is not None:
         _checks.check_float("confidence_logits", confidence_logits)
         _checks.check_shape("confidence_logits", confidence_logits, loss_mask.shape, "that of loss_mask")
         learned, metrics = call.confidence(confidence_logits, found.acceptance_rate)
         loss = loss + confidence_head_alpha * learned
-    metrics |= _counted("loss", loss.detach().clone(), None)
+    metrics |= _counted("loss", loss.detach().clone())
     for name, value in term_losses.items():
-        metrics |= _counted(f"{name}_loss", value, None)
+        metrics |= _counted(f"{name}_loss", value)
     if _checks.checked_bool("acceptance", acceptance) or confidence_logits is not None:
         metrics |= call.acceptance(found.acceptance_rate)
     return loss, metrics | call.accuracy(found.agree)
@@ -306,7 +310,7 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
     return terms
 
 
-def _counted(name: str, total: torch.Tensor, count: torch.Tensor | None) -> Metrics:
+def _counted(name: str, total: torch.Tensor, count: torch.Tensor | None = None) -> Metrics:
     """A pair of metrics; of one where there is no count."""
     return {f"{name}_sum": total, f"{name}_total": torch.ones((), device=total.device) if count is None else count}
 
@@ -319,8 +323,7 @@ class _Metrics:
     terms: dict[str, float]
     loss_mask: torch.Tensor
     block_size: int
-    gamma: float
-    first: int
+    weighting: DraftDistillationLoss
 
     @property
     def mask(self) -> torch.Tensor:
@@ -329,67 +332,66 @@ class _Metrics:
 
     def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """The loss, the rows, and the loss of each term, where there are several."""
-        weights = self._decayed(self.mask, EPS["loss"])
+        weights = self._shares(self.weighting._row_weights(self.mask, self.block_size), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
         found = self.compared(weights, kind=kind)
         return found.loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
 
-    def dpace(self, alpha: float) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
+    def dpace(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """The same, of one term, whose own value makes the confidence."""
         where = first_fraction(self.loss_mask, self.loss_mask)
         if where is not None:
             raise ValueError(f"loss_mask must hold 0 or 1, got {self.loss_mask[where].item()} at position {where}")
         ((name, weight),) = self.terms.items()
         found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
-        q = torch.exp(-found.value).reshape(-1, self.block_size)
-        weights = ops.dpace_weights(q, self.mask.reshape(q.shape), alpha=alpha).reshape(self.mask.shape)
-        loss = weight * self._mean(torch.where(weights != 0, found.loss * weights, 0.0))
-        return loss, found, {}
+        weights = self.weighting._row_weights(self.mask, self.block_size, torch.exp(-found.value))
+        return weight * sum_of_rows(found.loss, self._shares(weights, EPS["loss"])), found, {}
 
     def confidence(self, logits: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
-        """The loss of the confidence head, decayed whatever the weights of the divergence, and how well it is calibrated."""
+        """Return the loss of the confidence head and its calibration metrics. It is always weighted by the decay."""
         mask, learned = self.mask, torch.where(self.mask != 0, logits.float(), 0.0)
         bce = F.binary_cross_entropy_with_logits(learned, a.float().clamp(0, 1), reduction="none")
-        loss = (bce * self._decayed(mask, EPS["confidence"])).sum()
+        decay = self.weighting._decay_weights(mask.shape[1], self.block_size, mask.device, mask.dtype)
+        loss = (bce * self._shares(decay * mask, EPS["confidence"])).sum()
         with torch.no_grad():
             p, a, valid = (self._blocks(t) for t in (learned.sigmoid(), a, mask))
             prefixes, total = [(rate * valid).cumprod(-1) for rate in (p, a)], valid.sum().clamp(min=1)
-            metrics = _counted("confidence_loss", loss.detach().clone(), None)
+            metrics = _counted("confidence_loss", loss.detach().clone())
             metrics |= _counted("confidence_abs_error", ((p - a).abs() * valid).sum(), total)
             metrics |= _counted("confidence_pred_mean", (p * valid).sum(), total.clone())
             bias = ((prefixes[0] - prefixes[1]) * valid).sum()
             return loss, metrics | _counted("confidence_cumprod_bias", bias, total.clone())
 
     def acceptance(self, a: torch.Tensor) -> Metrics:
-        """The mean rate, and how many tokens of a block sampling accepts, the verifier's own with them."""
-        a, valid = self._blocks(a), self._blocks(self.mask)
-        lengths, counts = (a * valid).cumprod(-1).sum(-1) + 1, (valid.sum(-1) > 0).float()
-        metrics = _counted("accept_rate", (a * valid).sum(), valid.sum().clamp(min=1))
-        return metrics | _counted("accept_len", (lengths * counts).sum(), counts.sum().clamp(min=1))
+        """Return the mean acceptance rate and the expected number of accepted tokens per block."""
+        valid = self._blocks(self.mask)
+        rates = self._blocks(a) * valid
+        length, blocks = self._accepted(rates)
+        metrics = _counted("accept_rate", rates.sum(), valid.sum().clamp(min=1))
+        return metrics | _counted("accept_len", length, blocks.clamp(min=1))
 
     def accuracy(self, agree: torch.Tensor) -> Metrics:
-        """Argmax matches at each row of a block, and of a block until the first miss, the verifier's own token with them."""
-        valid = self._blocks(self.loss_mask) != 0
-        correct = self._blocks(agree) & valid
-        hits, counts = correct.float().sum(0), valid.float().sum(0)
+        """Return the argmax matches per row of a block, and per block up to the first miss."""
+        valid = (self._blocks(self.mask) != 0).float()
+        correct = self._blocks(agree) * valid
+        hits, counts = correct.sum(0), valid.sum(0)
         metrics = _counted("full_acc", hits.sum(), counts.sum())
         for row in range(hits.numel()):
-            metrics |= _counted(f"position_{row + self.first}_acc", hits[row], counts[row])
-        lengths, blocks = correct.float().cumprod(-1).sum(-1) + 1, valid.any(-1).float()
-        return metrics | _counted("eal", (lengths * blocks).sum(), blocks.sum())
+            metrics |= _counted(f"position_{row + self.weighting.decay_from}_acc", hits[row], counts[row])
+        return metrics | _counted("eal", *self._accepted(correct))
+
+    def _accepted(self, rates: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the accepted tokens, including one token of the verifier per block, and the number of valid blocks."""
+        blocks = (self._blocks(self.mask) != 0).any(-1).float()
+        return ((rates.cumprod(-1).sum(-1) + 1) * blocks).sum(), blocks.sum()
 
     def _blocks(self, rows: torch.Tensor) -> torch.Tensor:
-        """``[blocks, rows that predict]``."""
-        return rows.reshape(-1, self.block_size)[:, self.first :]
+        """Reshape to ``[blocks, rows that predict]``."""
+        return rows.reshape(-1, self.block_size)[:, self.weighting.decay_from :]
 
-    def _decayed(self, mask: torch.Tensor, eps: float) -> torch.Tensor:
-        """What each row weighs in the mean over the sequences of the sum over the number of valid rows."""
-        row = torch.arange(mask.shape[1], device=mask.device) % self.block_size - self.first
-        decay = torch.where(row < 0, 0.0, torch.exp(-row.clamp(min=0).float() / self.gamma))
-        return mask * decay / (mask.sum(1, keepdim=True) + eps) / mask.shape[0]
-
-    def _mean(self, rows: torch.Tensor) -> torch.Tensor:
-        return (rows.sum(1) / (self.mask.sum(1) + EPS["loss"])).mean()
+    def _shares(self, weights: torch.Tensor, eps: float) -> torch.Tensor:
+        """Divide row weights by the number of valid rows of their sequence and by the number of sequences."""
+        return weights / (self.mask.sum(1, keepdim=True) + eps) / len(weights)
 
     def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The loss of each term: what a alone makes, then one that is the rest of the sum, or by a pass of its own."""
@@ -405,4 +407,4 @@ class _Metrics:
         if last is not None:
             known = sum(self.terms[name] * value for name, value in values.items())
             values[last] = (found.value - known) / self.terms[last]
-        return {name: torch.where(weights != 0, values[name] * weights, 0.0).sum() for name in self.terms}
+        return {name: sum_of_rows(values[name], weights) for name in self.terms}

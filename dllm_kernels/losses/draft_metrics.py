@@ -32,10 +32,7 @@ def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch
     hits, count = output.draft_correct_per_pos, output.draft_count_per_pos
     if hits is None or count is None:
         return {}
-    if group is not None:
-        from dllm_kernels.distributed.reduce import summed_over
-
-        hits, count = summed_over(torch.stack([hits, count]), group).unbind()
+    hits, count = _summed(torch.stack([hits, count]), group)
     overall = hits.sum() / count.sum().clamp(min=torch.finfo(torch.float32).tiny)
     per_offset = torch.where(count > 0, hits / count.clamp(min=torch.finfo(torch.float32).tiny), 0.0)
     return {"draft_acc": overall, **{f"draft_acc_k{k}": a for k, a in enumerate(per_offset.unbind(), start=1)}}
@@ -92,12 +89,17 @@ def acceptance_length(
     rates = (correct.detach() if sampling else correct != 0).to(torch.float32)
     passed = torch.where(valid == 0, 1.0, in_blocks(rates, rows))
     sums = torch.stack([(passed.cumprod(-1) * valid).sum(), (valid != 0).any(-1).sum().to(torch.float32)])
+    accepted, blocks = _summed(sums, group)
+    return (accepted + blocks if bonus else accepted) / blocks.clamp(min=1)
+
+
+def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
+    """Unbind the sums, all-reduced over the group if there is one."""
     if group is not None:
         from dllm_kernels.distributed.reduce import summed_over
 
         sums = summed_over(sums, group)
-    accepted, blocks = sums.unbind()
-    return (accepted + blocks if bonus else accepted) / blocks.clamp(min=1)
+    return sums.unbind()
 
 
 def _rates_of(output: Any) -> torch.Tensor:
