@@ -85,9 +85,7 @@ class Batch(NamedTuple):
         if self.loss_mask_ar is not None:
             _check_no_count(self.loss_mask_ar, self.target_ids.shape)
             check_masks(self.target_ids, loss_mask_ar=self.loss_mask_ar)
-        for name, value in tensors.items():
-            if value is not None:
-                _checks.check_tensor(name, value)
+        check_given(**tensors)
 
     def check_noise(self) -> bool:
         """Check the masks of a loss that reads all three: shape, device, swapped, a constant, in range.
@@ -140,6 +138,13 @@ class Batch(NamedTuple):
                 f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
             )
         return False
+
+
+def check_given(**tensors: torch.Tensor | None) -> None:
+    """Raise TypeError if an optional argument is given and is not a tensor."""
+    for name, value in tensors.items():
+        if value is not None:
+            _checks.check_tensor(name, value)
 
 
 def _holds_zeros_and_ones(mask: torch.Tensor) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels.losses._base import Batch, DiffusionLoss
+from dllm_kernels.losses._base import Batch, DiffusionLoss, check_given
 from dllm_kernels.losses._common import Count, check_masks
 
 
@@ -28,7 +28,7 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
     """
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
-        batch.check_used_or_not(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
+        check_given(noise_mask=batch.noise_mask, p_mask=batch.p_mask)
         check_masks(batch.target_ids, loss_mask=batch.loss_mask)
         batch.check_not_swapped()
         supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens

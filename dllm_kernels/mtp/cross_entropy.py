@@ -87,11 +87,11 @@ class MaskedCrossEntropy(TransformedLoss):
         """
         rounds = not _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # which may have been assigned since
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _check_rows(LOGITS, self, logits, labels)
+        targets = _checked_targets(LOGITS, self, logits, labels)
         rows = _rows_of(logits, labels)
         given = ModelOutput(LOGITS, self._options(round_nll=rounds), logits)
         weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights).reshape(rows)
-        targets = targets_of(labels, self.ignore_index).reshape(rows)
+        targets = targets.reshape(rows)
         if self.reduction == "none":
             return given.per_row(targets, weights).nll.flatten()
         return given.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
@@ -190,28 +190,29 @@ class FusedLinearCrossEntropy(TransformedLoss):
             ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
         """
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        _check_rows(HIDDEN, self, hidden_states, labels, lm_weight, lm_bias)
+        targets = _checked_targets(HIDDEN, self, hidden_states, labels, lm_weight, lm_bias)
         _checks.check_shape(
             "labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension"
         )
         weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
-        targets = targets_of(labels, self.ignore_index)
         rows = self.rows(hidden_states, lm_weight, lm_bias)
         if self.reduction == "none":
             return rows.per_row(targets, weights).nll.flatten()
         return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
 
 
-def _check_rows(
+def _checked_targets(
     names: _checks.Names,
     loss_fn: MaskedCrossEntropy | FusedLinearCrossEntropy,
     rows: torch.Tensor,
     labels: torch.Tensor,
     *head: torch.Tensor | None,
-) -> None:
+) -> torch.Tensor:
+    """Check the rows, the head and the labels; return the labels as targets of the ops."""
     V = _checks.check_rows(names, rows, labels, *head)
     targets = targets_of(labels, loss_fn.ignore_index)
     _checks.check_target_range(None, names.targets, targets, V, skip_id=loss_fn.skip_id)
+    return targets
 
 
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:

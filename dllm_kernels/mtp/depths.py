@@ -186,7 +186,6 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
     """
     return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
     own_index = checked_ignore_index(ignore_index, loss_fn)
-    _checks.check_ids("labels", labels)
     labels = widened(labels)
     outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
