@@ -1,7 +1,7 @@
-"""What a report of a problem should say of the system: ``python -m dllm_kernels.report``.
+"""System information for bug reports: ``python -m dllm_kernels.report``.
 
-Versions, devices, the backend that runs on each, what is installed beside this package, and whether a small loss comes out
-right. No paths and no names of machines or users: it can be posted as it is.
+Prints versions, devices, the backend that runs on each, other relevant packages, and whether a small loss is correct.
+Contains no paths and no names of machines or users, so it can be posted unchanged.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import dllm_kernels
 from dllm_kernels._backends._backend import BACKENDS, use_triton
 
 BESIDE = (
-    "numpy", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows", "transformers", "accelerate", "datasets", "peft",
-    "trl", "deepspeed", "nemo-automodel", "dllm", "specforge", "speculators", "liger-kernel", "cut-cross-entropy", "flash-attn",
-    "quack-kernels", "torchtitan", "lightning", "bitsandbytes",
+    "numpy", "triton", "pytorch-triton", "pytorch-triton-rocm", "triton-windows", "transformers", "accelerate",
+    "datasets", "peft", "trl", "deepspeed", "nemo-automodel", "dllm", "specforge", "speculators", "liger-kernel",
+    "cut-cross-entropy", "flash-attn", "quack-kernels", "torchtitan", "lightning", "bitsandbytes",
 )  # fmt: skip
-# Each holds a word or a number, unless it was set to something that it is not for.
+# Each holds a word or a number if it is set as intended.
 VARIABLES = (
     "DLLM_KERNELS_BACKEND",
     "DLLM_KERNELS_CHECK",
@@ -34,10 +34,10 @@ TOLERANCE = 1e-5
 
 
 def report() -> str:
-    """The lines that ``python -m dllm_kernels.report`` prints.
+    """Return the lines that ``python -m dllm_kernels.report`` prints.
 
     Returns:
-        One fact a line, ``name: value``.
+        One fact per line, ``name: value``.
     """
     return "\n".join(f"{name}: {value}" for name, value in _facts())
 
@@ -45,7 +45,7 @@ def report() -> str:
 def _facts() -> Iterator[tuple[str, str]]:
     yield "dllm_kernels", dllm_kernels.__version__
     yield "python", f"{platform.python_implementation()} {platform.python_version()}"
-    kernel = re.match(r"[\d.]*", platform.release())  # behind the number there may be anybody's words
+    kernel = re.match(r"[\d.]*", platform.release())  # the suffix is host-specific and may identify the machine
     yield "system", f"{platform.system()} {kernel and kernel[0]} {platform.machine()}"
     yield "torch", f"{torch.__version__}, built for {_built_for()}"
     for name in BESIDE:
@@ -64,7 +64,7 @@ def _facts() -> Iterator[tuple[str, str]]:
 
 
 def _word(text: str) -> str:
-    """The text, unless it may be a path or more than one word."""
+    """Return the text, or a placeholder if it may be a path or more than one word."""
     return text if re.fullmatch(r"[\w.,+-]*", text) else "(no word)"
 
 
@@ -88,16 +88,16 @@ def _gpu(index: int) -> str:
 
 
 def _tried(device: str, backend: str) -> str:
-    """Which implementation runs, and whether a small loss and its gradient are those of float64; or why it cannot run."""
+    """Name the implementation that runs and compare a small loss with float64, or state why it cannot run."""
     logits, targets = _logits(device), torch.arange(8, device=device)
     weights = torch.linspace(0.5, 1.0, 8, device=device)
     try:
         runs = "triton" if use_triton(backend, logits) else "torch"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Triton's interpreter, with the path of its file
+            warnings.simplefilter("ignore")  # warnings of Triton's interpreter contain the path of its file
             loss = dllm_kernels.weighted_nll(logits.requires_grad_(), targets, weights, backend=backend).loss
             (gradient,) = torch.autograd.grad(loss, logits)
-    except Exception as error:  # any at all is what a report is for
+    except Exception as error:  # the report must list any failure
         reason = str(error)
         shown = isinstance(error, ValueError) and not re.search(r"[/\\\n]", reason)
         return f"no, {reason}" if shown else f"fails, {type(error).__name__}"
@@ -109,7 +109,7 @@ def _tried(device: str, backend: str) -> str:
 
 
 def _logits(device: str) -> torch.Tensor:
-    """``[8, 100]``, the same everywhere."""
+    """Return deterministic logits ``[8, 100]``."""
     return torch.sin(torch.arange(800.0, dtype=torch.float64, device="cpu")).float().view(8, 100).mul(3).to(device)
 
 

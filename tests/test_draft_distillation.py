@@ -491,7 +491,7 @@ def test_sampling_accepts_by_hand():
     length = acceptance_length(rates, mask, 4, sampling=True)
     assert length.item() == pytest.approx((0.5 + 0.25 + 0.25 + 0.25 + 0.25) / 2)
     assert acceptance_length(rates, mask, 4, sampling=True, bonus=True).item() == pytest.approx(1.75)
-    with pytest.raises(ValueError, match=r"^output must have acceptance_rate, as that of DraftDistillationLoss"):
+    with pytest.raises(ValueError, match=r"^output must have acceptance_rate, which DraftDistillationLoss returns"):
         acceptance_length(DraftDistillationLoss("ce")(torch.randn(1, 6, V), None, mask, mask), mask, 4, sampling=True)
 
 
@@ -617,7 +617,7 @@ NEEDED = [
     ),
     ("teacher_{} must be given for confidence_logits, got None", {"kind": "ce"}, {"teacher": None, "confidence_logits": ON}),
     ("teacher_{} must be given for temperature=2.0, got None", {"kind": "ce", "temperature": 2.0}, {"teacher": None}),
-    ("teacher_{} must be given to go with teacher_rows, got None", {"kind": "ce"}, {"teacher": None, "teacher_rows": Y}),
+    ("teacher_{} must be given with teacher_rows, got None", {"kind": "ce"}, {"teacher": None, "teacher_rows": Y}),
 ]  # fmt: skip
 WRONG = [
     (ValueError, "confidence_logits must have shape (2, 3) (that of block_mask), got (2,)", {"confidence_logits": ON[:, 0]}),

@@ -482,7 +482,7 @@ def test_where_it_does_not_belong():
         ops.token_log_probs(h, y, extra=(u, second))
     masks = [torch.ones(B, L, device=DEVICE)] * 2
     with pytest.raises(
-        ValueError, match=r"^extra must be None beside causal_hidden, got both; give both branches as one"
+        ValueError, match=r"^extra must be None with causal_hidden, got both; pass both branches as one"
     ):
         HybridDiffusionLLMLoss().forward_fused(
             h, w, y, masks[0].bool(), masks[1], masks[0], masks[0], causal_hidden=h, extra=(u, second)

@@ -124,7 +124,7 @@ ENTRY_POINTS = INSIDE | BY_WEIGHT
 ADVICE = {
     "loss_in_head": "compute_loss_func=mdlm_loss_func",
     "LossHead.of": "call the head itself and give its logits to the loss",
-} | dict.fromkeys(BY_WEIGHT, "MaskedCrossEntropy, whose logits come from the head itself")
+} | dict.fromkeys(BY_WEIGHT, "MaskedCrossEntropy, whose logits the head computes")
 
 
 def expected(head):

@@ -163,7 +163,10 @@ def test_kernels_import_only_each_other_and_their_interface():
     for path in files("_backends", "triton"):
         for module, _ in imports(path):
             if within(module, "dllm_kernels"):
-                assert within(module, "dllm_kernels._backends.triton", "dllm_kernels._backends._divergence"), (path, module)
+                assert within(module, "dllm_kernels._backends.triton", "dllm_kernels._backends._divergence"), (
+                    path,
+                    module,
+                )
 
 
 def test_losses_and_their_like_do_not_reach_past_ops():

@@ -118,7 +118,7 @@ def test_another_signature_is_refused_and_nothing_replaced(host):
     del host.utils.ce_loss
     before = held()
     message = (
-        "speculators 0.9.0 differs from what can be replaced; nothing was:\n"
+        "speculators 0.9.0 has unexpected signatures; nothing was replaced:\n"
         "  speculators.losses.eager.lk_hybrid_loss: eta defaults to 2.0, ours to 3.0\n"
         "  speculators.losses.utils has no ce_loss\n"
         "  speculators.losses.utils.tv_loss: takes mask, which ours does not"
@@ -428,7 +428,7 @@ def test_metrics_without_the_host():
             {"per_position_loss_weight": "none"}),
         (ValueError, "dpace_alpha must lie in [0, 1], got 2", {"dpace_alpha": 2}),
         (ValueError, "gamma must be a number other than 0, got 0", {"gamma": 0}),
-        (ValueError, "hidden must have whole blocks of block_size=5 rows, got 24 rows", {"block_size": 5}),
+        (ValueError, "hidden must have a multiple of block_size=5 rows, got 24", {"block_size": 5}),
         (ValueError, "loss_mask must have shape (1, 24) ", {"loss_mask": torch.ones(1, 3)}),
         (ValueError, "confidence_logits must have shape (1, 24) (that of loss_mask), got (1, 3)",
             {"confidence_logits": torch.ones(1, 3)}),

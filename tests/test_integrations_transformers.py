@@ -467,7 +467,9 @@ def test_scdd_sees_what_the_model_saw():
         trainer = BareTrainer(loss=loss)
         trainer._wants_logits = wants_logits
         torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), expected)
-    with pytest.raises(ValueError, match="noisy_input_ids must be given, the tokens that the model saw, got None"):
+    with pytest.raises(
+        ValueError, match="noisy_input_ids must be given, got None; pass the tokens that the model received"
+    ):
         mdlm_loss_func((model(noise),), batch["labels"], loss=loss)
 
 
@@ -477,7 +479,7 @@ NO_LOSSES = {
         TypeError,
         "be a loss or a function .*, got the class MDLMCrossEntropyLoss",
     ),
-    "a word": ("mdlm", TypeError, "be a loss or a function that makes row weights, got str"),
+    "a word": ("mdlm", TypeError, "be a loss or a function that returns row weights, got str"),
     "other arguments": (
         dllm_kernels.IDLMLoss(),
         ValueError,
@@ -859,7 +861,8 @@ def test_a_compiled_model_is_looked_at_while_it_is_traced(training):
 @needs_trainer
 def test_label_smoothing_is_refused(ranks, tmp_path):
     with pytest.raises(
-        ValueError, match=r"label_smoothing_factor must be 0, got 0\.1: the masked-diffusion loss has none"
+        ValueError,
+        match=r"label_smoothing_factor must be 0, got 0\.1: the masked-diffusion loss has no label smoothing",
     ):
         ranks.trainer(ranks.model(), tmp_path, 4, 1, arguments={"label_smoothing_factor": 0.1})
 

@@ -169,7 +169,9 @@ def test_what_the_labels_of_all_depths_weigh(base, weighted):
 def test_all_depths_go_through_one_call(monkeypatch, return_per_depth):
     calls = []
     inner = _model_output.run
-    monkeypatch.setattr(_model_output, "run", lambda op, job, o: calls.append((op.name, job.x.shape)) or inner(op, job, o))
+    monkeypatch.setattr(
+        _model_output, "run", lambda op, job, o: calls.append((op.name, job.x.shape)) or inner(op, job, o)
+    )
     calculate_mtp_loss(
         FusedLinearCrossEntropy(),
         mtp_per_depth_h=hiddens(),
@@ -291,15 +293,15 @@ def test_bad_input():
         calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels] * 2, **call)
     with pytest.raises(ValueError, match=r"mtp_per_depth_targets\[0\] must have shape"):
         calculate_mtp_loss(masked, mtp_per_depth_h=hidden, mtp_per_depth_targets=[labels[:1]] * D, **call)
-    with pytest.raises(ValueError, match="model has no LM head"):
+    with pytest.raises(ValueError, match="model must have get_output_embeddings"):
         calculate_mtp_loss(fused, mtp_per_depth_h=hidden, labels=labels, model=nn.Linear(2, 2))
     with pytest.raises(ValueError, match="reduction must be one of sum, mean, none, got 'avg'"):
         MaskedCrossEntropy(reduction="avg")
     with pytest.raises(
-        ValueError, match="num_label_tokens is only supported when reduction is 'sum', got reduction='mean'"
+        ValueError, match="num_label_tokens must be None unless reduction is 'sum', got reduction='mean'"
     ):
         MaskedCrossEntropy(reduction="mean")(logits[0], labels, num_label_tokens=3)
-    with pytest.raises(ValueError, match="loss_weights is only supported when reduction is 'sum'"):
+    with pytest.raises(ValueError, match="loss_weights must be None unless reduction is 'sum'"):
         FusedLinearCrossEntropy(reduction="none")(
             hidden[0], labels, model.lm_head.weight, loss_weights=torch.ones(B, S)
         )
@@ -312,7 +314,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"mask must have shape \(22,\)"):
         masked(logits[0], labels, mask=torch.ones(3))
     with pytest.raises(
-        ValueError, match=r"logits is needed by dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
+        ValueError, match=r"logits must be given to dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
     ):
         calculate_loss(masked, labels=labels, model=model)
 
@@ -744,7 +746,7 @@ def test_what_marks_the_packing_is_checked():
     with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, got list"):
         calculate_mtp_loss(loss_fn, **(call | {"labels": [1]}))
     with pytest.raises(
-        ValueError, match=r"labels is needed by dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
+        ValueError, match=r"labels must be given to dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
     ):
         calculate_loss(loss_fn, logits=torch.randn(B, S, V))
 
@@ -853,7 +855,7 @@ def test_pipeline_loss_of_a_mapping():
     for base in BASES:
         torch.testing.assert_close(PipelineCausalLMLoss(base(), model)(output, labels), expected)
     with pytest.raises(
-        ValueError, match=r"logits is needed by dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
+        ValueError, match=r"logits must be given to dllm_kernels\.mtp\.cross_entropy\.MaskedCrossEntropy, got None"
     ):
         PipelineCausalLMLoss(MaskedCrossEntropy(), model)({"hidden_states": hidden[0]}, labels)
 

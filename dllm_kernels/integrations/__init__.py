@@ -1,1 +1,1 @@
-"""Use inside host frameworks: each module is imported by its name, and needs its host only when it is used."""
+"""Integrations with host frameworks. Import each module by name; the host is required only when the module is used."""

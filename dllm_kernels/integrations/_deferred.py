@@ -1,8 +1,8 @@
-"""Deferred logits of an LM head: our losses take the hidden states from them, any other use materializes the logits.
+"""Deferred logits of an LM head: losses of this package read their hidden states, other uses materialize the logits.
 
-Model and framework code between head and loss may cast or cap the logits, and passes them on in an output. So the head
-returns a stand-in, which remembers the hidden states. A cast to another floating dtype and a soft cap ``c tanh(z / c)`` it
-remembers too; whatever else is done with it makes the logits first, by the head itself.
+Model and framework code between head and loss may cast or cap the logits, and passes them on in an output. The head
+therefore returns a placeholder that holds the hidden states. The placeholder also records a cast to another floating
+dtype and a soft cap ``c tanh(z / c)``. Any other operation first materializes the logits by calling the head.
 """
 
 from __future__ import annotations
@@ -26,59 +26,60 @@ Step = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Cap(NamedTuple):
-    """State of a soft cap ``c * tanh(z / c)`` that is applied in three operations."""
+    """State of a soft cap ``c * tanh(z / c)`` applied in three operations."""
 
     c: float
-    done: int  # 1: divided, 2: its tanh, 3: all of it
+    done: int  # 1: divided by c, 2: tanh applied, 3: multiplied by c
 
 
 class Moment(NamedTuple):
-    """What held while the head was called, and holds again while its logits are made."""
+    """Autograd and autocast state captured at the head call and restored when the logits are computed."""
 
     grad: bool
-    autocast: torch.dtype | None  # what it casts to, where it is on
-    version: int  # of the hidden states
+    autocast: torch.dtype | None  # dtype of autocast, None if it is off
+    version: int  # version counter of the hidden states
 
     @classmethod
     def now(cls, hidden: torch.Tensor) -> Moment:
-        """For a head that is called with ``hidden``."""
+        """Capture the state of a head call with ``hidden``."""
         autocast = torch.get_autocast_dtype(hidden.device.type) if autocasts(hidden) else None
         version = 0 if hidden.is_inference() else hidden._version
         return cls(torch.is_grad_enabled(), autocast, version)
 
     @contextlib.contextmanager
     def again(self, hidden: torch.Tensor) -> Iterator[None]:
-        """Within it, what held then."""
+        """Restore the captured state within the context."""
         kind = hidden.device.type
         autocast = torch.autocast(kind, self.autocast, enabled=self.autocast is not None) if kind != "meta" else None
         with (
-            torch.inference_mode(False),  # in which nothing has a gradient
+            torch.inference_mode(False),  # inference mode records no gradients
             torch.set_grad_enabled(self.grad),
             autocast or contextlib.nullcontext(),
         ):
             yield
 
     def check_unchanged(self, hidden: torch.Tensor) -> None:
-        """Raise where the logits can no longer be made."""
+        """Raise RuntimeError if the hidden states were modified in place since the head call."""
         if not hidden.is_inference() and hidden._version > self.version:
             raise RuntimeError(
-                "the hidden states were modified in place between the LM head and the first use of its logits, which are made "
-                "only then; patch with fuse_head=False, or modify a copy"
+                "hidden states must not be modified in place between the LM head and the first use of its logits, "
+                "got a modified tensor; patch with fuse_head=False, or modify a copy"
             )
 
 
 @dataclass(init=False, repr=False, eq=False)  # DDP looks for tensors in the fields of what a model returns
 class DeferredLogits:
-    """What stands for ``head(hidden)``.
+    """Placeholder for ``head(hidden)``.
 
     Attributes:
-        used: what the logits depend on, though not yet by autograd's graph: hidden states, and views of weight and bias.
-        hidden: what the head was called with, ``[..., D]``.
+        used: tensors that the logits will depend on once they are in the autograd graph: hidden states, and views of
+            weight and bias.
+        hidden: input of the head, ``[..., D]``.
         head: the LM head.
-        moment: when the head was called.
-        dtype: of the logits.
-        steps: what has been done with the logits since, in order.
-        cap: the soft cap among these.
+        moment: autograd and autocast state at the head call.
+        dtype: dtype of the logits.
+        steps: operations recorded since the head call, in order.
+        cap: the soft cap among ``steps``, or None.
     """
 
     used: list[torch.Tensor]
@@ -103,13 +104,13 @@ class DeferredLogits:
     @property  # type: ignore[no-redef]
     def used(self) -> list[torch.Tensor]:
         parameters = self.head.module.weight, self.head.module.bias
-        return [self.hidden, *(p.view_as(p) for p in parameters if p is not None)]  # DDP passes over leaves
+        return [self.hidden, *(p.view_as(p) for p in parameters if p is not None)]  # views, because DDP skips leaves
 
     @property
     def usable(self) -> bool:
-        """Whether hidden states, head and ``softcap`` are all there is to know: nobody has seen the logits themselves.
+        """True if the logits have not been materialized, so a loss can use hidden states, head and softcap instead.
 
-        Logits that are constants are no function of hidden states that want a gradient.
+        False for a head called under no_grad and a loss called with gradients enabled: the logits are then constants.
         """
         if self._made is not None or (self.cap is not None and self.cap.done != 3):
             return False
@@ -118,11 +119,11 @@ class DeferredLogits:
 
     @property
     def softcap(self) -> float | None:
-        """The soft cap of the logits, where there is one."""
+        """Soft cap of the logits, or None."""
         return None if self.cap is None else self.cap.c
 
     def made(self) -> torch.Tensor:
-        """The logits, materialized at the first call."""
+        """Return the logits, materialized at the first call."""
         if self._made is None:
             self.moment.check_unchanged(self.hidden)
             with self.moment.again(self.hidden):
@@ -134,20 +135,24 @@ class DeferredLogits:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the logits."""
+        """Shape of the logits."""
         return torch.Size((*self.hidden.shape[:-1], self.head.module.out_features))
 
     @property
     def device(self) -> torch.device:
-        """That of the logits."""
+        """Device of the logits."""
         return self.hidden.device
 
     def float(self) -> DeferredLogits | torch.Tensor:
-        """The logits in float32, still deferred."""
+        """Cast to float32, still deferred."""
         return self.to(torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> DeferredLogits | torch.Tensor:
-        """The logits in another floating dtype, still deferred: a loss computes in float32 anyway, and rounds to no narrower one."""
+        """Cast to another floating dtype, still deferred.
+
+        The cast does not change a loss from hidden states, which computes in float32 and does not round to a narrower
+        dtype.
+        """
         dtype = kwargs.get("dtype", args[0] if len(args) == 1 else None)
         if self._made is not None or dtype not in FLOAT_DTYPES or len(args) + len(kwargs) != 1:
             return self.made().to(*args, **kwargs)
@@ -156,7 +161,7 @@ class DeferredLogits:
         return self._after(lambda z: z.to(dtype), self.cap, dtype)
 
     def tanh(self) -> DeferredLogits | torch.Tensor:
-        """The second step of a cap, or the tanh of the logits."""
+        """Record the second step of a soft cap, or else return the tanh of the logits."""
         if self._made is not None or self.cap is None or self.cap.done != 1:
             return self.made().tanh()
         return self._after(torch.tanh, Cap(self.cap.c, 2))
@@ -177,7 +182,7 @@ class DeferredLogits:
         return DeferredLogits(self.hidden, self.head, self.moment, dtype or self.dtype, (*self.steps, step), cap)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # no protocol that a tensor has, such as that of arrays or of pickle
+        if name.startswith("_"):  # private names, and protocols such as those of arrays and pickle
             raise AttributeError(name)
         return getattr(self.made(), name)
 
@@ -202,7 +207,8 @@ def _of_the_logits(name: str) -> Callable[..., Any]:
 
 
 _BINARY = ("add", "sub", "matmul", "pow", "mod", "floordiv")
-_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")  # seen by whoever else holds them
+# In-place operations apply to the materialized logits, because every reference to them must see the change.
+_IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
 _COMPARED = ("eq", "ne", "lt", "le", "gt", "ge")
 for _name in (*_BINARY, *_IN_PLACE, *_COMPARED, "neg", "pos", "abs", "getitem", "setitem", "contains"):
     setattr(DeferredLogits, f"__{_name}__", _of_the_logits(_name))
@@ -227,19 +233,19 @@ def _unflatten(children: Any, context: Any) -> DeferredLogits:
     return x
 
 
-# FSDP2 looks through what a module returns for the tensors whose gradient it has to wait for.
+# FSDP2 searches the output of a module for the tensors whose gradients it must wait for.
 _pytree.register_pytree_node(DeferredLogits, _flatten, _unflatten)
 
 
 class _Head:
-    """An LM head that returns a stand-in while it is called from outside."""
+    """LM head that returns deferred logits, except when the deferred logits themselves call it."""
 
     def __init__(self, module: nn.Linear) -> None:
         self.module = module
         self.making = False
 
     def forward(self, hidden: torch.Tensor) -> Any:
-        """Replaces the module's own forward."""
+        """Replace the forward of the module."""
         if self.making or torch.compiler.is_compiling():
             return type(self.module).forward(self.module, hidden)
         moment = Moment.now(hidden)
@@ -247,7 +253,7 @@ class _Head:
         return DeferredLogits(hidden, self, moment, cast or hidden.dtype)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """By the module itself, with the hooks that gather it."""
+        """Compute the logits by calling the module, so that hooks that gather its weight run."""
         self.making = True
         try:
             made: torch.Tensor = self.module(hidden)
@@ -258,9 +264,9 @@ class _Head:
 
 @contextlib.contextmanager
 def deferred_logits(model: nn.Module) -> Iterator[bool]:
-    """Within it, the LM head of the model returns :class:`DeferredLogits`, if it is no more than an ``nn.Linear``.
+    """Make the LM head of the model return :class:`DeferredLogits` within the context, if it is a plain ``nn.Linear``.
 
-    Yields whether it does.
+    Yields True if it does.
     """
     module = head_module(model)
     if not isinstance(module, nn.Linear) or not _is_plain(module):

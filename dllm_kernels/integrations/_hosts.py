@@ -1,4 +1,4 @@
-"""What it takes to put functions of ours in the place of a host framework's: its modules, the swap, whether calls are alike."""
+"""Monkey-patching helpers: find a framework's loaded modules, swap objects, compare signatures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 SameDefaults = Mapping[str, tuple[Any, ...]]
-Pairs = Sequence[tuple[Any, Any]]  # what stands somewhere, and what is to stand there
+Pairs = Sequence[tuple[Any, Any]]  # (original, replacement)
 Places = tuple[
     tuple[str, str], ...
 ]  # (module, place) of an attribute, an entry of a table, or the defaults of a function
@@ -23,9 +23,11 @@ class PatchReport:
 
     Attributes:
         version: version of the framework.
-        replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a function.
+        replaced: ``(module, place)`` of each replacement: an attribute, an entry of a table, or a default of a
+            function.
         kept: names that were not replaced, or ``(name, reason)`` of each.
-        original: ``(module, name)`` of every other loss, and of functions next to it, that still run the framework's code.
+        original: ``(module, name)`` of other losses, and of functions next to them, that still run the framework's
+            code.
         fused: ``class.method`` of every training step that takes hidden states instead of logits (``fuse_head``).
         already: the framework was patched before, and this call changed nothing.
         host: name of the framework.
@@ -51,16 +53,16 @@ class PatchReport:
 
 
 class Host:
-    """A framework in whose modules ours may stand in the place of its own; one patch at a time."""
+    """Framework whose objects can be replaced; one patch at a time."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.report: PatchReport | None = None  # of the patch in force
+        self.report: PatchReport | None = None  # of the active patch
         self._asked: dict[str, Any] = {}
         self._pairs: Pairs = ()
 
     def earlier(self, **asked: Any) -> PatchReport | None:
-        """The report of the patch in force, which must have been asked for the same; None where there is none."""
+        """Return the report of the active patch, or None; raise RuntimeError if it was made with other arguments."""
         if self.report is None:
             return None
         if asked != self._asked:
@@ -69,23 +71,23 @@ class Host:
         return replace(self.report, already=True)
 
     def patch(self, version: str, pairs: Pairs, problems: Sequence[str], **asked: Any) -> PatchReport:
-        """Put the second of each pair where the first is; where there are problems, raise and replace nothing."""
+        """Replace the first object of each pair by the second; if there are problems, raise and replace nothing."""
         if problems:
             listed = "\n  ".join(problems)
-            raise RuntimeError(f"{self.name} {version} differs from what can be replaced; nothing was:\n  {listed}")
+            raise RuntimeError(f"{self.name} {version} has unexpected signatures; nothing was replaced:\n  {listed}")
         self._pairs, self._asked = pairs, asked
         self.report = PatchReport(version, _swap(self.name, pairs), tuple(asked["exclude"]), host=self.name)
         return self.report
 
     def unpatch(self) -> Places:
-        """Put back what stood there, also in modules imported since."""
+        """Restore the originals, also in modules imported since."""
         restored = _swap(self.name, [(ours, original) for original, ours in self._pairs])
         self.report, self._pairs = None, ()
         return restored
 
 
 def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:
-    """Names to leave as they are, sorted."""
+    """Return the names to keep, sorted; raise ValueError for an unknown name."""
     excluded, known = {exclude} if isinstance(exclude, str) else set(exclude), set(known)
     if not excluded <= known:
         raise ValueError(f"exclude must hold names among {sorted(known)}, got {sorted(excluded - known)}")
@@ -93,12 +95,12 @@ def checked_excluded(exclude: Iterable[str], known: Iterable[str]) -> list[str]:
 
 
 def _swap(host: str, pairs: Pairs) -> Places:
-    """Wherever the host's loaded modules hold the first of a pair, put the second."""
+    """Replace the first object of each pair by the second wherever a loaded module of the host holds it."""
     new = {id(old): (old, ours) for old, ours in pairs}
     done = []
 
     def swapped(value: Any) -> Any:
-        """The value, or what takes its place; in a tuple too."""
+        """Return the replacement of a value, or the value itself; replace inside tuples too."""
         if isinstance(value, tuple) and any(id(one) in new for one in value):
             return tuple(map(swapped, value))
         return new[id(value)][1] if id(value) in new else value
@@ -120,7 +122,7 @@ def _swap(host: str, pairs: Pairs) -> Places:
 
 
 def loaded(host: str) -> list[ModuleType]:
-    """The host's loaded modules, each once: some are there under two names."""
+    """Return the loaded modules of the host, each once, because some are registered under two names."""
     found = {
         id(module): module
         for name, module in list(sys.modules.items())
@@ -130,9 +132,9 @@ def loaded(host: str) -> list[ModuleType]:
 
 
 def differences(theirs: inspect.Signature, ours: inspect.Signature, same_defaults: SameDefaults) -> list[str]:
-    """Why a call that the original takes might not be taken, or be taken otherwise, by ours.
+    """List the reasons why the replacement might reject or misread a call that the original accepts.
 
-    ``same_defaults``: by the name of an argument, defaults that mean the same.
+    ``same_defaults``: argument name -> equivalent defaults.
     """
     positional = [p.name for p in ours.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     problems = []

@@ -1,4 +1,4 @@
-"""Switch an installed NeMo AutoModel over to this package with one line, and back with another.
+"""Patch an installed NeMo AutoModel to use this package, and undo the patch.
 
 Example::
 
@@ -8,17 +8,18 @@ Example::
     ...
     nemo_automodel.unpatch()
 
-Names are replaced in their home modules, from which modules imported later take them, and in every module of the host that
-holds them already. Objects that were built before keep the host's code.
+Names are replaced in their home modules, from which modules imported later take them, and in every loaded module of the
+host that already holds them. Objects that were built earlier keep the host's code.
 
-A base loss of the host that is not replaced (``ChunkedCrossEntropy``, ``TEParallelCrossEntropy``, ...) goes through the
-host's own ``calculate_loss``, ``calculate_mtp_loss`` and ``PipelineCausalLMLoss`` as before. The random bits of the
-corruption routines differ from the host's: a run resumed after the switch draws other noise than it would have;
-``patch(exclude=["corrupt_uniform"])`` leaves names alone. What the host offers besides and still runs of its own stands in
-the report.
+A base loss of the host that is not replaced (``ChunkedCrossEntropy``, ``TEParallelCrossEntropy``, ...) still runs
+through the host's ``calculate_loss``, ``calculate_mtp_loss`` and ``PipelineCausalLMLoss``. The random bits of the
+corruption routines differ from the host's, so a run resumed after the patch draws different noise.
+``patch(exclude=["corrupt_uniform"])`` keeps the named originals. The report lists the host's losses and routines that
+still run the host's code.
 
-``patch(fuse_head=True)`` also takes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes from
-hidden states: the model's LM head hands on what it was given, and the loss makes the logits a chunk at a time.
+``patch(fuse_head=True)`` also makes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes
+compute their losses from hidden states: the LM head passes on its input, and the loss computes the logits one chunk at
+a time.
 """
 
 from __future__ import annotations
@@ -72,20 +73,20 @@ HOMES = {
     ),
     "components.datasets.dllm.collate": ("DLLMCollator",),
 }
-KEPT = {"MTPLossConfig": "its build() makes the replaced PipelineCausalLMLoss by itself"}
-# Where other losses and routines of the host stand, whose modules are looked through as far as they are loaded.
+KEPT = {"MTPLossConfig": "its build() already returns the replaced PipelineCausalLMLoss"}
+# Packages of the host that hold other losses and routines; the report lists those of loaded modules.
 AROUND = ("components.loss", "components.datasets.dllm")
 RECIPES = "recipes.dllm.train_ft", "recipes.dllm.strategy"
-# The methods that call a model and then its loss: class -> (its module, the method, which argument holds the recipe).
+# Methods that call a model and then its loss: class -> (module, method, index of the argument that holds the recipe).
 STEPS = {
     "DiffusionLMSFTRecipe": (RECIPES[0], "_forward_backward_step", 0),
     "DiffusionGemmaSFTRecipe": (RECIPES[0], "_forward_backward_step", 0),
     "IDLMStrategy": (RECIPES[1], "forward_backward", 1),
 }
-# -100 marks ignored labels whatever the loss's own index is, so both defaults mean "the loss's own".
+# -100 marks ignored labels for every loss, so both defaults mean the ignore index of the loss.
 SAME_DEFAULTS = {"ignore_index": (None, -100)}
-# The classes whose ``forward`` the losses of those steps have. It is replaced there, so that a loss that the user imported from this
-# package takes hidden states as well as one that the host builds by its own name.
+# Classes that define the ``forward`` of the losses in STEPS. It is replaced on the class, so that a loss imported from
+# this package accepts deferred logits as well as a loss that the host builds by name.
 FUSED_LOSSES = DiffusionLoss, losses.IDLMLoss
 MADE_OF = ("weight", "bias", "parametrizations")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
@@ -101,19 +102,19 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     A second call does nothing and returns the first report with ``already=True``.
 
     Args:
-        exclude: names to leave as they are.
-        fuse_head: make the recipes of diffusion LMs pass hidden states and LM head to the loss instead of logits. They do so
-            where the head is a plain ``nn.Linear`` and the model applies no more than a cast and a soft cap to its output;
-            elsewhere the logits are made as before. Imports the recipes.
+        exclude: names to keep.
+        fuse_head: make the recipes of diffusion LMs pass hidden states and LM head to the loss instead of logits, if
+            the head is a plain ``nn.Linear`` and the model applies no more than a cast and a soft cap to its output.
+            Otherwise the logits are materialized as before. Imports the recipes.
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``nemo_automodel`` is not installed, or one of its modules cannot be imported.
-        RuntimeError: a signature of the framework differs from ours; the message lists every difference, and nothing is
-            replaced. Or it is patched already with another ``exclude`` or ``fuse_head``.
-        TypeError: ``fuse_head`` is no bool.
+        RuntimeError: a signature of the framework differs from the replacement; the message lists every difference, and
+            nothing is replaced. Or the framework is patched already with another ``exclude`` or ``fuse_head``.
+        TypeError: ``fuse_head`` is not a bool.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
@@ -137,7 +138,7 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
-    """Restore the framework's own names wherever they were replaced, also in modules imported since.
+    """Restore the framework's names wherever they were replaced, also in modules imported since.
 
     Returns:
         ``(module, name)`` of every attribute that was restored; empty if the framework was not patched.
@@ -155,7 +156,7 @@ def _replace(owner: type, name: str, method: Any) -> None:
 
 
 def _steps() -> tuple[list[tuple[type, str, Any]], list[str]]:
-    """(class, method, original) of every training step, and what is missing."""
+    """Return (class, method, original) of every training step, and messages about missing ones."""
     found, missing = [], []
     for name, (home, method, _) in STEPS.items():
         owner = getattr(importlib.import_module(f"{HOST}.{home}"), name, None)
@@ -167,7 +168,7 @@ def _steps() -> tuple[list[tuple[type, str, Any]], list[str]]:
 
 
 def _from_hidden_states(original: Any, recipe_at: int) -> Any:
-    """A training step whose model hands hidden states to its loss."""
+    """Wrap a training step so that its model passes deferred logits to the loss."""
 
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -179,7 +180,7 @@ def _from_hidden_states(original: Any, recipe_at: int) -> Any:
 
 
 def _originals(ours: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """Losses and public functions beside them that are the host's own and not ours, in the modules that are loaded."""
+    """List the losses of the host that were not replaced, and public functions next to them, in the loaded modules."""
     around = tuple(f"{HOST}.{package}" for package in AROUND)
     return tuple(
         sorted(
@@ -195,7 +196,7 @@ def _originals(ours: Sequence[Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _pairs(excluded: Sequence[str], fuse_head: bool) -> tuple[Pairs, list[str]]:
-    """(original, replacement) of every name, and how the originals differ from what can be replaced."""
+    """Return (original, replacement) of every name, and the differences that prevent a replacement."""
     pairs, problems = [], []
     for home, names in HOMES.items():
         module = importlib.import_module(f"{HOST}.{home}")
@@ -215,7 +216,7 @@ def _pairs(excluded: Sequence[str], fuse_head: bool) -> tuple[Pairs, list[str]]:
 
 
 def _differences(name: str, original: Any, ours: Any) -> list[str]:
-    """Why a call that the original accepts might be rejected, or read differently, by ours."""
+    """List the reasons why the replacement might reject or misread a call that the original accepts."""
     problems = []
     for label, theirs, mine in _calls(name, original, ours):
         if mine is None:
@@ -226,7 +227,7 @@ def _differences(name: str, original: Any, ours: Any) -> list[str]:
 
 
 def _calls(name: str, original: Any, ours: Any) -> Iterator[tuple[str, inspect.Signature, inspect.Signature | None]]:
-    """The callable itself and, of a class, the public methods that it defines: label, their signature, ours."""
+    """Yield (label, signature, replacement signature) of the callable and of the public methods defined by a class."""
     yield name, inspect.signature(original), inspect.signature(ours)
     if not inspect.isclass(original):
         return
@@ -238,13 +239,13 @@ def _calls(name: str, original: Any, ours: Any) -> Iterator[tuple[str, inspect.S
 
 
 def _named_like(original: Any, ours: Any) -> Any:
-    """Renamed like the original: the host's configuration and pickle look classes up by name."""
+    """Rename the replacement like the original, because the host's configuration and pickle look classes up by name."""
     ours.__name__, ours.__qualname__, ours.__module__ = original.__name__, original.__qualname__, original.__module__
     return ours
 
 
 def _masked_cross_entropy(original: Any) -> Any:
-    """A subclass of the host's class, for its isinstance checks, that accepts every label layout the host accepts."""
+    """Derive a subclass of the host's class, for isinstance checks, that accepts every label layout of the host."""
 
     class MaskedCrossEntropy(mtp.MaskedCrossEntropy, original):  # type: ignore[misc]
         __doc__ = mtp.MaskedCrossEntropy.__doc__
@@ -264,7 +265,7 @@ def _masked_cross_entropy(original: Any) -> Any:
 
 
 def _beside(logits: torch.Tensor, entries: Any) -> Any:
-    """One entry per row of logits, moved to their device and reshaped: packed labels come flat, offloaded ones from the CPU."""
+    """Reshape entries to one per row of logits, on their device: packed labels are flat, offloaded labels on CPU."""
     if entries is None:
         return None
     entries = entries.to(logits.device)
@@ -273,7 +274,7 @@ def _beside(logits: torch.Tensor, entries: Any) -> Any:
 
 
 def _fused_linear_cross_entropy(original: Any) -> Any:
-    """A subclass of the host's class, so that recipes ask the model for hidden states; the head is gathered as the host does."""
+    """Derive a subclass of the host's class, so that recipes request hidden states. The host gathers the head."""
 
     class FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy, original):  # type: ignore[misc]
         __doc__ = mtp.FusedLinearCrossEntropy.__doc__
@@ -301,7 +302,7 @@ def _fused_linear_cross_entropy(original: Any) -> Any:
 
 
 def _in_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A gathered head cast from its storage dtype to the compute dtype."""
+    """Cast a gathered head from its storage dtype to the compute dtype, unless autocast does."""
     return weight if torch.is_autocast_enabled(hidden.device.type) else weight.to(hidden.dtype)
 
 
@@ -331,9 +332,9 @@ def _calculate_mtp_loss(original: Any) -> Any:
 
 
 def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
-    """A hidden-state loss without a soft cap of its own, given the model's.
+    """Give a hidden-state loss that has no soft cap the cap of the model.
 
-    The host's takes the uncapped ones, which is another loss than that of the model's logits.
+    The host omits the cap from hidden states, so its loss differs from the loss of the model's logits.
     """
     config = getattr(unwrapped(model), "config", None)
     get_text_config = getattr(config, "get_text_config", None)
@@ -343,7 +344,7 @@ def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
 
 
 def _capped(loss_fn: Any, cap: float | None) -> Any:
-    """The same loss under a soft cap, unless it has one."""
+    """Return a copy of the loss with a soft cap, or the loss itself if it has one."""
     if cap is None or loss_fn.softcap is not None:
         return loss_fn
     loss_fn = copy.copy(loss_fn)
@@ -352,7 +353,7 @@ def _capped(loss_fn: Any, cap: float | None) -> Any:
 
 
 def _head_given(loss_fn: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """The head as the recipe has gathered it, which takes its weight alone, or else as the host does."""
+    """Return the head that the recipe has gathered, which is its weight alone, or else gather it as the host does."""
     model, weight, group = (kwargs.get(name) for name in ("model", "lm_weight", "grad_reduce_group"))
     if weight is None:
         return _host_head(loss_fn, model, group)
@@ -362,9 +363,9 @@ def _head_given(loss_fn: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _host_head(loss_fn: Any, model: Any, group: Any) -> torch.Tensor:
-    """The head as the host gathers it, which its own classes may override.
+    """Gather the head with the host's function, which the host's classes may override.
 
-    The host takes the weight of a head of any class, such as a linear layer of another library, and so does this.
+    Like the host, accept a head of any class, such as a linear layer of another library.
     """
     _check_adapter(head_module(model))
     utils = importlib.import_module(f"{HOST}.components.loss.utils")
@@ -373,13 +374,13 @@ def _host_head(loss_fn: Any, model: Any, group: Any) -> torch.Tensor:
 
 
 def _check_adapter(head: torch.nn.Module | None) -> None:
-    """Raise if the head has trained parameters that its weight and bias are not made of: they would get no gradient."""
+    """Raise ValueError if the head trains parameters besides weight and bias, which would receive no gradient."""
     named = () if head is None else head.named_parameters()
     trained = [name for name, p in named if p.requires_grad and name.split(".")[0] not in MADE_OF]
     if trained:
         raise ValueError(
-            f"{', '.join(trained)} of the LM head would not train, since a loss from hidden states takes the head's weight "
-            "alone; freeze them, leave the head out of the adapters, or use MaskedCrossEntropy"
+            "the LM head must train no parameter besides its weight and bias in a loss from hidden states, got "
+            f"{', '.join(trained)}; freeze them, exclude the head from the adapters, or use MaskedCrossEntropy"
         )
 
 
@@ -390,7 +391,7 @@ def _pipeline_causal_lm_loss(original: Any) -> Any:
         def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
             if isinstance(self.loss_fn, OURS):
                 return super().forward(output, labels)
-            loss: torch.Tensor = original.forward(self, output, labels)  # it reads attributes that ours has as well
+            loss: torch.Tensor = original.forward(self, output, labels)  # reads attributes that this class has too
             return loss
 
         def _main_loss_fn(self) -> torch.nn.Module:
@@ -416,7 +417,7 @@ HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
 
 
 def _of_deferred_logits(forward: Any) -> Any:
-    """A loss's ``forward`` that also accepts deferred logits, from whose hidden states and head it computes the loss."""
+    """Wrap the ``forward`` of a loss to compute the loss of deferred logits from their hidden states and head."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
@@ -437,7 +438,7 @@ def _of_deferred_logits(forward: Any) -> Any:
 
 
 def _fused_compute_per_token_nll(original: Any) -> Any:
-    """Our function, for the losses of the host that call it with deferred logits: it materializes them."""
+    """Wrap the function to materialize deferred logits, which losses of the host may pass to it."""
 
     @functools.wraps(losses.compute_per_token_nll)
     def compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
@@ -460,7 +461,7 @@ def _fused_encoder_ar_loss(original: Any) -> Any:
 
 
 def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
-    """Whether all of them are deferred, by one head and with one soft cap, which the loss does not have already."""
+    """Return True if all logits are deferred by one head with one soft cap, and the loss has no cap as well."""
     logits = list(logits)
     if not all(isinstance(z, DeferredLogits) and z.usable for z in logits):
         return False
@@ -469,7 +470,7 @@ def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
 
 
 def _head_of(logits: DeferredLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Weight and bias as the loss takes them: a sharded one as it is, which is gathered in the dtype it is used in."""
+    """Return weight and bias for the loss; a sharded one is not cast, because it is gathered in its compute dtype."""
     module = logits.head.module
     weight, bias = (
         p if p is None or is_dtensor(p) else _in_dtype_of(logits.hidden, p) for p in (module.weight, module.bias)

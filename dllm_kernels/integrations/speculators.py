@@ -1,4 +1,4 @@
-"""Switch an installed speculators over to this package's losses with one line, and take its metrics from hidden states.
+"""Patch an installed speculators to use this package's losses, and compute its metrics from hidden states.
 
 Example::
 
@@ -8,12 +8,14 @@ Example::
     ...
     speculators.unpatch()
 
-speculators has seven losses in two tables, "fused" and "eager". :func:`patch` replaces both, wherever speculators holds them: in its
-modules, in its tables and default configurations, and in the defaults of its functions. A loss configuration that was read before the
-call keeps the original functions. Ours run on a CPU too, which its fused ones do not.
+speculators has seven losses in two tables, "fused" and "eager". :func:`patch` replaces both wherever speculators holds
+them: in its modules, in its tables and default configurations, and in the defaults of its functions. A loss
+configuration that was read before the call keeps the original functions. The replacements also run on CPU; the fused
+originals do not.
 
-:func:`speculators_metrics` is speculators' ``compute_metrics`` from hidden states of the draft and the verifier. ``core.py`` makes the
-logits of both models and passes them on. Pass the inputs of the two LM heads instead, and no logits are ever whole in memory.
+:func:`speculators_metrics` is speculators' ``compute_metrics`` from hidden states of the draft and the verifier.
+``core.py`` computes the logits of both models and passes them on. Pass the inputs of the two LM heads instead; the full
+logits tensors are then never materialized.
 """
 
 from __future__ import annotations
@@ -38,13 +40,13 @@ from dllm_kernels.losses import DraftDistillationLoss
 from dllm_kernels.losses._common import sum_of_rows
 
 HOST = "speculators"
-TABLES = "losses.utils", "losses.eager"  # the homes of the functions of each, by the same names
+TABLES = "losses.utils", "losses.eager"  # the modules that define the functions of each, under equal names
 FUSED, EAGER = TABLES
-# The names of its tables -> ours, in the order in which it lists them.
+# Name in the tables of speculators -> kind of ops.divergence, in the order of the tables.
 KINDS = {"kl_div": "kl", "rkl": "rkl", "jsd": "jsd", "ce": "teacher_ce", "tv": "tv", "nla": "nla", "lk_hybrid": "lk"}
 WEIGHTS = ("fixed-exp-decay", "dpace")
-EPS = {"loss": 1e-5, "confidence": 1e-8}  # what it adds to the number of valid rows
-FLOOR = 1e-5  # of nla, as in ops.divergence
+EPS = {"loss": 1e-5, "confidence": 1e-8}  # added to the number of valid rows
+FLOOR = 1e-5  # floor of nla, as in ops.divergence
 Loss = Callable[..., torch.Tensor]
 Metrics = dict[str, torch.Tensor]
 
@@ -55,21 +57,22 @@ _host = Host(HOST)
 def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
     """Replace the losses of the installed ``speculators``, both the "fused" and the "eager" ones.
 
-    Each keeps its signature, ``(logits, targets) -> [1, T]``, and its value. The gradient is computed from statistics of each row,
-    without temporaries ``[T, V]``. The result is float32 (float64 for float64 logits), also that of the eager ``ce_loss``, whose
-    original returns the dtype of the logits. Where the targets require a gradient, the eager losses call the original, because
-    ours, like the fused ones, take the targets as constants. A second call does nothing and returns the first report with
-    ``already=True``.
+    Each keeps its signature, ``(logits, targets) -> [1, T]``, and its value. The gradient is computed from statistics
+    of each row, without temporaries ``[T, V]``. The result is float32 (float64 for float64 logits), also for the eager
+    ``ce_loss``, whose original returns the dtype of the logits. If the targets require a gradient, the eager losses
+    call the original, because the replacements, like the fused losses, treat the targets as constants. A second call
+    does nothing and returns the first report with ``already=True``.
 
     Args:
-        exclude: names of functions to leave as they are, such as "ce_loss".
+        exclude: names of functions to keep, such as "ce_loss".
 
     Returns:
         :class:`PatchReport`; print it.
 
     Raises:
         ImportError: ``speculators`` is not installed, or its losses cannot be imported.
-        RuntimeError: a signature in speculators differs from ours; the message lists every difference, and nothing is replaced.
+        RuntimeError: a signature in speculators differs from the replacement; the message lists every difference, and
+            nothing is replaced.
             Or speculators is patched already with another ``exclude``.
         ValueError: ``exclude`` holds a name that is never replaced.
     """
@@ -88,7 +91,7 @@ def unpatch() -> tuple[tuple[str, str], ...]:
 
 
 def _pairs(kept: Iterable[str]) -> tuple[Pairs, list[str]]:
-    """(original, replacement) of every function, and how the originals differ from what can be replaced."""
+    """Return (original, replacement) of every function, and the differences that prevent a replacement."""
     pairs, problems = [], []
     for home in TABLES:
         module = importlib.import_module(f"{HOST}.{home}")
@@ -104,7 +107,7 @@ def _pairs(kept: Iterable[str]) -> tuple[Pairs, list[str]]:
 
 
 def _of_table(home: str, original: Loss, ours: Loss) -> Loss:
-    """Ours for one of the two tables; an eager loss has a gradient for the targets too, which is left to the host."""
+    """Wrap the replacement for one table; eager losses fall back to the original if the targets require a gradient."""
 
     @functools.wraps(ours)
     def loss(logits: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -118,45 +121,46 @@ def _of_table(home: str, original: Loss, ours: Loss) -> Loss:
 
 
 def _of_rows(kind: str, logits: torch.Tensor, targets: torch.Tensor, **options: Any) -> torch.Tensor:
-    """The divergence of each row; of both in the wider of their dtypes."""
+    """Return the divergence per row, computed in the wider of the two dtypes."""
     dtype = torch.promote_types(logits.dtype, targets.dtype)
     return ops.divergence(logits.to(dtype), targets.to(dtype), kind=kind, reduction="none", **options).loss
 
 
 def kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """KL(q || p) of each row, ``[1, T]``, from logits ``[1, T, V]``: p is the draft's softmax, q the verifier's."""
+    """Compute KL(q || p) per row, ``[1, T]``, from logits ``[1, T, V]``: p is the draft's softmax, q the verifier's."""
     return _of_rows("kl", logits, targets)
 
 
 def reverse_kl_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """KL(p || q) of each row, with p and q as in :func:`kl_div_loss`."""
+    """Compute KL(p || q) per row, with p and q as in :func:`kl_div_loss`."""
     return _of_rows("rkl", logits, targets)
 
 
 def js_div_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """(KL(q || m) + KL(p || m)) / 2 of each row, m = (p + q) / 2, with p and q as in :func:`kl_div_loss`."""
+    """Compute (KL(q || m) + KL(p || m)) / 2 per row, m = (p + q) / 2, with p and q as in :func:`kl_div_loss`."""
     return _of_rows("jsd", logits, targets)
 
 
 def ce_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log p at the verifier's argmax of each row, with p and q as in :func:`kl_div_loss`."""
+    """Compute -log p at the verifier's argmax per row, with p and q as in :func:`kl_div_loss`."""
     return _of_rows("teacher_ce", logits, targets)
 
 
 def tv_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """1 - a of each row, a = sum min(p, q), with p and q as in :func:`kl_div_loss`."""
+    """Compute 1 - a per row, a = sum min(p, q), with p and q as in :func:`kl_div_loss`."""
     return _of_rows("tv", logits, targets)
 
 
 def neg_log_acceptance_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """-log(max(a, 1e-5)) of each row, with a as in :func:`tv_loss`."""
+    """Compute -log(max(a, 1e-5)) per row, with a as in :func:`tv_loss`."""
     return _of_rows("nla", logits, targets)
 
 
 def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float | torch.Tensor = 3.0) -> torch.Tensor:
-    """``lam KL(q || p) + (1 - lam) (1 - a)`` of each row with the constant lam = exp(-eta a), and a as in :func:`tv_loss`.
+    """Compute ``lam KL(q || p) + (1 - lam) (1 - a)`` per row.
 
-    ``eta`` may be any number, or a tensor that broadcasts with ``[1, T]``, which takes two passes over the logits.
+    lam = exp(-eta a) is a constant, with a as in :func:`tv_loss`.
+    ``eta`` is a number, or a tensor that broadcasts with ``[1, T]``; a tensor takes two passes over the logits.
     """
     if not isinstance(eta, torch.Tensor):
         return _of_rows("lk", logits, targets, eta=eta)
@@ -173,7 +177,7 @@ OURS: dict[str, Loss] = {
 }  # fmt: skip
 
 
-# Its metrics, from hidden states -------------------------------------------------------------------------------------
+# The metrics of speculators, from hidden states ----------------------------------------------------------------------
 
 
 def speculators_metrics(
@@ -201,42 +205,44 @@ def speculators_metrics(
     chunk_size: int | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, Metrics]:
-    """The loss and metrics of speculators' ``compute_metrics`` from hidden states; logits exist one chunk at a time.
+    """Compute the loss and metrics of speculators' ``compute_metrics`` from hidden states.
 
-    Without ``acceptance`` and ``confidence_logits`` it is that of ``models/dflash/metrics.py``, with either that of
-    ``models/dspark/metrics.py``. The gradient is made in the forward pass, in three matrix products with a frozen head. Where
-    ``loss_config`` has several terms, the loss of each is a metric. It costs nothing for tv, nla and one other term, and two more
-    products for each further term, or for one of small weight.
+    The logits exist one chunk at a time.
 
-    Rows of weight 0 are not read. With ``sample_from_anchor=False`` the anchor's row predicts nothing: it counts in no metric but the
-    number of valid rows that the loss is divided by, whether ``loss_mask`` masks it, as the trainer does, or not.
+    With ``acceptance`` or ``confidence_logits`` this is ``compute_metrics`` of ``models/dspark/metrics.py``, otherwise
+    of ``models/dflash/metrics.py``. The gradient is computed in the forward pass, in three matrix products with a
+    frozen head. If ``loss_config`` has several terms, the loss of each is a metric. These metrics are free for tv, nla
+    and one other term, and cost two more products for each further term and for each term of small weight.
+
+    Rows of weight 0 are not read. With ``sample_from_anchor=False`` the anchor's row predicts nothing. Unless
+    ``loss_mask`` masks it, as the trainer does, it counts only in the number of valid rows that the loss is divided by.
 
     Args:
-        hidden: the input of the draft's LM head, ``[1, T, D]``, T a whole number of blocks.
+        hidden: the input of the draft's LM head, ``[1, T, D]``, T is a multiple of ``block_size``.
         weight: the draft's LM head ``[V, D]``.
-        teacher_hidden: the input of the verifier's LM head, after its norm, ``[1, T, D']``, a constant. With ``teacher_rows`` it
-            may have any number of rows.
+        teacher_hidden: the input of the verifier's LM head, after its norm, ``[1, T, D']``, a constant. With
+            ``teacher_rows`` it may have any number of rows.
         loss_mask: ``[1, T]``, 0 or 1.
-        block_size: rows of a block, including the anchor's.
-        gamma: gamma of the decay, not 0.
-        loss_config: ``{name: weight}``, or speculators' own ``{name: (function, weight)}``, whose functions are not called.
-            None: ``{"kl_div": 1.0}``.
+        block_size: rows per block, including the anchor's.
+        gamma: gamma of the decay, a number other than 0.
+        loss_config: ``{name: weight}``, or speculators' own ``{name: (function, weight)}``, whose functions are not
+            called. None: ``{"kl_div": 1.0}``.
         per_position_loss_weight: "fixed-exp-decay" or "dpace". As in speculators, "dpace" takes one term only.
         dpace_alpha: alpha of :func:`dpace_weights`.
-        sample_from_anchor: whether the first row of a block predicts, as in DSpark.
-        acceptance: whether to add DSpark's metrics of the acceptance rate.
-        confidence_logits: ``[1, T]`` of the confidence head, or None. Its loss is added, and its metrics.
-        confidence_head_alpha: the coefficient of that loss.
+        sample_from_anchor: True if the first row of a block predicts a token, as in DSpark.
+        acceptance: True to add DSpark's metrics of the acceptance rate.
+        confidence_logits: ``[1, T]`` of the confidence head, or None. Adds its loss and its metrics.
+        confidence_head_alpha: coefficient of the confidence loss.
         bias: ``[V]`` or None.
-        extra: a low-rank second part of the draft's head, (u ``[1, T, r]``, U ``[V, r]``), or None, as for a Markov head.
-        teacher_weight: the verifier's head ``[V, D']``, a constant; None: it shares the draft's.
+        extra: low-rank second part of the draft's head, (u ``[1, T, r]``, U ``[V, r]``), or None, as for a Markov head.
+        teacher_weight: the verifier's head ``[V, D']``, a constant; None: the draft's head.
         teacher_bias: ``[V]``, the bias of ``teacher_weight``, or None.
-        teacher_extra: a low-rank second part of the verifier's head, a constant, or None.
-        teacher_rows: ``[1, T]`` int64, the row of ``teacher_hidden`` for each row of ``hidden``, called ``target_indices`` in
-            ``core.py``; None: the two have the same layout.
-        draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary and a verifier's head of the whole vocabulary: the
-            verifier's column of each of the draft's tokens.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        teacher_extra: low-rank second part of the verifier's head, a constant, or None.
+        teacher_rows: ``[1, T]`` int64, the row of ``teacher_hidden`` for each row of ``hidden``, called
+            ``target_indices`` in ``core.py``; None: the two have the same layout.
+        draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary and a verifier's head of the whole
+            vocabulary: the verifier's column of each of the draft's tokens.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -244,7 +250,7 @@ def speculators_metrics(
 
     Raises:
         TypeError: an argument that should be a tensor, a number or a bool is not.
-        ValueError: shapes, dtypes or devices do not fit, a loss is unknown, or "dpace" is used with several terms.
+        ValueError: shapes, dtypes or devices do not match, a loss is unknown, or "dpace" is used with several terms.
 
     Source: speculators 0.9.0, Apache-2.0.
     """
@@ -283,20 +289,20 @@ def speculators_metrics(
 
 
 def _check_blocks(hidden: torch.Tensor, loss_mask: torch.Tensor, block_size: int, gamma: float) -> None:
-    """Check how rows are masked and laid out in blocks."""
+    """Check the mask, the block layout and the decay."""
     _checks.check_float("hidden", hidden)
     _checks.check_ndim("hidden", hidden, 3, "[1, T, D]")
     _checks.check_mask("loss_mask", loss_mask, hidden.shape[:-1], "that of hidden without its last dimension")
     _checks.check_positive_int("block_size", block_size)
     if hidden.shape[1] % block_size:
-        raise ValueError(f"hidden must have whole blocks of block_size={block_size} rows, got {hidden.shape[1]} rows")
+        raise ValueError(f"hidden must have a multiple of block_size={block_size} rows, got {hidden.shape[1]}")
     _checks.check_number("gamma", gamma)
     if gamma == 0 or math.isnan(gamma):
         raise ValueError(f"gamma must be a number other than 0, got {gamma}")
 
 
 def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
-    """Name -> weight of its losses."""
+    """Return name -> weight of the loss terms."""
     if loss_config is None:
         return {"kl_div": 1.0}
     if not isinstance(loss_config, Mapping) or not loss_config:
@@ -311,13 +317,17 @@ def _terms(loss_config: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def _counted(name: str, total: torch.Tensor, count: torch.Tensor | None = None) -> Metrics:
-    """A pair of metrics; of one where there is no count."""
+    """Return a pair of metrics; the count is 1 if not given."""
     return {f"{name}_sum": total, f"{name}_total": torch.ones((), device=total.device) if count is None else count}
 
 
 @dataclass(frozen=True)
 class _Metrics:
-    """One call. ``compared(weights, kind=..., reduction=...)`` is the divergence of its rows, ``first`` the first that predicts."""
+    """One call of :func:`speculators_metrics`.
+
+    ``compared(weights, kind=..., reduction=...)`` returns the divergence of the rows. ``weighting`` computes their
+    weights.
+    """
 
     compared: Callable[..., ops.Divergence]
     terms: dict[str, float]
@@ -327,18 +337,18 @@ class _Metrics:
 
     @property
     def mask(self) -> torch.Tensor:
-        """In the dtype of sums."""
+        """``loss_mask`` in the dtype of sums."""
         return self.loss_mask.detach().float()
 
     def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
-        """The loss, the rows, and the loss of each term, where there are several."""
+        """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
         weights = self._shares(self.weighting._row_weights(self.mask, self.block_size), EPS["loss"])
         kind = {KINDS[name]: weight for name, weight in self.terms.items()}
         found = self.compared(weights, kind=kind)
         return found.loss, found, self._of_each(found, weights) if len(self.terms) > 1 else {}
 
     def dpace(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
-        """The same, of one term, whose own value makes the confidence."""
+        """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""
         where = first_fraction(self.loss_mask, self.loss_mask)
         if where is not None:
             raise ValueError(f"loss_mask must hold 0 or 1, got {self.loss_mask[where].item()} at position {where}")
@@ -394,10 +404,10 @@ class _Metrics:
         return weights / (self.mask.sum(1, keepdim=True) + eps) / len(weights)
 
     def _of_each(self, found: ops.Divergence, weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The loss of each term: what a alone makes, then one that is the rest of the sum, or by a pass of its own."""
+        """Return the loss of each term: from a, as the remainder of the sum (one term), or by a separate pass."""
         free = {"tv": 1 - found.acceptance_rate, "nla": -found.acceptance_rate.clamp(min=FLOOR).log()}
         values = {name: free[name] for name in self.terms if name in free}
-        # The rest of a sum is made of its digits: of a term that is a small part of it few would be left.
+        # A term that is a small part of the sum would lose most digits in the subtraction.
         least = 0.01 * max(map(abs, self.terms.values()))
         others = [name for name, weight in self.terms.items() if name not in free and abs(weight) > least]
         last = others.pop() if others else None

@@ -1,4 +1,4 @@
-"""Train a masked diffusion LM with a Hugging Face ``Trainer``, the logits never made.
+"""Train a masked diffusion LM with a Hugging Face ``Trainer`` without materializing the logits.
 
 Example::
 
@@ -13,16 +13,17 @@ Example::
     )
     trainer.train()
 
-The collator corrupts each batch, and what the loss needs to know of the corruption travels in ``labels``, packed: so a
-batch holds the keys that every model, wrapper and device placement knows, and the ``Trainer`` counts the supervised tokens
-of all accumulated micro-batches and ranks by itself.
+The collator corrupts each batch and packs the masks and probabilities that the loss needs into ``labels``. The batch
+therefore has only the keys that every model, wrapper and device placement supports, and the ``Trainer`` itself counts
+the supervised tokens of all accumulated micro-batches and ranks.
 
-The loss is computed inside the forward of the model's LM head, which returns it in place of logits. So FSDP and ZeRO gather
-the head's weight and reduce its gradient as in any forward, and DDP sees a loss that depends on all it should.
+The loss is computed inside the forward of the model's LM head, which returns the loss in place of logits. FSDP and ZeRO
+therefore gather the head's weight and reduce its gradient as in any forward, and for DDP the loss depends on all
+parameters.
 
-The loss is :class:`dllm_kernels.MDLMCrossEntropyLoss` unless ``loss=`` says otherwise: another loss of this package, or a
-function that makes the weights of the rows. So a schedule that is not linear in the time has a weight other than 1 / p; with
-alpha(t) = cos(pi t / 2) the probability of a mask is p = 1 - alpha(t), and the weight -alpha'(t) / p::
+The loss is :class:`dllm_kernels.MDLMCrossEntropyLoss` unless ``loss=`` is given: another loss of this package, or a
+function that returns row weights. A schedule that is not linear in time needs a weight other than 1 / p. With
+alpha(t) = cos(pi t / 2) the mask probability is p = 1 - alpha(t), and the weight -alpha'(t) / p::
 
     def cosine_level(B, **seeds):
         return 1 - torch.cos(torch.pi / 2 * sample_level(B, low=1e-3, **seeds))
@@ -35,7 +36,7 @@ alpha(t) = cos(pi t / 2) the probability of a mask is p = 1 - alpha(t), and the 
         ..., data_collator=MaskedDiffusionCollator(mask_token_id, level=cosine_level), loss=cosine_weights
     )
 
-The mixin goes in front of the user's own ``Trainer`` class; nothing else here needs transformers.
+Put the mixin before the ``Trainer`` class among the bases. Only the mixin requires transformers.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ IGNORED = -100
 TOKEN_BITS = 31
 MASKED = 2**62
 RETURNED = "the weights that loss returns"
-FAR_APART = 0x9E3779B97F4A7C15 - 2**64  # n times it, modulo 2^64, is nowhere near another small multiple
+FAR_APART = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart modulo 2^64
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
@@ -87,24 +88,24 @@ RowWeights = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], 
 def pack_labels(
     input_ids: torch.Tensor, loss_mask: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor
 ) -> torch.Tensor:
-    """Clean tokens, masks and probabilities in one tensor of labels.
+    """Pack clean tokens, masks and probabilities into one tensor of labels.
 
-    A position that is not supervised holds -100. A supervised one holds its token in the low 31 bits, then the 31 bits of the
-    float32 probability with which it was masked, then one bit that says whether it was. Nothing is lost, and
+    An unsupervised position holds -100. A supervised position holds its token in the low 31 bits, then the 31 bits of
+    the float32 mask probability, then one bit that is set if the token was masked. The packing is lossless, and
     ``(labels != -100).sum()`` counts the supervised tokens.
 
     Args:
         input_ids: clean tokens ``[B, L]``, in [0, 2^31).
         loss_mask: ``[B, L]``, nonzero where the token is supervised.
-        noise_mask: ``[B, L]``, nonzero where it was masked.
-        p_mask: float32 ``[B, L]``, the probability with which it was.
+        noise_mask: ``[B, L]``, nonzero where the token was masked.
+        p_mask: float32 ``[B, L]``, the probability with which the token was masked.
 
     Returns:
         int64 ``[B, L]``.
 
     Raises:
         TypeError: an argument is not a tensor.
-        ValueError: shapes or dtypes that do not fit.
+        ValueError: shapes or dtypes do not match.
     """
     check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
@@ -112,15 +113,15 @@ def pack_labels(
     check_float("p_mask", p_mask)
     check_dtype("p_mask", p_mask, [torch.float32])
     check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
-    bits = p_mask.contiguous().view(torch.int32).long() & 2**TOKEN_BITS - 1  # a probability has no sign
+    bits = p_mask.contiguous().view(torch.int32).long() & 2**TOKEN_BITS - 1  # the sign bit of a probability is 0
     packed = input_ids.long() | bits << TOKEN_BITS | noise_mask.bool() * MASKED
     return torch.where(loss_mask != 0, packed, IGNORED)
 
 
 def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What :func:`pack_labels` packed: ``(target_ids, noise_mask, p_mask, loss_mask)``, as the losses take them.
+    """Unpack :func:`pack_labels` into ``(target_ids, noise_mask, p_mask, loss_mask)``, the arguments of the losses.
 
-    ``noise_mask`` is False and ``p_mask`` 0 where a token is not supervised.
+    ``noise_mask`` is False and ``p_mask`` 0 at unsupervised positions.
     """
     supervised = labels != IGNORED
     known = torch.where(supervised, labels, 0)
@@ -130,34 +131,36 @@ def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 class MaskedDiffusionCollator:
-    """Makes samples into a batch of corrupted tokens, with the labels of :func:`pack_labels`.
+    """Collate samples into a batch of corrupted tokens, with the labels of :func:`pack_labels`.
 
-    **Noise.** Each row is corrupted under a seed of its own. Without ``seed_field`` the seeds are drawn and mixed with ``rank``. A
-    process that loads the data itself draws them from torch's default generator; a worker of a ``DataLoader`` draws them from
-    a generator that is seeded as the worker is. So no two rows, ranks, workers or epochs share their noise. The same
-    ``manual_seed`` gives the same noise again, and so does a restored state of the generator. A ``Trainer`` that resumes within
-    an epoch draws a batch before it restores that state, so its noise differs from that of an uninterrupted run.
+    **Noise.** Each row is corrupted under a separate seed. Without ``seed_field`` the seeds are drawn and mixed with
+    ``rank``. A process that loads the data itself draws seeds from torch's default generator. A worker of a
+    ``DataLoader`` draws seeds from a generator that is seeded like the worker. No two rows, ranks, workers or epochs
+    share their noise. An equal ``manual_seed`` reproduces the noise, and so does a restored generator state. A
+    ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from that
+    of an uninterrupted run.
 
-    With ``seed_field`` the noise of a sample is a function of its seed, of the epoch (:meth:`set_epoch`) and of the length
-    of the batch alone, on any rank and worker. A resumed run then equals the uninterrupted one to the bit.
+    With ``seed_field`` the noise of a sample depends only on its seed, the epoch (:meth:`set_epoch`) and the length of
+    the batch, on any rank and worker. A resumed run is then bit-identical to an uninterrupted one.
 
     Args:
-        mask_token_id: the token that masks.
-        collate: makes a batch of the samples; None: ``DLLMCollator()``, which pads with token 0.
-        corrupt: the corruption routine, :func:`dllm_kernels.corrupt_uniform` or another that masks.
-        seed_field: a field of the samples with an int64 seed, different in each. None: seeds are drawn.
-        rank: sets apart the processes that draw alike otherwise; those that load the same samples (tensor parallelism) must
-            be given the same, which the mixin does. None: the rank in the process group, else the environment variable
-            ``RANK``, else 0.
-        level: a sampler of levels, such as ``functools.partial(sample_level, method="stratified", low=1e-3)``: called with the
-            number of rows and ``seeds=`` or ``generator=``, what it returns is passed to ``corrupt``. None: ``corrupt`` draws
-            its own. One that couples the rows takes the batch into account, so that a sample's noise depends on it.
-        **options: passed on to ``corrupt`` (``eps``, ``block_size``, ...). A ``generator`` among them is drawn from as it
-            is: seed it for each rank, and have no workers, which would hold copies of it.
+        mask_token_id: id of the MASK token.
+        collate: function that collates the samples; None: ``DLLMCollator()``, which pads with token 0.
+        corrupt: corruption routine that masks, such as :func:`dllm_kernels.corrupt_uniform`.
+        seed_field: field of the samples with an int64 seed, different in each sample. None: seeds are drawn.
+        rank: separates the noise of processes with equal seeds. Processes that load the same samples (tensor
+            parallelism) must have equal ranks, which the mixin ensures. None: the rank in the process group, otherwise
+            the environment variable ``RANK``, otherwise 0.
+        level: sampler of noise levels, such as ``functools.partial(sample_level, method="stratified", low=1e-3)``. It
+            is called with the number of rows and ``seeds=`` or ``generator=``, and its result is passed to ``corrupt``.
+            None: ``corrupt`` draws the levels. If the sampler couples the rows, the noise of a sample depends on its
+            batch.
+        **options: passed on to ``corrupt`` (``eps``, ``block_size``, ...). A ``generator`` among them is used directly:
+            seed it differently on each rank, and use no workers, because each would hold a copy of it.
 
     Raises:
-        TypeError: ``rank`` is no int, or ``corrupt`` no function.
-        ValueError: ``rank`` has more than 64 bits, or ``corrupt`` takes no token that masks.
+        TypeError: ``rank`` is not an int, or ``corrupt`` is not a function.
+        ValueError: ``rank`` has more than 64 bits, or ``corrupt`` takes no MASK token.
     """
 
     def __init__(
@@ -185,32 +188,33 @@ class MaskedDiffusionCollator:
         self._generator: tuple[int, torch.Generator] | None = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Give samples with a ``seed_field`` other noise: call it before each epoch, like a sampler's ``set_epoch``.
+        """Change the noise of samples with a ``seed_field``: call it before each epoch, like a sampler's ``set_epoch``.
 
-        The mixin calls it for the batches that it trains on. In epoch 0, the first one and that of evaluation, the seed of a
-        sample is used as it is. Running workers of a ``DataLoader`` see the new epoch. Copies of the collator (``copy``,
-        ``pickle``) do not: a copy begins in the epoch of its original and has an epoch of its own.
+        The mixin calls it for training batches. In epoch 0, the first training epoch and the epoch of evaluation, the
+        seed of a sample is used unchanged. Running workers of a ``DataLoader`` see the new epoch. Copies of the
+        collator (``copy``, ``pickle``) do not: a copy starts in the epoch of its original and counts epochs separately.
 
         Raises:
-            TypeError: ``epoch`` is no int.
-            ValueError: it has more than 64 bits.
+            TypeError: ``epoch`` is not an int.
+            ValueError: ``epoch`` has more than 64 bits.
         """
         check_int64("epoch", epoch)
         self._epoch.fill_(epoch)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-        """Collate and corrupt.
+        """Collate and corrupt samples.
 
         Args:
-            samples: dicts with ``input_ids``, ``loss_mask`` and ``attention_mask``, as :class:`dllm_kernels.DLLMCollator`
-                takes them.
+            samples: dicts with ``input_ids``, ``loss_mask`` and ``attention_mask``, as
+                :class:`dllm_kernels.DLLMCollator` expects.
 
         Returns:
             ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``.
 
         Raises:
-            TypeError: a seed is no int.
-            ValueError: a sample lacks a field, a seed has more than 64 bits, or ``corrupt`` returned something else.
+            TypeError: a seed is not an int.
+            ValueError: a sample lacks a field, a seed has more than 64 bits, or ``corrupt`` did not return three
+                values.
         """
         for field in ("loss_mask", *filter(None, [self.seed_field])):
             if any(field not in sample for sample in samples):
@@ -242,7 +246,10 @@ class MaskedDiffusionCollator:
         return drawn + rank * FAR_APART
 
     def _drawn_from(self) -> torch.Generator | None:
-        """The default generator; in a worker one of its own, which processes that load the same samples share."""
+        """Return None (the default generator), or in a worker a generator with the worker's seed.
+
+        Processes that load the same samples have workers with equal seeds.
+        """
         worker = torch.utils.data.get_worker_info()
         if worker is None:
             return None
@@ -251,18 +258,18 @@ class MaskedDiffusionCollator:
         return self._generator[1]
 
     def __copy__(self) -> MaskedDiffusionCollator:
-        """Copy with shared memory for the copy's epoch: later epochs of the original do not reach the copy."""
+        """Copy the collator; the copy stores its epoch in separate shared memory."""
         other = type(self).__new__(type(self))
         vars(other).update(vars(self), _epoch=_shared(int(self._epoch)))
         return other
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a deep copy or a pickle, and share the memory of its epoch; in a spawned worker it is shared already."""
+        """Restore a deep copy or a pickle, with the epoch in shared memory (already shared in a spawned worker)."""
         vars(self).update(state)
         self._epoch.share_memory_()  # type: ignore[no-untyped-call]
 
     def _apart(self, **changes: Any) -> MaskedDiffusionCollator:
-        """A copy in epoch 0."""
+        """Return a changed copy in epoch 0."""
         other = copy.copy(self)
         vars(other).update(changes)
         other.set_epoch(0)
@@ -270,12 +277,12 @@ class MaskedDiffusionCollator:
 
 
 def _check_that_it_masks(corrupt: Corruption) -> None:
-    """Raise where the third argument of ``corrupt`` is a vocabulary size, which MASK's id would be taken for."""
+    """Raise if the third argument of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
     if not callable(corrupt):
         raise TypeError(f"corrupt must be a function, got {type_name(corrupt)}")
     try:
         parameters = list(inspect.signature(corrupt).parameters.values())
-    except ValueError:  # of a builtin
+    except ValueError:  # builtins have no signature
         return
     if len(parameters) > 2 and parameters[2].name == "vocab_size":
         name = getattr(corrupt, "__name__", type_name(corrupt))
@@ -285,7 +292,7 @@ def _check_that_it_masks(corrupt: Corruption) -> None:
 
 
 def _seed(i: int, field: str, value: Any) -> int:
-    """The seed of sample i, a number of Python's, NumPy's or torch's."""
+    """Return the seed of sample i, an integer of Python, NumPy or torch, as an int."""
     name = f"sample {i}, field {field!r}"
     try:
         seed = operator.index(value)
@@ -296,7 +303,7 @@ def _seed(i: int, field: str, value: Any) -> int:
 
 
 def _shared(epoch: int) -> torch.Tensor:
-    """Epoch in shared memory, so that workers of a ``DataLoader`` that live through several epochs see it change."""
+    """Store the epoch in shared memory, so that persistent workers of a ``DataLoader`` see it change."""
     shared = torch.tensor(epoch, dtype=torch.int64, device="cpu")
     shared.share_memory_()  # type: ignore[no-untyped-call]
     return shared
@@ -315,33 +322,34 @@ def mdlm_loss_func(
     *,
     loss: DiffusionLoss | RowWeights | None = None,
 ) -> torch.Tensor:
-    """The ``compute_loss_func`` of a plain ``Trainer``: the masked-diffusion loss from logits, for any head.
+    """Compute the masked-diffusion loss from logits, as ``compute_loss_func`` of a plain ``Trainer``, for any head.
 
-    Another loss is ``compute_loss_func=functools.partial(mdlm_loss_func, loss=...)``.
+    For another loss use ``compute_loss_func=functools.partial(mdlm_loss_func, loss=...)``.
 
-    Unlike the mixin, it leaves one thing to the caller: where the samples have seeds, a callback must pass each epoch to the
-    collator's ``set_epoch``. For a causal model, the ``Trainer`` counts labels from position 1 on, which misses a supervised first
-    token.
+    Unlike the mixin, it does not set the epoch: if the samples have seeds, a callback must pass each epoch to the
+    collator's ``set_epoch``. For a causal model, the ``Trainer`` counts labels from position 1 on, so it misses a
+    supervised first token.
 
     Args:
-        outputs: of the model: with ``logits`` ``[B, L, V]``, or a tuple that begins with them.
-        labels: of :class:`MaskedDiffusionCollator`.
-        num_items_in_batch: the supervised tokens of all micro-batches and ranks, which divides the sum; None: those here.
-        loss: as in :class:`MaskedDiffusionTrainerMixin`, but for ``SCDDLoss``, which needs the tokens that the model saw: a
-            ``Trainer`` does not hand them over.
+        outputs: output of the model, with ``logits`` ``[B, L, V]``, or a tuple whose first element is the logits.
+        labels: labels of :class:`MaskedDiffusionCollator`.
+        num_items_in_batch: divides the sum: the supervised tokens of all micro-batches and ranks; None: of this call.
+        loss: as in :class:`MaskedDiffusionTrainerMixin`, except ``SCDDLoss``. It needs the noisy tokens, which a
+            ``Trainer`` does not pass on.
 
     Returns:
         0-d loss.
 
     Raises:
         TypeError: ``loss`` is neither a loss nor a function, or returns no tensor.
-        ValueError: ``loss`` takes other arguments than labels hold, or returns weights of another shape or with a gradient.
+        ValueError: ``loss`` needs arguments that labels do not hold, or returns weights of another shape or with a
+            gradient.
     """
     return _Labelled.of(_checked_loss(loss), labels, num_items_in_batch).of_logits(_logits(outputs))
 
 
 class _Labelled(NamedTuple):
-    """A loss, and all that it takes of a batch but the rows."""
+    """A loss with its arguments except the model output."""
 
     loss: DiffusionLoss | RowWeights
     masks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -357,20 +365,20 @@ class _Labelled(NamedTuple):
         noisy_input_ids: torch.Tensor | None = None,
     ) -> _Labelled:
         targets, noise, p, supervised = unpack_labels(labels)
-        if isinstance(loss, SCDDLoss) and p.numel():  # it reads the time of a sequence in the first column
+        if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
         return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids)
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The loss from logits ``[B, L, V]``."""
+        """Compute the loss from logits ``[B, L, V]``."""
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_nll(logits, self.masks[0], self._weights()).loss
         loss: torch.Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
         return loss
 
     def of_hidden(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """The same from hidden states ``[B, L, D]`` and the LM head."""
+        """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_linear_nll(hidden, weight, self.masks[0], self._weights(), bias=bias).loss
         return self.loss.forward_fused(hidden, weight, *self.masks, lm_head_bias=bias, **self._options()).total_loss
@@ -379,7 +387,7 @@ class _Labelled(NamedTuple):
         return {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
 
     def _weights(self) -> torch.Tensor:
-        """What the function makes, 0 where a token is not supervised, over the count."""
+        """Return the weights of the function divided by the count, 0 at unsupervised positions."""
         targets, *_, supervised = self.masks
         weights: Any = self.loss(*self.masks)
         check_mask(RETURNED, weights, targets.shape, "that of the labels")
@@ -389,12 +397,12 @@ class _Labelled(NamedTuple):
 
 
 def _checked_loss(loss: Any) -> DiffusionLoss | RowWeights:
-    """The loss to use: the masked-diffusion loss where there is none."""
+    """Return the loss, :class:`MDLMCrossEntropyLoss` for None; raise if it is not a loss or takes other arguments."""
     if loss is None:
         return MDLMCrossEntropyLoss()
     if isinstance(loss, type) or not callable(loss):
         got = f"the class {loss.__name__}" if isinstance(loss, type) else type_name(loss)
-        raise TypeError(f"loss must be a loss or a function that makes row weights, got {got}")
+        raise TypeError(f"loss must be a loss or a function that returns row weights, got {got}")
     if isinstance(loss, TransformedLoss) and not isinstance(loss, DiffusionLoss):
         name = type_name(loss)
         raise ValueError(f"loss must take target_ids, noise_mask, p_mask and loss_mask, got {name}, which takes others")
@@ -410,17 +418,18 @@ def _logits(outputs: Any) -> torch.Tensor:
 def loss_in_head(
     model: nn.Module, loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 ) -> Iterator[None]:
-    """Within it, the LM head of the model returns ``loss(hidden, weight, bias)`` in place of logits.
+    """Make the LM head of the model return ``loss(hidden, weight, bias)`` in place of logits within the context.
 
-    The model must return the output of its head unchanged, as ``logits``: no scale, bias or soft cap. The caller checks it.
+    The model must return the output of its head unchanged, as ``logits``: no scale, bias or soft cap. The caller checks
+    that.
 
     Args:
-        model: has ``get_output_embeddings()`` or a module named ``lm_head``; may be wrapped by DDP, FSDP.
+        model: model with ``get_output_embeddings()`` or a module named ``lm_head``; may be wrapped by DDP, FSDP.
         loss: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None; returns the loss, 0-d.
 
     Raises:
-        ValueError: the head is not an ``nn.Linear`` with a plain weight, or has a ``forward`` of its own (an adapter) or
-            hooks other than those that shard it.
+        ValueError: the head is not an ``nn.Linear`` with a plain weight, has a replaced ``forward`` (an adapter), or
+            has hooks other than sharding hooks.
     """
     head: Any = _linear_head(model)
 
@@ -437,9 +446,9 @@ def loss_in_head(
 class _HeadLoss(torch.Tensor):
     """Loss that the LM head returned in place of logits.
 
-    Casts, and copies and views with the shape of the loss, keep the class. Any other operation that returns or modifies a
-    tensor raises ValueError. The value of the loss is not compared, because it does not show a scale that begins at 1
-    or a large cap, and because reading it would wait for the GPU. It is a tensor subclass, because wrappers copy the
+    Casts, and copies and views with the shape of the loss, keep the class. Any other operation that returns or modifies
+    a tensor raises ValueError. The value of the loss is not compared, because it does not show a scale that begins at 1
+    or a large cap, and because reading it would sync with the GPU. It is a tensor subclass, because wrappers copy the
     outputs of a model, evaluation has no autograd graph, and ``torch.compile`` traces ``__torch_function__``.
     """
 
@@ -450,9 +459,9 @@ class _HeadLoss(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         try:
             result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        except (IndexError, RuntimeError, TypeError):  # a slice or a shape that only logits have
+        except (IndexError, RuntimeError, TypeError):  # an index or a shape that is valid for logits only
             _refuse(f"a call of {name} on it")
-        if name == "__get__":  # an attribute
+        if name == "__get__":  # attribute access
             return result
         tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
         if name in (*CASTS, *COPIES):
@@ -464,7 +473,7 @@ class _HeadLoss(torch.Tensor):
         return result
 
     def plain(self) -> torch.Tensor:
-        """Copy that allows every operation. No view: a view of a Function's output cannot be scaled in place."""
+        """Return a plain tensor. A copy, because a view of the output of a Function cannot be scaled in place."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.clone()
 
@@ -487,35 +496,35 @@ def _linear_head(model: nn.Module) -> nn.Linear:
 
 
 class MaskedDiffusionTrainerMixin:
-    r"""The masked-diffusion loss with a fused LM head; put it before ``transformers.Trainer`` among the base classes.
+    r"""Masked-diffusion loss with a fused LM head; put it before ``transformers.Trainer`` among the base classes.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{masked}} \frac{\text{nll}_i}{p_i}
 
-    with N the supervised tokens of the whole batch: of all micro-batches, and of all ranks with
-    ``average_tokens_across_devices``. For batches of :class:`MaskedDiffusionCollator`. Evaluation without metrics is fused
-    too; where predictions are wanted, the logits are made, and ``compute_metrics`` gets the labels as they are, packed:
-    ``unpack_labels(torch.as_tensor(prediction.label_ids))`` begins with the tokens.
+    N is the number of supervised tokens of all micro-batches, and of all ranks with ``average_tokens_across_devices``.
+    The batches come from :class:`MaskedDiffusionCollator`. Evaluation without metrics is fused too. If predictions are
+    requested, the logits are materialized, and ``compute_metrics`` receives the packed labels:
+    ``unpack_labels(torch.as_tensor(prediction.label_ids))[0]`` are the tokens.
 
-    Not for ``nn.DataParallel`` (start one process per GPU instead), nor for sequences split over processes. What a model
-    would add to its own loss (the balance of a router) is not added to this one.
+    ``nn.DataParallel`` (start one process per GPU instead) and sequences split over processes are not supported.
+    Auxiliary terms of the model's own loss (such as router balance) are not added.
 
     Args:
-        *args: of the ``Trainer``.
-        loss: what to minimise; None: :class:`dllm_kernels.MDLMCrossEntropyLoss`, the equation above. Any loss of its signature,
-            constructed: one with other options, :class:`dllm_kernels.BlockDiffusionCrossEntropyLoss` for random-token
-            corruption, :class:`dllm_kernels.SCDDLoss` for noise of both kinds (``corrupt`` of the collator draws it), or a class
-            of your own that derives from one. Or a function of ``target_ids``, ``noise_mask``, ``p_mask`` and
-            ``loss_mask``, each ``[B, L]``, that returns the weight of each row's NLL before the division by N, ``[B, L]``.
-            ``p_mask`` is known at every supervised position, masked or not. Rows that are not supervised have the weight 0
-            whatever it returns. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part only.
-        **kwargs: of the ``Trainer``.
+        *args: arguments of the ``Trainer``.
+        loss: the loss; None: :class:`dllm_kernels.MDLMCrossEntropyLoss`, the equation above. An instance of any loss
+            with the same signature: :class:`dllm_kernels.BlockDiffusionCrossEntropyLoss` for random-token corruption,
+            :class:`dllm_kernels.SCDDLoss` for noise of both kinds (drawn by ``corrupt`` of the collator), or a class
+            derived from one of them. Or a function of ``target_ids``, ``noise_mask``, ``p_mask`` and ``loss_mask``,
+            each ``[B, L]``, that returns the weight of each row's NLL before the division by N, ``[B, L]``. ``p_mask``
+            is valid at every supervised position, masked or not. The weight of an unsupervised row is always replaced
+            by 0. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part only.
+        **kwargs: keyword arguments of the ``Trainer``.
 
     Raises:
         TypeError: ``loss`` is neither a loss nor a function.
-        ValueError: ``loss`` takes other arguments than labels hold, a ``compute_loss_func`` or a ``label_smoothing_factor`` is
-            given, several GPUs are visible to one process, sequences are split over processes, the model's head is not an
-            ``nn.Linear`` or is more than that (an adapter, hooks), or the model changes what its head returns: any operation
-            but a cast, a copy or a view of the same shape, in any step.
+        ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
+            ``label_smoothing_factor`` is given, several GPUs are visible to one process, sequences are split over
+            processes, the model's head is not a plain ``nn.Linear`` (an adapter, hooks), or the model changes the
+            output of its head in any step by an operation other than a cast, a copy or a view of the same shape.
     """
 
     def __init__(self, *args: Any, loss: DiffusionLoss | RowWeights | None = None, **kwargs: Any) -> None:
@@ -525,30 +534,33 @@ class MaskedDiffusionTrainerMixin:
         self.accelerator: Any
         if getattr(self, "compute_loss_func", None) is not None:
             raise ValueError(
-                "compute_loss_func must be None: the loss is MaskedDiffusionTrainerMixin's own, or its loss="
+                "compute_loss_func must be None, because MaskedDiffusionTrainerMixin sets it; pass loss= instead"
             )
         if self.args.n_gpu > 1:
             raise ValueError(f"one process must see one GPU, got {self.args.n_gpu}: start it with torchrun")
         if self.args.label_smoothing_factor:
             smoothing = self.args.label_smoothing_factor
-            raise ValueError(f"label_smoothing_factor must be 0, got {smoothing}: the masked-diffusion loss has none")
-        # Context parallelism makes the attention causal, sequence parallelism takes the model's own loss: neither says so.
+            raise ValueError(
+                f"label_smoothing_factor must be 0, got {smoothing}: the masked-diffusion loss has no label smoothing"
+            )
+        # Context parallelism makes the attention causal and sequence parallelism uses the model's loss, both without an
+        # error.
         split = getattr(self.accelerator, "parallelism_config", None)
         cp_size, sp_size = (getattr(split, name, 1) for name in ("cp_size", "sp_size"))
         if (cp_size, sp_size) != (1, 1):
             raise ValueError(
-                f"parallelism_config must have cp_size and sp_size 1, got {cp_size} and {sp_size}: the Trainer would not "
-                "compute the masked-diffusion loss of whole sequences"
+                f"parallelism_config must have cp_size and sp_size 1, got {cp_size} and {sp_size}: the Trainer would "
+                "not compute the masked-diffusion loss of whole sequences"
             )
         self.compute_loss_func = self._loss_of_outputs
-        self._loss_shifts_labels = False  # position 0 of a causal model's labels counts as well
+        self._loss_shifts_labels = False  # counts position 0 of a causal model's labels too
         self._wants_logits = False
         self._in_head: list[torch.Tensor] | None = None
         self._noisy_input_ids: torch.Tensor | None = None
         self._follow_epochs()
 
     def _follow_epochs(self) -> None:
-        """The collator is told of each epoch, and ranks that load the same samples draw the same noise."""
+        """Pass each epoch to the collator, and make ranks that load the same samples draw the same noise."""
         collator, tensor_parallel = getattr(self, "data_collator", None), getattr(self, "get_tp_size", lambda: 1)()
         if isinstance(collator, MaskedDiffusionCollator):
             if collator.rank is None and tensor_parallel > 1:
@@ -556,12 +568,12 @@ class MaskedDiffusionTrainerMixin:
             self.add_callback(_epoch_callback(self))  # type: ignore[attr-defined]
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.get_eval_dataloader``, with noise that is the same whenever it evaluates (``seed_field``)."""
+        """Call ``Trainer.get_eval_dataloader`` with noise that is equal in every evaluation (``seed_field``)."""
         with self._noise_of_epoch_0():
             return super().get_eval_dataloader(*args, **kwargs)  # type: ignore[misc]
 
     def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        """As ``Trainer.get_test_dataloader``, with noise that is the same each time (``seed_field``)."""
+        """Call ``Trainer.get_test_dataloader`` with noise that is equal each time (``seed_field``)."""
         with self._noise_of_epoch_0():
             return super().get_test_dataloader(*args, **kwargs)  # type: ignore[misc]
 
@@ -582,7 +594,7 @@ class MaskedDiffusionTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: int | torch.Tensor | None = None,
     ) -> Any:
-        """As ``Trainer.compute_loss``, which it calls with an LM head that computes the loss."""
+        """Call ``Trainer.compute_loss`` with an LM head that computes the loss."""
         compute: Any = super().compute_loss  # type: ignore[misc]
         self._noisy_input_ids = inputs.get("input_ids")
         if self._wants_logits or "labels" not in inputs:
@@ -605,7 +617,7 @@ class MaskedDiffusionTrainerMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """As ``Trainer.prediction_step``; with logits unless ``prediction_loss_only``."""
+        """Call ``Trainer.prediction_step``, with logits unless ``prediction_loss_only``."""
         self._wants_logits = not prediction_loss_only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]
@@ -627,7 +639,7 @@ class MaskedDiffusionTrainerMixin:
 
 
 def _epoch_callback(trainer: Any) -> Any:
-    """Tells the trainer's collator which epoch begins, before its batches are loaded, also after a resumption."""
+    """Build a callback that passes each epoch to the collator before its batches load, also after a resumption."""
     from transformers import TrainerCallback
 
     class EpochCallback(TrainerCallback):
@@ -642,7 +654,7 @@ def _epoch_callback(trainer: Any) -> Any:
             self.tell(0)
 
         def tell(self, epoch: int) -> None:
-            if isinstance(trainer.data_collator, MaskedDiffusionCollator):  # another may have taken its place
+            if isinstance(trainer.data_collator, MaskedDiffusionCollator):  # the user may have replaced it
                 trainer.data_collator.set_epoch(epoch)
 
     return EpochCallback()

@@ -1,6 +1,6 @@
-"""The base of the diffusion losses: their one signature, in both forms, and its checks.
+"""Base classes of the losses: constructor arguments, and the signature and checks of the diffusion losses.
 
-A loss says what its rows weigh, in :meth:`DiffusionLoss._weights`, and nothing else.
+A diffusion loss implements only :meth:`DiffusionLoss._weights`, which returns the per-row weights and the denominator.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ P_MASK_MIN = 1e-8
 
 
 class TransformedLoss(nn.Module):
-    """A loss of logits that go through a transform first, as :func:`dllm_kernels.ops.token_nll` describes it."""
+    """Base module with the options common to all losses: logits transform, reduction and backend.
+
+    The transform is that of :func:`dllm_kernels.ops.token_nll`.
+    """
 
     def __init__(
         self,
@@ -52,11 +55,11 @@ class TransformedLoss(nn.Module):
         self.backend = backend
 
     def _options(self, **others: Any) -> Options:
-        """What the ops are asked for; made at each call, since these are attributes that may have been assigned since."""
+        """Return the options of the ops, built on every call because attributes may have been reassigned."""
         return Options(Transform(self.softcap, self.scale, self.skip_id), backend=self.backend, **others)
 
     def _gives_rows(self) -> bool:
-        """Whether the output has the loss of each row. Looked at at each call: an attribute may have been assigned since."""
+        """Return True if the output has per-row losses. Validated on every call: the attribute may be reassigned."""
         if self.reduction == "total":
             return False
         _checks.check_choice("reduction", self.reduction, REDUCTIONS)
@@ -88,9 +91,9 @@ class Batch(NamedTuple):
         check_given(**tensors)
 
     def check_noise(self) -> bool:
-        """Check the masks of a loss that reads all three: shape, device, swapped, a constant, in range.
+        """Check the masks of a loss that reads all three: shape, device, order, constant, range.
 
-        Returns whether each probability is known to be in range, used or not.
+        Returns True if all probabilities, used or not, are known to be in range.
         """
         check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
         self.check_not_swapped()
@@ -98,7 +101,7 @@ class Batch(NamedTuple):
         return self._check_probabilities()
 
     def check_not_swapped(self) -> None:
-        """Raise where a mask can only be another one, read or not: by its dtype, and on CPU by its values."""
+        """Raise if two masks appear swapped, judged by dtype and, on CPU, by value; also checks unused masks."""
         p_mask, noise_mask, loss_mask = self.p_mask, self.noise_mask, self.loss_mask
         if p_mask is not None and p_mask.dtype == torch.bool:
             raise ValueError("p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?")
@@ -112,19 +115,23 @@ class Batch(NamedTuple):
         # A p_mask of ones is no sign of a swap, because routines that mask every position return it.
         if where is not None and values_are_there(p_mask) and _holds_zeros_and_ones(p_mask):
             raise ValueError(
-                f"loss_mask must hold no fractions beside a p_mask of 0 and 1, got {loss_mask[where].item()} at position {where}; "
-                "are p_mask and loss_mask swapped?"
+                f"loss_mask must hold no fractions beside a p_mask of 0 and 1, got {loss_mask[where].item()} "
+                f"at position {where}; are p_mask and loss_mask swapped?"
             )
 
     def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
-        """(noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks whatever p_mask holds there."""
+        """Compute (noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks even if p_mask is NaN there."""
         in_range = self.check_noise()
         on = self.noise_mask.bool() & self.loss_mask.bool()
         weights = on / self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN)
-        return weights if in_range else weights.masked_fill_(~on, 0.0)  # a CPU branches at every entry that it may fill
+        # Skip masked_fill_ if possible, because it branches per entry on CPU.
+        return weights if in_range else weights.masked_fill_(~on, 0.0)
 
     def _check_probabilities(self) -> bool:
-        """Raise where they are out of range; on a GPU that would cost a sync, so not there. Whether all are known to be in it."""
+        """Raise if a used probability is out of range. Skipped on GPU to avoid a sync.
+
+        Returns True if all probabilities are known to be in range.
+        """
         p_mask, noise_mask = self.p_mask, self.noise_mask
         if not values_are_there(p_mask):
             return False
@@ -148,13 +155,13 @@ def check_given(**tensors: torch.Tensor | None) -> None:
 
 
 def _holds_zeros_and_ones(mask: torch.Tensor) -> bool:
-    """Whether a mask holds 0, perhaps 1, and nothing else."""
+    """Return True if a mask holds only zeros and ones, and at least one zero."""
     zero = mask == 0
     return bool(zero.any()) and bool((zero | (mask == 1)).all())
 
 
 def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:
-    """Raise where it is the count of a loss that has no AR part, given by position."""
+    """Raise if ``loss_mask_ar`` is a count that was passed by position."""
     hint = "; a count goes by its keyword, num_diffusion_tokens="
     if isinstance(loss_mask_ar, (int, float)):
         raise TypeError(f"loss_mask_ar must be a torch.Tensor, got {_checks.type_name(loss_mask_ar)}{hint}")
@@ -163,14 +170,14 @@ def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:
 
 
 class DiffusionLoss(TransformedLoss):
-    """A loss of tokens ``[B, L]``, from logits or from hidden states.
+    """Base of the diffusion losses of tokens ``[B, L]``, from logits or from hidden states.
 
     Args:
-        fp32_upcast, softcap, scale, skip_id, reduction, backend: as :class:`MDLMCrossEntropyLoss` describes them.
+        fp32_upcast, softcap, scale, skip_id, reduction, backend: see :class:`MDLMCrossEntropyLoss`.
 
     Raises:
-        TypeError: ``fp32_upcast`` is no bool.
-        ValueError: ``reduction`` is unknown. A call checks them again.
+        TypeError: ``fp32_upcast`` is not a bool.
+        ValueError: ``reduction`` is unknown. Every call checks both again.
     """
 
     chunk_size: int | None = None
@@ -185,7 +192,7 @@ class DiffusionLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
 
@@ -202,31 +209,31 @@ class DiffusionLoss(TransformedLoss):
         causal_logits: torch.Tensor | None = None,
         noisy_input_ids: torch.Tensor | None = None,
     ) -> DLLMLossOutput:
-        """Compute the loss from logits. All losses take the same arguments; those that a loss does not use are checked too.
+        """Compute the loss from logits. All losses take the same arguments and also check the unused ones.
 
         Args:
-            logits: ``[B, L, V]``, any float dtype; for the hybrid loss also ``[B, 2 L, V]``, the diffusion logits followed
-                by the AR logits.
+            logits: ``[B, L, V]``, any float dtype; for the hybrid loss also ``[B, 2 L, V]``, the diffusion logits
+                followed by the AR logits.
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
             noise_mask: ``[B, L]``, nonzero where the token was masked (not used by block diffusion and SCDD).
-            p_mask: ``[B, L]``, the probability with which it was, in [0, 1], a constant (not used by block diffusion; for SCDD
-                the time of each sequence, one for all its positions: column 0 is read).
+            p_mask: ``[B, L]``, the probability with which the token was masked, in [0, 1], a constant (not used by
+                block diffusion; for SCDD the time of the sequence, equal at all its positions: column 0 is read).
             loss_mask: ``[B, L]``, nonzero where the token is supervised.
-            loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, a constant, fractions kept; None: no AR
-                part (hybrid).
-            num_diffusion_tokens: divides the diffusion sum, as ``max(n, 1)``; int or 0-d tensor. None: the sum itself, for
-                block diffusion and SCDD the number of supervised positions here.
+            loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, a constant, may be fractional; None: no
+                AR part (hybrid).
+            num_diffusion_tokens: divides the diffusion sum, as ``max(n, 1)``; int or 0-d tensor. None: no division; for
+                block diffusion and SCDD the number of supervised positions of this call.
             num_ar_tokens: divides the AR sum in the same way (hybrid).
-            causal_logits: ``[B, L, V]`` AR logits of their own; None: those in ``logits``, if it has them (hybrid).
-            noisy_input_ids: ``[B, L]`` integers, the tokens that the model saw (SCDD, which needs them).
+            causal_logits: ``[B, L, V]`` separate AR logits; None: the AR logits in ``logits``, if any (hybrid).
+            noisy_input_ids: ``[B, L]`` integers, the noisy tokens, input of the model (required by SCDD).
 
         Returns:
             :class:`DLLMLossOutput`: ``dllm_loss`` is the diffusion part of ``total_loss``, detached.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit; on CPU, a ``p_mask`` outside [0, 1] where it is used;
-                masks that are swapped, as far as it shows; a constant or count that requires a gradient.
+            ValueError: shapes, dtypes or devices do not match; on CPU, a ``p_mask`` outside [0, 1] where it is used;
+                masks that are detectably swapped; a constant or count that requires a gradient.
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
@@ -254,23 +261,25 @@ class DiffusionLoss(TransformedLoss):
         """Compute the same loss from hidden states and the LM head; the logits exist one chunk at a time.
 
         Args:
-            hidden: ``[B, L, D]``; for the hybrid loss also ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
+            hidden: ``[B, L, D]``; for the hybrid loss also ``[B, 2 L, D]``, the diffusion branch followed by the AR
+                branch.
             lm_head_weight: ``[V, D]``.
-            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in :meth:`forward`.
+            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in
+                :meth:`forward`.
             noisy_input_ids: as in :meth:`forward`.
-            causal_hidden: ``[B, L, D]`` of the AR branch; None: those in ``hidden``, if it has them (hybrid).
+            causal_hidden: ``[B, L, D]`` of the AR branch; None: the AR rows of ``hidden``, if any (hybrid).
             lm_head_bias: ``[V]`` or None.
-            extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None: ``U u`` is added
-                to the logits. Not beside ``causal_hidden``.
-            chunk_size: number of rows whose logits exist at a time; None: the loss's own (SCDD), or chosen from the sizes.
+            extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
+                ``U u`` is added to the logits. Must be None with ``causal_hidden``.
+            chunk_size: rows per chunk of logits; None: the attribute of the loss (SCDD), or chosen from the sizes.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit; on CPU, a ``p_mask`` outside [0, 1] where it is used;
-                masks that are swapped, as far as it shows; a constant or count that requires a gradient.
+            ValueError: shapes, dtypes or devices do not match; on CPU, a ``p_mask`` outside [0, 1] where it is used;
+                masks that are detectably swapped; a constant or count that requires a gradient.
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
@@ -281,7 +290,7 @@ class DiffusionLoss(TransformedLoss):
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
 
     def _rounds(self) -> bool:
-        """Looked at again at each call: it is an attribute that may have been assigned since."""
+        """Return True if the NLL is rounded. Validated on every call because the attribute may have been reassigned."""
         return not _checks.checked_bool("fp32_upcast", self.fp32_upcast)
 
     def _loss(
@@ -295,12 +304,12 @@ class DiffusionLoss(TransformedLoss):
     def _of_one_part(
         self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
     ) -> DLLMLossOutput:
-        """From what each row weighs, and from that over the denominator."""
+        """Compute the output of a loss with one part from the row weights and the weights over the denominator."""
         if not self._gives_rows():
             return single_loss(rows.weighted(targets, divided).loss, weights)
         nll = rows.per_row(targets, weights).nll
         return single_loss(sum_of_rows(nll, divided), weights, weighted_rows(nll, weights))
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
-        """What each row's NLL weighs, ``[B, L]``, 0 for rows that are not to be read; and what the sum is divided by."""
+        """Return the per-row weights ``[B, L]``, 0 for rows that must not be read, and the denominator."""
         raise NotImplementedError

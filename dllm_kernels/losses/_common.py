@@ -1,4 +1,4 @@
-"""What the losses share: the return type, checks of masks and counts, denominators."""
+"""Shared parts of the losses: the return type, checks of masks and counts, denominators."""
 
 from __future__ import annotations
 
@@ -15,37 +15,40 @@ REDUCTIONS = ("total", "none")
 
 
 class DLLMLossOutput(NamedTuple):
-    """What every loss returns.
+    """Return type of every loss.
 
     Attributes:
         total_loss: 0-d, the loss to call ``backward`` on.
         dllm_loss: 0-d, detached: the diffusion part alone, for logging.
-        draft_correct_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were the argmax
-            on this rank (DFlash and distillation, else None). Sum over ranks before dividing by ``draft_count_per_pos``.
-        draft_count_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were valid on this
-            rank (DFlash and distillation, else None).
-        weight_sum: 0-d, detached: the sum of the weights of all rows of this call, before any denominator. Rows with a target of
-            -100 are included. For a loss that is a weighted sum of NLLs over one denominator, ``total_loss`` times that
-            denominator is ``sum_i w_i nll_i``, and this is ``sum_i w_i``. Both add up over micro-batches and ranks, so that a
-            trainer can form the quotient of the whole step. For a loss of two parts it is the sum over both, including the factor
-            between them. None in an output that was made without it.
-        draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict. Input of
-            :func:`acceptance_length` (DFlash and distillation, else None). In distillation the argmax is the teacher's.
-        row_losses: with ``reduction="none"``, else None: ``[B, L]``, what each row adds to the sum before any denominator,
-            ``w_i nll_i``, differentiable with any gradient per row; 0 for rows that are not read. For a loss of two parts it is
-            ``[B, 2 L]``: I-DLM's masked copy and then its clean copy, the hybrid loss's diffusion rows and then its AR rows
-            (``[B, L]`` without an AR part). Row i of a next-token part predicts token i + 1, and the last one is 0.
-        row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. They add up to
-            ``weight_sum``, rows with a target of -100 included.
-        acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 where there is
-            nothing to predict (distillation with a teacher only, else None).
+        draft_correct_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were the
+            argmax on this rank (DFlash and distillation, else None). Sum over ranks before dividing by
+            ``draft_count_per_pos``.
+        draft_count_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were valid on
+            this rank (DFlash and distillation, else None).
+        weight_sum: 0-d, detached: the sum of the weights of all rows of this call, before any denominator. Rows with a
+            target of -100 are included. For a loss that is a weighted sum of NLLs over one denominator, ``total_loss``
+            times that denominator is ``sum_i w_i nll_i``, and this is ``sum_i w_i``. Both add up over micro-batches and
+            ranks, so that a trainer can form the quotient of the whole step. For a loss of two parts it is the sum over
+            both, including the factor between them. None in an output that was constructed without it.
+        draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict.
+            Input of :func:`acceptance_length` (DFlash and distillation, else None). In distillation the argmax is the
+            teacher's.
+        row_losses: with ``reduction="none"``, else None: ``[B, L]``, the contribution of each row before any
+            denominator, ``w_i nll_i``, differentiable with any gradient per row; 0 for rows that are not read. For a
+            loss of two parts it is ``[B, 2 L]``: I-DLM's masked copy and then its clean copy, the hybrid loss's
+            diffusion rows and then its AR rows (``[B, L]`` without an AR part). Row i of a next-token part predicts
+            token i + 1, and the last one is 0.
+        row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. They add
+            up to ``weight_sum``, rows with a target of -100 included.
+        acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 where there
+            is nothing to predict (distillation with a teacher only, else None).
 
-    A trainer with its own denominators has two ways. The first uses the sums of each call, and the gradient is still made in the
-    forward pass: give no count (or a count of 1), and divide the sum of ``total_loss`` over micro-batches and ranks by the sum of
-    ``weight_sum``. The second uses the rows, for instance where each sequence has its own denominator: construct the loss with
-    ``reduction="none"`` and reduce ``row_losses``. The mean over each sequence and then over the batch is
-    ``(row_losses.sum(1) / tokens_of_each.clamp(min=1)).mean()``. The plain NLL of a row is ``row_losses / row_weights`` where the
-    weight is not 0.
+    A trainer with its own denominators has two ways. The first uses the sums of each call, and the gradient is still
+    computed in the forward pass: pass no count (or a count of 1), and divide the sum of ``total_loss`` over
+    micro-batches and ranks by the sum of ``weight_sum``. The second uses the rows, for instance if each sequence has a
+    separate denominator: construct the loss with ``reduction="none"`` and reduce ``row_losses``. The mean over each
+    sequence and then over the batch is ``(row_losses.sum(1) / tokens_of_each.clamp(min=1)).mean()``. The plain NLL of a
+    row is ``row_losses / row_weights`` where the weight is not 0.
     """
 
     total_loss: torch.Tensor
@@ -60,9 +63,9 @@ class DLLMLossOutput(NamedTuple):
 
 
 def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Tensor | None = None) -> DLLMLossOutput:
-    """The output of a loss with one part, whose rows weigh ``weights`` before its denominator; its rows where asked for.
+    """Build the output of a loss with one part. ``weights`` are the row weights before the denominator.
 
-    The logged value is a copy of its own.
+    The logged value is a copy.
     """
     weights = weights.detach() if weights.requires_grad else weights
     out = DLLMLossOutput(total_loss=loss, dllm_loss=loss.detach().clone(), weight_sum=weights.sum())
@@ -70,10 +73,10 @@ def single_loss(loss: torch.Tensor, weights: torch.Tensor, row_losses: torch.Ten
 
 
 def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
-    """Row weights over max(count, 1), or as they are when there is no count; a tensor count is never read by the host.
+    """Divide row weights by max(count, 1), or return them if the count is None, without a host sync.
 
-    The denominator goes into the weights and not under the sum: where the gradients are made in the forward pass, backward
-    has nothing left to scale when the upstream gradient is 1.
+    The weights are divided instead of the sum, because gradients computed in the forward pass then need no scaling in
+    backward if the upstream gradient is 1.
     """
     count = plain_count(count)
     if count is None:
@@ -84,17 +87,17 @@ def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
 
 
 def weighted_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weights * NLL of each row, 0 for a row of weight 0 whatever it holds."""
+    """Compute weight * NLL per row, 0 for a row of weight 0 even if its NLL is NaN."""
     return torch.where(weights != 0, nll * weights, 0.0)
 
 
 def sum_of_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The sum of :func:`weighted_rows`."""
+    """Sum :func:`weighted_rows`."""
     return weighted_rows(nll, weights).sum()
 
 
 def part_of(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """A part of a loss, for logging, from the rows' detached NLL."""
+    """Sum one part of a loss, for logging, from the detached NLL of its rows."""
     return (nll * weights.to(nll.dtype)).sum()
 
 
@@ -106,16 +109,16 @@ def check_masks(target_ids: torch.Tensor, **masks: torch.Tensor) -> None:
 
 
 def check_counts(**counts: object) -> None:
-    """Check counts to divide by, used or not."""
+    """Check denominators, used or not."""
     for name, count in counts.items():
         _checks.check_count(name, count)
         _checks.check_constant(name, count)
 
 
 def shift_left(target_ids: torch.Tensor) -> torch.Tensor:
-    """Next-token targets ``[B, L]``: position i gets ``target_ids[:, i + 1]``, the last one none.
+    """Return next-token targets ``[B, L]``: ``target_ids[:, i + 1]`` at position i, and -100 at the last position.
 
     The targets are shifted and not the logits: slicing ``[B, L, V]`` would copy it forward and pad it backward.
     """
     shifted = torch.nn.functional.pad(target_ids[:, 1:].long(), (0, 1), value=-100)
-    return shifted[:, : target_ids.shape[1]]  # of no position when there was none
+    return shifted[:, : target_ids.shape[1]]  # L = 0 stays empty

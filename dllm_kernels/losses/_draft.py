@@ -1,4 +1,4 @@
-"""What losses of drafted blocks share: what each row weighs, what the sum is divided by, accuracy at each offset."""
+"""Shared parts of the losses of drafted blocks: row weights, denominators, accuracy per offset."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ NORMALIZE = ("tokens", "rows", "mean", "blocks", "sequences", "sequence_blocks")
 
 
 class Counts(NamedTuple):
-    """What the caller says of the whole step; None: what this call has. ``blocks``: with "sequence_blocks" ``[B]``.
+    """Normalization counts for the whole step. None: counted from this call.
 
-    ``weight``: the sum of the weights, which has no least.
+    ``blocks`` is ``[B]`` with "sequence_blocks". ``weight`` is the sum of the weights and has no minimum.
     """
 
     tokens: Count
@@ -40,7 +40,7 @@ class Counts(NamedTuple):
     weight: float | torch.Tensor | None = None
 
     def check(self, normalize: str, target_ids: torch.Tensor) -> None:
-        """Check all of them, used or not."""
+        """Check all counts, used or not."""
         check_counts(num_tokens=self.tokens, num_sequences=self.sequences, total_weight=self.weight)
         _checks.check_total("total_weight", self.weight)
         if normalize != "sequence_blocks" or self.blocks is None:
@@ -53,10 +53,10 @@ class Counts(NamedTuple):
 
 
 def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> int:
-    """Rows of each block among T; one block where there is no ``block_size``.
+    """Return the rows per block of T rows; T itself if ``block_size`` is None.
 
     Raises:
-        ValueError: T is no whole number of blocks.
+        ValueError: T is not a whole number of blocks.
     """
     if block_size is None:
         return max(T, 1)
@@ -70,12 +70,12 @@ def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> i
 
 
 def in_blocks(t: torch.Tensor, rows: int) -> torch.Tensor:
-    """``[B, T]`` as ``[B, T / rows, rows]``."""
+    """Reshape ``[B, T]`` to ``[B, T / rows, rows]``."""
     return t.reshape(t.shape[0], t.shape[1] // rows, rows)
 
 
 def normalized(weights: torch.Tensor, mask: torch.Tensor, rows: int, normalize: str, counts: Counts) -> torch.Tensor:
-    """Row weights ``[B, T]`` over the denominator. A block of ``rows`` or a sequence counts where its mask has any row."""
+    """Divide row weights ``[B, T]`` by the denominator. A block or a sequence counts if its mask is not all 0."""
     if normalize == "mean":
         return weights / (weights.sum() + 1e-6) if counts.weight is None else _share(weights, counts.weight)
     if normalize == "rows":
@@ -92,13 +92,16 @@ def normalized(weights: torch.Tensor, mask: torch.Tensor, rows: int, normalize: 
 
 
 def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
-    """Row weights over the sum of the weights of the whole step, 0 if that sum is 0; NaN over a negative sum."""
+    """Divide row weights by the step total, clamped to avoid division by zero; a negative total gives NaN."""
     total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
     return weights / total.clamp(min=torch.finfo(weights.dtype).tiny).masked_fill(total < 0, torch.nan)
 
 
 class DraftLoss(TransformedLoss):
-    """A loss of blocks of drafted tokens ``[B, T]``, each row weighed by its place or by D-PACE; the losses describe the arguments."""
+    """Loss of blocks of drafted tokens ``[B, T]``, weighted by position decay or by D-PACE.
+
+    Arguments are documented on the subclasses.
+    """
 
     def __init__(
         self,
@@ -128,7 +131,7 @@ class DraftLoss(TransformedLoss):
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
 
     def _check_settings(self) -> None:
-        """Also at each call, since they are attributes that may have been assigned since."""
+        """Validate the settings, on every call because attributes may have been reassigned."""
         gamma: Any = self.loss_gamma
         _checks.check_constant("loss_gamma", gamma)
         if gamma is not None and not isinstance(gamma, torch.Tensor):
@@ -146,7 +149,7 @@ class DraftLoss(TransformedLoss):
     def _decay_weights(
         self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype
     ) -> torch.Tensor:
-        """Decay of T predicted positions ``[T]``, restarting each block; all ones without a gamma."""
+        """Compute the decay of T predicted positions ``[T]``, restarting at each block; all ones without a gamma."""
         if self.loss_gamma is None and not self.decay_from:
             return torch.ones(T, device=device, dtype=dtype)
         row = torch.arange(T, device=device) % rows_of_block(T, block_size, self.anchor_row)
@@ -159,7 +162,7 @@ class DraftLoss(TransformedLoss):
         return torch.where(steps < 0, 0.0, decay) if self.decay_from else decay
 
     def _row_weights(self, mask: torch.Tensor, block_size: int | None, q: torch.Tensor | None = None) -> torch.Tensor:
-        """What each row weighs before the denominator ``[B, T]``, detached; the decay needs no confidence ``q``."""
+        """Compute the detached row weights ``[B, T]`` before the denominator; the decay needs no confidence ``q``."""
         T = mask.shape[1]
         if self.position_weights == "decay":
             return self._decay_weights(T, block_size, mask.device, mask.dtype) * mask
@@ -171,13 +174,13 @@ class DraftLoss(TransformedLoss):
     def _normalized(
         self, weights: torch.Tensor, mask: torch.Tensor, block_size: int | None, counts: Counts
     ) -> torch.Tensor:
-        """Row weights over the denominator; only where it counts blocks there must be a whole number of them."""
+        """Divide row weights by the denominator; T must be a whole number of blocks only if it counts blocks."""
         by_blocks = self.normalize in ("blocks", "sequence_blocks")
         rows = rows_of_block(mask.shape[1], block_size if by_blocks else None, self.anchor_row)
         return normalized(weights, mask, rows, self.normalize, counts)
 
     def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: torch.Tensor) -> Counts:
-        """What the caller says of blocks and of the whole step, checked; in plain tensors."""
+        """Check ``block_size`` and the counts of the whole step; return the counts as plain tensors."""
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
         counts = Counts(*all_plain(*counts))
@@ -188,9 +191,9 @@ class DraftLoss(TransformedLoss):
     def _draft_acc_per_pos(
         correct: torch.Tensor, block_mask: torch.Tensor, block_size: int | None
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Sums over batch and blocks of ``correct * block_mask`` and of ``block_mask``, both ``[B, T]``, at each offset.
+        """Sum ``correct * block_mask`` and ``block_mask``, both ``[B, T]``, over batch and blocks, per offset.
 
-        Float32; ``correct`` may be bool or float. (None, None) when ``block_size`` is None or at most 1, or T is not a
+        Float32; ``correct`` may be bool or float. (None, None) if ``block_size`` is None or at most 1, or T is not a
         multiple of ``block_size - 1``.
         """
         if block_size is None or block_size <= 1 or correct.shape[1] % (block_size - 1) != 0:
@@ -201,15 +204,15 @@ class DraftLoss(TransformedLoss):
 
 
 class Found(NamedTuple):
-    """What a call found.
+    """Results of one call.
 
     Attributes:
-        loss: 0-d, without a part for the confidence.
-        weights: what the rows weigh before the denominator.
-        shares: what they weigh over it.
-        correct: what is drafted right.
-        a: the acceptance rates, where there is a teacher.
-        value: what each row costs, differentiable, where the rows are asked for.
+        loss: 0-d, without the confidence term.
+        weights: row weights before the denominator.
+        shares: row weights over the denominator.
+        correct: True for correctly drafted tokens.
+        a: the acceptance rates, or None without a teacher.
+        value: differentiable loss per row, or None if rows are not requested.
     """
 
     loss: torch.Tensor
@@ -222,7 +225,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class DraftCall:
-    """One call of a loss of drafted blocks, its arguments plain and checked."""
+    """One call of a loss of drafted blocks, with checked arguments in plain tensors."""
 
     loss: DraftLoss
     rows: ModelOutput
@@ -232,7 +235,7 @@ class DraftCall:
     counts: Counts
 
     def cross_entropy(self, summed: bool, coefficient: float = 1.0) -> Found:
-        """Of the targets: the weighted sum, or where their probability makes the weights the NLL of each row."""
+        """Compute the cross-entropy as a weighted sum, or per row if the weights depend on the target probabilities."""
         assert self.target_ids is not None
         if summed and self.loss.position_weights == "decay":
             weights, shares = self.weights()
@@ -247,13 +250,13 @@ class DraftCall:
         return Found(sum_of_rows(value, shares), weights, shares, each.correct, value=value)
 
     def weights(self, q: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the rows weigh, before and over the denominator; the decay needs no confidence ``q``."""
+        """Return the row weights before and over the denominator; the decay needs no confidence ``q``."""
         mask = self.block_mask.detach().to(self.rows.acc)
         weights = self.loss._row_weights(mask, self.block_size, q)
         return weights, self.loss._normalized(weights, mask, self.block_size, self.counts)
 
     def output(self, found: Found) -> DLLMLossOutput:
-        """With the draft's accuracy; rows before the decay predict nothing and count in neither accuracy nor rates."""
+        """Build the output with the draft accuracy and acceptance rates, both without rows before ``decay_from``."""
         loss, mask, correct, a = self.loss, self.block_mask, found.correct, found.a
         if loss.position_weights == "decay" and loss.decay_from:
             T = mask.shape[1]
@@ -262,7 +265,7 @@ class DraftCall:
             correct, a = correct & (mask != 0), None if a is None else torch.where(mask != 0, a, 0.0)
         block_size = self.block_size
         if block_size is not None and loss.anchor_row:
-            block_size += 1  # of as many rows, all of them behind an anchor
+            block_size += 1  # _draft_acc_per_pos takes block_size - 1 rows per block
         hits, count = loss._draft_acc_per_pos(correct, mask, block_size)
         row_losses = None
         if found.value is not None and loss._gives_rows():

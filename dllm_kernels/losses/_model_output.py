@@ -1,4 +1,4 @@
-"""Rows of logits, given or made from hidden states by an LM head: all that tells the two forms of a loss apart."""
+"""Model output: logits, or hidden states plus LM head. The only place where the two forms of a loss differ."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ HIDDEN = _checks.Names("hidden", "target_ids", "lm_head_weight", "lm_head_bias")
 
 
 class ModelOutput(NamedTuple):
-    """What a loss is computed from. A loss checks it, and what it makes of it afterwards is not checked again.
+    """Logits, or hidden states and LM head, with the options of the ops.
+
+    A loss calls :meth:`check` once; the methods that run ops do not check again, except for the teacher.
 
     Attributes:
-        names: what the caller calls the rows, the targets and the LM head.
-        options: for the ops, the same in every call.
+        names: the caller's names of the rows, the targets and the LM head.
+        options: options of every op call.
         x: logits ``[..., V]``, or hidden states ``[..., D]``.
         weight: LM head ``[V, D]`` with hidden states.
         bias: ``[V]`` or None.
-        extra: the second part of the head, or None.
+        extra: low-rank second part of the head, or None.
     """
 
     names: _checks.Names
@@ -43,34 +45,34 @@ class ModelOutput(NamedTuple):
     extra: _checks.Extra | None = None
 
     def of(self, x: torch.Tensor, name: str) -> ModelOutput:
-        """Other rows of the same kind, which the caller calls ``name``."""
+        """Replace the rows by other rows of the same kind, which the caller names ``name``."""
         return replaced(self, x=x, names=replaced(self.names, rows=name))
 
     def with_skipped(self, skip_id: int) -> ModelOutput:
-        """The same, with a column that is never predicted."""
+        """Exclude a column from prediction."""
         return replaced(
             self, options=replaced(self.options, transform=replaced(self.options.transform, skip_id=skip_id))
         )
 
     @property
     def fused(self) -> bool:
-        """Whether there is an LM head."""
+        """True if there is an LM head."""
         return bool(self.names.weight)
 
     @property
     def acc(self) -> torch.dtype:
-        """The dtype that sums over the rows are made in."""
+        """Dtype of sums over the rows."""
         return torch.promote_types(self.x.dtype, torch.float32)
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Vocabulary size V."""
         return self.x.shape[-1] if self.weight is None else self.weight.shape[0]
 
     def check(self, target_ids: torch.Tensor, *, width: int | None = None, shift: int = 0) -> None:
         """Check ``x [B, width or L, V or D]``, ``target_ids [B, L]`` and the LM head, if any.
 
-        ``shift``: how many positions before a token stands the row that it is the target of.
+        ``shift``: offset between a row and its target: row i predicts token i + shift.
         """
         names, x = self.names, self.x
         V = _checks.check_rows(names, x, target_ids, self.weight, self.bias)
@@ -92,13 +94,13 @@ class ModelOutput(NamedTuple):
     def weighted(
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **asked: Any
     ) -> WeightedNLL:
-        """The sum of weights * NLL: what a loss is whose weights are known."""
+        """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
         weights = weights.detach().to(self.acc)
         op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
         return self._run(op, targets, asked, active=active, weights=weights)  # type: ignore[no-any-return]
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **asked: Any) -> TokenNLL:
-        """The NLL of the active rows, differentiable: for weights that are not known before the forward pass."""
+        """Compute the differentiable NLL of the active rows, for weights that are not known before the forward pass."""
         rows: TokenNLL = self._run(
             TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL, targets, asked, active=active
         )
@@ -110,11 +112,12 @@ class ModelOutput(NamedTuple):
     def stats(
         self, ids: torch.Tensor, active: torch.Tensor, *, mix: tuple[torch.Tensor, torch.Tensor], **asked: Any
     ) -> RowStats:
-        """Statistics of the active rows, differentiable: for what is no sum of NLLs."""
-        return self._run(ROW_STATS, ids, asked, active=active, mix_a=mix[0], mix_b=mix[1])  # type: ignore[no-any-return]
+        """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
+        out: RowStats = self._run(ROW_STATS, ids, asked, active=active, mix_a=mix[0], mix_b=mix[1])
+        return out
 
     def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **asked: Any) -> Divergence:
-        """The divergence of the rows to the teacher's, logits or hidden states like these, which is checked here."""
+        """Compute the divergence to the teacher's logits or hidden states; the op checks the teacher."""
         asked = {**self.options.transform._asdict(), "backend": self.options.backend, **asked}
         if self.weight is None:
             return divergence(self.x, teacher, weights.detach(), **asked)
@@ -123,13 +126,13 @@ class ModelOutput(NamedTuple):
 
     def _run(self, op: RowOp, ids: torch.Tensor, asked: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
         extra_x, extra_weight = (None, None) if self.extra is None else self.extra
-        per_row = {name: plain(t) for name, t in per_row.items()}
-        inputs = RowInputs(self.x, plain(ids), self.weight, self.bias, extra_x, extra_weight, **per_row)  # type: ignore[arg-type]
+        tensors: dict[str, Any] = {name: plain(t) for name, t in per_row.items()}
+        inputs = RowInputs(self.x, plain(ids), self.weight, self.bias, extra_x, extra_weight, **tensors)
         options = replaced(self.options, **asked) if asked else self.options
         return run(op, inputs, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
 
 
 def _rounded(nll: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The NLL as rounded to ``dtype``, with the gradient of what it was, which a cast there and back would round too."""
+    """Round the NLL to ``dtype`` without rounding its gradient, which a cast there and back would do."""
     change = (nll.to(dtype).to(nll.dtype) - nll).detach()
-    return nll + change.nan_to_num(0.0, math.inf)  # of an infinite NLL it is NaN
+    return nll + change.nan_to_num(0.0, math.inf)  # NaN if the NLL is infinite

@@ -1,4 +1,4 @@
-"""Block diffusion with uniform corruption: the plain mean cross-entropy over the supervised canvas."""
+"""Block diffusion with uniform corruption: mean cross-entropy over the supervised positions."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{supervised}} \text{nll}_i
 
-    Corruption replaces tokens by random ones (D3PM with a uniform kernel). Its loss has no weight 1/t, so every supervised
-    position weighs 1 and ``p_mask`` is not used. N is ``num_diffusion_tokens`` or else the number of supervised positions here.
+    Corruption replaces tokens by random ones (D3PM with a uniform kernel). Its loss has no weight 1/t, so every
+    supervised position has the weight 1 and ``p_mask`` is not used. N is ``num_diffusion_tokens``, or if None the
+    number of supervised positions of this call.
 
     Source: Austin et al. 2021, "Structured Denoising Diffusion Models in Discrete State-Spaces", sections 3.1 and 3.4
     (uniform kernel, cross-entropy term).
 
     Args:
-        fp32_upcast: False rounds each token's NLL to the dtype of the logits. The computation is in float32 or wider in any case.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
-            becomes -inf. A step whose argument is None is left out.
+        fp32_upcast: False rounds each token's NLL to the dtype of the logits. The computation is in float32 or wider in
+            any case.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
+            ``skip_id`` becomes -inf. A step whose argument is None is omitted.
         reduction: "total", or "none" to return each row too: the NLL of the supervised positions.
         backend: "auto", "triton" or "torch".
     """

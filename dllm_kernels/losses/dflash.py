@@ -1,4 +1,4 @@
-"""DFlash and its family: cross-entropy of a block-diffusion draft model, each position weighed by its place or by D-PACE."""
+"""DFlash and its family: cross-entropy of a block-diffusion draft model, weighted by position decay or by D-PACE."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ class DFlashDecayLoss(DraftLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
 
-    k = 1, 2, ... counts the predicted positions of a block; the anchor before them is given. m is ``block_mask``. An early mistake
-    costs every later token of the block, so early positions have larger weights. Rows whose ``block_mask`` is 0 are not read.
+    k = 1, 2, ... counts the predicted positions of a block; the anchor before them is given. m is ``block_mask``. An
+    early mistake costs every later token of the block, so early positions have larger weights. Rows whose
+    ``block_mask`` is 0 are not read.
 
-    With other ``position_weights`` than the decay, :func:`dpace_weights` makes ``w m`` from the draft's own probability of
-    each target token, :math:`q = e^{-\text{nll}}`, which is taken as a constant. These weights are known only after the
-    forward pass. So from hidden states with a trainable head the logits are made twice; with a frozen head they are made once.
+    With other ``position_weights``, :func:`dpace_weights` computes ``w m`` from the draft's own probability
+    of each target token, :math:`q = e^{-\text{nll}}`, which is taken as a constant. These weights are known only after
+    the forward pass. From hidden states with a trainable head the logits are therefore computed twice, with a frozen
+    head once.
 
     Source: the DFlash paper, eq. 4; defaults of gamma in appendix A.1: 7, 5, 4 for blocks of 16, 10, 8. D-PACE,
     arXiv 2605.18810, for the other weights.
@@ -42,32 +44,34 @@ class DFlashDecayLoss(DraftLoss):
         2.5
 
     Args:
-        loss_gamma: gamma of the decay, not 0; a negative one makes the weights grow. None: every row has the weight 1. Used with
-            ``position_weights="decay"`` only.
-        use_fused_linear_ce: a setting for the training loop to read: whether it should call :meth:`forward_fused` with hidden
-            states or :meth:`forward` with logits. It does not change what these methods do.
-        chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`. Larger chunks take more memory and mean
-            fewer, larger matrix products. None: chosen from the sizes.
-        normalize: what N is. "tokens": ``num_tokens``; without it the loss is a sum. "rows": ``num_tokens``, or without it the sum
-            of ``block_mask``. "mean": the sum of the weights plus 1e-6. "blocks": the number of blocks with a valid row, which is
-            one whose ``block_mask`` is not 0. "sequences": the number of sequences with a valid row. "sequence_blocks": the sum
-            of each sequence is divided by the number of its blocks with a valid row, and the sum of these by the number of
-            sequences with a valid row.
-        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S / C. The
-            trainers' names for them are accepted too.
+        loss_gamma: gamma of the decay, not 0; a negative one makes the weights grow. None: every row has the weight 1.
+            Used with ``position_weights="decay"`` only.
+        use_fused_linear_ce: read by the training loop: True to call :meth:`forward_fused` with hidden states, False to
+            call :meth:`forward` with logits. Does not change these methods.
+        chunk_size: rows per chunk of logits in :meth:`forward_fused`. Larger chunks take more memory and mean fewer,
+            larger matrix products. None: chosen from the sizes.
+        normalize: denominator N. "tokens": ``num_tokens``; if None the loss is a sum. "rows": ``num_tokens``, or if
+            None the sum of ``block_mask``. "mean": the sum of the weights plus 1e-6. "blocks": the number of blocks
+            with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences with a
+            valid row. "sequence_blocks": the sum of each sequence is divided by the number of its blocks with a valid
+            row, and the sum of these by the number of sequences with a valid row.
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
+            C. The names used by trainers are accepted too.
         dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
-        anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token after it. The
-            k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1`` rows.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
-            becomes -inf. A step whose argument is None is left out.
+        anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's and predicts the token
+            after it. The k-th row of a block then still predicts its k-th token. False: a block has ``block_size - 1``
+            rows.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
+            ``skip_id`` becomes -inf. A step whose argument is None is omitted.
         reduction: "total", or "none" to return each row too. Then ``row_losses`` is ``w m nll`` and
             ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: ``chunk_size`` is not an int, ``dpace_alpha`` no number, ``use_fused_linear_ce`` or ``anchor_row`` no bool.
-        ValueError: ``normalize`` or ``position_weights`` is none of these, ``dpace_alpha`` outside [0, 1], or ``chunk_size``
-            < 1. A call checks them again.
+        TypeError: ``chunk_size`` is not an int, ``dpace_alpha`` is not a number, ``use_fused_linear_ce`` or
+            ``anchor_row`` is not a bool.
+        ValueError: ``normalize`` or ``position_weights`` is unknown, ``dpace_alpha`` is outside [0, 1], or
+            ``chunk_size`` < 1. Every call checks the settings again.
     """
 
     def __init__(
@@ -86,7 +90,7 @@ class DFlashDecayLoss(DraftLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__(
             loss_gamma, chunk_size, normalize, position_weights=position_weights, dpace_alpha=dpace_alpha,
             anchor_row=anchor_row, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
@@ -106,31 +110,31 @@ class DFlashDecayLoss(DraftLoss):
     ) -> DLLMLossOutput:
         """Compute the loss and the draft accuracy from logits.
 
-        Where each call is given the counts of the whole step, the losses of its micro-batches and ranks add up to the loss of the
-        whole step.
+        If each call receives the counts of the whole step, the losses of its micro-batches and ranks add up to the loss
+        of the whole step.
 
         Args:
-            logits: ``[B, T, V]`` of the predicted positions. T is blocks * (block_size - 1), or blocks * block_size with
-                ``anchor_row``.
+            logits: ``[B, T, V]`` of the predicted positions. T is blocks * (block_size - 1), or blocks * block_size
+                with ``anchor_row``.
             target_ids: ``[B, T]`` integers. A target of -100 has NLL 0 and never counts as correct.
             block_mask: ``[B, T]``, 0 where there is nothing to predict. Fractions are weights, taken as constants.
-            num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with ``normalize``.
-                Used with "tokens" and "rows" only.
-            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy is
-                counted at each offset. None: each sequence is one block, and no accuracy is counted.
-            num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row. With
-                "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls that hold
-                a part of them. Not used otherwise.
-            num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call with a
-                valid row. Not used otherwise.
+            num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with
+                ``normalize``. Used with "tokens" and "rows" only.
+            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy
+                is counted at each offset. None: each sequence is one block, and no accuracy is counted.
+            num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.
+                With "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls
+                that hold a part of them. Not used otherwise.
+            num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call
+                with a valid row. Not used otherwise.
 
         Returns:
-            :class:`DLLMLossOutput` with ``total_loss == dllm_loss`` and the counts, or None for them where
-            ``block_size`` is None or leaves no whole blocks. ``weight_sum`` is the sum of ``w m``.
+            :class:`DLLMLossOutput` with ``total_loss == dllm_loss`` and the counts, or None for the counts if
+            ``block_size`` is None or T is not a multiple of the block rows. ``weight_sum`` is the sum of ``w m``.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
+            ValueError: shapes, dtypes or devices do not match, or T is not a whole number of blocks.
         """
         rows = ModelOutput(LOGITS, self._options(), logits)
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
@@ -149,11 +153,11 @@ class DFlashDecayLoss(DraftLoss):
         num_sequences: int | torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
     ) -> DLLMLossOutput:
-        """Compute the same from hidden states and the LM head; the logits exist one chunk at a time.
+        """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
 
-        The gradient is made in the forward pass, for the rows that are not masked. With a frozen head this takes two matrix
-        products. With a trainable head it takes three with the decay, and four with other weights, since the logits are then made
-        again. With a frozen head and a trainable ``extra[1]`` it takes two and three.
+        The gradient is computed in the forward pass, for the rows that are not masked. A frozen head takes two matrix
+        products. A trainable head takes three with the decay, and four with other weights, because the logits are then
+        recomputed. A frozen head with a trainable ``extra[1]`` takes two and three.
 
         Args:
             hidden: ``[B, T, D]`` of the predicted positions.
@@ -161,15 +165,15 @@ class DFlashDecayLoss(DraftLoss):
             target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
             num_blocks, num_sequences: as in :meth:`forward`.
-            extra: a low-rank second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the logits. In
-                a drafter's Markov head, u is the embedding of the token before.
+            extra: low-rank second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the
+                logits. In a drafter's Markov head, u is the embedding of the previous token.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or T is no whole number of blocks.
+            ValueError: shapes, dtypes or devices do not match, or T is not a whole number of blocks.
         """
         rows = ModelOutput(
             HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra
@@ -205,10 +209,10 @@ class DFlashDecayLoss(DraftLoss):
         num_blocks: int | torch.Tensor | None = None,
         num_sequences: int | torch.Tensor | None = None,
     ) -> DLLMLossOutput:
-        """Weigh, mask, sum and normalise a per-token NLL ``[B, T]`` that was computed elsewhere.
+        """Weight, mask, sum and normalize a per-token NLL ``[B, T]`` that was computed elsewhere.
 
-        For code that calls it, and so is ``_chunk_nll``: :meth:`forward` and :meth:`forward_fused` give the weights to
-        one op instead, so overriding these two does not change them.
+        This method and ``_chunk_nll`` exist for external callers. :meth:`forward` and :meth:`forward_fused` pass the
+        weights to one op instead, so overriding either method does not change them.
         """
         _checks.check_float("token_nll", token_nll)
         _checks.check_ndim("token_nll", token_nll, 2, "[B, T]")
@@ -227,7 +231,7 @@ class DFlashDecayLoss(DraftLoss):
         lm_head_bias: torch.Tensor | None,
         target_chunk: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """NLL and argmax-match ``[chunk]`` of rows ``[chunk, D]``, the NLL with a gradient per row."""
+        """Return NLL and argmax match ``[chunk]`` of rows ``[chunk, D]``; the NLL is differentiable per row."""
         names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
         inputs = RowInputs(hidden_chunk, target_chunk, lm_head_weight, lm_head_bias)
         rows = call(LINEAR_TOKEN_NLL, names, inputs, Options(with_correct=True))

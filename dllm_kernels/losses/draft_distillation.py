@@ -1,4 +1,4 @@
-"""Distillation of a block drafter: the divergence of its distributions to the target model's, with DFlash's weights."""
+"""Distillation of a block drafter: divergence to the target model with the weights of DFlash."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
 from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
-OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # of single kinds
+OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
 CONFIDENCE = ("target", "teacher", "acceptance")
-# What trainers of block drafters minimise, in their defaults. Their blocks hold a row for the anchor, which is masked where it
-# predicts nothing.
+# Objectives of block-drafter trainers with their default settings. Their blocks hold a row for the anchor, which is
+# masked if it predicts nothing.
 PRESETS: dict[str, dict[str, Any]] = {
     "specforge-dflash": {"kind": "ce", "loss_gamma": None, "normalize": "mean", "anchor_row": True, "decay_from": 1},
     "specforge-dpace": {"kind": "ce", "position_weights": "dpace", "normalize": "sequences", "anchor_row": True},
@@ -30,15 +30,15 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kind": {"ce": 0.1, "l1": 0.9}, "loss_gamma": None, "normalize": "mean", "anchor_row": True,
     },
     "speculators-dflash": {
-        "kind": "teacher_ce", "position_weights": "dpace", "confidence": "teacher", "loss_gamma": 4.0, "normalize": "rows",
-        "anchor_row": True, "decay_from": 1,
+        "kind": "teacher_ce", "position_weights": "dpace", "confidence": "teacher", "loss_gamma": 4.0,
+        "normalize": "rows", "anchor_row": True, "decay_from": 1,
     },
     "speculators-dspark": {"kind": "kl", "loss_gamma": 4.0, "normalize": "rows", "anchor_row": True},
 }  # fmt: skip
 
 
 class _Teacher(NamedTuple):
-    """The target model's logits or hidden states, what the caller calls them, and what the op takes with them."""
+    """Logits or hidden states of the target model, their argument name, and the options of the op."""
 
     name: str
     x: torch.Tensor | None
@@ -46,79 +46,84 @@ class _Teacher(NamedTuple):
 
     @classmethod
     def of(cls, name: str, x: torch.Tensor | None, **options: Any) -> _Teacher:
-        """The options that are None are left out."""
+        """Build the record, omitting options that are None."""
         given = {option: value for option, value in options.items() if value is not None}
         if x is None and given:
-            raise ValueError(f"{name} must be given to go with {', '.join(given)}, got None")
+            raise ValueError(f"{name} must be given with {', '.join(given)}, got None")
         return cls(name, x, given)
 
     def check(self, rows: ModelOutput, targets: torch.Tensor) -> None:
-        """Check that the draft's head, where there is no other, takes the teacher's hidden states; the op checks the rest."""
+        """Check the teacher's hidden states against a shared head; the op checks the rest."""
         if self.x is not None and rows.weight is not None and "teacher_weight" not in self.options:
             _checks.check_rows(replaced(rows.names, rows=self.name), self.x, targets, rows.weight, rows.bias)
 
 
 class DraftDistillationLoss(DraftLoss):
-    r"""Divergence of a block drafter to its target model, each position weighted by how much of its block depends on it.
+    r"""Divergence of a block drafter to its target model, weighted by how much of its block depends on each position.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_i m_i \left( D(p_i, q_i) + c \, \text{BCE}(\sigma(s_i), a_i) \right),
         \qquad a_i = \sum_v \min(p_{iv}, q_{iv})
 
-    p is the draft's distribution. q is the distribution of the target model, the teacher, and is taken as a constant. a is the
-    probability that speculative sampling accepts the drafted token. m is ``block_mask``. The second term exists only where the
-    drafter has a confidence head with logits s: the head learns to predict a, which is a constant there. Rows whose ``block_mask``
-    is 0 are not read, neither the draft's nor the teacher's.
+    p is the draft's distribution. q is the distribution of the target model, the teacher, and is taken as a constant. a
+    is the probability that speculative sampling accepts the drafted token. m is ``block_mask``. The second term exists
+    only if the drafter has a confidence head with logits s. The head learns to predict a, which is a constant in this
+    term. Draft and teacher rows whose ``block_mask`` is 0 are not read.
 
-    From hidden states, the logits of neither model are ever whole in memory. The gradient is made in the forward pass, in three
-    matrix products where both models share a frozen head.
+    From hidden states, the full logits tensors of both models are never materialized. The gradient is computed in the
+    forward pass, in three matrix products if both models share a frozen head.
 
-    ``DraftDistillationLoss.preset(name)`` gives the objective of a trainer with that trainer's default settings:
-    "specforge-dflash", "specforge-dpace", "specforge-dspark", "speculators-dflash" or "speculators-dspark". Some of them divide by a
-    count of the whole step, which is an argument of the call: :meth:`preset` says which.
+    ``DraftDistillationLoss.preset(name)`` returns the objective of a trainer with that trainer's default settings:
+    "specforge-dflash", "specforge-dpace", "specforge-dspark", "speculators-dflash" or "speculators-dspark". Some
+    objectives divide by a count of the whole step, which is an argument of the call; see :meth:`preset`.
 
-    Source: DSpark for the sum of cross-entropy, L1 and confidence; arXiv:2602.23881 for losses of the acceptance rate; the
-    DFlash paper, eq. 4, and D-PACE, arXiv 2605.18810, for the weights.
+    Source: DSpark for the sum of cross-entropy, L1 and confidence; arXiv:2602.23881 for losses of the acceptance rate;
+    the DFlash paper, eq. 4, and D-PACE, arXiv 2605.18810, for the weights.
 
     Args:
-        kind: D, a kind of :func:`divergence` or a dict of kinds and coefficients. The kinds are "kl", "rkl", "jsd", "tv", "l1",
-            "nla", "lk", "soft_ce", "teacher_ce" and "ce". "ce" is the cross-entropy of ``target_ids``, and the only one that
-            needs no teacher.
-        loss_gamma: gamma of the decay: the k-th row of a block has the weight ``w = e^(-(k - 1) / gamma)``. None: every row has
-            the weight 1. Used with ``position_weights="decay"`` only.
-        normalize: what N is. "tokens": ``num_tokens``; without it the loss is a sum. "rows": ``num_tokens``, or without it the sum
-            of ``block_mask``. "mean": ``total_weight``, or without it the sum of this call's weights plus 1e-6. "blocks": the
-            number of blocks with a valid row, which is one whose ``block_mask`` is not 0. "sequences": the number of sequences
-            with a valid row. "sequence_blocks": the sum of each sequence is divided by the number of its blocks with a valid row,
-            and the sum of these by the number of sequences with a valid row.
-        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S / C. The
-            trainers' names for them are accepted too.
+        kind: D, a kind of :func:`divergence` or a dict of kinds and coefficients. The kinds are "kl", "rkl", "jsd",
+            "tv", "l1", "nla", "lk", "soft_ce", "teacher_ce" and "ce". "ce" is the cross-entropy of ``target_ids``, the
+            only kind that needs no teacher.
+        loss_gamma: gamma of the decay: the k-th row of a block has the weight ``w = e^(-(k - 1) / gamma)``. None: every
+            row has the weight 1. Used with ``position_weights="decay"`` only.
+        normalize: denominator N. "tokens": ``num_tokens``; if None the loss is a sum. "rows": ``num_tokens``, or if
+            None the sum of ``block_mask``. "mean": ``total_weight``, or if None the sum of this call's weights plus
+            1e-6. "blocks": the number of blocks with a valid row, which is one whose ``block_mask`` is not 0.
+            "sequences": the number of sequences with a valid row. "sequence_blocks": the sum of each sequence is
+            divided by the number of its blocks with a valid row, and the sum of these by the number of sequences with a
+            valid row.
+        position_weights: "decay", or weights of :func:`dpace_weights`: "dpace" is S, "prefix" C and "continuation" S /
+            C. The names used by trainers are accepted too.
         dpace_alpha: alpha of :func:`dpace_weights`, in [0, 1].
-        confidence: the confidence from which D-PACE makes its weights. "target": the draft's probability of the target token.
-            "teacher": its probability of the teacher's most likely token. "acceptance": a. From hidden states with a frozen head
-            they cost one more matrix product, two more (none where ``kind`` is "teacher_ce") and none. With a trainable head
-            "teacher" and "acceptance" cost two products on top of that, since the logits are made again in backward.
-        anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's. False: it has ``block_size - 1``
-            rows, without the anchor's.
-        decay_from: the row of a block, counted from 0, that has k = 1. The rows before it have the weight 0. Set it to 1 with
-            ``anchor_row=True`` where the anchor's row is there but predicts nothing. Used with the decay only.
+        confidence: the confidence from which D-PACE computes its weights. "target": the draft's probability of the
+            target token. "teacher": its probability of the teacher's most likely token. "acceptance": a. From hidden
+            states with a frozen head they cost one more matrix product, two more (none if ``kind`` is "teacher_ce") and
+            none. With a trainable head "teacher" and "acceptance" cost two more products, because the logits are
+            recomputed in backward.
+        anchor_row: True: a block has ``block_size`` rows, the first of which is the anchor's. False: a block has
+            ``block_size - 1`` rows, without the anchor's.
+        decay_from: the row of a block, counted from 0, that has k = 1. Earlier rows have the weight 0. Set it to 1 with
+            ``anchor_row=True`` if the anchor has a row that predicts nothing. Used with the decay only.
         confidence_weight: c, the coefficient of the confidence term.
-        temperature: T > 0. The logits of both models are divided by T, and D is multiplied by T^2. a is then the acceptance rate
-            of the distributions at this temperature.
+        temperature: T > 0. The logits of both models are divided by T, and D is multiplied by T^2. a is then the
+            acceptance rate of the distributions at this temperature.
         beta, floor: options of :func:`divergence`, of the kinds "jsd" and "nla".
-        eta, kl_scale, alpha, base: its options of kind "lk"; alpha is "row" or "mean", base "kl" or "soft_ce". With D-PACE all valid
-            rows have the same weight in the mean.
-        chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`; None: chosen from the sizes.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
-            becomes -inf. A step whose argument is None is left out. They apply to the draft's logits, and to the teacher's unless
-            ``teacher_transform`` is given.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits; None: as for the draft's.
-        reduction: "total", or "none" to return each row too. From hidden states with a trainable head "none" takes two more products.
+        eta, kl_scale, alpha, base: options of :func:`divergence`, of the kind "lk"; alpha is "row" or "mean", base "kl"
+            or "soft_ce". With D-PACE all valid rows have equal weight in the mean.
+        chunk_size: rows per chunk of logits in :meth:`forward_fused`; None: chosen from the sizes.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
+            ``skip_id`` becomes -inf. A step whose argument is None is omitted. They apply to the draft's logits, and to
+            the teacher's unless ``teacher_transform`` is given.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits; None: as for the
+            draft's.
+        reduction: "total", or "none" to return each row too. From hidden states with a trainable head "none" takes two
+            more products.
         backend: "auto", "triton" or "torch".
 
     Raises:
         TypeError: a setting has the wrong type.
-        ValueError: a setting is out of range, ``kind``, ``normalize``, ``position_weights`` or ``confidence`` is unknown, or an
-            option belongs to none of the kinds. A call checks the settings again, since attributes can be assigned.
+        ValueError: a setting is out of range, ``kind``, ``normalize``, ``position_weights`` or ``confidence`` is
+            unknown, or an option belongs to none of the kinds. Every call checks the settings again, because attributes
+            can be reassigned.
     """
 
     def __init__(
@@ -148,7 +153,7 @@ class DraftDistillationLoss(DraftLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__(
             loss_gamma, chunk_size, normalize, position_weights=position_weights, dpace_alpha=dpace_alpha,
             anchor_row=anchor_row, decay_from=decay_from, softcap=softcap, scale=scale, skip_id=skip_id,
@@ -169,36 +174,37 @@ class DraftDistillationLoss(DraftLoss):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DraftDistillationLoss:
-        """The loss with the default settings of a trainer's objective.
+        """Construct the loss with the default settings of a trainer's objective.
 
-        ============================  ======================================================================================
-        "specforge-dflash"            cross-entropy of ``target_ids``, divided by the sum of the weights; set ``loss_gamma`` as
-                                      in the run
-        "specforge-dpace"             the same with D-PACE, divided by the number of sequences; give ``num_sequences`` where a
-                                      sequence may have no valid row
-        "specforge-dspark"            0.1 ce + 0.9 l1 + 1.0 BCE of the confidence, the decay from row 0, divided by the sum of
-                                      the weights: give the sum over all ranks as ``total_weight``, and multiply the loss by
-                                      the number of ranks where gradients are averaged over them
-        "speculators-dflash"          cross-entropy of the teacher's argmax, D-PACE from its probability, divided by the number
-                                      of valid rows; with ``position_weights="decay"`` the decay from row 1
-        "speculators-dspark"          kl + 1.0 BCE of the confidence, the decay from row 0, divided by the number of valid rows
-        ============================  ======================================================================================
+        ============================  ==============================================================================
+        "specforge-dflash"            cross-entropy of ``target_ids``, divided by the sum of the weights; set
+                                      ``loss_gamma`` as in the run
+        "specforge-dpace"             cross-entropy with D-PACE, divided by the number of sequences; pass
+                                      ``num_sequences`` if a sequence may have no valid row
+        "specforge-dspark"            0.1 ce + 0.9 l1 + 1.0 BCE of the confidence, the decay from row 0, divided by
+                                      the sum of the weights: pass the sum over all ranks as ``total_weight``, and
+                                      multiply the loss by the number of ranks if gradients are averaged over ranks
+        "speculators-dflash"          cross-entropy of the teacher's argmax, D-PACE from its probability, divided by
+                                      the number of valid rows; with ``position_weights="decay"`` the decay from row 1
+        "speculators-dspark"          kl + 1.0 BCE of the confidence, the decay from row 0, divided by the number of
+                                      valid rows
+        ============================  ==============================================================================
 
-        All have ``anchor_row=True``: their blocks include the anchor's row, masked where it predicts nothing. speculators
-        divides by the number of valid rows plus 1e-5: ``num_tokens=loss_mask.sum() + 1e-5`` gives exactly that.
+        All have ``anchor_row=True``: their blocks include the anchor's row, masked if it predicts nothing. speculators
+        divides by the number of valid rows plus 1e-5: ``num_tokens=loss_mask.sum() + 1e-5`` reproduces this exactly.
 
-        Source: specforge 0.2.0, ``algorithms/common/dflash_family_model.py``; speculators 0.9.0, ``models/dflash/metrics.py``
-        and ``models/dspark/metrics.py``, with the defaults of ``train/config/schema.py``.
+        Source: specforge 0.2.0, ``algorithms/common/dflash_family_model.py``; speculators 0.9.0,
+        ``models/dflash/metrics.py`` and ``models/dspark/metrics.py``, with the defaults of ``train/config/schema.py``.
 
         Args:
-            name: one of these.
-            changes: arguments of the class, which replace the trainer's defaults.
+            name: name of a preset.
+            changes: arguments of the class that replace the trainer's defaults.
 
         Returns:
             The loss.
 
         Raises:
-            ValueError: an unknown name.
+            ValueError: the name is unknown.
         """
         _checks.check_choice("name", name, PRESETS)
         return cls(**{**PRESETS[name], **changes})
@@ -221,43 +227,45 @@ class DraftDistillationLoss(DraftLoss):
     ) -> DLLMLossOutput:
         """Compute the loss, the acceptance rates and the draft accuracy from logits.
 
-        Where each call is given the counts of the whole step, the losses of its micro-batches and ranks add up to the loss of the
-        whole step.
+        If each call receives the counts of the whole step, the losses of its micro-batches and ranks add up to the loss
+        of the whole step.
 
         Args:
-            logits: the draft's ``[B, T, V]``. T is blocks * (block_size - 1), or blocks * block_size with ``anchor_row``.
-            teacher_logits: the target model's ``[B, T, V]`` for the same positions, a constant. With ``teacher_rows`` it may have
-                any number of rows. None: no teacher, which ``kind="ce"`` allows.
-            target_ids: ``[B, T]`` integers; -100: no target at this position. Used by kind "ce" and by ``confidence="target"``
-                only; otherwise it may be None.
+            logits: the draft's ``[B, T, V]``. T is blocks * (block_size - 1), or blocks * block_size with
+                ``anchor_row``.
+            teacher_logits: the target model's ``[B, T, V]`` for the same positions, a constant. With ``teacher_rows``
+                it may have any number of rows. None: no teacher, which ``kind="ce"`` allows.
+            target_ids: ``[B, T]`` integers; -100: no target at this position. Used by kind "ce" and by
+                ``confidence="target"`` only; otherwise it may be None.
             block_mask: ``[B, T]``, 0 where there is nothing to predict. Fractions are weights, taken as constants.
-            num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with ``normalize``.
-                Used with "tokens" and "rows" only.
-            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy is
-                counted at each offset. None: each sequence is one block, and no accuracy is counted.
-            teacher_rows: ``[B, T]`` int64, the teacher's row that belongs to each of the draft's rows. The teacher's rows are
-                numbered through all dimensions but the last. None: the two have the same layout.
-            draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary: the teacher's column of each of its tokens. The
-                teacher's softmax is over these columns, and ``target_ids`` are ids of the draft's vocabulary.
-            confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Only the confidence term has a gradient for
-                it.
-            num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row. With
-                "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls that hold
-                a part of them. Not used otherwise.
-            num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call with a
-                valid row. Not used otherwise.
-            total_weight: N with "mean", without a minimum: the sum of ``weight_sum`` over the whole step. None: that of this call.
-                It must not be negative; a negative one on a GPU makes the loss NaN. Not used otherwise.
+            num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with
+                ``normalize``. Used with "tokens" and "rows" only.
+            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy
+                is counted at each offset. None: each sequence is one block, and no accuracy is counted.
+            teacher_rows: ``[B, T]`` int64, the teacher's row that belongs to each of the draft's rows. The teacher's
+                rows are numbered through all dimensions but the last. None: the two have the same layout.
+            draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary: the teacher's column of each of its
+                tokens. The teacher's softmax is over these columns, and ``target_ids`` are ids of the draft's
+                vocabulary.
+            confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Only the confidence term has a
+                gradient for it.
+            num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.
+                With "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls
+                that hold a part of them. Not used otherwise.
+            num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call
+                with a valid row. Not used otherwise.
+            total_weight: N with "mean", without a minimum: the sum of ``weight_sum`` over the whole step. None: the sum
+                of this call. Must not be negative; a negative value on a GPU makes the loss NaN. Not used otherwise.
 
         Returns:
-            :class:`DLLMLossOutput`. ``dllm_loss`` is the loss without the confidence term. ``draft_correct`` says where the
-            draft's argmax is the teacher's argmax, or without a teacher the target. ``acceptance_rate`` is a, and ``weight_sum``
-            the sum of ``w m``.
+            :class:`DLLMLossOutput`. ``dllm_loss`` is the loss without the confidence term. ``draft_correct`` is True
+            where the draft's argmax is the teacher's argmax, or without a teacher the target. ``acceptance_rate`` is a,
+            and ``weight_sum`` the sum of ``w m``.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
-                are needed and None.
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or the teacher or the
+                targets are needed and None.
         """
         rows = ModelOutput(LOGITS, self._options(), logits)
         teacher = _Teacher.of(
@@ -288,35 +296,36 @@ class DraftDistillationLoss(DraftLoss):
         total_weight: float | torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
     ) -> DLLMLossOutput:
-        """Compute the same from hidden states and LM heads; the logits of both models exist one chunk at a time.
+        """Compute the loss from hidden states and LM heads; the logits of both models exist one chunk at a time.
 
-        The gradient is made in the forward pass, for the rows that are not masked: three matrix products with a frozen head, four
-        with a trainable one. Some settings of ``confidence``, ``alpha`` and ``reduction`` take more.
+        The gradient is computed in the forward pass, for the rows that are not masked: three matrix products with a
+        frozen head, four with a trainable one. Some settings of ``confidence``, ``alpha`` and ``reduction`` take more.
 
         Args:
             hidden: the draft's ``[B, T, D]``.
-            lm_head_weight: its head ``[V, D]``.
-            teacher_hidden: the target model's ``[B, T, D']``, a constant. With ``teacher_rows`` it may have any number of rows,
-                such as all positions of the sequences from which the blocks were drawn. None: as in :meth:`forward`.
+            lm_head_weight: the draft's head ``[V, D]``.
+            teacher_hidden: the target model's ``[B, T, D']``, a constant. With ``teacher_rows`` it may have any number
+                of rows, such as all positions of the sequences from which the blocks were drawn. None: as in
+                :meth:`forward`.
             target_ids, block_mask, num_tokens, block_size: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
-            teacher_weight: the target model's head ``[V, D']``, a constant. None: it shares ``lm_head_weight`` and
-                ``lm_head_bias``, but not ``extra``.
+            teacher_weight: the target model's head ``[V, D']``, a constant. None: the teacher shares ``lm_head_weight``
+                and ``lm_head_bias``, but not ``extra``.
             teacher_bias: ``[V]``, the bias of ``teacher_weight``, or None.
-            teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V, r]``), a
-                constant, or None.
+            teacher_extra: low-rank second part of the teacher's head, (u, one row per row of ``teacher_hidden``; U
+                ``[V, r]``), a constant, or None.
             teacher_rows: as in :meth:`forward`. The rows are copied one chunk at a time.
             draft_to_target, confidence_logits, num_blocks, num_sequences, total_weight: as in :meth:`forward`.
-            extra: a low-rank second part of the draft's head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the
-                logits. In a drafter's Markov head, u is the embedding of the token before.
+            extra: low-rank second part of the draft's head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added
+                to the logits. In a drafter's Markov head, u is the embedding of the previous token.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or the teacher or the targets
-                are needed and None.
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or the teacher or the
+                targets are needed and None.
         """
         rows = ModelOutput(
             HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra
@@ -340,7 +349,7 @@ class DraftDistillationLoss(DraftLoss):
     ) -> DLLMLossOutput:
         self._check_settings()
         recipe = self._checked_recipe()
-        if target_ids is None:  # the mask says how many rows there are
+        if target_ids is None:  # the mask gives the row shape
             rows = replaced(rows, names=replaced(rows.names, targets="block_mask"))
         targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
         teacher.check(rows, targets)
@@ -359,7 +368,7 @@ class DraftDistillationLoss(DraftLoss):
         return replaced(call.output(found), total_loss=total)
 
     def _checked_recipe(self) -> Recipe:
-        """The kinds, from attributes that may have been assigned since; the rest of them checked."""
+        """Return the recipe of the kinds and check the other settings; attributes may be reassigned between calls."""
         recipe = checked_recipe(self.kind, **{name: getattr(self, name) for name in OPTIONS})
         _checks.check_choice("confidence", self.confidence, CONFIDENCE)
         _checks.check_number("temperature", self.temperature)
@@ -370,7 +379,7 @@ class DraftDistillationLoss(DraftLoss):
     def _check_there(
         self, recipe: Recipe, teacher: _Teacher, target_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
     ) -> None:
-        """Raise where what the settings need is not given."""
+        """Raise ValueError if targets or a teacher are required by the settings and not given."""
         confidence = None if self.position_weights == "decay" else self.confidence
         needs_targets = [f"kind={self.kind!r}"] if recipe.wants_targets else []
         needs_targets += [f"confidence={confidence!r}"] if confidence == "target" else []
@@ -389,7 +398,7 @@ class DraftDistillationLoss(DraftLoss):
 def _check_layout(
     rows: ModelOutput, target_ids: torch.Tensor | None, block_mask: torch.Tensor, confidence_logits: torch.Tensor | None
 ) -> torch.Tensor:
-    """Check the rows and what has an entry for each; returns the targets, or where there are none -100 everywhere."""
+    """Check the rows and the per-row arguments; return the targets, or -100 everywhere if there are none."""
     if target_ids is None:
         _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
         target_ids = torch.full_like(block_mask, -100, dtype=torch.int64)
@@ -405,7 +414,7 @@ def _check_layout(
 
 @dataclass(frozen=True)
 class _Call(DraftCall):
-    """One call, with its teacher."""
+    """One call with a teacher."""
 
     loss: DraftDistillationLoss
     teacher: _Teacher
@@ -413,15 +422,15 @@ class _Call(DraftCall):
 
     @property
     def confidence(self) -> str | None:
-        """What D-PACE asks for, None with the decay."""
+        """Kind of confidence for D-PACE, or None with the decay."""
         return None if self.loss.position_weights == "decay" else self.loss.confidence
 
     def found(self, summed: bool) -> Found:
-        """The weighted sum, or where that is too late the divergence of each row."""
+        """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""
         if self.teacher.x is None:
             return self.cross_entropy(summed, sum(part.coefficient for part in self.recipe.parts))
-        alike = self.loss.alpha == "mean" and self.confidence is not None  # in the mean of a, whatever the rows weigh
-        if not summed or alike or self.confidence in ("teacher", "acceptance"):
+        equal = self.loss.alpha == "mean" and self.confidence is not None  # weights of the rows in the mean of a
+        if not summed or equal or self.confidence in ("teacher", "acceptance"):
             return self._rows()
         q = None if self.confidence is None else self._of_targets()
         weights, shares = self.weights(q)
@@ -429,7 +438,7 @@ class _Call(DraftCall):
         return Found(out.loss, weights, shares, out.agree, out.acceptance_rate)
 
     def _rows(self) -> Found:
-        """The divergence of each row, whose weights may be made of it."""
+        """Compute the divergence per row, then the weights, which may depend on it."""
         if self.loss.alpha == "mean" and self.confidence is None:
             return self._rows_beside_their_mean()
         each = self._divergence(self._on, reduction="none")
@@ -437,19 +446,19 @@ class _Call(DraftCall):
         return Found(sum_of_rows(each.loss, shares), weights, shares, each.agree, each.acceptance_rate, each.loss)
 
     def _rows_beside_their_mean(self) -> Found:
-        """The same where the mean of a is that of rows whose weights are known, as it is for their sum."""
+        """Compute the divergence per row with known weights, which also weight the mean of a."""
         weights, shares = self.weights(None)
         each = self._divergence(shares, reduction="none")
-        value = each.loss / torch.where(shares != 0, shares, 1.0)  # each.loss is 0 there
+        value = each.loss / torch.where(shares != 0, shares, 1.0)  # each.loss is 0 where the share is 0
         return Found(each.loss.sum(), weights, shares, each.agree, each.acceptance_rate, value)
 
     @property
     def _on(self) -> torch.Tensor:
-        """1 for every row that is read."""
+        """Mask of the rows that are read, 1 or 0."""
         return (self.block_mask != 0).to(self.rows.acc)
 
     def _confidence(self, each: Divergence) -> torch.Tensor | None:
-        """a, or the draft's probability of a token: where the divergence is that token's NLL, it is there already."""
+        """Return a, or the draft's probability of a token, taken from the divergence if it is the NLL of the token."""
         (part, *others), untempered = self.recipe.parts, self.loss.temperature == 1
         if self.confidence is None:
             return None
@@ -464,13 +473,13 @@ class _Call(DraftCall):
             return torch.exp(-self._divergence(self._on, **asked).value)
 
     def _of_targets(self) -> torch.Tensor:
-        """The draft's probability of the target tokens."""
+        """Compute the draft's probability of the target tokens."""
         assert self.target_ids is not None
         with torch.no_grad():
             return torch.exp(-self.rows.per_row(self.target_ids, self.block_mask).nll)
 
     def _divergence(self, weights: torch.Tensor, **changes: Any) -> Divergence:
-        """Of the active rows; ``changes`` to what is asked for."""
+        """Compute the divergence of the active rows; ``changes`` override the options of the loss."""
         assert self.teacher.x is not None
         asked = {name: getattr(self.loss, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}
         asked |= self.teacher.options | changes

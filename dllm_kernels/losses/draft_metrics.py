@@ -1,4 +1,4 @@
-"""Metrics of a block drafter: its accuracy at each offset, and how many tokens of a block are accepted."""
+"""Metrics of a block drafter: accuracy per offset, and accepted tokens per block."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dllm_kernels.losses._draft import in_blocks, rows_of_block
 
 
 def draft_accuracy(output: DLLMLossOutput, group: Any = None) -> dict[str, torch.Tensor]:
-    r"""Draft accuracy, overall and at each offset in a block, from the counts of one loss call.
+    r"""Compute the draft accuracy, overall and per offset in a block, from the counts of one loss call.
 
     .. math:: \text{draft\_acc} = \sum_k c_k / \sum_k n_k, \qquad \text{draft\_acc\_k}k = c_k / n_k
 
-    c_k is the number of correct tokens at offset k, n_k the number of valid ones.
+    c_k is the number of correct tokens at offset k, n_k the number of valid tokens.
 
     Source: the metrics ``draft_acc`` and ``draft_acc_k`` that DFlash training logs.
 
     Args:
-        output: what :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss` returned, called with a ``block_size``.
+        output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`, called with a ``block_size``.
         group: process group over which the counts are summed before dividing; None: the counts of this rank only.
 
     Returns:
-        ``draft_acc`` and ``draft_acc_k{k}`` for k = 1 .. block_size - 1, 0-d float32 tensors; 0 where nothing was
+        ``draft_acc`` and ``draft_acc_k{k}`` for k = 1 .. block_size - 1, 0-d float32 tensors; 0 if nothing was
         counted. The dict is empty if the output has no counts.
     """
     hits, count = output.draft_correct_per_pos, output.draft_count_per_pos
@@ -48,33 +48,36 @@ def acceptance_length(
     sampling: bool = False,
     group: Any = None,
 ) -> torch.Tensor:
-    r"""The mean number of drafted tokens of a block that are accepted, by greedy verification or by sampling.
+    r"""Compute the mean number of accepted drafted tokens per block, by greedy verification or by sampling.
 
     .. math:: \frac{1}{N} \sum_{\text{blocks}} \sum_j m_j \prod_{i \le j} [\text{correct}_i \text{ or } m_i = 0]
 
-    m is ``mask``; a row is valid where it is not 0. The mean is over the N blocks with a valid row. A block is accepted up to its
-    first wrong token. A row that is not valid is skipped and does not end the accepted prefix. With ``sampling`` the result is the
-    number that speculative sampling accepts in expectation: the acceptance rate :math:`a_i` replaces [correct].
+    m is ``mask``; a row is valid if its entry is not 0. The mean is over the N blocks with a valid row. A block is
+    accepted up to its first wrong token. An invalid row is skipped and does not end the accepted prefix. With
+    ``sampling`` the result is the expected number of tokens that speculative sampling accepts: the acceptance rate
+    :math:`a_i` replaces [correct].
 
     Source: greedy verification and speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, section 2.
 
     Args:
-        output: what :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss` returned. Or a tensor ``[B, T]``, nonzero where
-            the drafted token is the target model's; with ``sampling``, the acceptance rates in [0, 1].
+        output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`. Or a tensor ``[B, T]``, nonzero
+            where the drafted token is the target model's token; with ``sampling``, the acceptance rates in [0, 1].
         mask: ``[B, T]``, the ``block_mask`` of that call: 0 where there is nothing to predict. Fractions are weights.
-        block_size: as in that call: positions of a block, the anchor included. A block has ``block_size - 1`` rows.
-        anchor_row: as in that loss: a block has ``block_size`` rows.
-        bonus: count also the token that the target model itself gives after the accepted ones, 1 for each block.
-        sampling: use acceptance rates instead of matches. :class:`DraftDistillationLoss` returns them if it has a teacher.
-        group: process group over which the sums are made before dividing; None: this rank only.
+        block_size: ``block_size`` of that call: positions of a block, including the anchor. A block has
+            ``block_size - 1`` rows.
+        anchor_row: ``anchor_row`` of that loss: a block has ``block_size`` rows.
+        bonus: also count the token that the target model samples after the accepted tokens, 1 per block.
+        sampling: use acceptance rates instead of matches. :class:`DraftDistillationLoss` returns them if it has a
+            teacher.
+        group: process group over which the sums are reduced before dividing; None: this rank only.
 
     Returns:
-        0-d float32, detached; 0 where no block has a valid row.
+        0-d float32, detached; 0 if no block has a valid row.
 
     Raises:
         TypeError: an argument that should be a tensor, an int or a bool is not.
-        ValueError: shapes, dtypes or devices do not fit, T is not a whole number of blocks, or ``output`` is that of another
-            loss.
+        ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or ``output`` comes from
+            another loss.
     """
     sampling = _checks.checked_bool("sampling", sampling)
     correct = _rates_of(output) if sampling else _correct_of(output)
@@ -103,20 +106,20 @@ def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _rates_of(output: Any) -> torch.Tensor:
-    """The acceptance rates, of a loss's output or as they were given."""
+    """Return the acceptance rates of a loss output, or the given tensor."""
     rates = output.acceptance_rate if isinstance(output, DLLMLossOutput) else output
     if rates is None:
         raise ValueError(
-            "output must have acceptance_rate, as that of DraftDistillationLoss with a teacher has, got None"
+            "output must have acceptance_rate, which DraftDistillationLoss returns if it has a teacher, got None"
         )
     _checks.check_float("correct", rates)
     return rates
 
 
 def _correct_of(output: Any) -> torch.Tensor:
-    """Which drafted tokens are right, of a loss's output or as they were given."""
+    """Return the matches of a loss output, or the given tensor."""
     correct = output.draft_correct if isinstance(output, DLLMLossOutput) else output
     if correct is None:
-        raise ValueError("output must have draft_correct, as that of DFlashDecayLoss has, got None")
+        raise ValueError("output must have draft_correct, which DFlashDecayLoss returns, got None")
     _checks.check_mask("correct", correct, getattr(correct, "shape", ()))
     return correct

@@ -1,4 +1,4 @@
-"""Next-token cross-entropy on an encoder's causal logits, and the plain per-token NLL."""
+"""Next-token cross-entropy on an encoder's causal logits, and the per-token NLL."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def compute_per_token_nll(
     Args:
         logits: ``[B, L, V]``, any float dtype.
         target_ids: ``[B, L]`` integers; -100 gives 0.
-        softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
-            NLL of a target equal to it is NaN. None: every column can be predicted.
+        skip_id: column that is never predicted, such as that of MASK: its logit is -inf, its gradient 0, and the NLL of
+            a target equal to it is NaN. None: every column can be predicted.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -43,7 +43,7 @@ def compute_per_token_nll(
 
     Raises:
         TypeError: an argument is not a tensor.
-        ValueError: shapes, dtypes or devices that do not fit.
+        ValueError: shapes, dtypes or devices do not match.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
     return call(TOKEN_NLL, LOGITS, RowInputs(logits, target_ids), options).nll  # type: ignore[no-any-return]
@@ -67,11 +67,12 @@ def encoder_ar_loss(
 
     The targets are shifted, not the logits, so no slice of ``[B, S, V]`` is copied or padded.
 
-    Source: the next-token cross-entropy of language models; Bengio et al. 2003, "A Neural Probabilistic Language Model".
+    Source: the next-token cross-entropy of language models; Bengio et al. 2003, "A Neural Probabilistic Language
+    Model".
 
     Examples:
         >>> logits, ids = torch.zeros(1, 4, 10), torch.tensor([[3, 1, 4, 0]])
-        >>> loss = encoder_ar_loss(logits, ids, valid_mask=torch.tensor([[1, 1, 1, 0]]))  # the last is padding: two pairs
+        >>> loss = encoder_ar_loss(logits, ids, valid_mask=torch.tensor([[1, 1, 1, 0]]))  # two scored pairs
         >>> round((loss / math.log(10)).item(), 4)
         1.0
 
@@ -79,19 +80,20 @@ def encoder_ar_loss(
         encoder_logits: ``[B, S, V]``, any float dtype.
         input_ids: ``[B, S]`` integers, the clean sequence.
         valid_mask: ``[B, S]``, nonzero where a position is not padding; None: all are valid.
-        num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions here.
+        num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions of this
+            call.
         softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
-        reduction: "total", the loss; or "none", the NLL of each row, 0 where it is not scored, for a trainer with its own
-            denominator. Row i predicts token i + 1. It is not divided by ``num_tokens``, which is checked nevertheless.
+        reduction: "total", the loss; or "none", the NLL per row, 0 for rows that are not scored, for a custom
+            denominator. Row i predicts token i + 1. The rows are not divided by ``num_tokens``, which is still checked.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        0-d loss, float32 (float64 for float64 logits); with ``reduction="none"`` ``[B, S]``, differentiable with any gradient
-        per row.
+        0-d loss, float32 (float64 for float64 logits); with ``reduction="none"`` ``[B, S]``, differentiable with any
+        gradient per row.
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is unknown.
+        ValueError: shapes, dtypes or devices do not match, or ``reduction`` is unknown.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend)
     rows = ModelOutput(_checks.Names("encoder_logits", "input_ids"), options, encoder_logits)
@@ -114,17 +116,17 @@ def encoder_ar_loss_fused(
     reduction: str = "total",
     backend: str = "auto",
 ) -> torch.Tensor:
-    """:func:`encoder_ar_loss` from hidden states and the LM head; the logits exist one chunk at a time.
+    """Compute :func:`encoder_ar_loss` from hidden states and the LM head; the logits exist one chunk at a time.
 
     Args:
         hidden: ``[B, S, D]``.
         lm_head_weight: ``[V, D]``.
         input_ids, valid_mask, num_tokens: as in :func:`encoder_ar_loss`.
         lm_head_bias: ``[V]`` or None.
-        extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
         softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
-        reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are made twice.
+        reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are computed twice.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -132,7 +134,7 @@ def encoder_ar_loss_fused(
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices that do not fit, or ``reduction`` is unknown.
+        ValueError: shapes, dtypes or devices do not match, or ``reduction`` is unknown.
     """
     options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size)
     rows = ModelOutput(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)

@@ -40,20 +40,22 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     Source: Sahoo et al. 2024 (MDLM), eq. 10, for the diffusion part; the sum of both as in Nemotron-Labs-Diffusion.
 
     Examples:
-        >>> ids, masks = torch.tensor([[3, 1, 4, 1]]), (torch.tensor([[1, 0, 1, 0]]), torch.full((1, 4), 0.5), torch.ones(1, 4))
+        >>> ids, noise_mask = torch.tensor([[3, 1, 4, 1]]), torch.tensor([[1, 0, 1, 0]])
+        >>> masks = noise_mask, torch.full((1, 4), 0.5), torch.ones(1, 4)
         >>> logits = torch.zeros(1, 8, 10)  # the diffusion logits of 4 positions, then their AR logits
         >>> counts = {"num_diffusion_tokens": 4, "num_ar_tokens": 3}
         >>> out = HybridDiffusionLLMLoss(alpha=0.5)(logits, ids, *masks, loss_mask_ar=torch.ones(1, 4), **counts)
-        >>> round((out.total_loss / math.log(10)).item(), 4), round((out.dllm_loss / math.log(10)).item(), 4)  # AR + 0.5 diffusion
-        (1.5, 0.5)
+        >>> [round((part / math.log(10)).item(), 4) for part in (out.total_loss, out.dllm_loss)]  # 1 + 0.5, and 0.5
+        [1.5, 0.5]
 
     Args:
         alpha: weight of the diffusion part, a finite constant.
-        fp32_upcast: False rounds each token's NLL to the dtype of the logits. The computation is in float32 or wider in any case.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
-            becomes -inf. A step whose argument is None is left out.
-        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, those of the diffusion part, with
-            ``alpha`` in their weights, and then those of the AR part; without an AR part ``[B, L]``.
+        fp32_upcast: False rounds each token's NLL to the dtype of the logits. The computation is in float32 or wider in
+            any case.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
+            ``skip_id`` becomes -inf. A step whose argument is None is omitted.
+        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, the rows of the diffusion part, with
+            ``alpha`` in their weights, followed by the rows of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".
     """
 
@@ -68,7 +70,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__(
             fp32_upcast, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend
         )
@@ -76,9 +78,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         self._check_alpha()
 
     def forward_fused(  # type: ignore[override]
-        self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor, loss_mask: Tensor,
-        loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None, num_ar_tokens: Count = None,
-        causal_hidden: Tensor | None = None, noisy_input_ids: Tensor | None = None, *,
+        self, hidden: Tensor, lm_head_weight: Tensor, target_ids: Tensor, noise_mask: Tensor, p_mask: Tensor,
+        loss_mask: Tensor, loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None,
+        num_ar_tokens: Count = None, causal_hidden: Tensor | None = None, noisy_input_ids: Tensor | None = None, *,
         lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
@@ -86,13 +88,14 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         Args:
             hidden: ``[B, L, D]``; or ``[B, 2 L, D]``, the diffusion branch followed by the AR branch.
             lm_head_weight: ``[V, D]``.
-            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in :meth:`forward`.
-            causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: those in ``hidden``, if it has them.
+            target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens, num_ar_tokens: as in
+                :meth:`forward`.
+            causal_hidden: ``[B, L, D]`` hidden states of the AR branch; None: the AR rows of ``hidden``, if any.
             noisy_input_ids: not used.
             lm_head_bias: ``[V]`` or None.
-            extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None. With two
-                branches pass both in ``hidden``, not one in ``causal_hidden``.
-            chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+            extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
+                With two branches pass both in ``hidden``, not one in ``causal_hidden``.
+            chunk_size: rows per chunk of logits; None: chosen from the sizes.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -113,7 +116,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         ids = batch.target_ids
         concatenated = causal is None and _is_longer(rows.x, ids)
         branches = concatenated and batch.loss_mask_ar is not None
-        # without an AR part any number of positions may follow the diffusion rows
+        # without an AR part, any number of positions may follow the diffusion rows
         rows.check(ids, width=2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None)
         causal_name = f"causal_{rows.names.rows}"
         batch.check_used_or_not(**{causal_name: causal, "noisy_input_ids": noisy_input_ids})
@@ -124,15 +127,15 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             return self._one_call(rows, batch, rows.x.shape[1] - ids.shape[1])
         if rows.extra is not None:
             raise ValueError(
-                "extra must be None beside causal_hidden, got both; give both branches as one hidden [B, 2 L, D], with a row of "
-                "extra[0] for each"
+                "extra must be None with causal_hidden, got both; pass both branches as one hidden [B, 2 L, D], with "
+                "one row of extra[0] per row"
             )
         other = rows.of(causal, causal_name)
         other.check(ids)
         return self._two_branches(rows, other, batch)
 
     def _check_alpha(self) -> None:
-        """Also at each call, since it is an attribute that may have been assigned since."""
+        """Validate ``alpha``, on every call because the attribute may have been reassigned."""
         alpha: Any = self.alpha
         if isinstance(alpha, Tensor):
             if alpha.numel() != 1 or alpha.is_complex():
@@ -150,15 +153,18 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             alpha = plain(alpha).reshape(()).to(dtype)
         return alpha * batch.mdlm_weights(dtype), batch.num_diffusion_tokens
 
-    def _one_call(self, rows: ModelOutput, batch: Batch, beyond: int) -> DLLMLossOutput:
-        """All rows at once, with ``beyond`` of them after the diffusion rows: the AR branch's, or of no use."""
+    def _one_call(self, rows: ModelOutput, batch: Batch, num_trailing: int) -> DLLMLossOutput:
+        """Compute one call over the concatenated rows. The last ``num_trailing`` rows are the AR branch, or ignored."""
         targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.acc)
         divided = divide(weights, count)
-        if not beyond:
+        if not num_trailing:
             return self._of_one_part(rows, targets, weights, divided)
         L = targets.shape[1]
-        if batch.loss_mask_ar is None:  # rows of no use
-            shifted, ar = targets.new_full((len(targets), beyond), -100), weights.new_zeros(len(targets), beyond)
+        if batch.loss_mask_ar is None:  # the trailing rows are ignored
+            shifted, ar = (
+                targets.new_full((len(targets), num_trailing), -100),
+                weights.new_zeros(len(targets), num_trailing),
+            )
         else:
             shifted, ar = _shifted(batch, rows.acc)
         targets, every = torch.cat([targets, shifted], 1), torch.cat([weights, ar], 1)
@@ -172,7 +178,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         return _of_rows(nll, every, divided, L)
 
     def _two_branches(self, rows: ModelOutput, other: ModelOutput, batch: Batch) -> DLLMLossOutput:
-        """Two calls on logits; one pass over an LM head, for both branches."""
+        """Compute both branches: two calls on logits, or one pass over the LM head."""
         targets, (weights, count) = batch.target_ids, self._weights(batch, rows.acc)
         shifted, ar = _shifted(batch, rows.acc)
         weight_sum = weights.sum() + ar.sum()
@@ -185,7 +191,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         if not rows.fused:
             nll = torch.cat([rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll], 1)
             return _of_rows(nll, torch.cat([weights, ar], 1), torch.cat([divided, divided_ar], 1), targets.shape[1])
-        # Along a new dimension: of DTensors split along the sequence, cat along it would gather the whole.
+        # A new dimension, because cat along the split sequence dimension of DTensors would gather them.
         both = rows.of(torch.stack([rows.x, other.x]), rows.names.rows)
         targets = torch.stack([targets.long(), shifted])
         if gives_rows:
@@ -196,7 +202,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
 
 def _of_rows(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DLLMLossOutput:
-    """The output with the rows of both parts, the first L of them the diffusion part's."""
+    """Build the output with the rows of both parts; the first L rows are the diffusion part."""
     diffusion = sum_of_rows(nll[:, :L], divided[:, :L])
     out = single_loss(diffusion + sum_of_rows(nll[:, L:], divided[:, L:]), weights, weighted_rows(nll, weights))
     return replaced(out, dllm_loss=diffusion.detach().clone())
@@ -208,7 +214,7 @@ def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
 
 
 def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Next-token targets, and the AR mask of the token that each position predicts, a constant; fractions are kept."""
+    """Return next-token targets and the detached, possibly fractional AR weights of the predicted tokens."""
     assert batch.loss_mask_ar is not None
     ar = F.pad(batch.loss_mask_ar[:, 1:].detach().to(dtype), (0, 1))[:, : batch.target_ids.shape[1]]
     return shift_left(batch.target_ids), ar

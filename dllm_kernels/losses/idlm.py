@@ -1,4 +1,4 @@
-"""I-DLM: an autoregressive model made to decode in parallel, its masked copy and its clean copy in one forward pass."""
+"""I-DLM: training an autoregressive model to decode in parallel, with a masked and a clean copy in one forward pass."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ class IDLMLoss(TransformedLoss):
         \text{loss} = \text{CE}(z^{noisy}) + \alpha \, \text{CE}(z^{clean}), \qquad
         \text{CE}(z) = \frac{1}{N} \sum_{i < L,\; i + 1\,\in\,\text{answer} \cap \text{valid}} \text{nll}(z_i, x_{i+1})
 
-    The first term trains the model to decode masked tokens, the second to verify them. N is ``num_diffusion_tokens`` or else the
-    number of scored positions here. Both halves are one call over the whole ``[B, 2 L, V]``: the targets are shifted, not
-    the logits, and nothing is cut. Rows that are not scored are not read.
+    The first term trains the model to decode masked tokens, the second to verify them. N is ``num_diffusion_tokens``,
+    or if None the number of scored positions of this call. Both halves are one call over ``[B, 2 L, V]``: the targets
+    are shifted, not the logits, so no slice is copied. Rows that are not scored are not read.
 
     Source: Introspective Diffusion Language Models, arXiv 2604.11035, eq. 2 for the balance.
 
     Args:
         clean_loss_weight: alpha, a finite constant.
-        auto_balance: alpha is ``CE(noisy) / max(CE(clean), 1e-6)`` instead, taken as a constant, so that both terms weigh
-            the same. It is known only after the forward pass: from hidden states with a trainable head the logits are
-            then made twice.
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
-            becomes -inf. A step whose argument is None is left out.
-        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, those of the masked copy and then
-            those of the clean one, with alpha in their weights.
+        auto_balance: alpha is ``CE(noisy) / max(CE(clean), 1e-6)`` instead, taken as a constant, so that both terms
+            have equal weight. It is known only after the forward pass, so from hidden states with a trainable head the
+            logits are computed twice.
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
+            ``skip_id`` becomes -inf. A step whose argument is None is omitted.
+        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, the rows of the masked copy followed by
+            the rows of the clean copy, with alpha in their weights.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: ``clean_loss_weight`` is no number, ``auto_balance`` no bool.
-        ValueError: ``clean_loss_weight`` is not finite. A call checks them again.
+        TypeError: ``clean_loss_weight`` is not a number, or ``auto_balance`` is not a bool.
+        ValueError: ``clean_loss_weight`` is not finite. Every call checks both again.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class IDLMLoss(TransformedLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
         self.clean_loss_weight = clean_loss_weight
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
         self._check_settings()
-        self.clean_loss_weight = float(clean_loss_weight)  # a Fraction does not multiply a tensor
+        self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
     def forward(
         self,
@@ -79,21 +79,21 @@ class IDLMLoss(TransformedLoss):
         """Compute the loss from logits.
 
         Args:
-            logits: ``[B, 2 L, V]``, any float dtype: of the masked copy, then of the clean one.
+            logits: ``[B, 2 L, V]``, any float dtype: the masked copy, then the clean copy.
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
-            answer_mask: ``[B, L]``, nonzero where the token belongs to the answer. The row before it is scored, so the
-                first token of an answer is learnt from the last row of its prompt.
-            valid_mask: ``[B, L]``, nonzero where the token is no padding.
+            answer_mask: ``[B, L]``, nonzero where the token belongs to the answer. The previous row is scored, so the
+                first token of an answer is learned from the last row of its prompt.
+            valid_mask: ``[B, L]``, nonzero where the token is not padding.
             seq_len: L.
             num_diffusion_tokens: divides both sums, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored
-                positions here.
+                positions of this call.
 
         Returns:
             :class:`DLLMLossOutput`: ``dllm_loss`` is CE(noisy), detached.
 
         Raises:
             TypeError: an argument that should be a tensor or an int is not.
-            ValueError: shapes, dtypes or devices that do not fit, a ``seq_len`` other than L, or a count that requires a
+            ValueError: shapes, dtypes or devices do not match, a ``seq_len`` other than L, or a count that requires a
                 gradient.
         """
         rows = ModelOutput(LOGITS, self._options(), logits)
@@ -113,15 +113,15 @@ class IDLMLoss(TransformedLoss):
         extra: _checks.Extra | None = None,
         chunk_size: int | None = None,
     ) -> DLLMLossOutput:
-        """Compute the same from hidden states and the LM head; the logits exist one chunk at a time.
+        """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
 
         Args:
-            hidden: ``[B, 2 L, D]``: of the masked copy, then of the clean one.
+            hidden: ``[B, 2 L, D]``: the masked copy, then the clean copy.
             lm_head_weight: ``[V, D]``.
             target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens: as in :meth:`forward`.
             lm_head_bias: ``[V]`` or None.
-            extra: the second part of the head, (u, a row ``[r]`` for each of ``hidden``; U ``[V, r]``), or None.
-            chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+            extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
+            chunk_size: rows per chunk of logits; None: chosen from the sizes.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -134,7 +134,7 @@ class IDLMLoss(TransformedLoss):
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def _loss(
-        self, rows: ModelOutput, target_ids: torch.Tensor, answer_mask: torch.Tensor, valid_mask: torch.Tensor, seq_len: int,
+        self, rows: ModelOutput, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, seq_len: int,
         num_diffusion_tokens: Count,
     ) -> DLLMLossOutput:  # fmt: skip
         self._check_settings()
@@ -145,7 +145,7 @@ class IDLMLoss(TransformedLoss):
         check_masks(target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
         check_counts(num_diffusion_tokens=num_diffusion_tokens)
         targets, L = shift_left(target_ids), target_ids.shape[1]
-        # A row of a copy is scored where its next token is a valid one of the answer.
+        # A row is scored if its next token is a valid token of the answer.
         scored = F.pad(answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool(), (0, 1), value=False)[:, :L]
         count = scored.sum()
         weights = divide(scored.to(rows.acc), count if num_diffusion_tokens is None else num_diffusion_tokens)
@@ -157,9 +157,9 @@ class IDLMLoss(TransformedLoss):
         return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights), weight_sum=weight_sum)
 
     def _of_rows(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
-        """From the NLL of the rows of both halves ``[B, 2 L]``, each half weighing ``weights``, ``scored`` over the count."""
+        """Compute the output from per-row NLLs of both halves ``[B, 2 L]``; ``weights`` is ``scored`` / count."""
         L = weights.shape[1]
-        factor = 1.0 if self.auto_balance else self.clean_loss_weight  # rows that weigh nothing are not read
+        factor = 1.0 if self.auto_balance else self.clean_loss_weight  # rows of weight 0 are not read
         nll = rows.per_row(both, torch.cat([weights, factor * weights], 1)).nll
         noisy, clean = (nll[:, :L] * weights).sum(), (nll[:, L:] * weights).sum()
         alpha = (noisy / clean.clamp(min=CLEAN_MIN)).detach() if self.auto_balance else self.clean_loss_weight
@@ -170,7 +170,7 @@ class IDLMLoss(TransformedLoss):
         return replaced(out, row_losses=nll * row_weights, row_weights=row_weights)
 
     def _check_settings(self) -> None:
-        """Also at each call, since they are attributes that may have been assigned since."""
+        """Validate the settings, on every call because attributes may have been reassigned."""
         _checks.checked_bool("auto_balance", self.auto_balance)
         weight: Any = self.clean_loss_weight
         _checks.check_number("clean_loss_weight", weight)

@@ -13,13 +13,13 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{noise} \cap \text{supervised}} \frac{\text{nll}_i}{p_i}
 
-    :math:`p_i` is the probability with which position i was masked, at least 1e-8. N is ``num_diffusion_tokens``: the number of
-    supervised tokens of the whole step, masked or not, because 1/p accounts for those that were not masked. Divided by the
-    number of masked tokens instead, the loss is not a bound on the likelihood, and its size changes with the fraction of masked
-    tokens.
+    :math:`p_i` is the probability with which position i was masked, at least 1e-8. N is ``num_diffusion_tokens``: the
+    number of supervised tokens of the whole step, masked or not, because 1/p accounts for those that were not masked.
+    If the sum is divided by the number of masked tokens instead, the loss is not a bound on the likelihood, and its
+    scale depends on the fraction of masked tokens.
 
-    Positions outside the masks are not read: a NaN there reaches neither the loss nor the gradient. (An implementation that
-    multiplies by 0 returns NaN.)
+    Positions outside the masks are not read: a NaN there reaches neither the loss nor the gradient. (An implementation
+    that multiplies by 0 returns NaN.)
 
     Source: Sahoo et al. 2024, "Simple and Effective Masked Diffusion Language Models", eq. 10; Nie et al. 2025, "Large
     Language Diffusion Models", eq. 3.
@@ -31,21 +31,23 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
         >>> out = loss_fn(logits, ids, noise_mask, p_mask, loss_mask=torch.ones(1, 4), num_diffusion_tokens=4)
         >>> round(out.total_loss.item(), 4)  # two masked tokens of four, 1 / 0.5 each
         2.3026
-        >>> hidden, weight = torch.zeros(1, 4, 8), torch.zeros(10, 8)  # the same without logits
-        >>> fused = loss_fn.forward_fused(hidden, weight, ids, noise_mask, p_mask, torch.ones(1, 4), num_diffusion_tokens=4)
+        >>> hidden, weight = torch.zeros(1, 4, 8), torch.zeros(10, 8)  # without logits
+        >>> masks = noise_mask, p_mask, torch.ones(1, 4)
+        >>> fused = loss_fn.forward_fused(hidden, weight, ids, *masks, num_diffusion_tokens=4)
         >>> bool(fused.total_loss == out.total_loss)
         True
 
     Args:
         fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
-            to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
-        softcap: c > 0 makes each logit ``c tanh(z / c)`` first, as Gemma's are; None: no cap.
+            to the dtype of the logits, like a cross-entropy computed in that dtype.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: the column that is never predicted, such as the MASK token's: it counts as -inf, its gradient is 0, and the
-            NLL of a target equal to it is NaN. None: every column can be predicted.
-        reduction: "total" gives the loss only. "none" also gives ``row_losses`` and ``row_weights`` of :class:`DLLMLossOutput`,
-            for a trainer with its own denominators: here :math:`\text{nll}_i / p_i` before the division by N, differentiable with
-            any gradient per row. From hidden states with a trainable head the logits are then made twice.
+        skip_id: column that is never predicted, such as that of MASK: its logit is -inf, its gradient 0, and the NLL of
+            a target equal to it is NaN. None: every column can be predicted.
+        reduction: "total" returns the loss only. "none" also returns ``row_losses`` and ``row_weights`` of
+            :class:`DLLMLossOutput`, for a trainer with its own denominators: here :math:`\text{nll}_i / p_i` before the
+            division by N, differentiable with any gradient per row. From hidden states with a trainable head the logits
+            are then computed twice.
         backend: "auto", "triton" or "torch".
     """
 

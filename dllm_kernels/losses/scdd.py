@@ -1,4 +1,4 @@
-"""SCDD: masked diffusion whose noise holds wrong tokens too, which the model learns to correct."""
+"""SCDD: masked diffusion whose noise also contains wrong tokens, which the model learns to correct."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TINY = torch.finfo(torch.float32).tiny
 
 @dataclass(frozen=True)
 class SCDDSchedule:
-    """The marginal distribution of a token at time t, as :func:`scdd_schedule` computes it.
+    """Marginal distribution of a token at time t, computed by :func:`scdd_schedule`.
 
     Attributes:
         clean_mass: probability that the token is still the clean one.
-        uniform_mass: probability that it was drawn uniformly from all tokens but MASK.
-        absorbed_mass: probability that it is MASK.
-        gamma: probability that it is not MASK, ``clean_mass + uniform_mass``.
-        rho: probability that it is the clean one given that it is not MASK, ``clean_mass / gamma``.
+        uniform_mass: probability that the token was drawn uniformly from all tokens but MASK.
+        absorbed_mass: probability that the token is MASK.
+        gamma: probability that the token is not MASK, ``clean_mass + uniform_mass``.
+        rho: probability that the token is the clean one given that it is not MASK, ``clean_mass / gamma``.
     """
 
     clean_mass: torch.Tensor
@@ -39,30 +39,33 @@ class SCDDSchedule:
 
 
 def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_peak: float) -> SCDDSchedule:
-    r"""The marginal distribution of a noisy token at time t, for ``corrupt_mix`` (its ``mask_prob`` is the absorbed mass).
+    r"""Compute the marginal distribution of a noisy token at time t.
+
+    ``corrupt_mix`` draws from it; its ``mask_prob`` is the absorbed mass.
 
     .. math::
-        \text{clean} = \frac{1 - t}{1 + c}, \quad \text{uniform} = \frac{c}{1 + c}, \quad \text{absorbed} = \frac{t}{1 + c},
-        \qquad c(t) = \frac{r}{1 - r} \cdot \frac{t^a (1 - t)^b}{t_{peak}^a (1 - t_{peak})^b}
+        \text{clean} = \frac{1 - t}{1 + c}, \quad \text{uniform} = \frac{c}{1 + c}, \quad
+        \text{absorbed} = \frac{t}{1 + c}, \qquad
+        c(t) = \frac{r}{1 - r} \cdot \frac{t^a (1 - t)^b}{t_{peak}^a (1 - t_{peak})^b}
 
-    with :math:`a = \gamma \, t_{peak}`, :math:`b = \gamma (1 - t_{peak})` and r the ``max_ratio``: the uniform mass is largest
-    at ``t_peak``, where it is r. Of the uniform draws one in K gives back the clean token.
+    with :math:`a = \gamma \, t_{peak}`, :math:`b = \gamma (1 - t_{peak})` and r the ``max_ratio``: the uniform mass is
+    largest at ``t_peak``, where it is r. One in K uniform draws returns the clean token.
 
     Source: Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9.
 
     Args:
-        t: times ``[...]``, floating; taken to be 0 or 1 beyond.
+        t: times ``[...]``, floating, clamped to [0, 1].
         max_ratio: the uniform mass at the peak, in [0, 1); 0 is plain masked diffusion.
-        gamma_shape: width of the peak: the larger, the narrower. If it is negative, ``t_peak`` is the minimum of c, and t = 0 and
-            t = 1 give NaN.
-        t_peak: where it is, in (0, 1).
+        gamma_shape: width of the peak: the larger, the narrower. If it is negative, ``t_peak`` is the minimum of c, and
+            t = 0 and t = 1 give NaN.
+        t_peak: time of the peak, in (0, 1).
 
     Returns:
         :class:`SCDDSchedule` of tensors ``[...]``, float32 (float64 for float64 times), differentiable in t.
 
     Raises:
-        TypeError: ``t`` is not a tensor, or a setting is no number.
-        ValueError: ``t`` is not floating, or a setting out of range.
+        TypeError: ``t`` is not a tensor, or a setting is not a number.
+        ValueError: ``t`` is not floating, or a setting is out of range.
     """
     _checks.check_float("t", t)
     check_schedule(max_ratio, gamma_shape, t_peak)
@@ -89,9 +92,9 @@ def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:
 
 
 class SCDDLoss(DiffusionLoss):
-    r"""The bound of self-correcting discrete diffusion: masked tokens are filled in, wrong ones corrected.
+    r"""Bound of self-correcting discrete diffusion: the model fills in masked tokens and corrects wrong tokens.
 
-    p is the softmax without the column of MASK, z the token that the model saw, x the clean one, t the time of the sequence,
+    p is the softmax without the column of MASK, z the noisy token, x the clean token, t the time of the sequence,
     :math:`s = \max(t - 1/T, 0)`, :math:`K = V - 1`, :math:`\beta = (1 - \rho)/K` and
     :math:`\ell_v = \log(\beta_s + \rho_s p_v)`. A supervised position costs T times
 
@@ -102,31 +105,33 @@ class SCDDLoss(DiffusionLoss):
         \text{else:} \quad -\frac{\beta_s u \sum_v (\ell_v - D) + \rho_s u (\ell_x - D)
                             + (\beta_s + \rho_s [z = x]) \, r \, (\ell_z - D)}{\beta_t + \rho_t [z = x]}
 
-    with :math:`D = \log(\beta_t + \rho_t p_z)`, :math:`u = (\rho_s - \rho_t) / (\rho_s K)`, :math:`r = \rho_t / \rho_s`, and the
-    schedule of :func:`scdd_schedule`. The sum over positions is divided by ``num_diffusion_tokens`` or else by the number of
-    supervised positions here. Rows that are not supervised are not read.
+    with :math:`D = \log(\beta_t + \rho_t p_z)`, :math:`u = (\rho_s - \rho_t) / (\rho_s K)`,
+    :math:`r = \rho_t / \rho_s`, and the schedule of :func:`scdd_schedule`. The sum over positions is divided by
+    ``num_diffusion_tokens``, or if None by the number of supervised positions of this call. Rows that are not
+    supervised are not read.
 
-    It is one call of ``row_stats`` (log p at x and at z, and the sum over the vocabulary) and arithmetic on a few numbers per
-    position. No ``[B, L, V]`` tensor is made but the gradient. ``max_ratio=0`` is :class:`MDLMCrossEntropyLoss` with
-    ``skip_id=mask_token_id`` and the weight 1/t, at the same cost. The ``weight_sum`` of its output is T for each
-    supervised position, whatever the noise.
+    The loss is one call of ``row_stats`` (log p at x and at z, and the sum over the vocabulary) and arithmetic on a few
+    values per position. The only new ``[B, L, V]`` tensor is the gradient. ``max_ratio=0`` is
+    :class:`MDLMCrossEntropyLoss` with ``skip_id=mask_token_id`` and the weight 1/t, at the same cost. The
+    ``weight_sum`` of its output is T per supervised position for any noise.
 
     Source: Self-Correcting Discrete Diffusion, openreview.net/forum?id=zQKlzKB6I9.
 
     Args:
-        mask_token_id: the token that masks.
+        mask_token_id: id of the MASK token.
         num_timesteps: T, at least 2.
         max_ratio, gamma_shape, t_peak: settings of :func:`scdd_schedule`.
-        chunk_size: number of rows whose logits exist at a time in :meth:`forward_fused`, unless that is given its own; None:
-            chosen from the sizes. From logits there are no chunks.
-        softcap, scale: each logit z becomes ``scale * softcap * tanh(z / softcap)``. A step whose argument is None is left out.
+        chunk_size: rows per chunk of logits in :meth:`forward_fused`, unless overridden there; None: chosen from the
+            sizes. Not used from logits.
+        softcap, scale: each logit z becomes ``scale * softcap * tanh(z / softcap)``. A step whose argument is None is
+            omitted.
         reduction: "total", or "none" to return each row too. Then ``row_losses`` is T times the term of each position,
             and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
 
     Raises:
         TypeError: an argument that should be an int or a number is not.
-        ValueError: one out of range. A call checks them again.
+        ValueError: an argument is out of range. Every call checks the settings again.
     """
 
     def __init__(
@@ -143,7 +148,7 @@ class SCDDLoss(DiffusionLoss):
         reduction: str = "total",
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__(softcap=softcap, scale=scale, reduction=reduction, backend=backend)
         self.mask_token_id = mask_token_id
         self.num_timesteps = num_timesteps
@@ -169,11 +174,11 @@ class SCDDLoss(DiffusionLoss):
         x = batch.target_ids.long()
         active = supervised & (x != -100)
         _checks.check_target_range(None, "noisy_input_ids", torch.where(active, z, 0), rows.vocabulary, None)
-        z = z.clamp(min=-1)  # -100 would be none
-        # Where a sequence is not supervised its time may be anything.
+        z = z.clamp(min=-1)  # -100 would mark a missing id
+        # The time of an unsupervised sequence is arbitrary, so replace it.
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
-        steps = self.num_timesteps * supervised.to(rows.acc)  # what the cost of a position weighs, with either noise
-        if self.max_ratio == 0:  # a weighted sum of NLLs: gamma is 1 - t, so that T steps release T (t - s) / t
+        steps = self.num_timesteps * supervised.to(rows.acc)  # row weight for either noise
+        if self.max_ratio == 0:  # weighted sum of NLLs: gamma is 1 - t, so T steps release T (t - s) / t
             masked = active & (z == self.mask_token_id)
             weights = torch.where(masked, t.to(rows.acc).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
             out = self._of_one_part(rows, self._predictable(x), weights, divide(weights, count))
@@ -183,13 +188,13 @@ class SCDDLoss(DiffusionLoss):
         return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._gives_rows() else None)
 
     def _predictable(self, ids: torch.Tensor) -> torch.Tensor:
-        """The ids, -100 for MASK, whose probability is 0 and has no gradient: as a clean token it costs a constant."""
+        """Replace MASK by -100: its probability is 0 without a gradient, so as a clean token it adds a constant."""
         return ids.masked_fill(ids == self.mask_token_id, -100)
 
     def _costs(
         self, rows: ModelOutput, step: _Step, x: torch.Tensor, z: torch.Tensor, active: torch.Tensor
     ) -> torch.Tensor:
-        """What each active position costs in one step ``[B, L]``."""
+        """Compute the cost per active position of one step ``[B, L]``."""
         mask, K = self.mask_token_id, rows.vocabulary - 1
         base_s, ids = step.base_s.clamp(min=TINY), self._predictable(torch.stack([x, z], -1))
         mix = base_s.expand(x.shape), step.rho_s.expand(x.shape)
@@ -203,13 +208,13 @@ class SCDDLoss(DiffusionLoss):
         same = (z == x).to(D.dtype)
         seen = (step.base_t + step.rho_t * same).clamp(min=TINY)
         coefficients = step.base_s * step.u, step.rho_s * step.u, (step.base_s + step.rho_s * same) * step.r
-        drawn, clean, kept = (number / seen for number in coefficients)  # 0 of what cannot be seen, and its gradient 0
+        drawn, clean, kept = (number / seen for number in coefficients)  # 0 for impossible tokens, with gradient 0
         filled = step.released * (step.base_s * out.mix + step.rho_s * at_x)
         corrected = drawn * (out.mix - K * D) + clean * (at_x - D) + kept * _change(step, K, log_z.exp(), at_z - D)
         return -torch.where(z == mask, filled, corrected)
 
     def _check_settings(self) -> None:
-        """Also at each call, since they are attributes that may have been assigned since."""
+        """Validate the settings, on every call because attributes may have been reassigned."""
         _checks.check_int("mask_token_id", self.mask_token_id, 0)
         _checks.check_int("num_timesteps", self.num_timesteps, 2)
         check_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
@@ -218,9 +223,9 @@ class SCDDLoss(DiffusionLoss):
 
 
 def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
-    """What ``difference`` is, log(base_s + rho_s p) - log(base_t + rho_t p), without what it loses where it is small.
+    """Compute ``difference``, log(base_s + rho_s p) - log(base_t + rho_t p), without cancellation if it is small.
 
-    A step of T changes it by about 1 / T, of which two logarithms leave T times their rounding.
+    One step changes the logarithm by about 1 / T, so their difference has T times the relative rounding error.
     """
     share = step.fell * (p - 1 / K) / (step.base_t + step.rho_t * p).clamp(min=TINY)
     small = share.abs() < 0.5
@@ -228,9 +233,9 @@ def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> t
 
 
 class _Step(NamedTuple):
-    """What a step from t down to s depends on, ``[B, 1]``, in the names of :class:`SCDDLoss`.
+    """Coefficients of a step from t down to s, ``[B, 1]``, named as in :class:`SCDDLoss`.
 
-    ``released``: the share of the masked tokens that it unmasks; ``fell``: rho_s - rho_t.
+    ``released``: fraction of the masked tokens that the step unmasks; ``fell``: rho_s - rho_t.
     """
 
     base_s: torch.Tensor
@@ -244,9 +249,9 @@ class _Step(NamedTuple):
 
     @classmethod
     def between(cls, loss: SCDDLoss, t: torch.Tensor, K: int) -> _Step:
-        """In float64: these are differences of numbers near to each other, and there is one of each a sequence."""
+        """Compute the coefficients, one per sequence, in float64, because they are differences of close values."""
         t = t.detach().double().clamp(0, 1)
-        s = t - 1 / loss.num_timesteps  # of which the schedule takes what is below 0 as 0
+        s = t - 1 / loss.num_timesteps  # the schedule clamps to 0
         settings = {"max_ratio": loss.max_ratio, "gamma_shape": loss.gamma_shape, "t_peak": loss.t_peak}
         at_s, at_t = (scdd_schedule(time, **settings) for time in (s, t))
         rho_s, fell = at_s.rho.clamp(min=TINY), at_s.rho - at_t.rho
@@ -262,14 +267,14 @@ class _Step(NamedTuple):
         )
 
     def to(self, dtype: torch.dtype) -> _Step:
-        """In the dtype of sums over the rows."""
+        """Cast to the dtype of sums over the rows."""
         return _Step(*(number.to(dtype) for number in self))
 
 
 def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tensor:
-    """The tokens that the model saw, int64."""
+    """Check the noisy tokens and return them as int64."""
     if noisy_input_ids is None:
-        raise ValueError("noisy_input_ids must be given, the tokens that the model saw, got None")
+        raise ValueError("noisy_input_ids must be given, got None; pass the tokens that the model received")
     _checks.check_ids("noisy_input_ids", noisy_input_ids)
     _checks.check_shape("noisy_input_ids", noisy_input_ids, target_ids.shape, "that of target_ids")
     _checks.check_same_device("target_ids", target_ids, noisy_input_ids=noisy_input_ids)
@@ -278,7 +283,7 @@ def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tens
 
 
 def _check_times(batch: Batch) -> None:
-    """Check the masks, and where a sequence is supervised its time: one, in [0, 1]; on a GPU that would cost a sync."""
+    """Check the masks, and on CPU that each supervised sequence has one time in [0, 1]; on GPU that would sync."""
     p_mask, loss_mask = batch.p_mask, batch.loss_mask
     check_masks(batch.target_ids, p_mask=p_mask, loss_mask=loss_mask)
     batch.check_not_swapped()

@@ -1,4 +1,4 @@
-"""Calls any base loss, this package's or the user's own, with the arguments that its forward accepts."""
+"""Call any base loss, of this package or of the user, with the arguments that its forward accepts."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from dllm_kernels.mtp.head import head_bias, head_weight
 
 
 def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
-    """Call a base loss with what it takes: logits, or hidden states and the LM head.
+    """Call a base loss with logits, or with hidden states and the LM head, depending on its ``forward``.
 
     Args:
-        loss_fn: a loss whose ``forward`` takes ``lm_weight`` (then it gets hidden states and the head) or ``logits``.
-        **kwargs: ``labels``; ``logits`` or ``hidden_states``; ``model`` (for its LM head), ``lm_weight`` (the head, when
-            the caller has it already), ``num_label_tokens``, ``loss_weights``, ``grad_reduce_group``, ``logits_dtype``.
-            ``grad_reduce_group`` and ``logits_dtype`` are passed on where ``loss_fn`` takes them.
+        loss_fn: a loss whose ``forward`` takes ``lm_weight`` (it is then called with hidden states and the head) or
+            ``logits``.
+        **kwargs: ``labels``; ``logits`` or ``hidden_states``; ``model`` (for its LM head), ``lm_weight`` (the head, if
+            the caller already has it), ``num_label_tokens``, ``loss_weights``, ``grad_reduce_group``, ``logits_dtype``.
+            ``grad_reduce_group`` and ``logits_dtype`` are passed on if ``loss_fn`` takes them.
 
     Returns:
         The loss, 0-d.
 
     Raises:
-        ValueError: the loss needs an LM head and the model has none, or one that is more than its weight and bias (an
-            adapter, hooks) and not handed over as ``lm_weight``; its input is missing; or it does not take what its value
-            depends on: a count, weights, the bias of the LM head.
+        ValueError: the loss needs an LM head and the model has none, or has a head with more than weight and bias (an
+            adapter, hooks) and ``lm_weight`` is not given; the input of the loss is missing; or the loss does not take
+            an argument that changes its value: a count, weights, the bias of the LM head.
     """
     labels = _normalized_labels(required(kwargs, "labels", loss_fn), ignore_index_of(loss_fn))
     offered: dict[str, Any] = {
@@ -48,14 +49,14 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
 
 
 def required(kwargs: Mapping[str, Any], name: str, loss_fn: nn.Module) -> Any:
-    """The argument of this name; raises where it is missing."""
+    """Return the argument; raise ValueError if it is missing."""
     if kwargs.get(name) is None:
-        raise ValueError(f"{name} is needed by {type_name(loss_fn)}, got None")
+        raise ValueError(f"{name} must be given to {type_name(loss_fn)}, got None")
     return kwargs[name]
 
 
 def _call(loss_fn: nn.Module, offered: Mapping[str, Any]) -> torch.Tensor:
-    """Call with the arguments that the loss takes; those that are None are left to its defaults."""
+    """Call the loss with the arguments that it takes, omitting arguments that are None."""
     parameters = _forward_parameters(loss_fn)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     given = {k: v for k, v in offered.items() if v is not None}
@@ -68,21 +69,21 @@ def _call(loss_fn: nn.Module, offered: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _forward_parameters(loss_fn: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Parameters of ``forward``, of the class where the loss has none of its own.
+    """Return the parameters of ``forward``, of the instance if it overrides the class.
 
-    A method bound to a loss that is made inside a compiled function cannot be inspected there.
+    A bound method of a loss that is constructed inside a compiled function cannot be inspected there.
     """
     forward = vars(loss_fn).get("forward")
     return inspect.signature(type(loss_fn).forward if forward is None else forward).parameters
 
 
 def is_linear(loss_fn: nn.Module) -> bool:
-    """Whether the loss takes hidden states and the LM head instead of logits."""
+    """Return True if the loss takes hidden states and the LM head instead of logits."""
     return "lm_weight" in _forward_parameters(loss_fn)
 
 
 def is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
-    """Whether calling the loss is calling :class:`FusedLinearCrossEntropy` and nothing more: not overridden, no hooks."""
+    """Return True if the loss is a :class:`FusedLinearCrossEntropy` without overridden forward and without hooks."""
     if not isinstance(loss_fn, FusedLinearCrossEntropy) or type(loss_fn).forward is not FusedLinearCrossEntropy.forward:
         return False
     hooks = (loss_fn._forward_hooks, loss_fn._forward_pre_hooks, loss_fn._backward_hooks, loss_fn._backward_pre_hooks)
@@ -90,13 +91,13 @@ def is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
 
 
 def ignore_index_of(loss_fn: nn.Module) -> int:
-    """The loss's ignore index."""
+    """Return the ignore index of the loss."""
     value = getattr(loss_fn, "ignore_index", PADDING)
     return int(value) if isinstance(value, numbers.Integral) else PADDING
 
 
 def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
-    """The loss's own ``ignore_index``; -100 and None always fit, since -100 is left out whatever the loss's is."""
+    """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
     own = ignore_index_of(loss_fn)
     if ignore_index not in (None, PADDING, own):
         raise ValueError(f"ignore_index must be {PADDING} or that of loss_fn, {own}, got {ignore_index}")
@@ -104,5 +105,5 @@ def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
 
 
 def _normalized_labels(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Labels with the padding of the data set, -100, written as the loss's own ``ignore_index``."""
+    """Replace the padding of the data set, -100, by the ``ignore_index`` of the loss."""
     return labels if ignore_index == PADDING else labels.long().masked_fill(labels.long() == PADDING, ignore_index)

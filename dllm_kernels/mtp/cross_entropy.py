@@ -27,17 +27,18 @@ class MaskedCrossEntropy(TransformedLoss):
 
     Args:
         fp32_upcast: the loss is always computed in float32 (float64 for float64 logits). False rounds each token's NLL
-            to the dtype of the logits, which is what a cross-entropy computed in that dtype returns.
-        ignore_index: label to leave out; -100 is left out as well.
-        reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
-        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column ``skip_id``
-            becomes -inf. A step whose argument is None is left out. No ``softcap`` for logits that the model has capped itself.
+            to the dtype of the logits, like a cross-entropy computed in that dtype.
+        ignore_index: label to ignore; -100 is ignored too.
+        reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
+        softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
+            ``skip_id`` becomes -inf. A step whose argument is None is omitted. Use no ``softcap`` if the model already
+            caps its logits.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: an ``ignore_index`` or a ``skip_id`` that is not an int, a ``softcap`` or a ``scale`` that is no number, an
-            ``fp32_upcast`` that is no bool.
-        ValueError: an unknown ``reduction``, or a number out of range.
+        TypeError: ``ignore_index`` or ``skip_id`` is not an int, ``softcap`` or ``scale`` is not a number, or
+            ``fp32_upcast`` is not a bool.
+        ValueError: ``reduction`` is unknown, or a number is out of range.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class MaskedCrossEntropy(TransformedLoss):
         skip_id: int | None = None,
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, backend=backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         _checks.check_int("ignore_index", ignore_index)
@@ -71,21 +72,21 @@ class MaskedCrossEntropy(TransformedLoss):
 
         Args:
             logits: ``[..., V]``, any float dtype.
-            labels: ``[...]`` integers; not modified. Leading dimensions may be merged in one of both, as in ``[B, S, V]``
-                with ``[B * S]``; ``[S, B]`` beside ``[B, S, V]`` is refused, though it has as many entries.
-            mask: one entry a label, in any shape, or one for all, or None; 0 leaves a position out.
+            labels: ``[...]`` integers; not modified. Leading dimensions may be merged in one of both, as in
+                ``[B, S, V]`` with ``[B * S]``; ``[S, B]`` with ``[B, S, V]`` is rejected, although the sizes are equal.
+            mask: one entry per label, in any shape, or a single entry, or None; 0 ignores a position.
             num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor, not negative (on a GPU, where
                 the sign is not read, NaN). Only with ``reduction="sum"``.
             loss_weights: of the shape of ``labels`` or None, a factor per position. Only with ``reduction="sum"``.
 
         Returns:
-            0-d loss; with ``reduction="none"`` one number a position, flattened.
+            0-d loss; with ``reduction="none"`` one value per position, flattened.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
+            ValueError: shapes, dtypes or devices do not match, or an option needs ``reduction="sum"``.
         """
-        rounds = not _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # which may have been assigned since
+        rounds = not _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # the attribute may have been reassigned
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         targets = _checked_targets(LOGITS, self, logits, labels)
         rows = _rows_of(logits, labels)
@@ -100,22 +101,24 @@ class MaskedCrossEntropy(TransformedLoss):
 class FusedLinearCrossEntropy(TransformedLoss):
     """Cross-entropy from hidden states and the LM head; the logits exist one chunk at a time.
 
-    Source: the loss is :class:`MaskedCrossEntropy`'s; logits a chunk at a time as in Wijmans et al. 2024, "Cut Your Losses in
-    Large-Vocabulary Language Models", arXiv:2411.09009, and Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989.
+    Source: :class:`MaskedCrossEntropy`, with one chunk of logits at a time as in Wijmans et al. 2024, "Cut Your Losses
+    in Large-Vocabulary Language Models", arXiv:2411.09009, and Hsu et al. 2024, "Liger Kernel", arXiv:2410.10989.
 
     Args:
-        ignore_index: label to leave out; -100 is left out as well.
-        logit_softcapping: c makes each logit ``c tanh(z / c)``, as Gemma's are; 0: no cap. The sign of c makes no difference.
-        reduction: "sum", "mean" (over the positions that count; 0 when there are none) or "none".
-        impl: accepted so that a configuration written for another implementation still loads; there is one here.
-        scale, skip_id: each logit is then multiplied by ``scale``, that of column ``skip_id`` becomes -inf; None: not so.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
+        ignore_index: label to ignore; -100 is ignored too.
+        logit_softcapping: c replaces each logit by ``c tanh(z / c)``, as in Gemma; 0: no cap. The sign of c has no
+            effect.
+        reduction: "sum", "mean" (over the counted positions; 0 if there are none) or "none".
+        impl: ignored; accepted so that a configuration written for another implementation still loads.
+        scale, skip_id: each logit is then multiplied by ``scale``, and the logit of column ``skip_id`` becomes -inf.
+            None: the step is omitted.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
         backend: "auto", "triton" or "torch".
 
     Raises:
-        TypeError: an ``ignore_index``, ``skip_id`` or ``chunk_size`` that is not an int, a ``logit_softcapping`` or ``scale``
-            that is no number.
-        ValueError: an unknown ``reduction``, or a number out of range.
+        TypeError: ``ignore_index``, ``skip_id`` or ``chunk_size`` is not an int, or ``logit_softcapping`` or ``scale``
+            is not a number.
+        ValueError: ``reduction`` is unknown, or a number is out of range.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class FusedLinearCrossEntropy(TransformedLoss):
         chunk_size: int | None = None,
         backend: str = "auto",
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         if logit_softcapping:
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
             _checks.check_factor("logit_softcapping", abs(logit_softcapping))
@@ -155,7 +158,7 @@ class FusedLinearCrossEntropy(TransformedLoss):
         self.logit_softcapping = value or 0
 
     def rows(self, hidden_states: torch.Tensor, lm_weight: torch.Tensor, lm_bias: torch.Tensor | None) -> ModelOutput:
-        """What the loss is computed from, with its options."""
+        """Return hidden states and head with the options of the ops."""
         return ModelOutput(HIDDEN, self._options(chunk_size=self.chunk_size), hidden_states, lm_weight, lm_bias)
 
     def forward(
@@ -177,17 +180,17 @@ class FusedLinearCrossEntropy(TransformedLoss):
             lm_weight: ``[V, D]``; may be sharded (a DTensor).
             num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor, not negative (on a GPU, where
                 the sign is not read, NaN). Only with ``reduction="sum"``.
-            grad_reduce_group: accepted for compatibility and not needed: a sharded head carries its own mesh, over which
-                its gradient is reduced.
+            grad_reduce_group: ignored; accepted for compatibility. The gradient of a sharded head is reduced over the
+                mesh of the head.
             loss_weights: ``[...]`` or None, a factor per position. Only with ``reduction="sum"``.
             lm_bias: ``[V]`` or None.
 
         Returns:
-            0-d loss; with ``reduction="none"`` one number a position, flattened.
+            0-d loss; with ``reduction="none"`` one value per position, flattened.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices that do not fit, or an option that needs ``reduction="sum"``.
+            ValueError: shapes, dtypes or devices do not match, or an option needs ``reduction="sum"``.
         """
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
         targets = _checked_targets(HIDDEN, self, hidden_states, labels, lm_weight, lm_bias)
@@ -216,7 +219,7 @@ def _checked_targets(
 
 
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
-    """Row shape of the logits, checked to equal the labels' shape up to merged adjacent dimensions."""
+    """Return the row shape of the logits; check that it equals the labels' shape up to merged adjacent dimensions."""
     rows = logits.shape[:-1]
     if not (_merges(rows, labels.shape) or _merges(labels.shape, rows)):
         _checks.check_shape("labels", labels, rows, "that of logits without its last dimension")
@@ -225,16 +228,16 @@ def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
 
 
 def _merges(fine: torch.Size, coarse: torch.Size) -> bool:
-    """Whether ``coarse`` is ``fine`` with adjacent dimensions merged."""
+    """Return True if ``coarse`` is ``fine`` with adjacent dimensions merged."""
     ends = list(itertools.accumulate(fine, operator.mul, initial=1))
     return fine.numel() == coarse.numel() and all(e in ends for e in itertools.accumulate(coarse, operator.mul))
 
 
 def check_sum_only(reduction: str, **options: object) -> None:
-    """Raise where an argument that needs ``reduction="sum"`` is given with another reduction."""
+    """Raise ValueError if an argument that needs ``reduction="sum"`` is given with another reduction."""
     for name, value in options.items():
         if value is not None and reduction != "sum":
-            raise ValueError(f"{name} is only supported when reduction is 'sum', got reduction={reduction!r}")
+            raise ValueError(f"{name} must be None unless reduction is 'sum', got reduction={reduction!r}")
     _checks.check_total("num_label_tokens", options.get("num_label_tokens"))
     _checks.check_constant("num_label_tokens", options.get("num_label_tokens"))
 
@@ -246,7 +249,7 @@ def position_weights(
     mask: torch.Tensor | None,
     loss_weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Weight of every position, 0 where its label is ignored or its mask is 0; in the dtype of sums over ``like``."""
+    """Compute the weight per position, 0 if ignored or masked out, in the dtype of sums over ``like``."""
     mask, loss_weights = all_plain(mask, loss_weights)
     labels = widened(labels)
     dtype = torch.promote_types(like.dtype, torch.float32)
@@ -266,20 +269,20 @@ def position_weights(
 
 
 def targets_of(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Labels as targets of the ops: -100 where ignored, so that the target check passes over them."""
+    """Convert labels to targets of the ops: -100 where ignored, which the target check skips."""
     labels = widened(labels)
     return labels if ignore_index == PADDING else labels.masked_fill(labels == ignore_index, PADDING)
 
 
 def widened(labels: torch.Tensor) -> torch.Tensor:
-    """Labels as a plain int64 tensor: a narrower dtype may not hold -100, and uint8 156 would compare equal to it."""
+    """Cast labels to a plain int64 tensor: narrower dtypes may not hold -100, and uint8 156 compares equal to it."""
     (labels,) = all_plain(labels)
     _checks.check_ids("labels", labels)
     return labels.long()
 
 
 def normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
-    """Weights divided by their denominator; a denominator of 0 gives weights of 0, a negative one NaN."""
+    """Divide weights by their denominator; a denominator of 0 gives weights of 0, a negative denominator NaN."""
     if reduction == "mean":
         return weights / weights.sum().clamp(min=1)
     count = plain_count(num_label_tokens)

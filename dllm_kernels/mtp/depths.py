@@ -1,4 +1,4 @@
-"""The auxiliary loss: labels of each depth, and the sum over depths."""
+"""Auxiliary loss: labels of each depth, and the sum over depths."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_
 
 @dataclass(frozen=True)
 class MTPLossOutput:
-    """The auxiliary loss and its parts.
+    """Auxiliary loss and its parts.
 
     Attributes:
         loss: 0-d, ``scaling_factor / D`` times the sum of the parts.
         per_depth_losses: D 0-d tensors, unscaled, each with its autograd graph.
-        weight_sum: 0-d, detached: what all labels of all depths weigh together, before any denominator and the scaling:
-            1, or their ``loss_weights``, where they are not ignored.
+        weight_sum: 0-d, detached: sum of the label weights over all depths, before any denominator and the scaling. A
+            label that is not ignored has the weight 1, or its ``loss_weights``.
     """
 
     loss: torch.Tensor
@@ -47,21 +47,21 @@ class MTPLossOutput:
 def mtp_labels(
     labels: torch.Tensor, depth: int, ignore_index: int = PADDING, seq_idx: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Labels of one depth: shifted left by depth + 1; ignored at the end and where they come from another sub-sequence.
+    """Shift labels left by depth + 1; ignore the end and labels from another packed sub-sequence.
 
-    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k further on.
+    Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k positions further ahead.
 
     Args:
         labels: ``[B, S]`` or ``[S]`` integers.
         depth: 0 .. D-1.
-        ignore_index: the label of a position that does not count.
-        seq_idx: as ``labels``; positions with equal numbers belong to one packed sub-sequence. None: no packing.
+        ignore_index: label of ignored positions.
+        seq_idx: shape of ``labels``; positions with equal values belong to one packed sub-sequence. None: no packing.
 
     Returns:
         A new int64 tensor of the shape of ``labels``.
 
     Raises:
-        TypeError: ``depth`` is no int.
+        TypeError: ``depth`` is not an int.
         ValueError: ``depth`` is negative.
     """
     _checks.check_int("depth", depth, 0)
@@ -77,7 +77,7 @@ def mtp_labels(
 def _sub_sequences(
     labels: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Index of the packed sub-sequence of every label; ``seq_idx`` wins over ``cu_seqlens``."""
+    """Return the index of the packed sub-sequence of every label; ``seq_idx`` takes precedence over ``cu_seqlens``."""
     cu_seqlens, seq_idx = all_plain(cu_seqlens, seq_idx)
     if seq_idx is not None:
         _checks.check_tensor("seq_idx", seq_idx)
@@ -99,14 +99,14 @@ def _sub_sequences(
     _checks.check_ndim("cu_seqlens", boundaries, 1, "[num_seqs + 1]")
     _checks.check_ids("cu_seqlens", boundaries)
     _checks.check_same_device("labels", labels, cu_seqlens=boundaries)
-    boundaries = boundaries.long()  # a short type may hold them, and not every position
+    boundaries = boundaries.long()  # positions may exceed the range of a narrow dtype
     S = labels.shape[-1]
     if values_are_there(boundaries):
         ends = boundaries.tolist()
         if ends[:1] != [0] or ends != sorted(ends) or ends[-1] > S:
             raise ValueError(f"cu_seqlens must rise from 0 to {S}, the length of labels, or less, got {ends}")
     positions = torch.arange(S, device=labels.device)
-    # right=True: the position of a boundary is the first of the new sequence.
+    # right=True: a boundary is the first position of the new sequence.
     return torch.searchsorted(boundaries[1:].contiguous(), positions, right=True).expand(labels.shape)
 
 
@@ -116,7 +116,7 @@ def calculate_mtp_loss(
 ) -> torch.Tensor: ...
 @overload
 def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[True], **options: Any) -> MTPLossOutput: ...
-def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the results apart
+def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish the return types
     loss_fn: nn.Module,
     *,
     mtp_per_depth_h: list[torch.Tensor] | None = None,
@@ -140,49 +140,50 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only tell the res
     .. math:: L = \frac{\text{scaling\_factor}}{D} \sum_{k=0}^{D-1} \text{loss\_fn}(\text{depth } k,\;
               \text{labels shifted left by } k + 1)
 
-    With :class:`FusedLinearCrossEntropy` all depths go through one call: one compaction of the rows that count and one pass
-    over the LM head, which is gathered once where it is sharded.
+    With :class:`FusedLinearCrossEntropy` all depths are one call: one compaction of the counted rows and one pass over
+    the LM head. A sharded head is gathered once.
 
-    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, eq. 24 (each depth) and 25 (their mean, scaled).
+    Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437, eq. 24 (each depth) and 25 (their mean,
+    scaled).
 
     Examples:
         >>> logits = [torch.zeros(1, 4, 10), torch.zeros(1, 4, 10)]  # two depths
         >>> labels = torch.tensor([[3, 1, 4, 1]])  # the labels of depth 0 are 1 4 1, those of depth 1 are 4 1
-        >>> options = {"mtp_per_depth_logits": logits, "labels": labels, "model": torch.nn.Module(), "num_label_tokens": 4}
-        >>> loss = calculate_mtp_loss(MaskedCrossEntropy(), scaling_factor=1.0, **options)
+        >>> options = {"labels": labels, "model": torch.nn.Module(), "num_label_tokens": 4, "scaling_factor": 1.0}
+        >>> loss = calculate_mtp_loss(MaskedCrossEntropy(), mtp_per_depth_logits=logits, **options)
         >>> round((loss / math.log(10)).item(), 4)  # (3 + 2) / 4, over two depths
         0.625
 
     Args:
-        loss_fn: the base loss, as on the main path.
+        loss_fn: the base loss of the main path.
         mtp_per_depth_h: D tensors ``[B, S, H]`` (``[1, T, H]`` with flat labels), the hidden states of each depth.
-        mtp_per_depth_logits: D tensors ``[B, S, V]`` instead; exactly one of both.
-        mtp_per_depth_targets: D tensors shaped like ``labels``, shifted and masked already; then neither ``cu_seqlens``
-            nor ``seq_idx`` may be given.
+        mtp_per_depth_logits: D tensors ``[B, S, V]`` instead; pass exactly one of the two.
+        mtp_per_depth_targets: D tensors shaped like ``labels``, already shifted and masked; ``cu_seqlens`` and
+            ``seq_idx`` must then be None.
         labels: ``[B, S]`` or ``[T]`` integers, not shifted.
-        model: owns the LM head: ``get_output_embeddings()``, else a module named ``lm_head``, else a parameter with
-            ``lm_head`` in its name.
+        model: model with the LM head: ``get_output_embeddings()``, else a module named ``lm_head``, else a parameter
+            with ``lm_head`` in its name.
         scaling_factor: weight of the auxiliary loss.
-        num_label_tokens: global number of labels that count, which divides each sum; int or 0-d tensor.
-        ignore_index: -100, or that of ``loss_fn``; either way positions without a label do not count.
-        cu_seqlens: ``[num_seqs + 1]`` offsets of packed sub-sequences; a boundary belongs to the new one.
-        seq_idx: ``[B, S]`` or ``[S]``, equal numbers within a packed sub-sequence; wins over ``cu_seqlens``.
-        lm_weight: ``[V, H]``, the head, where the caller has gathered it already, or where it is of another class than ``nn.Linear``.
-        logits_dtype: passed on to a base loss that takes it.
-        grad_reduce_group: passed on to a base loss that takes it.
-        loss_weights: a factor per position of the outputs, shaped like ``labels``; not shifted with these: at depth k it weighs the
-            label k + 1 further on.
+        num_label_tokens: divides each sum: global number of counted labels; int or 0-d tensor.
+        ignore_index: -100, or the index of ``loss_fn``; in both cases positions without a label are ignored.
+        cu_seqlens: ``[num_seqs + 1]`` offsets of packed sub-sequences; a boundary belongs to the new sub-sequence.
+        seq_idx: ``[B, S]`` or ``[S]``, equal values within a packed sub-sequence; takes precedence over ``cu_seqlens``.
+        lm_weight: ``[V, H]``, the head, if the caller has already gathered it, or if its class is not ``nn.Linear``.
+        logits_dtype: passed on if the base loss takes it.
+        grad_reduce_group: passed on if the base loss takes it.
+        loss_weights: a factor per position of the outputs, shaped like ``labels`` and not shifted: at depth k the
+            factor of position i weights the label of position i + k + 1.
         return_per_depth: return an :class:`MTPLossOutput`. The parts carry their graphs, so with a trainable head the
-            logits are then made twice.
+            logits are computed twice.
 
     Returns:
         The scaled loss, 0-d; or :class:`MTPLossOutput`.
 
     Raises:
         TypeError: an argument that should be a tensor or a bool is not.
-        ValueError: both or none of hidden states and logits; an ``ignore_index`` other than the loss's; shapes that do
-            not fit; a base loss that takes hidden states given logits, or given a model without an LM head or with one
-            that is more than its weight and bias (an adapter, hooks) and not handed over as ``lm_weight``.
+        ValueError: both or neither of hidden states and logits are given; ``ignore_index`` differs from the index of
+            the loss; shapes do not match; or a base loss that takes hidden states is given logits, or ``lm_weight`` is
+            None and the model has no LM head or one with more than weight and bias (an adapter, hooks).
     """
     return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
     own_index = checked_ignore_index(ignore_index, loss_fn)
@@ -272,7 +273,7 @@ def _given_targets(
 
 
 def _check_targets(loss_fn: nn.Module, targets: torch.Tensor, V: int, name: str, shift: int) -> None:
-    """With target checks on, raise for the first bad target of one depth, at its position in the caller's tensor."""
+    """Raise for the first bad target of one depth, at its position in the caller's tensor, if checks are on."""
     if isinstance(loss_fn, MaskedCrossEntropy | FusedLinearCrossEntropy):
         y = targets_of(targets, loss_fn.ignore_index)
         _checks.check_target_range(None, name, y, V, shift=shift, skip_id=loss_fn.skip_id)

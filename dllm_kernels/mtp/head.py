@@ -1,4 +1,4 @@
-"""Finds a model's LM head, and checks whether a loss may use its weight directly instead of calling it."""
+"""Find a model's LM head, and check whether a loss may use its weight directly instead of calling it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._head import check_plain_head, projects
 from dllm_kernels._utils._plain import is_dtensor
 
-FROM_LOGITS = "take a base loss from logits, such as MaskedCrossEntropy, whose logits come from the head itself"
+FROM_LOGITS = "use a base loss from logits, such as MaskedCrossEntropy, whose logits the head computes"
 
 
 def unwrapped(model: nn.Module | None) -> nn.Module | None:
-    """The model inside DistributedDataParallel."""
+    """Return the model inside DistributedDataParallel."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def head_module(model: nn.Module | None) -> nn.Module | None:
-    """The LM head: ``get_output_embeddings()``, else a module named ``lm_head`` that has a weight or can be called."""
+    """Return the LM head: ``get_output_embeddings()``, else a module ``lm_head`` that has a weight or is callable."""
     model = unwrapped(model)
     if model is None:
         return None
@@ -31,7 +31,7 @@ def head_module(model: nn.Module | None) -> nn.Module | None:
 
 
 def head_weight(model: nn.Module | None) -> torch.Tensor:
-    """The LM head's weight ``[V, D]``, to be used in its place: of the module, else of a parameter named ``lm_head``."""
+    """Return the weight ``[V, D]`` of the LM head module, else the parameter named ``lm_head``."""
     head = head_module(model)
     if head is not None:
         check_plain_head(head, FROM_LOGITS)
@@ -45,13 +45,13 @@ def head_weight(model: nn.Module | None) -> torch.Tensor:
             _check_owners(model, name)
             return parameter
     raise ValueError(
-        "model has no LM head: it needs get_output_embeddings(), a module named lm_head or a parameter with lm_head in "
-        f"its name; got {type_name(model)}"
+        "model must have get_output_embeddings(), a module named lm_head or a parameter with lm_head in its name, got "
+        f"{type_name(model)}"
     )
 
 
 def _check_owners(model: nn.Module | None, name: str) -> None:
-    """Raise unless each module around the parameter, from the one named ``lm_head`` inwards, is a plain head."""
+    """Raise unless every module on the path to the parameter, from the module named ``lm_head`` on, is a plain head."""
     module, within = model, False
     for part in name.split(".")[:-1]:
         module, within = getattr(module, part), within or "lm_head" in part
@@ -60,13 +60,13 @@ def _check_owners(model: nn.Module | None, name: str) -> None:
 
 
 def head_bias(model: nn.Module | None) -> torch.Tensor | None:
-    """The bias ``[V]`` of the LM head, or None."""
+    """Return the bias ``[V]`` of the LM head, or None."""
     bias = getattr(head_module(model), "bias", None)
     return bias if isinstance(bias, torch.Tensor) else None
 
 
 def logits_of(hidden: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """Logits from the head module's own forward, which gathers a sharded weight."""
+    """Compute logits by calling the head module, which gathers a sharded weight."""
     head = head_module(model)
     if head is not None and projects(head):
         logits: torch.Tensor = head(hidden)
@@ -75,7 +75,7 @@ def logits_of(hidden: torch.Tensor, model: nn.Module) -> torch.Tensor:
 
 
 def gathered_once(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """A sharded head gathered for several uses, so that they share one gather and one reduction of its gradient."""
+    """Gather a sharded head for several uses, which then share one gather and one reduction of its gradient."""
     if not is_dtensor(weight):
         return weight
     from dllm_kernels.distributed.fsdp import gather_head

@@ -1,4 +1,4 @@
-"""The loss of a pipeline schedule's last stage."""
+"""Loss of the last stage of a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from dllm_kernels.mtp.head import gathered_once, head_weight
 
 
 def mtp_loss_scaling_factor(model: nn.Module, default: float = 0.1) -> float:
-    """``model.mtp_config.loss_scaling_factor``, or the default where the model does not say."""
+    """Return ``model.mtp_config.loss_scaling_factor``, or the default if the model has none."""
     config = getattr(model, "mtp_config", None)
     return default if config is None else float(getattr(config, "loss_scaling_factor", default))
 
 
 class PipelineCausalLMLoss(nn.Module):
-    """The loss of a pipeline schedule's last stage: the main cross-entropy, and MTP while the model trains.
+    """Loss of the last stage of a pipeline schedule: the main cross-entropy, and MTP in training mode.
 
-    Each micro-batch brings its own ``seq_idx`` as the last element of the stage's output, a 2-d int32 tensor, so
-    that it reaches the loss under any schedule.
+    The last element of the stage's output may be ``seq_idx``, a 2-d int32 tensor. Each micro-batch then carries its
+    ``seq_idx`` to the loss under any schedule.
 
     Args:
         loss_fn: the base loss.
-        model: the last stage's model, for its LM head, ``training`` and MTP configuration.
-        scaling_factor: weight of MTP; None takes the output's ``mtp_loss_scaling_factor``, else the model's
-            ``mtp_config.loss_scaling_factor``, else 0.1.
-        ignore_index: -100, or that of ``loss_fn``.
-        grad_reduce_group: passed on to a base loss that takes it.
+        model: model of the last stage, for its LM head, ``training`` flag and MTP configuration.
+        scaling_factor: weight of MTP. None: the ``mtp_loss_scaling_factor`` of the output, else
+            ``mtp_config.loss_scaling_factor`` of the model, else 0.1.
+        ignore_index: -100, or the index of ``loss_fn``.
+        grad_reduce_group: passed on if the base loss takes it.
 
     Raises:
-        ValueError: an ``ignore_index`` other than the loss's.
+        ValueError: ``ignore_index`` differs from the index of the loss.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class PipelineCausalLMLoss(nn.Module):
         ignore_index: int | None = PADDING,
         grad_reduce_group: Any = None,
     ) -> None:
-        """The arguments are described with the class."""
+        """Initialize; the arguments are documented on the class."""
         super().__init__()
         self.loss_fn = loss_fn
         self.model = model
@@ -59,7 +59,7 @@ class PipelineCausalLMLoss(nn.Module):
 
     @staticmethod
     def _extract_seq_idx_tail(output: Any) -> tuple[torch.Tensor | None, Any]:
-        """(seq_idx, the rest): the trailing 2-d int32 tensor of a tuple, else (None, output)."""
+        """Split the trailing 2-d int32 tensor off a tuple: (seq_idx, rest), or (None, output) if there is none."""
         if isinstance(output, tuple) and output:
             last = output[-1]
             if isinstance(last, torch.Tensor) and last.dtype == torch.int32 and last.dim() == 2:
@@ -70,8 +70,8 @@ class PipelineCausalLMLoss(nn.Module):
         """Compute the loss of one micro-batch.
 
         Args:
-            output: logits ``[B, S, V]`` (hidden states ``[B, S, H]`` where ``loss_fn`` takes those); an object or mapping
-                with ``logits`` and, for MTP, ``mtp_per_depth_h`` or ``mtp_per_depth_logits`` and
+            output: logits ``[B, S, V]`` (hidden states ``[B, S, H]`` if ``loss_fn`` takes hidden states); an object or
+                mapping with ``logits`` and, for MTP, ``mtp_per_depth_h`` or ``mtp_per_depth_logits`` and
                 ``mtp_loss_scaling_factor``; or a tuple ``(logits, *mtp_per_depth_h[, seq_idx])`` with ``seq_idx`` a
                 ``[B, S]`` int32 tensor.
             labels: ``[B, S]`` integers, not shifted for MTP.
@@ -80,8 +80,9 @@ class PipelineCausalLMLoss(nn.Module):
             0-d loss.
 
         Raises:
-            TypeError: ``output`` is none of these, such as a list, or a tuple without logits.
-            ValueError: a base loss that takes hidden states given a tuple, or a head that is more than its weight and bias.
+            TypeError: ``output`` has another type, such as a list, or is a tuple without logits.
+            ValueError: a base loss that takes hidden states is given a tuple, or the head has more than weight and
+                bias.
         """
         seq_idx, output = self._extract_seq_idx_tail(output)
         _check_output(output)
@@ -107,11 +108,11 @@ class PipelineCausalLMLoss(nn.Module):
         return loss + mtp
 
     def _main_loss_fn(self) -> nn.Module:
-        """The base loss as the main path takes it."""
+        """Return the base loss of the main path."""
         return self.loss_fn
 
     def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head, gathered once for the main loss and all depths."""
+        """Gather the head once for the main loss and all depths."""
         return gathered_once(head_weight(self.model), hidden)
 
     def _from_tuple(self, output: tuple[torch.Tensor, ...]) -> Any:
@@ -122,7 +123,7 @@ class PipelineCausalLMLoss(nn.Module):
     def _depths(output: Any) -> dict[str, Any] | None:
         depths = {name: _field(output, name) for name in ("mtp_per_depth_h", "mtp_per_depth_logits")}
         given = {name: list(value) for name, value in depths.items() if value is not None}
-        return {name: value for name, value in given.items() if value} or None  # no depths, no MTP
+        return {name: value for name, value in given.items() if value} or None  # no depths: no MTP
 
     def _scaling(self, output: Any) -> float:
         if self.scaling_factor is not None:
@@ -156,13 +157,13 @@ def _check_output(output: Any) -> None:
 
 
 def _field(output: Any, name: str) -> Any:
-    """A field of a model output, be it an object or a mapping; None where it has none of that name."""
+    """Return a field of a model output, which is an object or a mapping; None if missing."""
     value = getattr(output, name, None)
     return output.get(name) if value is None and isinstance(output, Mapping) else value
 
 
 def _final_hidden(output: Any) -> torch.Tensor | None:
-    """The last hidden states of a model output: its ``hidden_states``, or the last of them."""
+    """Return ``hidden_states`` of a model output, or their last element if they are a sequence."""
     states = _field(output, "hidden_states")
     if isinstance(states, (list, tuple)):
         states = next((s for s in reversed(states) if s is not None), None)
@@ -174,15 +175,15 @@ class MTPLossConfig:
     """Hyperparameters of the MTP loss.
 
     Attributes:
-        scaling_factor: weight of MTP; None keeps the model's own.
-        ignore_index: -100, or that of the base loss.
+        scaling_factor: weight of MTP; None: the factor of the output or the model.
+        ignore_index: -100, or the index of the base loss.
     """
 
     scaling_factor: float | None = None
     ignore_index: int | None = PADDING
 
     def build(self, loss_fn: nn.Module, model: nn.Module, *, grad_reduce_group: Any = None) -> PipelineCausalLMLoss:
-        """Make the pipeline loss for a base loss and a model."""
+        """Build the pipeline loss for a base loss and a model."""
         return PipelineCausalLMLoss(
             loss_fn,
             model,
