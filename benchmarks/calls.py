@@ -1,8 +1,8 @@
 """Calls whose fixed cost shows: small ones, and those of a million logits or more that plain PyTorch does well.
 
-Ours beside plain PyTorch and, for the MDLM loss, the original, where it is installed; half of the rows are masked. A thread
-of torch's own, unless ``--threads`` says otherwise, and the inputs in the cache. ``--busy`` keeps so many other processes at
-work meanwhile, as a data loader does.
+Ours beside plain PyTorch and, for the MDLM loss, the original, where it is installed; half of the rows are masked. A
+thread of torch's own, unless ``--threads`` says otherwise, and the inputs in the cache. ``--busy`` keeps so many other
+processes at work meanwhile, as a data loader does.
 """
 
 from __future__ import annotations

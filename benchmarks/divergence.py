@@ -1,7 +1,8 @@
 """Divergence of hidden states to a teacher's through a frozen head that both share, forward and backward, kind by kind.
 
-Ours beside what anybody would write (two ``linear``, the softmax of each, the divergence and its autograd), that compiled
-(``--compiled``), speculators' losses and Liger's where they run (Liger's is the mean over the rows, without their weights), and
+Ours beside what anybody would write (two ``linear``, the softmax of each, the divergence and its autograd), that
+compiled (``--compiled``), speculators' losses and Liger's where they run (Liger's is the mean over the rows, without
+their weights), and
 the three products that are left when all else costs nothing: two that make logits, one the gradient.
 Whoever takes more products than these pays for it in what he takes beyond them, which is printed below the table.
 """

@@ -1,7 +1,7 @@
 """Ours alone at the shapes of the verdicts, beside the speed of a copy and the bare products of the same shapes.
 
-The numbers that matter most, without peers: NLL from logits, log-probabilities with entropy, and NLL from hidden states through
-frozen heads (all rows active, then half of them) and through a trained one.
+The numbers that matter most, without peers: NLL from logits, log-probabilities with entropy, and NLL from hidden states
+through frozen heads (all rows active, then half of them) and through a trained one.
 """
 
 from __future__ import annotations

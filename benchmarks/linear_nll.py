@@ -1,9 +1,9 @@
 """Fused linear cross-entropy from hidden states: ours beside the original's chunked path and its peers.
 
 Forward plus backward (a precomputed gradient has no backward of its own to time), and forward without gradients. The
-floor counts matrix products on the active rows only, two with a frozen head, three with a trainable one, at the rate of a
-square product. ``bare products`` runs them at their own shapes and nothing else: a GPU that slows down under load slows
-them down alike.
+floor counts matrix products on the active rows only, two with a frozen head, three with a trainable one, at the rate of
+a square product. ``bare products`` runs them at their own shapes and nothing else: a GPU that slows down under load
+slows them down alike.
 """
 
 from __future__ import annotations

@@ -218,7 +218,8 @@ def measure(
         warmup: untimed calls per candidate before.
         cache: "cold" (flushed, inputs rotate) or "hot" (the same call ran just before).
         label: what the progress bar says.
-        failed: receives the reason of each candidate that raises, which is then dropped. None: the exception propagates.
+        failed: receives the reason of each candidate that raises, which is then dropped. None: the exception
+            propagates.
 
     Returns:
         name -> ``Timing``, in the order given.

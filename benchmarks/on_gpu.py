@@ -1,10 +1,11 @@
 """Everything that a GPU has to show, in as many minutes as one is lent: correctness, measurements, tests, the sanitizer.
 
-``python -m benchmarks on_gpu --minutes M --out DIR`` runs the steps in the order of what decides most, each in a process of
-its own for at most its share of the minutes, and leaves out what no longer fits; what it then started is ended with it.
-First the peers that can be imported, and why the others cannot. Then ``verify``, ours against float64: the exit status is 1
-if it fails, and every verdict then says "unverified". Then ours beside the ceilings, the peers, and the rest.
-Output goes to stdout as it is made. ``DIR`` holds three files, brought up to date all the while, so that whoever ends this
+``python -m benchmarks on_gpu --minutes M --out DIR`` runs the steps in the order of what decides most, each in a
+process of its own for at most its share of the minutes, and leaves out what no longer fits; what it then started is
+ended with it. First the peers that can be imported, and why the others cannot. Then ``verify``, ours against float64:
+the exit status is 1 if it fails, and every verdict then says "unverified". Then ours beside the ceilings, the peers,
+and the rest. Output goes to stdout as it is made. ``DIR`` holds three files, brought up to date all the while, so that
+whoever ends this
 at any moment has what was measured: ``results.tar.gz`` (a log of every step and the raw numbers of those that measure),
 ``summary.json`` (the outcome of each step) and ``verdicts.md`` (each bar beside what was measured).
 
@@ -13,9 +14,10 @@ at any moment has what was measured: ``results.tar.gz`` (a log of every step and
     --steps NAME ...  these and no others, again if need be
 
 A machine without a package index needs these wheels, for its Python, some 8 MB together: ``liger-kernel``,
-``cut-cross-entropy``, ``nemo-automodel`` (the original: without it the bar of corruption is not measured) and ``speculators``;
-also what their imports need and such a machine may lack, ``pydantic`` with ``pydantic-core``, ``annotated-types`` and
-``typing-inspection``. ``quack-kernels`` needs ``nvidia-cutlass-dsl`` besides, a compiler of 88 MB.
+``cut-cross-entropy``, ``nemo-automodel`` (the original: without it the bar of corruption is not measured) and
+``speculators``; also what their imports need and such a machine may lack, ``pydantic`` with ``pydantic-core``,
+``annotated-types`` and ``typing-inspection``. ``quack-kernels`` needs ``nvidia-cutlass-dsl`` besides, a compiler of 88
+MB.
 
 ``--rehearse`` runs the same at toy size on a CPU, through Triton's interpreter.
 """

@@ -1,9 +1,9 @@
 """Log-probability of the taken token and entropy of each row, as policy trainers ask for them, from logits and hidden states.
 
-Ours beside what anybody would write (log_softmax, gather, entropy) on all rows and on the active ones, and Liger's, where it
-is installed. Random upstream gradients of both outputs; forward without a graph, as for old and reference policies, and both
-passes. The floors count the fewest bytes or flops: logits are read forward, read and written backward; a head makes its
-logits once forward and, both ways, once more with a product for each gradient.
+Ours beside what anybody would write (log_softmax, gather, entropy) on all rows and on the active ones, and Liger's,
+where it is installed. Random upstream gradients of both outputs; forward without a graph, as for old and reference
+policies, and both passes. The floors count the fewest bytes or flops: logits are read forward, read and written
+backward; a head makes its logits once forward and, both ways, once more with a product for each gradient.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Choices that were made without a GPU, each beside its alternatives: chunk sizes, a cache hint, prefetching.
 
-Chunk sizes through the public call, from hidden states through a frozen head (half of the rows active) and a trained one. The
-kernels as copies of ``dllm_kernels._backends.triton`` in which a few lines are replaced (``VARIANTS``), on one chunk of logits or one
-batch of them. Each variant's error is its distance from the package's own result, which is 0 if only the speed differs.
+Chunk sizes through the public call, from hidden states through a frozen head (half of the rows active) and a trained
+one. The kernels as copies of ``dllm_kernels._backends.triton`` in which a few lines are replaced (``VARIANTS``), on one
+chunk of logits or one batch of them. Each variant's error is its distance from the package's own result, which is 0 if
+only the speed differs.
 """
 
 from __future__ import annotations

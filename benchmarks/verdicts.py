@@ -31,7 +31,8 @@ class Bar:
         results: the step whose results decide it.
         case: what its case must hold, besides the phase; ``subject`` is that of its records.
         phase: of the measurement.
-        measured: from the candidates of that case, and from those of another one by what differs; None if one is missing.
+        measured: from the candidates of that case, and from those of another one by what differs; None if one is
+            missing.
         least: smallest value that meets the bar.
     """
 

@@ -43,13 +43,14 @@ class DLLMCollator:
         pad_token_id: token of the global pad.
         eos_token_id: token of the block fill; None: the pad token.
         block_size: positions of a block; None: no block fill.
-        pad_seq_len_divisible: the length becomes a multiple of this (and of ``block_size``); None or less than 2: no rounding.
+        pad_seq_len_divisible: the length becomes a multiple of this (and of ``block_size``); None or less than 2: no
+            rounding.
         max_seq_len: the length is at most this, also after rounding, but at least 1.
         supervise_padding: whether the global pad is supervised.
         response_window: align blocks on the response instead of on position 0 and attend to the fill. Each sample must
             then have at most one supervised run.
-        pin_memory: make the tensors in page-locked memory, for a non-blocking copy to a GPU. For a collator that runs in
-            the training process; worker processes of a DataLoader leave it to ``DataLoader(pin_memory=True)``.
+        pin_memory: make the tensors in page-locked memory, for a non-blocking copy to a GPU. For a collator that runs
+            in the training process; worker processes of a DataLoader leave it to ``DataLoader(pin_memory=True)``.
 
     Raises:
         TypeError: a token or a size is not an int, or a flag is not a bool.
@@ -230,8 +231,9 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
 def _packed(name: str, values: Sequence[Any]) -> Any:
     """Convert a list of numbers to an array of bytes (masks), int64 or float64; return anything else unchanged.
 
-    Packing a list into bytes is several times as fast as ``numpy.array`` and ``torch.tensor``, which look at the type of
-    each element first; into single bytes, which gives up at the first number beyond 255, several times as fast again.
+    Packing a list into bytes is several times as fast as ``numpy.array`` and ``torch.tensor``, which look at the type
+    of each element first; into single bytes, which gives up at the first number beyond 255, several times as fast
+    again.
     """
     try:
         return np.frombuffer(bytearray(values), dtype=np.uint8)

@@ -5,7 +5,8 @@ mask of the corrupted positions, and a float32 probability. Inputs are never wri
 launch, beside the draw of a seed; nothing waits for the GPU.
 
 **Randomness.** Every draw is Philox 4x64-10, as ``numpy.random.Philox`` streams it, of a 64-bit seed and the position
-(``dllm_kernels._random._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and torch.compile.
+(``dllm_kernels._random._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and
+torch.compile.
 
 * ``generator``: one seed a call is drawn from it, row b is row b under that seed. A CPU generator serves tensors on any
   device, and the same state of it gives the same mask on all of them. A CUDA generator draws its seed on the GPU, and
@@ -14,10 +15,10 @@ launch, beside the draw of a seed; nothing waits for the GPU.
 * ``seeds``: int64 ``[B]``, instead of a generator. Row b is then a function of ``seeds[b]``, of L and of the options
   alone, in whatever batch and on whatever device it is corrupted.
 
-**The level**, the fraction of masked tokens, is drawn by the routine, or given as ``level``: ``[B]`` or ``[B, 1]``, one a row,
-or ``[B, num_blocks]`` with blocks; used as it is, without ``eps``. ``sample_level`` draws levels that are spread better
-than independent ones. A level outside [0, 1] is an error on the CPU; on a GPU, where looking would be a host sync, it
-masks nothing or everything.
+**The level**, the fraction of masked tokens, is drawn by the routine, or given as ``level``: ``[B]`` or ``[B, 1]``, one
+a row, or ``[B, num_blocks]`` with blocks; used as it is, without ``eps``. ``sample_level`` draws levels that are spread
+better than independent ones. A level outside [0, 1] is an error on the CPU; on a GPU, where looking would be a host
+sync, it masks nothing or everything.
 """
 
 from __future__ import annotations
@@ -156,9 +157,10 @@ def corrupt_uniform(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Mask each supervised position independently, with one probability for each sequence.
 
-    ``p_b = (1 - eps) t_b + eps``, ``t_b`` uniform in (0, 1); position i is masked where ``u_{b,i} < p_b``.
-    With ``exact`` the number of masked positions is not random: of the n supervised positions of a row exactly ``round(p_b n)``
-    (half to even; at least one where n and p_b are not 0) are masked. Every such set is equally likely.
+    ``p_b = (1 - eps) t_b + eps``, ``t_b`` uniform in (0, 1); position i is masked where ``u_{b,i} < p_b``. With
+    ``exact`` the number of masked positions is not random: of the n supervised positions of a row exactly
+    ``round(p_b n)`` (half to even; at least one where n and p_b are not 0) are masked. Every such set is equally
+    likely.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
@@ -226,7 +228,8 @@ def corrupt_blockwise(
         eps: smallest fraction of masked tokens, in [0, 1).
         half_life_ratio: distance over which a weight doubles as m goes to 0, as a fraction of ``size``; above 0.
         generator: what to draw from, see the module.
-        level: the m instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the module.
+        level: the m instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the
+            module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
         backend: "auto", "triton" or "torch".
 
@@ -280,7 +283,8 @@ def corrupt_uniform_random(
         block_size: positions of a block; None for whole sequences.
         eps: smallest probability, in [0, 1).
         generator: what to draw from, see the module.
-        level: the t instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the module.
+        level: the t instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the
+            module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
         backend: "auto", "triton" or "torch".
 
@@ -354,33 +358,36 @@ def corrupt_mix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask some supervised positions and replace others by a different token, with two probabilities for each sequence.
 
-    One u is drawn for each position. Where ``u < mask_prob`` it becomes MASK. Where ``mask_prob <= u < mask_prob + uniform_prob``
-    it becomes a token uniform over the ``vocab_size - 2`` that are neither MASK nor the clean one, unless the clean one is MASK.
+    One u is drawn for each position. Where ``u < mask_prob`` it becomes MASK. Where
+    ``mask_prob <= u < mask_prob + uniform_prob`` it becomes a token uniform over the ``vocab_size - 2`` that are
+    neither MASK nor the clean one, unless the clean one is MASK.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
         loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
         mask_token_id: the token that masks.
-        vocab_size: how many tokens there are, MASK among them; from 3 to 2^31. Where MASK was added behind a tokenizer's
-            own vocabulary, one more than that: an embedding's ``num_embeddings``, not the tokenizer's ``vocab_size``.
+        vocab_size: how many tokens there are, MASK among them; from 3 to 2^31. Where MASK was added behind a
+            tokenizer's own vocabulary, one more than that: an embedding's ``num_embeddings``, not the tokenizer's
+            ``vocab_size``.
         mask_prob: probability of MASK, floating ``[B]`` or ``[B, 1]``.
-        uniform_prob: probability of another token, of the same shape. Each lies in [0, 1], and so does the sum, up to 1e-5.
+        uniform_prob: probability of another token, of the same shape. Each lies in [0, 1], and so does the sum, up to
+            1e-5.
         generator: what to draw from, see the module.
         seeds: int64 ``[B]`` instead, one a row, see the module.
-        check: check the probabilities on a GPU too, which waits for it. Without the check, a row whose sum is too large is left
-            unchanged on a GPU, and a negative probability counts as 0. On the CPU both are always an error.
+        check: check the probabilities on a GPU too, which waits for it. Without the check, a row whose sum is too large
+            is left unchanged on a GPU, and a negative probability counts as 0. On the CPU both are always an error.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``(noisy_input_ids, noise_mask)``, each ``[B, L]``; ``noise_mask`` is True where a position was masked or replaced,
-        also where MASK replaced a clean MASK.
+        ``(noisy_input_ids, noise_mask)``, each ``[B, L]``; ``noise_mask`` is True where a position was masked or
+        replaced, also where MASK replaced a clean MASK.
 
     Raises:
         TypeError: an argument of the wrong type.
         ValueError: a shape, dtype, device or range that does not fit, or both ``generator`` and ``seeds``.
 
-    Source: the forward process of SCDD, as NeMo AutoModel has it: absorbing and uniform transitions (D3PM, Austin et al.
-    2021, arXiv:2107.03006, section 3.1) side by side.
+    Source: the forward process of SCDD, as NeMo AutoModel has it: absorbing and uniform transitions (D3PM, Austin et
+    al. 2021, arXiv:2107.03006, section 3.1) side by side.
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
@@ -405,8 +412,8 @@ def corrupt_mix(
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Select the supervised positions that are not masked: ``supervised and not noise``.
 
-    The two masks of such a pair together cover every supervised position once. A position that was masked with probability p is
-    in the complement with probability 1 - p.
+    The two masks of such a pair together cover every supervised position once. A position that was masked with
+    probability p is in the complement with probability 1 - p.
 
     Examples:
         >>> complementary(torch.tensor([[1, 0, 1, 0]]), loss_mask=torch.tensor([[0, 1, 1, 1]])).tolist()
@@ -422,7 +429,8 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
     Raises:
         TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit; on CPU, fractions in ``noise_mask`` where it is supervised.
+        ValueError: a shape, dtype or device that does not fit; on CPU, fractions in ``noise_mask`` where it is
+            supervised.
 
     Source: Gong et al. 2025 (DiffuCoder), arXiv:2506.20639, section 4.2, the coupled sampling of coupled-GRPO.
     """
@@ -459,8 +467,8 @@ def sample_level(
     ========== ===================================================================================================
 
     They are scaled to [low, high]. The mean of B independent levels has variance 1 / (12 B), that of "stratified" ones
-    1 / (12 B^2). So the part of a loss's variance that comes from the levels is smaller; the part that comes from which positions
-    are masked is unchanged.
+    1 / (12 B^2). So the part of a loss's variance that comes from the levels is smaller; the part that comes from which
+    positions are masked is unchanged.
 
     Args:
         B: how many.

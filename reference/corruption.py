@@ -79,8 +79,8 @@ def corrupt_uniform(
 ) -> Corrupted:
     """Mask each supervised position independently, with one probability for each sequence.
 
-    ``p_b = (1 - eps) * t_b + eps``; position i is masked where ``u_{b,i} < p_b`` and it is supervised. With ``exact`` the
-    ``round(p_b n)`` of the n supervised positions whose u are largest are masked instead.
+    ``p_b = (1 - eps) * t_b + eps``; position i is masked where ``u_{b,i} < p_b`` and it is supervised. With ``exact``
+    the ``round(p_b n)`` of the n supervised positions whose u are largest are masked instead.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
@@ -253,8 +253,8 @@ def corrupt_mix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mask with one probability, replace by a different token with another, by one u a position.
 
-    MASK where ``u < mask_prob``; another token where ``mask_prob <= u < mask_prob + uniform_prob``, unless the clean one is
-    MASK.
+    MASK where ``u < mask_prob``; another token where ``mask_prob <= u < mask_prob + uniform_prob``, unless the clean
+    one is MASK.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.

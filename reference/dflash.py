@@ -123,7 +123,8 @@ def dflash_loss(
     sequence b and B' the sequences that have any.
 
     Args:
-        logits: ``[B, T, V]``, ``T = n_blocks * rows`` of ``block_size - 1`` rows, or ``block_size`` with ``anchor_row``.
+        logits: ``[B, T, V]``, ``T = n_blocks * rows`` of ``block_size - 1`` rows, or ``block_size`` with
+            ``anchor_row``.
         target_ids: ``[B, T]``, integer; -100 has no loss.
         block_mask: valid positions ``[B, T]``, kept as weights when fractional.
         num_tokens: optional global count, a number or a 0-d tensor.

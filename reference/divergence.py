@@ -125,8 +125,8 @@ def divergence(
 ) -> Divergence:
     """``sum_n weights[n] value[n]``, ``value[n] = T^2 sum_k coefficient_k D_k(p_n, q_n)``.
 
-    p and q are the softmax of the transformed logits over the temperature T; q is a constant. A row of weight 0 gives 0 and
-    False, and gradient 0, whatever it holds on either side.
+    p and q are the softmax of the transformed logits over the temperature T; q is a constant. A row of weight 0 gives 0
+    and False, and gradient 0, whatever it holds on either side.
 
     Args:
         logits: the student's ``[..., V]``.

@@ -131,7 +131,8 @@ def draft_distillation_loss(
         normalize: what N is.
         position_weights: ``"decay"``, or a variant of ``dpace_weights``.
         dpace_alpha: its alpha.
-        confidence: q of D-PACE: the probability of the ``"target"``, of the ``"teacher"``'s argmax, or a (``"acceptance"``).
+        confidence: q of D-PACE: the probability of the ``"target"``, of the ``"teacher"``'s argmax, or a
+            (``"acceptance"``).
         anchor_row: whether the anchor has a row.
         decay_from: as in :func:`position_weights_of`.
         confidence_logits: s ``[B, T]``; None: no such part.

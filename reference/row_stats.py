@@ -36,10 +36,11 @@ def row_stats(
     """Statistics of the softmax p of every row of transformed logits z.
 
     ``log_probs = log p[ids]``, ``lse = log sum_v exp(z_v)``, ``entropy = -sum_v p_v log p_v`` with ``0 log 0 = 0``,
-    ``mix = sum_v log(a + b p_v)`` over the columns that are not skipped, ``correct``: the lowest argmax is the first id.
+    ``mix = sum_v log(a + b p_v)`` over the columns that are not skipped, ``correct``: the lowest argmax is the first
+    id.
 
-    An inactive row gives 0 and False, and gradient 0, whatever it holds. An id of -100 gives 0; any other that no column
-    has, or the skipped one, gives NaN.
+    An inactive row gives 0 and False, and gradient 0, whatever it holds. An id of -100 gives 0; any other that no
+    column has, or the skipped one, gives NaN.
 
     Args:
         logits: ``[..., V]``, floating; ``-inf`` means probability 0.
@@ -53,7 +54,8 @@ def row_stats(
     Returns:
         Each ``[...]``, ``log_probs`` of the shape of ids, in float32 (float64 for float64 logits), in nats.
 
-    Source: the definitions; sums of log-mixtures are what the bound of self-correcting discrete diffusion (SCDD) is made of.
+    Source: the definitions; sums of log-mixtures are what the bound of self-correcting discrete diffusion (SCDD) is
+        made of.
     """
     V = logits.shape[-1]
     rows = logits.new_ones(logits.shape[:-1], dtype=torch.bool) if active is None else active.bool()

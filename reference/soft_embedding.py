@@ -29,7 +29,8 @@ def soft_embedding(
         embedding: ``[V, E]``.
         bias: optional ``[V]``.
         bump: optional ``[...]``, what is added to the transformed logit of ``bump_ids``.
-        bump_ids: ``[...]``, integer; -100: none in this row; any other that no column has, or the skipped one, gives NaN.
+        bump_ids: ``[...]``, integer; -100: none in this row; any other that no column has, or the skipped one, gives
+            NaN.
         active: optional mask ``[...]``; nonzero is True. Other rows are zeros.
         extra: the head's second part, as in :func:`reference.linear_nll.linear_logits`.
         transform: ``softcap``, ``scale``, ``skip_id``.

@@ -64,7 +64,8 @@ class Case:
         per_row: whether the value is one number a row, of ``width`` rows for each token.
         linear_in: the input the value is linear in, if any.
         rounds: whether it takes ``fp32_upcast``.
-        shifted: whether a part of a sequence alone has another loss: rows that predict the next token, or weigh by place.
+        shifted: whether a part of a sequence alone has another loss: rows that predict the next token, or weigh by
+            place.
         counted_locally: whether the denominator is counted in what one call is given, so that over ranks and
             micro-batches the gradients are averaged.
         statistics: whether it asks for row statistics, and not for the NLL alone.

@@ -60,8 +60,8 @@ def every_time(chosen, values, name=None):
 def drawn(everyday=8, exhaustive=32, **strategies):
     """Hypothesis draws these arguments of a test: so many examples every time, and so many with the exhaustive tests.
 
-    Always the same ones: what finds a counterexample by luck is no test of the change at hand. With ``exhaustive=None`` the
-    test is given its number of ``examples`` elsewhere.
+    Always the same ones: what finds a counterexample by luck is no test of the change at hand. With ``exhaustive=None``
+    the test is given its number of ``examples`` elsewhere.
     """
 
     def decorated(test):

@@ -22,8 +22,8 @@ from tests.cases import FEWER, Case
 
 V, D, B, L = 19, 8, 4, 6
 CHECKS = {2: {}, 4: {}}
-# (world size, name) of what ``make test`` leaves to ``make test-exhaustive``: of the longest, those beside one like them,
-# and what ``check`` adds.
+# (world size, name) of what ``make test`` leaves to ``make test-exhaustive``: of the longest, those beside one like
+# them, and what ``check`` adds.
 EXHAUSTIVE = {
     (2, "special_row_statistics[-inf in one shard]"),
     (2, "inside_a_compiled_step[logits]"),
@@ -47,8 +47,8 @@ EVERY_TIME = {
 
 
 # What stands behind the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from
-# logits, losses from hidden states, MTP and the pipeline's loss); none where the table says no. A name without a parameter
-# means all of them.
+# logits, losses from hidden states, MTP and the pipeline's loss); none where the table says no. A name without a
+# parameter means all of them.
 TABLE = {
     "FSDP2, head in a separate unit, its parameter passed to the loss": (
         ["fsdp_logits"],
@@ -281,8 +281,9 @@ class Model(nn.Module):
 class Job:
     """One loss of one whole batch, which can be cut into parts along the batch.
 
-    ``run(ids, loss)`` calls a model and then ``loss(hidden, weight, bias)``, or ``loss(logits)`` for the form from logits.
-    The form "oracle" is the reference on the logits of plain PyTorch. ``scaled``: the loss has a factor behind it.
+    ``run(ids, loss)`` calls a model and then ``loss(hidden, weight, bias)``, or ``loss(logits)`` for the form from
+    logits. The form "oracle" is the reference on the logits of plain PyTorch. ``scaled``: the loss has a factor behind
+    it.
     """
 
     def __init__(self, name, form="hidden", seed=0, scaled=True, **options):

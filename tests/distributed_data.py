@@ -267,7 +267,8 @@ def along_the_sequence(model, mesh, job):
 def context_parallel_shifted(name):
     """DTensors split along the sequence, with whole targets and masks on every rank: the loss is that of the whole.
 
-    A head that is a DTensor gets its gradient summed; of a plain one each rank has its share, as of the rest of the model.
+    A head that is a DTensor gets its gradient summed; of a plain one each rank has its share, as of the rest of the
+    model.
     """
     mesh, job = mesh_of("cp"), Job(name)
     loss, grads = Job(name).expected(Model(), 1)

@@ -27,7 +27,8 @@ def tp_soft_embedding(transform):
     """Each rank has the part of its columns, with bumps at the edges of the shards.
 
     Each chunk sends a number a row, the logit that has the bump, and the embeddings are summed once at the end.
-    The kernels have seven rows, one of each bumped id: under Triton's interpreter a row costs what a call does elsewhere.
+    The kernels have seven rows, one of each bumped id: under Triton's interpreter a row costs what a call does
+        elsewhere.
     """
     mesh, transform = mesh_of("tp"), TRANSFORMS[transform]
     (h, w, e, b), bump, ids = draw()

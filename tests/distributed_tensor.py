@@ -285,8 +285,8 @@ SPECIAL = {
     "large": lambda x: 1e4 * x,
     "targets at the edges": lambda x: x,
 }
-# The rows that the kernels have: a row costs under Triton's interpreter what a call does elsewhere. Special ids stand in the
-# first four, special values in rows 1 and all; of targets at the edges of the shards these are.
+# The rows that the kernels have: a row costs under Triton's interpreter what a call does elsewhere. Special ids stand
+# in the first four, special values in rows 1 and all; of targets at the edges of the shards these are.
 OF_KERNELS = [0, 1, 2, 3, 9, 10, 18]
 
 

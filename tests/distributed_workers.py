@@ -1,10 +1,10 @@
 """The processes of the tests that need several: ``python -m tests.distributed_workers FOLDER [WORLD [BEGINNING]]``.
 
 Starting processes is slow, so one start serves all of a session: where the system can fork, what the ranks import is
-imported once, before they are. What is asked for stands in FOLDER's ``asked.json``, group by group: the checks of two and of
-four ranks, the ways in which a peer is lost, the kinds of noise of a Trainer. Each rank of a group of checks runs them in
-order and writes, after every check, what became of it; ``tests/test_distributed.py`` reads that and shows one test a check.
-With WORLD, the checks of that size run that begin so.
+imported once, before they are. What is asked for stands in FOLDER's ``asked.json``, group by group: the checks of two
+and of four ranks, the ways in which a peer is lost, the kinds of noise of a Trainer. Each rank of a group of checks
+runs them in order and writes, after every check, what became of it; ``tests/test_distributed.py`` reads that and shows
+one test a check. With WORLD, the checks of that size run that begin so.
 
 Whoever started it may be killed at any time: the processes then end by themselves.
 """

@@ -1,11 +1,11 @@
 """Triton's interpreter, quicker: ``triton.language`` is patched once a launch, and types are made once.
 
 Triton's own looks through the whole of ``triton.language`` and replaces some 300 attributes whenever a kernel calls a
-helper: half of the time of a launch. Here what is replaced is found once a process and put in place once a launch; a helper
-finds it there. Half of what is left goes into the type of each result, its shape in three forms and comparisons of the two:
-for as long as a launch lasts, a type is made once for each shape and dtype (``types_made_once``). The numbers are the same to
-the bit (``test_interpreter.py``). The sources that this was written against are known by their hash: where others are
-installed, Triton's own is left as it is.
+helper: half of the time of a launch. Here what is replaced is found once a process and put in place once a launch; a
+helper finds it there. Half of what is left goes into the type of each result, its shape in three forms and comparisons
+of the two: for as long as a launch lasts, a type is made once for each shape and dtype (``types_made_once``). The
+numbers are the same to the bit (``test_interpreter.py``). The sources that this was written against are known by their
+hash: where others are installed, Triton's own is left as it is.
 """
 
 import builtins

@@ -1,6 +1,7 @@
 """Checks of the package on a GPU that is not there: ``python -m tests.mock_gpu_checks FILE`` writes what became of each.
 
-In a process of their own, where Triton compiles instead of interpreting; ``tests/test_mock_gpu.py`` shows a test for each.
+In a process of their own, where Triton compiles instead of interpreting; ``tests/test_mock_gpu.py`` shows a test for
+each.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Training steps of nemo_automodel's own recipe and strategies, unpatched and patched, on a tiny model.
 
-Run in a process of its own (``python -m tests.nemo_recipe OUT``): the recipe imports packages that its losses do not need
-and that may be missing, and here they are replaced by empty modules.
+Run in a process of its own (``python -m tests.nemo_recipe OUT``): the recipe imports packages that its losses do not
+need and that may be missing, and here they are replaced by empty modules.
 """
 
 import collections

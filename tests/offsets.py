@@ -1,7 +1,7 @@
 """Where the integers of a kernel can go, from its Triton IR and one launch's arguments: does an offset pass 32 bits?
 
-Every value gets an interval: arguments their value, program ids the grid, loops their range, sums and products what follows.
-What comes from memory or floating point is unknown, and nothing is said of it.
+Every value gets an interval: arguments their value, program ids the grid, loops their range, sums and products what
+follows. What comes from memory or floating point is unknown, and nothing is said of it.
 """
 
 import re

@@ -1,6 +1,7 @@
 """No kernel reads or writes beside a tensor: every tensor it is given ends, or begins, at a page that nobody may touch.
 
-A load without its mask gives the right numbers as long as memory goes on; on a GPU it is an illegal access once in a while.
+A load without its mask gives the right numbers as long as memory goes on; on a GPU it is an illegal access once in a
+while.
 """
 
 import ctypes

@@ -35,7 +35,8 @@ def batch(B, L, device="cpu", seed=0):
 def levels_of(ids, block_size=None):
     """Some levels, 0 and 1 among them where there is room, of rows, or of blocks; a row's own, whatever its batch.
 
-    Made on the CPU: a GPU divides by a number by multiplying with its reciprocal, which is another level in the last bit.
+    Made on the CPU: a GPU divides by a number by multiplying with its reciprocal, which is another level in the last
+        bit.
     """
     n = 1 if block_size is None else max(-(-ids.shape[1] // block_size), 1)
     first = ((ids.cpu().sum(1, keepdim=True) + 4) % 11).float() / 10
@@ -45,8 +46,8 @@ def levels_of(ids, block_size=None):
 class Routine:
     """A routine of the package with its options, called as ``(ids, mask, **source of the draws)``.
 
-    ``given`` makes the tensors that it takes besides, from the ids and on the CPU; a third output of ones is added where
-    there are two, for what is said of all routines.
+    ``given`` makes the tensors that it takes besides, from the ids and on the CPU; a third output of ones is added
+    where there are two, for what is said of all routines.
     """
 
     def __init__(self, launch, given=lambda ids: {}):

@@ -34,7 +34,8 @@ def fresh_dynamo():
     torch.compiler.reset()
 
 
-# Last blocks that are short, one that is not, a block beyond the row, blocks of one, no blocks. A graph of them all takes long.
+# Last blocks that are short, one that is not, a block beyond the row, blocks of one, no blocks. A graph of them all
+# takes long.
 @pytest.mark.exhaustive  # that of every seed, below, is one such
 @pytest.mark.parametrize(
     ("B", "L", "block_size"),

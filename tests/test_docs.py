@@ -1,7 +1,8 @@
 """Every fence of docs runs, as printed, and gives the numbers that the text around it promises.
 
-The fences of a page share their names and run in order; then the page's check, written here, compares what they made with
-plain PyTorch in float64. Those of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by ``test_distributed.py``.
+The fences of a page share their names and run in order; then the page's check, written here, compares what they made
+with plain PyTorch in float64. Those of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by
+``test_distributed.py``.
 """
 
 import ast

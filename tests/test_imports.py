@@ -252,8 +252,8 @@ print((time.process_time() - start) / TORCH)
 def test_what_importing_loads_and_takes(tmp_path):
     """Neither Triton nor a framework is loaded, nor are they needed; it takes under a twentieth of what torch takes.
 
-    That from the second time on, as Python caches bytecode, in processor time: what others do meanwhile is not counted. Some 50 ms
-    where torch takes 1 s; a processor that is slow or shared is so for both.
+    That from the second time on, as Python caches bytecode, in processor time: what others do meanwhile is not counted.
+    Some 50 ms where torch takes 1 s; a processor that is slow or shared is so for both.
     """
     imported = IMPORTED.format(folder=str(tmp_path))
     tops, distributed, *shares = run(LOADED, *[imported] * 8, WITHOUT_TRITON).splitlines()

@@ -178,7 +178,8 @@ def test_turns_of_many_warps_follow_each_other_at_the_speed_of_the_bottleneck():
 
 
 def test_two_warps_by_hand():
-    # Alone a warp takes 40 clocks, 10 of which at the one queue and 10 at the other: the second finds a quarter of it at each.
+    # Alone a warp takes 40 clocks, 10 of which at the one queue and 10 at the other: the second finds a quarter of it
+    # at each.
     assert _clocks_a_turn(issue=10, memory=10, waiting=20, warps=2) == pytest.approx((12.5 + 12.5 + 20) / 2)
 
 

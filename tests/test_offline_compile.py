@@ -102,7 +102,8 @@ def test_no_program_has_more_threads_than_a_gpu_allows(target, reports):
 def test_the_instructions_of_a_draw_are_counted(reports):
     records = [r for r in reports("real") if r["target"] == "sm_90" and any(name in r["kernel"] for name in DRAWS)]
     slots = {r["kernel"]: r["slots_a_draw"] for r in records if r["slots_a_draw"] is not None}
-    # Ten rounds of two products of 64 bits give four words: no draw, of half a word, costs less than five such products.
+    # Ten rounds of two products of 64 bits give four words: no draw, of half a word, costs less than five such
+    # products.
     assert [(kernel, n) for kernel, n in slots.items() if not 20 < n < 1000] == []
     assert {r["function"] for r in records if r["kernel"] in slots} == {
         "corrupt_independent", "corrupt_mix", "corrupt_topk", "corrupt_topk_long", "gumbel_topk", "gumbel_topk_long",
@@ -189,8 +190,8 @@ def test_few_issue_slots_of_a_mixture(target, reports):
     assert {kernel: slots for kernel, slots in least.items() if slots > 30} == {}
 
 
-# Of a pair of columns, the student's and the teacher's: what each pass of a recipe may issue, by what tells its kernel apart. The
-# budget of an H100 is 39.4 for a pass that reads both, 59 for one that writes the gradient too.
+# Of a pair of columns, the student's and the teacher's: what each pass of a recipe may issue, by what tells its kernel
+# apart. The budget of an H100 is 39.4 for a pass that reads both, 59 for one that writes the gradient too.
 MOST_SLOTS_OF_PAIRS = {
     "grad, fast": (17, 22),  # kl; 1.3 slots of the first pass move a tile that was loaded one iteration ahead
     "grad, fast, tv=i64": (17, 18, 17.5),

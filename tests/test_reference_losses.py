@@ -289,8 +289,8 @@ def test_dflash_refuses_another_normalisation():
         dflash(normalize="sum")
 
 
-# Two sequences of two blocks of two rows, NLL ln 2 * (1, 2, 2, 1) and ln 2 * (1, 1, 1, 1); in the second one block is valid.
-# Sums of w nll, halved at the second row of a block, in ln 2: 1 + 1, then 2 + 0 (masked); 1 + .5, then none.
+# Two sequences of two blocks of two rows, NLL ln 2 * (1, 2, 2, 1) and ln 2 * (1, 1, 1, 1); in the second one block is
+# valid. Sums of w nll, halved at the second row of a block, in ln 2: 1 + 1, then 2 + 0 (masked); 1 + .5, then none.
 PAIR = torch.tensor([[1, 0, 0, 1], [1, 1, 1, 1]])
 PAIR_VALID = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
 
@@ -442,8 +442,8 @@ def test_encoder_ar_of_nothing_is_zero_with_zero_gradient():
         assert logits.grad.eq(0).all()
 
 
-# I-DLM: ids 2, 1, 0, 1 and the answer the last three, of which the last is padding: the rows 0 and 1 are scored, with the
-# targets 1 and 0. Under odds (1, 2, 1) their NLL is ln 2 and 2 ln 2, under equal odds ln 3 each.
+# I-DLM: ids 2, 1, 0, 1 and the answer the last three, of which the last is padding: the rows 0 and 1 are scored, with
+# the targets 1 and 0. Under odds (1, 2, 1) their NLL is ln 2 and 2 ln 2, under equal odds ln 3 each.
 INTRO = (row(2, 1, 0, 1), row(0, 1, 1, 1), row(1, 1, 1, 0))
 LN3 = math.log(3.0)
 
@@ -486,8 +486,8 @@ def test_idlm_without_an_answer_is_zero():
         assert out == (0.0, 0.0)
 
 
-# SCDD with a = b = 1 and c = 4 t (1 - t): at 1/2 the masses are 1/4, 1/2, 1/4, at 3/4 they are 1/7, 3/7, 3/7. Token 2 is
-# MASK: under odds (1, 2, anything) p = (1/3, 2/3), and K = 2.
+# SCDD with a = b = 1 and c = 4 t (1 - t): at 1/2 the masses are 1/4, 1/2, 1/4, at 3/4 they are 1/7, 3/7, 3/7. Token 2
+# is MASK: under odds (1, 2, anything) p = (1/3, 2/3), and K = 2.
 PEAKED = {"max_ratio": 0.5, "gamma_shape": 2.0, "t_peak": 0.5}
 TIMES = torch.tensor([0.0, 0.5, 0.75, 1.0], dtype=torch.float64)
 

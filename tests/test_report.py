@@ -50,7 +50,8 @@ def test_what_is_not_installed_is_not_named(plain, monkeypatch):
 def test_kernels_through_the_interpreter(plain, monkeypatch):
     triton = pytest.importorskip("triton")
     version, numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
-    # The interpreter of Triton 3.6 fails with NumPy 2.4, unless it is mended as in tests/interpreter.py: a report says so.
+    # The interpreter of Triton 3.6 fails with NumPy 2.4, unless it is mended as in tests/interpreter.py: a report says
+    # so.
     found = "fails, InterpreterError" if version < (3, 7) and numpy >= (2, 4) else "triton, right"
     command = [sys.executable, "-W", "error", "-m", "dllm_kernels.report"]
     done = subprocess.run(

@@ -5,9 +5,9 @@ from the code object's metadata for AMD. Occupancy is the theoretical one: how m
 (compute unit) by registers, shared memory, warps and number.
 
 For sm_80 and sm_90 the machine code is counted besides, each loop over memory (``machine_code``), or the whole kernel
-where it has none: issue slots and ALU slots of an element, loads on their way at a time in a thread and, with the programs
-that fit, bytes on their way in a multiprocessor. Beside the rates of a GPU (``gpus``) five shares of its copy bandwidth
-follow, and the lowest is the bound:
+where it has none: issue slots and ALU slots of an element, loads on their way at a time in a thread and, with the
+programs that fit, bytes on their way in a multiprocessor. Beside the rates of a GPU (``gpus``) five shares of its copy
+bandwidth follow, and the lowest is the bound:
 
     issue     slots that pass in the time of the element's bytes / slots that it takes
     ALU       the same for the pipe of integer arithmetic, comparisons and selections, which has half the slots
@@ -15,24 +15,28 @@ follow, and the lowest is the bound:
     latency   bytes of a turn, times the warps that fit / (waits of a turn, one latency each + its instructions)
     memory    1: the kernel moves what it must at the speed of a copy
 
-A turn is one that jumps over what it can without moving fewer elements; what it jumps over (a tile that holds the id which a
-row asks for) stands as ``rare`` beside it. ``tail`` is what a program issues outside the loops that read or write memory:
-beginning, ragged ends, reductions; merges are nothing else.
+A turn is one that jumps over what it can without moving fewer elements; what it jumps over (a tile that holds the id
+which a row asks for) stands as ``rare`` beside it. ``tail`` is what a program issues outside the loops that read or
+write memory: beginning, ragged ends, reductions; merges are nothing else.
 
-A kernel that reads a row to its end, once or twice, before it writes any of it goes through phases. Where one program fills a
-multiprocessor, nothing else runs in it while a phase is held up, and a share of the bandwidth that a phase does not take is
-lost. ``phases`` is the share of the copy bandwidth that is left, if every reading after the first finds all of its bytes in the L2
-cache, or 90 % of them: each scheduler's warps queue for issue and for the scheduler's share of the bandwidth, and wait out
-the latency in between (mean value analysis of a closed network: service times that vary, hence rather too low than too high).
-A turn waits for the slowest of its loads, so that one miss in ten holds up every third turn of four.
+A kernel that reads a row to its end, once or twice, before it writes any of it goes through phases. Where one program
+fills a multiprocessor, nothing else runs in it while a phase is held up, and a share of the bandwidth that a phase does
+not take is lost. ``phases`` is the share of the copy bandwidth that is left, if every reading after the first finds all
+of its bytes in the L2 cache, or 90 % of them: each scheduler's warps queue for issue and for the scheduler's share of
+the bandwidth, and wait out the latency in between (mean value analysis of a closed network: service times that vary,
+hence rather too low than too high). A turn waits for the slowest of its loads, so that one miss in ten holds up every
+third turn of four.
 
 **What the model leaves out**: how long an instruction waits for the result of another one, all other pipes, predicated
 instructions that do nothing (they count), hits in L2 but for the phases, uneven ends, clocks that sag. It is an upper
-bound, made to tell which of two kernels is better and what holds one back. Kernels that search their keys in memory read
+bound, made to tell which of two kernels is better and what holds one back. Kernels that search their keys in memory
+read
 them as often as the data demand: they get no roofline.
 
-Of a kernel that draws random bits the instructions a draw are counted, all that a thread issues divided by the positions
-that it draws for: those of its longest way or, where keys lie in memory, of the loop over tiles that draws and writes them.
+Of a kernel that draws random bits the instructions a draw are counted, all that a thread issues divided by the
+positions
+that it draws for: those of its longest way or, where keys lie in memory, of the loop over tiles that draws and writes
+    them.
 """
 
 from __future__ import annotations
@@ -110,7 +114,8 @@ class Report:
         constants: compile-time numbers and flags.
         target: ``sm_80`` and so on.
         registers: vector registers of a thread.
-        spills: bytes of stack a thread (NVIDIA) or spilled registers and scratch bytes (AMD); 0 is the only good number.
+        spills: bytes of stack a thread (NVIDIA) or spilled registers and scratch bytes (AMD); 0 is the only good
+            number.
         shared: bytes of shared memory a program.
         widest_access: bytes of the widest global load or store a thread issues.
         num_warps: warps a program.

@@ -1,8 +1,8 @@
 """Calls of the public functions whose launches are all the kernels there are: what is compiled and inspected.
 
-``real`` holds the sizes of real training, both sides of every choice that a launcher makes (a row whole or split, with or
-without the correct flag, keys in registers or in memory), in every dtype. ``odd`` holds what a caller may bring besides:
-vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes of 1, offsets past 2**31.
+``real`` holds the sizes of real training, both sides of every choice that a launcher makes (a row whole or split, with
+or without the correct flag, keys in registers or in memory), in every dtype. ``odd`` holds what a caller may bring
+besides: vocabularies and strides that 16 bytes do not divide, masks of every kind, sizes of 1, offsets past 2**31.
 """
 
 from __future__ import annotations

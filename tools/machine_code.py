@@ -1,7 +1,7 @@
 """What a kernel's machine code says of its cost: instructions of its loops, by pipe, and how its loads overlap.
 
-NVIDIA's disassembler (``cuobjdump``, shipped with Triton) prints one instruction a line. A loop is a branch to where the
-code has already been; a kernel without a loop over memory is taken along its longest way from entry to exit.
+NVIDIA's disassembler (``cuobjdump``, shipped with Triton) prints one instruction a line. A loop is a branch to where
+the code has already been; a kernel without a loop over memory is taken along its longest way from entry to exit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _ALU = re.compile(
 # Those of the pipe for special functions and conversions, 4 lanes a clock and scheduler.
 _XU = re.compile("F2F|F2I|FRND|I2F|MUFU")
 
-# Halvings until the k-th largest key is found, which no code can tell. Simulated on drawn scores: 19 on average for a row of
-# 4,096, 37 for the slowest of 16 rows of 32.
+# Halvings until the k-th largest key is found, which no code can tell. Simulated on drawn scores: 19 on average for a
+# row of 4,096, 37 for the slowest of 16 rows of 32.
 SEARCH_STEPS = 32
 
 
@@ -166,8 +166,8 @@ def _pass(code: Sequence[Instruction], loop: range) -> Cost:
 def tail(code: Sequence[Instruction]) -> int:
     """Instructions on the longest way outside the loops over memory: what a program issues however short its rows are.
 
-    A loop that only writes, such as one that fills a row with zeros, is over memory too. Searches and other loops turn as in
-    ``whole``.
+    A loop that only writes, such as one that fills a row with zeros, is over memory too. Searches and other loops turn
+    as in ``whole``.
     """
     turns = _turns(code)
     for loop in memory_loops(code, ("LDG", "STG")):

@@ -5,13 +5,13 @@
         torch.autograd.grad(ops.token_nll(logits, targets).nll.sum(), logits)
     gpu.launches, gpu.specimens
 
-Tensors made on ``"cuda"`` in there have a shape, strides and an address but no memory ("meta" tensors), so that sizes may be
-those of real training. Everyone but torch itself sees them on ``cuda:0``. Whatever would read a value back to the host
-raises, but for ``nonzero``, of whose result :attr:`MockGPU.active_share` tells the length.
+Tensors made on ``"cuda"`` in there have a shape, strides and an address but no memory ("meta" tensors), so that sizes
+may be those of real training. Everyone but torch itself sees them on ``cuda:0``. Whatever would read a value back to
+the host raises, but for ``nonzero``, of whose result :attr:`MockGPU.active_share` tells the length.
 
-Triton's driver and its compiler stand behind a curtain: every launch has its arguments specialised by Triton as on a GPU
-(alignment, ones, types, and on AMD which buffers are below 2 GiB) and asks for a compilation where it needs a new kernel.
-It gets a :class:`Specimen`, which compiles when it is asked to, for this GPU or another of its make.
+Triton's driver and its compiler stand behind a curtain: every launch has its arguments specialised by Triton as on a
+GPU (alignment, ones, types, and on AMD which buffers are below 2 GiB) and asks for a compilation where it needs a new
+kernel. It gets a :class:`Specimen`, which compiles when it is asked to, for this GPU or another of its make.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Break the package in one place at a time and see whether its tests notice: ``python -m tools.mutants --help``.
 
-Each mutant is judged in a copy of the tree, by the tests of its module (``JUDGES``), as many of them as ``make test`` runs,
-in a fork of this process, which has torch imported already. A mutant that no test fails for has survived: either a test is
-missing or the change changes nothing.
+Each mutant is judged in a copy of the tree, by the tests of its module (``JUDGES``), as many of them as ``make test``
+runs, in a fork of this process, which has torch imported already. A mutant that no test fails for has survived: either
+a test is missing or the change changes nothing.
 """
 
 import argparse
@@ -44,8 +44,8 @@ EVERY_ROW_OP = (
     " tests/test_transform.py tests/test_row_stats.py tests/test_row_objective.py tests/test_soft_embedding.py"
     " tests/test_divergence.py tests/test_second_order.py tests/test_compile.py -k 'not triton'"
 )
-# Path within the package -> what pytest is given, the first that matches; quick tests first. A path that nothing matches
-# is judged by the tests of the same stem.
+# Path within the package -> what pytest is given, the first that matches; quick tests first. A path that nothing
+# matches is judged by the tests of the same stem.
 JUDGES = (
     (
         "_backends/triton/*corruption*",

@@ -1,8 +1,8 @@
 """The row kernels on a GPU beside what the static roofline says of them: does the model order them as the machine does?
 
-Each kernel runs with the tile that its rule picks, all rows active, in bf16, at the vocabularies of LLaDA, Qwen3 and Gemma;
-the divergence in two passes and in three. Beside its share of this run's copy bandwidth stands the share that the
-machine code predicts for the GPU of that name, read from ``--model FILE``, which needs no GPU to be made:
+Each kernel runs with the tile that its rule picks, all rows active, in bf16, at the vocabularies of LLaDA, Qwen3 and
+Gemma; the divergence in two passes and in three. Beside its share of this run's copy bandwidth stands the share that
+the machine code predicts for the GPU of that name, read from ``--model FILE``, which needs no GPU to be made:
 
     python -m benchmarks inspect --target sm_90 --kernel '[bf16' --out FILE
 

@@ -1,46 +1,49 @@
 r"""Divergences of rows of student logits to rows of teacher logits: the kinds as data, and the row primitive of a backend.
 
-With p the softmax of a row of transformed student logits, q that of the teacher's, which is a constant, and
-a = sum_v min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in the student's logits: the table of them, and what
-they are made of, stand in ``_backends/torch/_divergence.py``.
+With p the softmax of a row of transformed student logits, q that of the teacher's, which is a constant, and a = sum_v
+min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in the student's logits: the table of them, and
+what they are made of, stand in ``_backends/torch/_divergence.py``.
 
-A :class:`Recipe` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a ``jsd`` whose
+A :class:`Recipe` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a ``jsd``
+    whose
 beta is 0 or 1 is kl or rkl: neither is a kind of its own in a recipe.
 
 The row primitives, a pair for each backend:
 
-``divergence(logits, teacher, weights, recipe, *, teacher_rows=None, targets=None, mean_alpha=None, transform, teacher_transform,
-with_grad) -> Found(value, alpha, agree, kept)``
+``divergence(logits, teacher, weights, recipe, *, teacher_rows=None, targets=None, mean_alpha=None, transform, teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
 
-    ``logits`` is ``[B, L, V]`` and ``teacher`` ``[B', L', V]`` of the same dtype, both with any batch and position strides
-    and columns side by side. N = B L. Everything else has one entry a row, ``[N]``, contiguous. Row n is compared with row
-    ``teacher_rows[n]`` (int64, any order, may repeat; None: n) of the B' L' rows of the teacher. Nothing outside of these
+    ``logits`` is ``[B, L, V]`` and ``teacher`` ``[B', L', V]`` of the same dtype, both with any batch and position
+    strides and columns side by side. N = B L. Everything else has one entry a row, ``[N]``, contiguous. Row n is
+    compared with row ``teacher_rows[n]`` (int64, any order, may repeat; None: n) of the B' L' rows of the teacher.
+    Nothing outside of these
     rows is read: a number that is none of theirs makes NaN of all that there is of row n, and False.
 
-    ``weights``, in the dtype of sums acc (float32, float64 for float64 logits): a row of weight 0 is not read, neither the
-    student's nor the teacher's. All its results and its gradient are 0.
+    ``weights``, in the dtype of sums acc (float32, float64 for float64 logits): a row of weight 0 is not read, neither
+    the student's nor the teacher's. All its results and its gradient are 0.
 
     ``value`` acc: the sum over the recipe's parts of coefficient times kind, not weighted. ``alpha`` acc: a. ``agree`` bool:
     whether both rows have the same argmax; False where the row is NaN.
 
-    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` in the student's logits as they were given (through
-    ``transform``) is written over the logits, and ``kept`` is None. Without it nothing is written over, and ``kept`` is what
-    ``divergence_grad`` reads. Rows of the teacher are never written.
+    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` in the student's logits as they were given
+    (through ``transform``) is written over the logits, and ``kept`` is None. Without it nothing is written over, and
+    ``kept`` is what ``divergence_grad`` reads. Rows of the teacher are never written.
 
     ``targets`` int64, where ``recipe.wants_targets``: -100: the part ``ce`` is 0 and has no gradient in this row; any
-    other that no column has makes its value, and its row of the gradient, NaN. No target is the transform's ``skip_id``.
+    other that no column has makes its value, and its row of the gradient, NaN. No target is the transform's
+    ``skip_id``.
 
     ``mean_alpha`` acc, 0-d, on the logits' device: what stands in the place of the row's own a in lam where
     ``recipe.mean_alpha``; None: the row's own, in the pass before that finds the mean.
 
-    A NaN, or a row of nothing but -inf, on either side makes value, alpha and gradient of its own row NaN. A logit of -inf is
-    a probability of 0. ``skip_id`` of each side is -inf on that side; the gradient in the student's is 0.
+    A NaN, or a row of nothing but -inf, on either side makes value, alpha and gradient of its own row NaN. A logit of
+    -inf is a probability of 0. ``skip_id`` of each side is -inf on that side; the gradient in the student's is 0.
 
 ``divergence_grad(logits, teacher, weights, recipe, kept, out, *, teacher_rows, targets, mean_alpha, transform,
 teacher_transform) -> None``
 
-    The gradient that ``divergence`` computes ``with_grad``, from one pass over the logits. ``out`` is ``[B, L, V]`` in the dtype of
-    the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the same backend and arguments. ``weights``
+    The gradient that ``divergence`` computes ``with_grad``, from one pass over the logits. ``out`` is ``[B, L, V]`` in
+    the dtype of the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the same backend and
+    arguments. ``weights``
     may differ, but a row that had the weight 0 must have the weight 0 again: its statistics are zeros.
 """
 
@@ -114,8 +117,8 @@ class Kept(NamedTuple):
     """Statistics of N rows from which the gradient needs one pass.
 
     Attributes:
-        numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of either side, a, and sums that the gradient of
-            the recipe reads. Order and units are the backend's.
+        numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of either side, a, and sums that
+            the gradient of the recipe reads. Order and units are the backend's.
         hot: int64 ``[N]``, the teacher's argmax.
     """
 

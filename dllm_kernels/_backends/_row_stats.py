@@ -10,9 +10,10 @@ and, for upstream gradients g of each output, with log p_v = d_v - log S,
     dL/dz_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
     A = g_lse - sum_k g_k - g_H H - g_F W,        B = -g_H.
 
-Everything that belongs to a row but needs no column is in A, B and g_F, so that one pass serves any set of outputs. Where a
-is 0, q_v = 1 and F = sum_v (d_v + log(b / S)): no p_v that float32 rounds to 0 gets into a logarithm or a quotient. e^{d_v}
-is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a product: -inf would make it NaN.
+Everything that belongs to a row but needs no column is in A, B and g_F, so that one pass serves any set of outputs.
+Where a is 0, q_v = 1 and F = sum_v (d_v + log(b / S)): no p_v that float32 rounds to 0 gets into a logarithm or a
+quotient. e^{d_v} is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a product: -inf would make it
+NaN.
 
 ``logits`` are ``[B, L, V]`` as in ``_backends/_rows.py``, ``out`` likewise. A row that is off is never read.
 
@@ -52,7 +53,8 @@ class StatsRequest(NamedTuple):
         entropy, correct: whether these are asked for.
         gradients: whether W is.
         whole: whether these are all columns of a row, so that what is found of them is M and S; else a part.
-        lse: whether (M, log S) are asked for. Without, a backend whose backward pass does not need them leaves them out.
+        lse: whether (M, log S) are asked for. Without, a backend whose backward pass does not need them leaves them
+            out.
         through: whether the gradient is that in the logits as they are, through the transform.
     """
 

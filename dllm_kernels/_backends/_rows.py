@@ -1,24 +1,25 @@
 """The row primitives: what a backend must offer, and the layout they take.
 
 ``logits`` is ``[B, L, V]`` with any batch and position strides and columns side by side; everything else has one entry
-a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64, is
-``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
+a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64,
+is ``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
 
-All take ``transform`` (``_utils/_transform.py``): it is the transformed logits whose statistics and softmax these are, and the
-gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by -1.
+All take ``transform`` (``_utils/_transform.py``): it is the transformed logits whose statistics and softmax these are,
+and the gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by
+-1.
 
 ``stats``
-    The row statistics, their forward and backward pass (``_backends/_row_stats.py``). A backend without kernels of its own for
-    the NLL, which is minus the log-probability of one id, gets the next three from these: :func:`nll_of_stats`.
+    The row statistics, their forward and backward pass (``_backends/_row_stats.py``). A backend without kernels of its
+    own for the NLL, which is minus the log-probability of one id, gets the next three from these: :func:`nll_of_stats`.
 
 ``nll(logits, targets, *, with_correct)``
-    Reads each active row once. Returns (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or None.
-    ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows. A backend whose ``nll_grad`` of whole rows
-    reads neither row_max nor log_sum takes ``with_lse=False`` too, and then they are None.
+    Reads each active row once. Returns (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or
+    None. ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows. A backend whose ``nll_grad``
+    of whole rows reads neither row_max nor log_sum takes ``with_lse=False`` too, and then they are None.
 
 ``weighted_nll(logits, targets, weights, *, with_correct)``
-    The same with a weight a row, in acc: a row of weight 0 is inactive too. Returns (weights * nll, nll, row_max, log_sum,
-    correct).
+    The same with a weight a row, in acc: a row of weight 0 is inactive too. Returns (weights * nll, nll, row_max,
+    log_sum, correct).
 
 ``nll_grad(logits, targets, scale, row_max, log_sum, out, *, factor=None)``
     Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out`` (same shape as the logits, its own strides,

@@ -27,9 +27,9 @@ class ActiveRows:
     def __init__(self, targets: torch.Tensor, num_active: int | None) -> None:
         """List the rows whose target, of ``targets [N]``, is not ``SKIP``.
 
-        Reading their number back is a host sync on a GPU; it pays since the matrix products then run on these rows only.
-        It is skipped inside CUDA-graph capture, where all rows are taken, and when the caller gives ``num_active``, an
-        upper bound of it.
+        Reading their number back is a host sync on a GPU; it pays since the matrix products then run on these rows
+        only. It is skipped inside CUDA-graph capture, where all rows are taken, and when the caller gives
+        ``num_active``, an upper bound of it.
         """
         self.total = targets.numel()
         self._targets = targets
@@ -122,9 +122,9 @@ def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
 def _gpu_cost(size: int, rows: int, V: int, D: int, trains_head: bool, sms: int) -> float:
     """Model the time of all chunks, in steps of the inner dimension of one wave of 128 x 256 output tiles.
 
-    The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C / 128)
-    ceil(D / 256) of V steps: few and long, so starting a wave for a few more tiles costs most (at 7,680 rows and
-    D = 2,560, 1,920 rows a chunk make 150 tiles for 132 multiprocessors, 1,664 make 130). A trainable head reads and
+    The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C /
+    128) ceil(D / 256) of V steps: few and long, so starting a wave for a few more tiles costs most (at 7,680 rows and D
+    = 2,560, 1,920 rows a chunk make 150 tiles for 132 multiprocessors, 1,664 make 130). A trainable head reads and
     writes its float32 gradient with every chunk, 8 V D bytes: on an H200 about V D / 6,000 steps. Not run on a GPU.
     """
 

@@ -17,7 +17,8 @@ from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiproce
 from dllm_kernels._core._inputs import Gradients, NeedsGrad, RowInputs
 from dllm_kernels._core._plan import Plan
 
-# Columns of a low-precision chunk to cast to float32 at a time, on devices whose matmul cannot accumulate in float32 (CPU).
+# Columns of a low-precision chunk to cast to float32 at a time, on devices whose matmul cannot accumulate in float32
+# (CPU).
 SLAB = 4096
 
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -36,10 +37,10 @@ NO_FACTORS = Factors()
 def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
     """Split per-row scales into (scales of the logits gradient ``[N]``, factors after the matmuls, 0-d loss scale).
 
-    Per-row loss scaling, for float16 only: w / N times a probability would underflow, so the gradient of the logits is computed
-    at scale 1. After the matmul each row of hidden's gradient is multiplied by its own scale. For the head's gradient each row
-    is multiplied by its scale over the largest one, and the sum by that largest one, the loss scale, in float32. In every
-    other dtype the scales are used unchanged.
+    Per-row loss scaling, for float16 only: w / N times a probability would underflow, so the gradient of the logits is
+    computed at scale 1. After the matmul each row of hidden's gradient is multiplied by its own scale. For the head's
+    gradient each row is multiplied by its scale over the largest one, and the sum by that largest one, the loss scale,
+    in float32. In every other dtype the scales are used unchanged.
     """
     if not plan.needs_loss_scaling:
         return scale, NO_FACTORS, None
@@ -56,8 +57,8 @@ def no_autocast(inputs: RowInputs) -> contextlib.AbstractContextManager[Any]:
 class Chunks:
     """Iterates over chunks of logits and accumulates the gradients.
 
-    An optional low-rank term, ``extra_x extra_weight^T``, is accumulated into the chunk's logits in place. Both terms share
-    the gradient with respect to the logits.
+    An optional low-rank term, ``extra_x extra_weight^T``, is accumulated into the chunk's logits in place. Both terms
+    share the gradient with respect to the logits.
     """
 
     def __init__(self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS) -> None:
@@ -170,7 +171,8 @@ class Chunks:
     ) -> torch.Tensor:
         """Accumulate ``grad_logits^T h`` into ``total`` in float32.
 
-        With a single chunk the matmul's own output dtype is used, unless the result must still be unscaled or cast to ``dtype``.
+        With a single chunk the matmul's own output dtype is used, unless the result must still be unscaled or cast to
+        ``dtype``.
         """
         a, acc = grad_logits.t(), self.plan.accum_dtype
         if a.is_cuda or not self.plan.needs_loss_scaling:  # a CPU widens both anyway

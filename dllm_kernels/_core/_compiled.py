@@ -21,7 +21,8 @@ from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels._core._stats import ROW_STATS
 
-# Ops that can be part of a compiled graph, by name. A compiled objective is traced as row statistics and the caller's function.
+# Ops that can be part of a compiled graph, by name. A compiled objective is traced as row statistics and the caller's
+# function.
 ROW_OPS = {
     op.name: op
     for op in (TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS, DIVERGENCE, SOFT_EMBEDDING)

@@ -1,9 +1,11 @@
 """Divergence to a teacher over N rows: of logits, or of a head's, chunk by chunk, eager and compiled alike.
 
-One chunk of the student's logits and one of the teacher's exist at a time, each in a buffer that every chunk re-uses. The
-gradient is written over the student's: three matrix products with a frozen head that both share. The teacher has no gradient.
+One chunk of the student's logits and one of the teacher's exist at a time, each in a buffer that every chunk re-uses.
+The gradient is written over the student's: three matrix products with a frozen head that both share. The teacher has no
+gradient.
 
-``lk`` with ``alpha="mean"`` needs an extra forward-only pass to compute the mean acceptance rate: two more matrix products.
+``lk`` with ``alpha="mean"`` needs an extra forward-only pass to compute the mean acceptance rate: two more matrix
+products.
 """
 
 from __future__ import annotations
@@ -64,9 +66,9 @@ def computes_gradients(plan: Plan) -> bool:
 def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
     """Compute the loss, the results per row, and the gradients that the plan needs.
 
-    The loss is the weighted sum, and the gradients are those of it; under loss scaling, each row's has yet to be multiplied by
-    ``row_size`` and the head's by ``loss_scale``. With ``per_row`` the loss is each row's weighted value, and the gradient
-    that of weights of 1.
+    The loss is the weighted sum, and the gradients are those of it; under loss scaling, each row's has yet to be
+    multiplied by ``row_size`` and the head's by ``loss_scale``. With ``per_row`` the loss is each row's weighted value,
+    and the gradient that of weights of 1.
     """
     assert inputs.weights is not None
     config, weights, computes = plan.of_divergence, inputs.weights, computes_gradients(plan)
@@ -283,7 +285,8 @@ def _pairs_of_logits(
 def _pieces(logits: Tensor, columns: int) -> Iterator[tuple[int, int, slice]]:
     """Yield (first row, batch, positions) of the pieces whose teacher's ``columns`` are copied at a time.
 
-    ``columns`` counts all of the teacher's, so ranks that share a vocabulary cut the same pieces; each piece ends in a collective.
+    ``columns`` counts all of the teacher's, so ranks that share a vocabulary cut the same pieces; each piece ends in a
+    collective.
     """
     B, L, _ = logits.shape
     step = max(1, COPY_BYTES // max(columns * logits.element_size(), 1))

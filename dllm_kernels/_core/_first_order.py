@@ -1,8 +1,8 @@
 """Backward passes without a derivative of their own, which raise when they are differentiated.
 
 ``torch.autograd.function.once_differentiable`` complains only where the upstream gradient has a graph. Where it is a
-constant, as in ``torch.autograd.grad(loss, x, create_graph=True)``, the gradient it returns passes for a constant too, and
-a penalty on it would silently train nothing.
+constant, as in ``torch.autograd.grad(loss, x, create_graph=True)``, the gradient it returns passes for a constant too,
+and a penalty on it would silently train nothing.
 
 The error must lie on every path from the gradient to the inputs of the Function, and to the upstream gradients:
 autograd visits nothing else where it is told whose gradient is wanted (``backward(inputs=[weight])``). The inputs

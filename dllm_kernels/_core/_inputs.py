@@ -59,19 +59,22 @@ class RowInputs(NamedTuple):
 
     Attributes:
         x: logits ``[..., V]`` in any strides, which are never flattened; or hidden states ``[..., D]``.
-        ids: int64 ``[...]`` or ``[..., K]``, targets or ids to look up. Flattened: ``[N, K]``, -1 for an id without a column.
+        ids: int64 ``[...]`` or ``[..., K]``, targets or ids to look up. Flattened: ``[N, K]``, -1 for an id without a
+            column.
         weight: LM head ``[V, D]``; None for logits.
         bias: ``[V]`` or None.
         extra_x: ``[..., r]``, rows of the low-rank part of the head, or None.
         extra_weight: ``[V, r]``; ``extra_x extra_weight^T`` is added to the logits.
         active: mask ``[...]``, zero for rows to skip, or None. Flattened: None, see ``targets``.
-        targets: flattened only. int64 ``[N]``: ``SKIP`` in rows to skip, elsewhere the target, or 0 in ops without targets.
+        targets: flattened only. int64 ``[N]``: ``SKIP`` in rows to skip, elsewhere the target, or 0 in ops without
+            targets.
         weights: ``[...]``, row weights of a weighted sum, or None.
         mix_a: ``[...]``, a of the mixture ``log(a + b p)``, or None.
         mix_b: ``[...]``, b of the mixture, or None.
         bump: ``[...]``, added to the logit of the row's id (soft embedding), or None.
         embedding: ``[V, E]``, averaged under each row's distribution (soft embedding), or None.
-        teacher_x: teacher logits ``[..., V']`` or hidden states ``[..., D']``, or None. Flattened: hidden states ``[R, D']``.
+        teacher_x: teacher logits ``[..., V']`` or hidden states ``[..., D']``, or None. Flattened: hidden states
+            ``[R, D']``.
         teacher_weight: LM head of the teacher ``[V', D']``; None for logits, and if it shares the student's.
         teacher_bias: bias of ``teacher_weight``, or None.
         teacher_rows: int64 ``[...]``, teacher row of each student row; None for the same row.

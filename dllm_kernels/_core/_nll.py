@@ -151,8 +151,8 @@ def scales_loss(plan: Plan) -> bool:
 def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
     """Compute the loss, the results per row, and the gradients that the plan needs.
 
-    Where the plan needs loss scaling, the gradients of the rows have yet to be multiplied by their weights, and those of the
-    head, in the accumulation dtype, by ``loss_scale``.
+    Where the plan needs loss scaling, the gradients of the rows have yet to be multiplied by their weights, and those
+    of the head, in the accumulation dtype, by ``loss_scale``.
     """
     assert inputs.weights is not None
     with no_autocast(inputs):
@@ -181,7 +181,8 @@ def scale_in_place(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan:
 def scale_copies(inputs: RowInputs, outputs: Outputs, upstream: Outputs, _: Plan) -> Gradients:
     """Scale the gradients saved by forward out of place.
 
-    Under loss scaling a gradient per row is multiplied by its row's size: ``row_size`` where the op has it, else its weight.
+    Under loss scaling a gradient per row is multiplied by its row's size: ``row_size`` where the op has it, else its
+    weight.
     """
     grads, loss_scale, grad_loss = gradients_of(outputs), outputs.get("loss_scale"), upstream["loss"]
     if loss_scale is None:

@@ -1,7 +1,8 @@
 """Definition of a row op: its output table, forward, backward, and what backward reads.
 
 Autograd, torch.compile and DTensors are written once over these records (``_eager.py``, ``_compiled.py``, ``_run.py``,
-``distributed/``). A new op is a new record, in the file of its forward pass, and a public function that builds its inputs.
+``distributed/``). A new op is a new record, in the file of its forward pass, and a public function that builds its
+inputs.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class RowOp(NamedTuple):
         backward: (saved inputs, saved outputs, upstream gradients by name, plan) -> gradients, None if not needed.
         result: builds the caller's result from the public outputs, by name.
         instead: functions with a second derivative, from logits and from hidden states.
-        inline_backward: plan -> backward made of plain torch ops, traced by torch.compile instead of hidden in the custom
-            op; or None.
+        inline_backward: plan -> backward made of plain torch ops, traced by torch.compile instead of hidden in the
+            custom op; or None.
         before_backward: (inputs, plan) -> function that an eager backward calls first; or None.
     """
 
@@ -101,7 +102,8 @@ def gradient_outputs(
 ) -> tuple[Output, ...]:
     """List the outputs ``grad_*`` of a forward pass that computes gradients.
 
-    Contiguous, whatever the strides of the inputs. Where ``scaled(plan)``, those of the head are in the accumulation dtype.
+    Contiguous, whatever the strides of the inputs. Where ``scaled(plan)``, those of the head are in the accumulation
+    dtype.
     """
 
     def spec(field: str) -> Callable[[RowInputs, Plan], Spec | None]:

@@ -1,7 +1,7 @@
 """Validate the arguments of a divergence, and pack its configuration into the numbers that a compiled graph can carry.
 
-The kinds and their options are defined in ``_backends/torch/_divergence.py``. ``l1`` is twice ``tv``; a ``jsd`` whose beta is 0
-or 1 is ``kl`` or ``rkl``; ``lk`` is one of two kinds, depending on its base.
+The kinds and their options are defined in ``_backends/torch/_divergence.py``. ``l1`` is twice ``tv``; a ``jsd`` whose
+beta is 0 or 1 is ``kl`` or ``rkl``; ``lk`` is one of two kinds, depending on its base.
 """
 
 from __future__ import annotations

@@ -83,9 +83,10 @@ class Divergence(NamedTuple):
     """A weighted sum of divergences and what it was made of; all but ``loss`` detached, of the shape of the rows.
 
     Attributes:
-        loss: sum of weights * value, 0-d, or each row's, of the shape of the rows, with ``reduction="none"``; float32 (float64
-            for float64 logits), differentiable.
-        value: the divergence of each row, in nats, times the square of the temperature; 0 for rows of weight 0, like the rest.
+        loss: sum of weights * value, 0-d, or each row's, of the shape of the rows, with ``reduction="none"``; float32
+            (float64 for float64 logits), differentiable.
+        value: the divergence of each row, in nats, times the square of the temperature; 0 for rows of weight 0, like
+            the rest.
         acceptance_rate: ``sum_v min(p_v, q_v)``, the rate at which the teacher accepts what the student draws.
         agree: whether both have the same argmax (the lowest index wins a tie), bool. False where the rate is NaN.
     """

@@ -1,7 +1,7 @@
 """Run a row op on plain tensors: flatten the rows, then call the autograd Function or, under torch.compile, the compiled op.
 
-If any input is a DTensor, ``distributed/`` makes the inputs local to its rank first. Nothing here depends on it: the package's
-``__init__`` registers how to load it at the first DTensor.
+If any input is a DTensor, ``distributed/`` makes the inputs local to its rank first. Nothing here depends on it: the
+package's ``__init__`` registers how to load it at the first DTensor.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 r"""The mean embedding of each row's distribution, over N rows: probabilities where a chunk's logits were, times the embedding.
 
-The gradient of the logsumexp is p, so the statistics' backward pass writes p over the logits. A row's bump t of the column b,
-which stands behind the transform, needs no pass of its own. The logit z_b is taken out of the row, the lowest number put in its
-place, and with S the sum that is left, of the other columns alone,
+The gradient of the logsumexp is p, so the statistics' backward pass writes p over the logits. A row's bump t of the
+column b, which stands behind the transform, needs no pass of its own. The logit z_b is taken out of the row, the lowest
+number put in its place, and with S the sum that is left, of the other columns alone,
 
     p'_v = e^{z_v - M} / Z for v != b,      p'_b = e^{z_b + t - M} / Z,      Z = S + e^{z_b + t - M},
 
-which is one coefficient for the row and one for that column. All of Z is a sum of what is positive: 1 - p_b + p_b e^t would have
-no digits left where p_b is nearly 1 and t far below 0. Behind a cap the lowest number is a probability p_0 too, at most that of
-any other column, and S is what it leaves.
+which is one coefficient for the row and one for that column. All of Z is a sum of what is positive: 1 - p_b + p_b e^t
+would have no digits left where p_b is nearly 1 and t far below 0. Behind a cap the lowest number is a probability p_0
+too, at most that of any other column, and S is what it leaves.
 """
 
 from __future__ import annotations

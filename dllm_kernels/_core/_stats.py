@@ -1,7 +1,7 @@
 """Row statistics and objectives of them over N rows: of logits, or of hidden states and the LM head, chunk by chunk.
 
-The logits of a head exist in one buffer that every chunk re-uses, and are recomputed in backward, which writes the gradient
-over them. Nothing else of length V per row is kept.
+The logits of a head exist in one buffer that every chunk re-uses, and are recomputed in backward, which writes the
+gradient over them. Nothing else of length V per row is kept.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ ROW_STATS = RowOp(
 def _objective_forward(inputs: RowInputs, plan: Plan) -> Outputs:
     """Compute the loss, the value and the statistics per row, and the gradients that the plan needs.
 
-    Per chunk: the statistics, the objective of them, and the gradient over the logits, which are computed once. Under loss
-    scaling each row's gradient has yet to be multiplied by ``row_size``, and the head's by ``loss_scale``.
+    Per chunk: the statistics, the objective of them, and the gradient over the logits, which are computed once. Under
+    loss scaling each row's gradient has yet to be multiplied by ``row_size``, and the head's by ``loss_scale``.
     """
     with no_autocast(inputs):
         request, chunks = _request(inputs, plan), Chunks(inputs, plan, plan.needs)

@@ -1,9 +1,9 @@
 r"""The corruption routines below the public functions: the choice of backend, and the torch path.
 
 A batch ``[B, L]`` is a grid of B rows, ``blocks`` blocks of ``size`` positions, the last of a row possibly short;
-without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike: from
-the draws it makes the chosen positions, what to put there and the level of each block, by the arithmetic of ``_rules``.
-On CPU tensors ``_host`` runs it in numpy, a slice of the rows at a time.
+without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike:
+from the draws it makes the chosen positions, what to put there and the level of each block, by the arithmetic of
+``_rules``. On CPU tensors ``_host`` runs it in numpy, a slice of the rows at a time.
 """
 
 from __future__ import annotations

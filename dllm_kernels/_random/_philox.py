@@ -1,9 +1,9 @@
 r"""The counter-based random bits of every corruption routine: Philox 4x64-10, and who gets which of them.
 
-One call maps a 256-bit counter and a 128-bit key to four 64-bit words (J. K. Salmon, M. A. Moraes, R. O. Dror,
-D. E. Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3; ten rounds). The words are those of
-``numpy.random.Philox(key=..., counter=...).random_raw()``, a stream that NumPy promises never to change; it is what draws
-on the CPU. NumPy counts up before it draws: its ``counter`` is one less than that of the words it draws first.
+One call maps a 256-bit counter and a 128-bit key to four 64-bit words (J. K. Salmon, M. A. Moraes, R. O. Dror, D. E.
+Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3; ten rounds). The words are those of
+``numpy.random.Philox(key=..., counter=...).random_raw()``, a stream that NumPy promises never to change; it is what
+draws on the CPU. NumPy counts up before it draws: its ``counter`` is one less than that of the words it draws first.
 
 **Layout.** It is part of the package's promise: a stored seed means the same mask in every later version.
 
@@ -13,9 +13,9 @@ counter   ``(2^32 + row * stride + (d >> 3), 0, 0, 0)`` holds the 32-bit draws d
 draw      the low (d even) or the high half (d odd) of word ``(d & 7) >> 1`` of the four
 ========  ==========================================================================================
 
-``row``: with ``seeds`` given, one a row, every row is row 0 under its own seed, so that it depends on nothing
-but that seed; with a generator one seed is drawn for the call and row b is row b under it. ``d`` counts the draws of a row
-from its own zero in both directions:
+``row``: with ``seeds`` given, one a row, every row is row 0 under its own seed, so that it depends on nothing but that
+seed; with a generator one seed is drawn for the call and row b is row b under it. ``d`` counts the draws of a row from
+its own zero in both directions:
 
 =======================  =====================================================================================
 d = -1 - j               the level (t or m) of block j; of the row where there are no blocks
@@ -111,8 +111,8 @@ def random_bits(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Draws of a batch in the layout above, under an int64 seed: 0-d for a shared seed, or ``[rows]``.
 
-    The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in [0, 2^32); and, where
-    a position takes a whole word, those, int64, with their high halves as the draws.
+    The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in [0, 2^32);
+    and, where a position takes a whole word, those, int64, with their high halves as the draws.
     """
     shared = seed.dim() == 0
     row = torch.arange(rows, device=seed.device)[:, None] * int(shared)
@@ -174,8 +174,8 @@ def resolve_seed(
 ) -> torch.Tensor:
     """Return the seed of one call, int64 on ``device``, without a host sync: validated ``seeds`` ``[rows]``, or a drawn 0-d one.
 
-    The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then drawn there,
-    so that its state gives the same mask on every device. None is the device's default generator.
+    The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then
+    drawn there, so that its state gives the same mask on every device. None is the device's default generator.
     """
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type_name(generator)}")

@@ -5,8 +5,8 @@ r"""The arithmetic of corruption, written once for torch tensors and for numpy a
     weight     log w_i = fl(fl(rate (1 - m)) i),  rate = ln 2 / (half_life_ratio size)              float32
     count      k = round(fl(m length)), half to even, clamped
 
-fl(.) is rounding to float32: every step by itself, never contracted, so that all devices agree. Draws are 32 random bits,
-in int64 (torch) or uint32 (numpy); words 64, in int64. ``_philox`` says which belong to which place.
+fl(.) is rounding to float32: every step by itself, never contracted, so that all devices agree. Draws are 32 random
+bits, in int64 (torch) or uint32 (numpy); words 64, in int64. ``_philox`` says which belong to which place.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def below(draws: Array, level: Array) -> Array:
         bits = coin_bits(draws)
         return bits < coin_bound(level, bits)
     bound = coin_bound(level, draws)
-    # q < bound as the draw, or the whole word, against the largest below: no pass to shift it. 2^23 wraps to the largest of
-    # all, as it should.
+    # q < bound as the draw, or the whole word, against the largest below: no pass to shift it. 2^23 wraps to the
+    # largest of all, as it should.
     found = draws <= (bound << (8 * draws.itemsize - COIN_BITS)) - 1
     return found if np.logical_and.reduce(bound, axis=None) else found & (bound != 0)
 

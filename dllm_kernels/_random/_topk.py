@@ -27,9 +27,10 @@ import torch
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox, _rules
 
-# Positions to work on at a time where each takes some 20 bytes of temporaries. Fewer pay the cost of a call of numpy's too
-# often; more leave the second-level cache and, where the system takes back the memory of every temporary, make a page fault
-# for each 4 KB of the next. Measured best of 2^12 to 2^18 at [64, 4096], on two AMD EPYC and two Intel Xeon cores.
+# Positions to work on at a time where each takes some 20 bytes of temporaries. Fewer pay the cost of a call of numpy's
+# too often; more leave the second-level cache and, where the system takes back the memory of every temporary, make a
+# page fault for each 4 KB of the next. Measured best of 2^12 to 2^18 at [64, 4096], on two AMD EPYC and two Intel Xeon
+# cores.
 _SLICE = 1 << 15
 
 _LOWEST = np.finfo(np.float32).min
@@ -156,7 +157,8 @@ def host_slices(rows: int, columns: int, times: int = 1) -> list[range]:
 def select_largest(draws: Any, choosable: Any, k: Any) -> Any:
     """Select the k largest draws (integers below 2^32) among the selectable ones of each row; the lower index wins a tie.
 
-    Torch or numpy; ``draws`` and ``choosable`` ``[N, D]``, k ``[N]``, at most the number of choosable ones; bool ``[N, D]``.
+    Torch or numpy; ``draws`` and ``choosable`` ``[N, D]``, k ``[N]``, at most the number of choosable ones; bool
+    ``[N, D]``.
     """
     N, D = draws.shape
     if isinstance(draws, torch.Tensor):
@@ -193,9 +195,9 @@ def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) ->
 def select_of_draws(log_w: _Array, draws: _Array, k: _Array, largest: float) -> _Array:
     """``select_on_host`` of the uniforms behind draws, and of log-weights from 0 to ``largest``, or -16: those come last.
 
-    The largest scores are the smallest ``-ln u / exp(log_w)``. These, unlike a difference of logarithms, float32 holds well
-    enough where u is one of 2^32 and the weights are of one size; and positive floats are sorted as the integers that they
-    look like, in two thirds of the time.
+    The largest scores are the smallest ``-ln u / exp(log_w)``. These, unlike a difference of logarithms, float32 holds
+    well enough where u is one of 2^32 and the weights are of one size; and positive floats are sorted as the integers
+    that they look like, in two thirds of the time.
     """
     N, D = log_w.shape
     if largest > _MILD:
@@ -208,8 +210,8 @@ def select_of_draws(log_w: _Array, draws: _Array, k: _Array, largest: float) -> 
     place = np.arange(0, N * (D + 2), D + 2) + k
     ordered = ordered.reshape(-1)
     kth = ordered.take(place)
-    # A key errs by less than 2^-22 + 2^-20 key: by what the roundings of u leave of a logarithm near 0, and by 4 units in the
-    # last place of the logarithm and of the exponential. For two keys, and twice to be safe:
+    # A key errs by less than 2^-22 + 2^-20 key: by what the roundings of u leave of a logarithm near 0, and by 4 units
+    # in the last place of the logarithm and of the exponential. For two keys, and twice to be safe:
     safe = ordered.take(place + 1) > kth * (1 + _ROUNDING * 4) + _ROUNDING
     chosen: _Array = key <= kth[:, None]
     if not np.logical_and.reduce(safe):
@@ -247,8 +249,8 @@ def _select_exact_host(log_w: _Array, uniform: _Array, k: _Array) -> _Array:
 def _log_exponential(uniform: _Array) -> _Array:
     """``ln(-ln u)``, float32 of float64: near u = 1 float32 would leave nothing of ``ln u``.
 
-    By numpy, also where its logarithm is not vectorised: torch's starts threads, which another process on one of two cores
-    makes 20 times as slow as the work.
+    By numpy, also where its logarithm is not vectorised: torch's starts threads, which another process on one of two
+    cores makes 20 times as slow as the work.
     """
     exponential = np.log(uniform)
     np.negative(exponential, out=exponential)
@@ -258,9 +260,9 @@ def _log_exponential(uniform: _Array) -> _Array:
 def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
     """Flag rows in which rounding may have swapped the k-th and the next score.
 
-    A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Three roundings to
-    float32, of the log-weight, of the logarithm and of the difference, err by less than 2^-22 (1 + |t| + largest). Twice
-    that for two scores, and twice again to be safe.
+    A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Three roundings
+    to float32, of the log-weight, of the logarithm and of the difference, err by less than 2^-22 (1 + |t| + largest).
+    Twice that for two scores, and twice again to be safe.
     """
     # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
     safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))

@@ -1,8 +1,8 @@
 """Float arguments of a compiled op that may vary between calls, such as an annealed temperature.
 
-torch.compile turns a float that has changed into a symbol, but specialises on it again when it enters an op as a float, so that
-each value would need its own graph. As a CPU tensor, which the op reads when it runs, it stays symbolic. Floats that have not
-changed stay floats, because a graph with a CPU tensor cannot be a CUDA graph.
+torch.compile turns a float that has changed into a symbol, but specialises on it again when it enters an op as a float,
+so that each value would need its own graph. As a CPU tensor, which the op reads when it runs, it stays symbolic. Floats
+that have not changed stay floats, because a graph with a CPU tensor cannot be a CUDA graph.
 """
 
 from __future__ import annotations

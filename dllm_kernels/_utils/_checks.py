@@ -305,9 +305,9 @@ def check_target_range(
 ) -> None:
     """On request, raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``.
 
-    Reads the targets back to the host (a sync), hence only on request. While a graph is traced, one op stands for it, so
-    that the graph stays whole and the check runs with it. ``shift``: how many positions further on the caller's tensor,
-    which the message is about, has them.
+    Reads the targets back to the host (a sync), hence only on request. While a graph is traced, one op stands for it,
+    so that the graph stays whole and the check runs with it. ``shift``: how many positions further on the caller's
+    tensor, which the message is about, has them.
     """
     if not targets_checked(check_targets):
         return

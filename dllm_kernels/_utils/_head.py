@@ -1,7 +1,7 @@
 """Check that a loss may use an LM head's weight and bias instead of calling the head.
 
-That is allowed only if the head computes exactly ``hidden @ weight.T + bias``. Anything else that it computes (an adapter, a
-scale, hooks) would be omitted silently, and would not train.
+That is allowed only if the head computes exactly ``hidden @ weight.T + bias``. Anything else that it computes (an
+adapter, a scale, hooks) would be omitted silently, and would not train.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def projects(head: nn.Module) -> bool:
 def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) -> None:
     """Raise a ValueError if the head does anything beside ``hidden @ weight.T + bias``.
 
-    A subclass of ``nn.Linear`` with its ``forward`` passes, because ``fully_shard`` makes one. A parametrized weight passes
-    too, because it is recomputed on each access.
+    A subclass of ``nn.Linear`` with its ``forward`` passes, because ``fully_shard`` makes one. A parametrized weight
+    passes too, because it is recomputed on each access.
 
     Args:
         head: the LM head.

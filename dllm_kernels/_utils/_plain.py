@@ -17,7 +17,8 @@ from torch.autograd import forward_ad
 def is_dtensor(t: Any) -> bool:
     """Whether ``t`` is a DTensor, tested without importing torch.distributed.
 
-    Only tensors are tested: a count that varies between steps is a symbol while a graph is traced, and has no attributes.
+    Only tensors are tested: a count that varies between steps is a symbol while a graph is traced, and has no
+        attributes.
     """
     return type(t) is not torch.Tensor and isinstance(t, torch.Tensor) and hasattr(t, "device_mesh")
 

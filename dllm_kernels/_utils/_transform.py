@@ -61,7 +61,8 @@ def with_slope(
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return :func:`transformed` and its derivative, which is one number if it is the same for all logits.
 
-    Otherwise the derivative is written to ``slope``, of the shape and dtype of z, which must not share memory with ``out``.
+    Otherwise the derivative is written to ``slope``, of the shape and dtype of z, which must not share memory with
+    ``out``.
     """
     scale = 1.0 if transform.scale is None else transform.scale
     if transform.softcap is None:

@@ -1,10 +1,11 @@
 r"""Divergence of rows whose vocabulary is split over ranks; neither side's logits are ever gathered.
 
-Each rank finds the maximum, the sum of exponentials and the argmax of its columns, of both sides; one all-gather of these six
-numbers a row gives all ranks the normalisers of p and q. Then a, and every sum that a kind is made of, is a sum over the ranks:
-one all-reduce of a few numbers a row. What a row makes of the sums, and so the value, is the same on all ranks, and the gradient is
-local again. The columns are worked on in plain torch whatever the backend (``_backends/torch/_divergence.py``), three times: the
-gradient in a backward pass of its own reads them once and needs no other rank.
+Each rank finds the maximum, the sum of exponentials and the argmax of its columns, of both sides; one all-gather of
+these six numbers a row gives all ranks the normalisers of p and q. Then a, and every sum that a kind is made of, is a
+sum over the ranks: one all-reduce of a few numbers a row. What a row makes of the sums, and so the value, is the same
+on all ranks, and the gradient is local again. The columns are worked on in plain torch whatever the backend
+(``_backends/torch/_divergence.py``), three times: the gradient in a backward pass of its own reads them once and needs
+no other rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Layout of DTensors over their mesh, and the two all-reduces that autograd must know.
 
-A mesh dimension of a head weight is *tensor parallel* when it is named so (``TENSOR_PARALLEL_NAMES``) or when the hidden
-states are a DTensor that is replicated over it; every other mesh dimension is *data parallel*: the ranks along it hold
-different rows, as under FSDP2.
+A mesh dimension of a head weight is *tensor parallel* when it is named so (``TENSOR_PARALLEL_NAMES``) or when the
+hidden states are a DTensor that is replicated over it; every other mesh dimension is *data parallel*: the ranks along
+it hold different rows, as under FSDP2.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def dim_name(mesh: DeviceMesh, i: int) -> str | None:
 def local_range(size: int, mesh: DeviceMesh, splits: Sequence[int]) -> tuple[int, int]:
     """(start, length) of this rank's part of a dimension that the mesh dimensions ``splits`` split one after another.
 
-    Each cuts what it is given as ``torch.chunk`` does, which is DTensor's ``Shard``: equal pieces of the rounded-up size,
-    the last ones shorter or empty.
+    Each cuts what it is given as ``torch.chunk`` does, which is DTensor's ``Shard``: equal pieces of the rounded-up
+    size, the last ones shorter or empty.
     """
     start = 0
     for i in splits:
@@ -213,8 +213,10 @@ def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
     """Return the tensor-parallel mesh dimensions of a head; the others are data parallel.
 
     Those with one of ``TENSOR_PARALLEL_NAMES``; those over which ``hidden``, a DTensor on the same mesh, is replicated;
-    and those that split what FSDP2's strided placement says was split before. All of them where ``hidden`` is a DTensor on its
-    mesh and the others do not split the head: no FSDP2 then averages the gradients, and DTensor's own rule holds, the sum.
+    and those that split what FSDP2's strided placement says was split before. All of them where ``hidden`` is a DTensor
+    on its
+    mesh and the others do not split the head: no FSDP2 then averages the gradients, and DTensor's own rule holds, the
+        sum.
     """
     mesh, placements = weight.device_mesh, weight.placements
     strided = {shard_dim(p) for p in placements if is_strided(p)}

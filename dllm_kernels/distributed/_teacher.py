@@ -21,8 +21,8 @@ def with_local_teacher(
 ) -> tuple[RowInputs, Plan]:
     """Add this rank's part of the teacher of ``inputs`` to its ``local`` inputs: its rows of the student, and its columns.
 
-    The teacher may be laid out in any way. A plain tensor is whole, and equal on every rank; a DTensor is redistributed. If
-    ``teacher_rows`` is given, every rank needs all of the teacher's rows.
+    The teacher may be laid out in any way. A plain tensor is whole, and equal on every rank; a DTensor is
+    redistributed. If ``teacher_rows`` is given, every rank needs all of the teacher's rows.
     """
     if plan.divergence is None:
         return local, plan

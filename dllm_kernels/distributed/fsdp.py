@@ -2,16 +2,16 @@
 
 Two ways to use such a head with a loss that takes hidden states.
 
-1. Hand the sharded parameter to the loss, ``loss.forward_fused(hidden, model.lm_head.weight, ...)``, outside of the head's
-   forward. There the weight is a DTensor. It is gathered once, in the dtype of the computation, and its gradient is
-   reduced to the shards and divided by the number of data-parallel ranks, which is FSDP2's own convention. (A plain
-   ``full_tensor()`` marks the gradient as replicated: every rank keeps its own share and the peers' are lost.)
-   Every backward pass reduces; under ``set_requires_gradient_sync(False)`` the shards' gradients add up to the same.
+1. Hand the sharded parameter to the loss, ``loss.forward_fused(hidden, model.lm_head.weight, ...)``, outside of the
+   head's forward. There the weight is a DTensor. It is gathered once, in the dtype of the computation, and its gradient
+   is reduced to the shards and divided by the number of data-parallel ranks, which is FSDP2's own convention. (A plain
+   ``full_tensor()`` marks the gradient as replicated: every rank keeps its own share and the peers' are lost.) Every
+   backward pass reduces; under ``set_requires_gradient_sync(False)`` the shards' gradients add up to the same.
 2. Run the loss inside the head's own forward, where FSDP2 has gathered the weight already and reduces its gradient like
    any other, once per optimizer step where synchronisation is off: make the head a :class:`LossHead`.
 
-The first way needs the parameter that FSDP2 shards. What ``reshard_after_forward=<int>`` leaves of it after a forward is a
-copy whose gradient goes nowhere, and is an error here.
+The first way needs the parameter that FSDP2 shards. What ``reshard_after_forward=<int>`` leaves of it after a forward
+is a copy whose gradient goes nowhere, and is an error here.
 """
 
 from __future__ import annotations
@@ -58,8 +58,9 @@ class LossHead(nn.Linear):
         ...
         out = model.lm_head(hidden, lambda h, weight, bias: loss_fn.forward_fused(h, weight, target_ids, ...))
 
-    FSDP2 rounds what a forward returns to the ``output_dtype`` of its ``MixedPrecisionPolicy``: the logits, but not what a
-    loss returns from here, whose float32 stays. Another unit around this one rounds what its own forward returns.
+    FSDP2 rounds what a forward returns to the ``output_dtype`` of its ``MixedPrecisionPolicy``: the logits, but not
+    what a loss returns from here, whose float32 stays. Another unit around this one rounds what its own forward
+    returns.
     """
 
     @classmethod
@@ -99,8 +100,8 @@ class LossHead(nn.Linear):
         Args:
             hidden: ``[..., D]``.
             loss: called with ``hidden``, the weight ``[V, D]`` and the bias ``[V]`` or None. Its result may be a tensor
-                or a (named) tuple of tensors, which FSDP2 looks through for what to wait for in backward. No forward hook
-                can put another result in its place.
+                or a (named) tuple of tensors, which FSDP2 looks through for what to wait for in backward. No forward
+                hook can put another result in its place.
         """
         return super().forward(hidden) if loss is None else loss(hidden, self.weight, self.bias)
 
@@ -115,9 +116,9 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
     ``model.set_gradient_divide_factor(1.0)``, must set it here too.
 
     Args:
-        head: the module, such as ``model.lm_head``, after ``fully_shard``: the factor holds for whatever parameters stand in
-            it and in the modules within it, also after ``to_empty`` or ``load_state_dict(assign=True)``. Or a parameter or
-            several: it holds for these tensors alone, and is lost where either of the two gives them up.
+        head: the module, such as ``model.lm_head``, after ``fully_shard``: the factor holds for whatever parameters
+            stand in it and in the modules within it, also after ``to_empty`` or ``load_state_dict(assign=True)``. Or a
+            parameter or several: it holds for these tensors alone, and is lost where either of the two gives them up.
         factor: positive. The default is the number of data-parallel ranks.
 
     Raises:

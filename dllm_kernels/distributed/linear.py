@@ -1,9 +1,9 @@
 """The linear losses for DTensors: a head sharded by FSDP2, by tensor parallelism, or by both, and so its second part.
 
-Which is which: see :mod:`dllm_kernels.distributed._layout`. Over data-parallel mesh dimensions the head is gathered once
-(``fsdp.gather_head``). Over a tensor-parallel one it stays where it is: each rank projects the same hidden states to its
-part of the vocabulary, the rows' statistics are combined (``vocab_parallel``), one small all-gather a chunk, and the
-hidden states' gradient, of which each rank has the part that went through its columns, is summed over the ranks.
+Which is which: see :mod:`dllm_kernels.distributed._layout`. Over data-parallel mesh dimensions the head is gathered
+once (``fsdp.gather_head``). Over a tensor-parallel one it stays where it is: each rank projects the same hidden states
+to its part of the vocabulary, the rows' statistics are combined (``vocab_parallel``), one small all-gather a chunk, and
+the hidden states' gradient, of which each rank has the part that went through its columns, is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from dllm_kernels.distributed.vocab_parallel import shard_primitives
 def local_hidden(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
     """Return this rank's part of inputs with a differentiable DTensor, the plan for it, and its rows.
 
-    What is known of each row is plain, of the global shape, the same on every tensor-parallel rank; the rows of the head's
-    second part may be that too.
+    What is known of each row is plain, of the global shape, the same on every tensor-parallel rank; the rows of the
+    head's second part may be that too.
 
     Raises:
         ValueError: a layout that cannot be served, with what to do.

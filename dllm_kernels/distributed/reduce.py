@@ -28,8 +28,9 @@ def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = Non
 
     Args:
         mask: this rank's mask, such as ``loss_mask``, any shape and dtype.
-        group: the ranks that hold the other parts of the batch; None: all. Ranks that share their rows, as those of tensor
-            parallelism, would each count them. Without an initialised process group the count is this process's own.
+        group: the ranks that hold the other parts of the batch; None: all. Ranks that share their rows, as those of
+            tensor parallelism, would each count them. Without an initialised process group the count is this process's
+            own.
 
     Returns:
         0-d int64 on the mask's device, not read by the host: pass it to a loss as its ``num_..._tokens``.

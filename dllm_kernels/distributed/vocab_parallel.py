@@ -1,16 +1,17 @@
 r"""NLL of rows whose vocabulary is split over ranks; neither the logits nor the head are ever gathered.
 
-Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to a few numbers (``_backends/_row_stats.py``): their
-maximum M_r, the sum S_r = sum exp(x - M_r), how far below M_r each id's logit lies (0 where another rank holds it) and
-whether the first id is the argmax of these columns. One all-gather of these gives every rank
+Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to a few numbers
+(``_backends/_row_stats.py``): their maximum M_r, the sum S_r = sum exp(x - M_r), how far below M_r each id's logit lies
+(0 where another rank holds it) and whether the first id is the argmax of these columns. One all-gather of these gives
+every rank
 
     M = max_r M_r,      S = sum_r S_r exp(M_r - M),      log p_k = (x_k - M) - log S,
 
-and the gradient is local again. The first id is the argmax of the whole row when it is that of its own columns, no earlier
-rank's maximum reaches it and no later one's exceeds it: the lowest index wins a tie.
+and the gradient is local again. The first id is the argmax of the whole row when it is that of its own columns, no
+earlier rank's maximum reaches it and no later one's exceeds it: the lowest index wins a tie.
 
-This is written as row primitives (``_backends/_rows.py``) on top of those of a backend, so everything that is written on the
-row primitives works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes a row, 16 with the
+This is written as row primitives (``_backends/_rows.py``) on top of those of a backend, so everything that is written
+on the row primitives works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes a row, 16 with the
 argmax-match (twice that for float64).
 """
 

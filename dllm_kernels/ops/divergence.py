@@ -1,11 +1,12 @@
 r"""Weighted divergence of a student's rows to a teacher's: losses of distillation and acceptance without whole logits in memory.
 
-p is the softmax of a row of the student's logits. q is that of the teacher's, a constant. a = sum_v min(p_v, q_v) is the rate at
-which speculative decoding accepts what the student draws. From hidden states, for each chunk of rows of nonzero weight: one
-product makes the student's logits and one the teacher's. One pass over both gives the divergence, a and whether the argmax agrees,
-and writes the gradient over the student's logits. One more product gives the gradient of the hidden states, and, if the head is
-trained, one more that of the head. So a frozen head that a draft model shares with its target takes three products and the memory
-of two chunks. Logits of both models, their softmax and autograd take five products and many times ``[N, V]``.
+p is the softmax of a row of the student's logits. q is that of the teacher's, a constant. a = sum_v min(p_v, q_v) is
+the rate at which speculative decoding accepts what the student draws. From hidden states, for each chunk of rows of
+nonzero weight: one product makes the student's logits and one the teacher's. One pass over both gives the divergence, a
+and whether the argmax agrees, and writes the gradient over the student's logits. One more product gives the gradient of
+the hidden states, and, if the head is trained, one more that of the head. So a frozen head that a draft model shares
+with its target takes three products and the memory of two chunks. Logits of both models, their softmax and autograd
+take five products and many times ``[N, V]``.
 
 The kinds and their gradients stand in ``_backends/torch/_divergence.py``.
 """
@@ -83,38 +84,42 @@ def divergence(
     ce         -log p at the target
     ========== =======================================================================================
 
-    The teacher is a constant. A row of weight 0 is read on neither side. A NaN affects its own row only. A logit of ``-inf`` is a
-    probability of 0. In the gradient of a, p and q that differ by less than a relative 2**-18 (rounding) count as p <= q. The
-    forward pass stores nine numbers per row. The backward pass reads the logits of both sides once and can run more than once.
+    The teacher is a constant. A row of weight 0 is read on neither side. A NaN affects its own row only. A logit of
+    ``-inf`` is a probability of 0. In the gradient of a, p and q that differ by less than a relative 2**-18 (rounding)
+    count as p <= q. The forward pass stores nine numbers per row. The backward pass reads the logits of both sides once
+    and can run more than once.
 
     Args:
         logits: the student's ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        teacher_logits: ``[..., V]``, of the dtype of ``logits`` and with as many rows, unless ``teacher_rows`` is given.
+        teacher_logits: ``[..., V]``, of the dtype of ``logits`` and with as many rows, unless ``teacher_rows`` is
+            given.
         weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient. None: ones.
-        kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass. A kind
-            with the coefficient 0 is left out.
-        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives NaN in
-            its own row.
-        teacher_rows: ``[...]`` integers: the teacher's row that belongs to each row of the student. The teacher's rows are numbered
-            through all dimensions but the last, and may be used in any order and any number of times. A number out of range gives
-            NaN in its own row. None: the two have the same layout.
-        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: the teacher's column of each of its tokens. The
-            teacher's softmax is over these columns only. None: both have the same vocabulary.
+        kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass.
+            A kind with the coefficient 0 is left out.
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives
+            NaN in its own row.
+        teacher_rows: ``[...]`` integers: the teacher's row that belongs to each row of the student. The teacher's rows
+            are numbered through all dimensions but the last, and may be used in any order and any number of times. A
+            number out of range gives NaN in its own row. None: the two have the same layout.
+        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: the teacher's column of each of its
+            tokens. The teacher's softmax is over these columns only. None: both have the same vocabulary.
         temperature: T > 0. Both sides' logits are divided by T, and value and loss are multiplied by T squared.
-        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient per row.
+        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient
+            per row.
         beta: beta of ``jsd``, in [0, 1]; None: 0.5.
         floor: floor of ``nla``; None: 1e-5.
         eta: eta of ``lk``, any number; None: 3.
         kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
-        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a over the
-            call, which takes one more pass over the logits. None: "row".
+        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a
+            over the call, which takes one more pass over the logits. None: "row".
         base: of ``lk``: "kl" or "soft_ce", what lam multiplies; None: "kl".
         softcap: of the student's logits: c > 0 makes each ``c tanh(z / c)``; None: no cap.
         scale: of the student's logits: s > 0 multiplies each, after the cap and before the temperature; None: 1.
         skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none. Its
-            ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
-        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none.
+            Its ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
+        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where
+            ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -122,12 +127,12 @@ def divergence(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices do not fit, a number is out of range, an option belongs to another kind, or a kind
-            or the backend is unknown.
+        ValueError: shapes, dtypes or devices do not fit, a number is out of range, an option belongs to another kind,
+            or a kind or the backend is unknown.
         IndexError: ``check_targets`` is on and a target, row or column is out of range.
 
-    Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2 (a);
-    arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
+    Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2
+    (a); arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
     """
     recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("logits", logits)
@@ -177,49 +182,53 @@ def linear_divergence(
 ) -> Divergence:
     r""":func:`divergence` from both models' hidden states and LM heads; the logits of each exist one chunk at a time.
 
-    The gradients are made in the forward pass, for rows of nonzero weight and for tensors that require them. Backward scales them
-    in place by the upstream gradient, so it can run only once. A call takes 3 matrix products with a frozen head, 4 with a
-    trainable one, and 2 where no gradient is required. ``alpha="mean"`` takes 2 more. With ``reduction="none"`` a frozen head
-    takes 3 as well, and a trainable one 6, since the logits are made again in backward.
+    The gradients are made in the forward pass, for rows of nonzero weight and for tensors that require them. Backward
+    scales them in place by the upstream gradient, so it can run only once. A call takes 3 matrix products with a frozen
+    head, 4 with a trainable one, and 2 where no gradient is required. ``alpha="mean"`` takes 2 more. With
+    ``reduction="none"`` a frozen head takes 3 as well, and a trainable one 6, since the logits are made again in
+    backward.
 
     Args:
         hidden: the student's ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, its LM head, of the dtype of ``hidden`` unless autocast is on.
-        teacher_hidden: ``[..., D']``, of the dtype of ``hidden`` and with as many rows, unless ``teacher_rows`` is given. A
-            constant.
+        teacher_hidden: ``[..., D']``, of the dtype of ``hidden`` and with as many rows, unless ``teacher_rows`` is
+            given. A constant.
         weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient. None: ones.
         bias: ``[V]`` or None.
-        extra: a second part of the student's head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to its logits; or
-            None.
+        extra: a second part of the student's head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to its
+            logits; or None.
         teacher_weight: ``[V', D']``, the teacher's LM head. None: it shares ``weight`` and ``bias``, but not ``extra``.
         teacher_bias: ``[V']``, the bias of ``teacher_weight``, or None.
-        teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U ``[V', r]``), or
-            None. A constant.
+        teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U
+            ``[V', r]``), or None. A constant.
         kind: a name of the table of :func:`divergence`, or a dict of names and coefficients, all computed in one pass.
-        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives NaN in
-            its own row.
-        teacher_rows: ``[...]`` integers: the row of ``teacher_hidden`` for each row of the student, copied one chunk at a time.
-            None: the two have the same layout.
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives
+            NaN in its own row.
+        teacher_rows: ``[...]`` integers: the row of ``teacher_hidden`` for each row of the student, copied one chunk at
+            a time. None: the two have the same layout.
         draft_to_target: ``[V]`` integers: the teacher's column of each token of a smaller vocabulary. These rows of the
             teacher's head are copied once a call, and only they are multiplied. None: both have the same vocabulary.
         temperature: T > 0. Both sides' logits are divided by T, and value and loss are multiplied by T squared.
-        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient per row.
+        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient
+            per row.
         beta: beta of ``jsd``, in [0, 1]; None: 0.5.
         floor: floor of ``nla``; None: 1e-5.
         eta: eta of ``lk``, any number; None: 3.
         kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
-        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a over the
-            call, which takes one more pass over the logits. None: "row".
+        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a
+            over the call, which takes one more pass over the logits. None: "row".
         base: of ``lk``: "kl" or "soft_ce", what lam multiplies; None: "kl".
-        chunk_size: number of rows whose logits exist at a time, for each of the two models; None: chosen from the sizes.
-        num_active: an upper bound of the number of rows of nonzero weight, else read back from a GPU. Too small a bound gives
-            NaN.
+        chunk_size: number of rows whose logits exist at a time, for each of the two models; None: chosen from the
+            sizes.
+        num_active: an upper bound of the number of rows of nonzero weight, else read back from a GPU. Too small a bound
+            gives NaN.
         softcap: of the student's logits: c > 0 makes each ``c tanh(z / c)``; None: no cap.
         scale: of the student's logits: s > 0 multiplies each, after the cap and before the temperature; None: 1.
         skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none. Its
-            ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
-        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none.
+            Its ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
+        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where
+            ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

@@ -30,10 +30,10 @@ def dpace_weights(
         \tilde q_i = (1 - \alpha) \, q_i + \alpha, \qquad C_j = \prod_{i \le j} \tilde q_i, \qquad
         S_j = \sum_{m \ge j} C_m \, \text{mask}_m
 
-    with :math:`\tilde q_i = 1` where the mask is 0. The prefix product C is the smoothed probability that a block is accepted up
-    to j. The suffix sum S is the expected number of accepted tokens from j on. S / C is that number given that all tokens up to j
-    are accepted. An early position has a larger weight because more tokens depend on it. A position after one of low confidence
-    has a smaller weight. The weights are constants: no gradient goes through them.
+    with :math:`\tilde q_i = 1` where the mask is 0. The prefix product C is the smoothed probability that a block is
+    accepted up to j. The suffix sum S is the expected number of accepted tokens from j on. S / C is that number given
+    that all tokens up to j are accepted. An early position has a larger weight because more tokens depend on it. A
+    position after one of low confidence has a smaller weight. The weights are constants: no gradient goes through them.
 
     Source: D-PACE, arXiv 2605.18810.
 
@@ -41,8 +41,8 @@ def dpace_weights(
         confidence: ``[..., k]`` floating, in [0, 1], each row one block: the draft's probability of each target token,
             ``exp(-nll)``, or its acceptance rate. Not read where the mask is 0.
         mask: ``[..., k]``, 0 where there is nothing to predict. Fractions are weights.
-        alpha: the smoothing, in [0, 1], which is also the smallest value of the smoothed confidence. With 1, S is the number of
-            tokens from j on. With 0, all tokens after one of probability 0 have the weight 0.
+        alpha: the smoothing, in [0, 1], which is also the smallest value of the smoothed confidence. With 1, S is the
+            number of tokens from j on. With 0, all tokens after one of probability 0 have the weight 0.
         variant: "dpace" is S, "prefix" is C and "continuation" is S / C, each times the mask. The trainers' names
             "dpace-cumulative-confidence-only" and "dpace-continuation-value-only" mean "prefix" and "continuation".
 
@@ -51,8 +51,8 @@ def dpace_weights(
 
     Raises:
         TypeError: ``confidence`` or ``mask`` is not a tensor, or ``alpha`` is not a number.
-        ValueError: shapes, dtypes or devices do not fit, ``alpha`` is outside [0, 1], or ``variant`` is unknown. On CPU also a
-            confidence outside [0, 1] by more than rounding where the mask is not 0.
+        ValueError: shapes, dtypes or devices do not fit, ``alpha`` is outside [0, 1], or ``variant`` is unknown. On CPU
+            also a confidence outside [0, 1] by more than rounding where the mask is not 0.
     """
     _checks.check_float("confidence", confidence)
     _checks.check_mask("mask", mask, confidence.shape, "that of confidence")

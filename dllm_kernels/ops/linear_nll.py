@@ -8,12 +8,14 @@ product gives the gradient of the hidden states and, if the head trains, one mor
 
 ``weighted_linear_nll`` knows s_i = w_i in the forward pass, so it makes the gradients there, and backward only scales
 them: 2 products with a frozen head, 3 with a trainable one. ``linear_token_nll`` does not know its upstream gradient;
-but row i of d/dh depends on the upstream gradient of row i alone, so with a frozen head the gradient for s_i = 1 is made
+but row i of d/dh depends on the upstream gradient of row i alone, so with a frozen head the gradient for s_i = 1 is
+made
 in forward and its rows are scaled in backward: 2 products again. Only a trainable head needs its logits twice (4).
 
-A head of two parts, ``extra = (u, U)``, has z_i = W h_i + U u_i + b: a thin product, which adds to the chunk where it lies,
-and d/du_i = g_i U, d/dU = sum_i g_i u_i^T beside the others. Where W is frozen and U trains, ``weighted_linear_nll`` stays at
-its 2 large products; ``linear_token_nll`` makes the logits again (3), since d/dU mixes the rows' upstream gradients.
+A head of two parts, ``extra = (u, U)``, has z_i = W h_i + U u_i + b: a thin product, which adds to the chunk where it
+lies, and d/du_i = g_i U, d/dU = sum_i g_i u_i^T beside the others. Where W is frozen and U trains,
+``weighted_linear_nll`` stays at its 2 large products; ``linear_token_nll`` makes the logits again (3), since d/dU mixes
+the rows' upstream gradients.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ def weighted_linear_nll(
 
     .. math:: \text{loss} = \sum_i w_i \, \text{nll}_i
 
-    The gradients are made in the forward pass, on the rows of nonzero weight only, and only for the inputs that require them.
-    Backward scales them by the upstream gradient, in place. So backward can run only once.
+    The gradients are made in the forward pass, on the rows of nonzero weight only, and only for the inputs that require
+    them. Backward scales them by the upstream gradient, in place. So backward can run only once.
 
     Examples:
         >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)  # a frozen LM head
@@ -72,7 +74,8 @@ def weighted_linear_nll(
         targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
         weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
+            None.
         active: ``[...]``, rows to project; None: those whose weight is not zero.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
@@ -82,12 +85,15 @@ def weighted_linear_nll(
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
+            NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
+            ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`WeightedNLL`: ``loss`` float32 (float64 for float64 input), differentiable in hidden, weight, bias and extra.
+        :class:`WeightedNLL`: ``loss`` float32 (float64 for float64 input), differentiable in hidden, weight, bias and
+        extra.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
@@ -127,16 +133,17 @@ def linear_token_nll(
 
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}, \qquad z_i = W h_i + b
 
-    With a frozen head nothing is recomputed; a trainable head (or bias, or ``extra[1]``) has its logits made again in backward,
-    since its gradient is a sum over rows, each times its upstream gradient. Use
-    :func:`weighted_linear_nll` where the weight of each row is known in advance.
+    With a frozen head nothing is recomputed; a trainable head (or bias, or ``extra[1]``) has its logits made again in
+    backward, since its gradient is a sum over rows, each times its upstream gradient. Use :func:`weighted_linear_nll`
+    where the weight of each row is known in advance.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
         targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
+            None.
         active: ``[...]``, rows to project; None: all.
         ignore_index: the target that switches a row off.
         with_lse: also return the logsumexp of each row.
@@ -145,8 +152,10 @@ def linear_token_nll(
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
+            NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
+            ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

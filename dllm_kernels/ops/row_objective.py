@@ -3,7 +3,8 @@ r"""An objective in which each row needs only its own statistics: policy ratios,
     loss = sum_n fn(log p_n, lse_n, H_n, ...; aux_n).
 
 From hidden states, ``fn`` and its gradient are evaluated as soon as the statistics of a chunk exist. So the logits are made once:
-two products with a frozen head, three with a trainable one. Statistics that are combined after the call take three and four.
+two products with a frozen head, three with a trainable one. Statistics that are combined after the call take three and
+four.
 """
 
 from __future__ import annotations
@@ -58,12 +59,13 @@ def row_objective(
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or ``skip_id``,
-            gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
-        fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the others
-            ``[R]``) and the same rows of each tensor of ``aux``. It returns ``[R]``, made by torch operations. It may be called
-            several times, each time with some of the rows. Inactive rows may be among them; their results are dropped. A tensor
-            of its own that requires a gradient gets one. It must not write into ``aux``, which are the caller's tensors.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
+            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the
+            others ``[R]``) and the same rows of each tensor of ``aux``. It returns ``[R]``, made by torch operations.
+            It may be called several times, each time with some of the rows. Inactive rows may be among them; their
+            results are dropped. A tensor of its own that requires a gradient gets one. It must not write into ``aux``,
+            which are the caller's tensors.
         aux: tensors ``[..., *]`` with one entry for each row, constants.
         entropy: whether ``fn`` uses ``stats.entropy``.
         active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum. None: all rows.
@@ -79,8 +81,8 @@ def row_objective(
 
     Raises:
         TypeError: ``fn`` is not callable or returns no floating tensor, or an argument has the wrong type.
-        ValueError: ``fn`` returns another shape, a tensor of ``aux`` requires a gradient, shapes, dtypes or devices do not fit, a
-            number is out of range, or the backend is unknown.
+        ValueError: ``fn`` returns another shape, a tensor of ``aux`` requires a gradient, shapes, dtypes or devices do
+            not fit, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
 
     Source: the definition; policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
@@ -116,7 +118,8 @@ def linear_row_objective(
     r""":func:`row_objective` from hidden states and the LM head; the logits exist one chunk at a time, and are made once.
 
     The gradient is made in the forward pass, and backward only scales it in place, so it can run only once. Under
-    ``torch.compile`` the call is :func:`linear_row_stats` followed by ``fn`` in the graph, which takes one more product.
+    ``torch.compile`` the call is :func:`linear_row_stats` followed by ``fn`` in the graph, which takes one more
+    product.
 
     Examples:
         >>> def clipped(stats, old, ref, advantages):  # the clipped policy ratio with a k3 penalty of GRPO
@@ -134,15 +137,18 @@ def linear_row_objective(
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or ``skip_id``,
-            gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
+            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
         fn: ``fn(stats, *aux)`` of R rows, as in :func:`row_objective`; called once for each chunk of rows.
         aux: tensors ``[..., *]`` with one entry for each row, constants.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
+            None.
         entropy: whether ``fn`` uses ``stats.entropy``.
-        active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum and not projected. None: all rows.
-        with_correct: whether ``fn`` uses ``stats.correct``: is the first id the argmax, of logits rounded to the compute dtype?
+        active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum and not projected. None: all
+            rows.
+        with_correct: whether ``fn`` uses ``stats.correct``: is the first id the argmax, of logits rounded to the
+            compute dtype?
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.

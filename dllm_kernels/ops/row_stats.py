@@ -1,8 +1,9 @@
 r"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of log-mixtures, argmax-match.
 
-For what no sum of weighted NLLs is: policy gradients (log-probabilities with ratios and clipping on top, entropy bonuses),
-distances between distributions that are known at a few ids, bounds with a sum over the whole vocabulary in them. All outputs
-but ``correct`` take an upstream gradient at once, and one backward pass serves them all (``_backends/_row_stats.py``).
+For what no sum of weighted NLLs is: policy gradients (log-probabilities with ratios and clipping on top, entropy
+bonuses), distances between distributions that are known at a few ids, bounds with a sum over the whole vocabulary in
+them. All outputs but ``correct`` take an upstream gradient at once, and one backward pass serves them all
+(``_backends/_row_stats.py``).
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ def row_stats(
         \log p_k, \qquad \text{lse} = \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log p_v, \qquad
         F = \sum_v \log(a + b p_v)
 
-    F sums over the columns that are not skipped. A row whose entry of ``active`` is zero is not read: its results and its
-    gradient are 0 even where it holds NaN. A row whose upstream gradients are 0 has the gradient 0. A NaN stays in its own row.
-    A logit of ``-inf`` is a probability of 0: it adds nothing to H, and log a to F. A row of only ``-inf`` gives NaN, and an
-    ``lse`` of -inf.
+    F sums over the columns that are not skipped. A row whose entry of ``active`` is zero is not read: its results and
+    its gradient are 0 even where it holds NaN. A row whose upstream gradients are 0 has the gradient 0. A NaN stays in
+    its own row. A logit of ``-inf`` is a probability of 0: it adds nothing to H, and log a to F. A row of only ``-inf``
+    gives NaN, and an ``lse`` of -inf.
 
     Examples:
         >>> logits, ids = torch.zeros(2, 10, requires_grad=True), torch.tensor([[3, 4], [5, -100]])
@@ -58,11 +59,11 @@ def row_stats(
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or ``skip_id``,
-            gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
+            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
         entropy: also return H.
-        mix: (a, b), each ``[...]``, floating, not negative, taken as constants (detached): also return F. a = 0 and b = 0
-            are legal; F is -inf where a logarithm is.
+        mix: (a, b), each ``[...]``, floating, not negative, taken as constants (detached): also return F. a = 0 and b =
+            0 are legal; F is -inf where a logarithm is.
         active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
         with_correct: also return whether the first id is the argmax.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
@@ -108,19 +109,20 @@ def linear_row_stats(
 ) -> RowStats:
     r"""Statistics of ``softmax(weight @ hidden + bias)`` of each active row; the logits exist one chunk at a time.
 
-    As :func:`row_stats`. Backward makes the logits again, so that nothing of the vocabulary's size is kept. It takes 3 matrix
-    products with a frozen head, 4 with a trainable one, and 1 where nothing requires a gradient.
+    As :func:`row_stats`. Backward makes the logits again, so that nothing of the vocabulary's size is kept. It takes 3
+    matrix products with a frozen head, 4 with a trainable one, and 1 where nothing requires a gradient.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or ``skip_id``,
-            gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
+            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or None.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
+            None.
         entropy: also return the entropy.
-        mix: (a, b), each ``[...]``, floating, not negative, taken as constants (detached): also return F. a = 0 and b = 0
-            are legal; F is -inf where a logarithm is.
+        mix: (a, b), each ``[...]``, floating, not negative, taken as constants (detached): also return F. a = 0 and b =
+            0 are legal; F is -inf where a logarithm is.
         active: ``[...]``, rows to project; None: all.
         with_correct: also return whether the first id is the argmax, of logits rounded to the compute dtype.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.

@@ -2,7 +2,8 @@ r"""The mean embedding of what a model predicts, which self-conditioning gives b
 
     e_i = sum_v p_iv E_v,      p_i = softmax(transform(W h_i + b) + t_i onehot(k_i)).
 
-The probabilities exist one chunk at a time, in the memory of its logits. A chunk takes two products. Between them are two passes
+The probabilities exist one chunk at a time, in the memory of its logits. A chunk takes two products. Between them are
+two passes
 over the chunk: one reads it, one writes p over it.
 """
 
@@ -49,39 +50,43 @@ def soft_embedding(
 
     .. math:: e_i = \sum_v p_{iv} E_v, \qquad p_i = \text{softmax}(\text{transform}(W h_i + b) + t_i \, \text{onehot}(k_i))
 
-    Self-conditioning adds this to the input of the next denoising step. The result has no gradient, even where the inputs require
+    Self-conditioning adds this to the input of the next denoising step. The result has no gradient, even where the
+    inputs require
     one: all tensors are taken as constants. The logits exist one chunk at a time. The op takes two matrix products.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        embedding: ``[V, E]``, of the same dtype. Where embedding and head are tied, pass the head. A factor that the model
-            applies to its embeddings is left to the caller.
+        embedding: ``[V, E]``, of the same dtype. Where embedding and head are tied, pass the head. A factor that the
+            model applies to its embeddings is left to the caller.
         bias: ``[V]`` or None.
         extra: as in :func:`weighted_linear_nll`.
-        bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for instance of a token that is
-            already decided. -inf in a tensor takes the token out of its row. However certain the token is, no digits are lost.
-        bump_ids: ``[...]`` integers, k; -100: no bump in this row. Any other value outside of ``[0, V)``, or ``skip_id``, gives
-            NaN in its own row. ``bump`` and ``bump_ids`` go together.
-        active: ``[...]``, bool or numeric. A row whose entry is 0 is not projected, and its result is 0. None: all rows.
+        bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for instance of a token
+            that is already decided. -inf in a tensor takes the token out of its row. However certain the token is, no
+            digits are lost.
+        bump_ids: ``[...]`` integers, k; -100: no bump in this row. Any other value outside of ``[0, V)``, or
+            ``skip_id``, gives NaN in its own row. ``bump`` and ``bump_ids`` go together.
+        active: ``[...]``, bool or numeric. A row whose entry is 0 is not projected, and its result is 0. None: all
+            rows.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too small a bound
-            gives NaN.
+        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too
+            small a bound gives NaN.
         softcap: as in :func:`token_nll`.
         scale: as in :func:`token_nll`; a temperature T is 1 / T.
         skip_id: as in :func:`token_nll`.
-        check_targets: raise an IndexError that names the first of ``bump_ids`` that is out of range; reads them back to the host.
-            None follows the environment variable ``DLLM_KERNELS_CHECK``.
+        check_targets: raise an IndexError that names the first of ``bump_ids`` that is out of range; reads them back to
+            the host. None follows the environment variable ``DLLM_KERNELS_CHECK``.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``[..., E]``, detached, in the dtype of ``hidden`` or that of autocast. With DTensors, head and embedding must be split
-        by vocabulary in the same way, and every rank gets the whole result as a plain tensor.
+        ``[..., E]``, detached, in the dtype of ``hidden`` or that of autocast. With DTensors, head and embedding must
+        be split by vocabulary in the same way, and every rank gets the whole result as a plain tensor.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices do not fit, a number is out of range, only one of ``bump`` and ``bump_ids`` is given,
-            rows and head are split over ranks in ways that do not fit, or the backend is unknown.
+        ValueError: shapes, dtypes or devices do not fit, a number is out of range, only one of ``bump`` and
+            ``bump_ids`` is given, rows and head are split over ranks in ways that do not fit, or the backend is
+            unknown.
         IndexError: ``check_targets`` is on and one of ``bump_ids`` is out of range.
 
     Source: the self-conditioning of DiffusionGemma; Chen et al. 2022, arXiv 2208.04202, section 3.2, for the idea.

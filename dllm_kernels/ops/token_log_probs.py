@@ -47,8 +47,8 @@ def token_log_probs(
 ) -> TokenLogProbs:
     r"""``log softmax(z / temperature)[id]`` of each token, from logits or from hidden states and the LM head.
 
-    Under ``torch.no_grad``, as for old and reference policies, a head costs one matrix product and nothing is kept. A token whose
-    id is -100, or whose entry of ``active`` is zero, is neither read nor projected.
+    Under ``torch.no_grad``, as for old and reference policies, a head costs one matrix product and nothing is kept. A
+    token whose id is -100, or whose entry of ``active`` is zero, is neither read nor projected.
 
     Examples:
         >>> hidden, weight, ids = torch.zeros(1, 3, 8), torch.zeros(10, 8), torch.tensor([[3, 1, -100]])
@@ -57,21 +57,21 @@ def token_log_probs(
         ([-2.3026, -2.3026, 0.0], [2.3026, 2.3026, 0.0])
 
     Args:
-        logits_or_hidden: logits ``[..., V]`` or, with ``weight``, hidden states ``[..., D]``; float16, bfloat16, float32 or
-            float64.
+        logits_or_hidden: logits ``[..., V]`` or, with ``weight``, hidden states ``[..., D]``; float16, bfloat16,
+            float32 or float64.
         ids: ``[...]``, integers in ``[0, V)`` or -100; anything else, or ``skip_id``, gives NaN in its own place.
         weight: the LM head ``[V, D]``, or None for logits.
         bias: ``[V]``, only with ``weight``.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits. Only with
-            ``weight``.
+        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits. Only
+            with ``weight``.
         temperature: T > 0, by which the logits, capped if they are, are divided.
         with_entropy: also return the entropy of each token's distribution, differentiable like the log-probabilities.
         active: ``[...]``, bool or numeric; None: every token that has an id.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes. Only with ``weight``.
-        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN. Only
-            with ``weight``.
+        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+            Only with ``weight``.
         check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
@@ -80,8 +80,8 @@ def token_log_probs(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, an argument that goes with ``weight``
-            without it, or an unknown backend.
+        ValueError: shapes, dtypes or devices that do not fit, a number out of range, an argument that goes with
+            ``weight`` without it, or an unknown backend.
         IndexError: ``check_targets`` is on and an id is out of range.
     """
     _checks.check_flags(with_entropy=with_entropy)

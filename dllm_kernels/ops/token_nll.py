@@ -2,7 +2,8 @@ r"""Per-token negative log-likelihood from logits, and its weighted sum.
 
     nll_i = log(sum_v exp(z_iv)) - z_{i, y_i},        loss = sum_i w_i nll_i.
 
-The backward pass of ``token_nll`` takes an arbitrary upstream gradient per row. ``weighted_nll`` is the same followed by a
+The backward pass of ``token_nll`` takes an arbitrary upstream gradient per row. ``weighted_nll`` is the same followed
+by a
 product and a sum, in fewer launches: the weights of the rows go down with them.
 """
 
@@ -38,10 +39,11 @@ def token_nll(
 
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}
 
-    Rows whose target is ``ignore_index``, or whose entry of ``active`` is zero, are not read: their NLL and gradient are
-    0 even where they hold NaN. The backward pass takes any upstream gradient, one number per row.
+    Rows whose target is ``ignore_index``, or whose entry of ``active`` is zero, are not read: their NLL and gradient
+    are 0 even where they hold NaN. The backward pass takes any upstream gradient, one number per row.
 
-    Source: cross-entropy with a one-hot target; the logsumexp in one pass by Milakov and Gimelshein 2018, arXiv:1805.02867.
+    Source: cross-entropy with a one-hot target; the logsumexp in one pass by Milakov and Gimelshein 2018,
+        arXiv:1805.02867.
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
@@ -54,8 +56,10 @@ def token_nll(
             Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
+            NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
+            ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -111,8 +115,10 @@ def weighted_nll(
             Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
+            NaN.
+        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
+            ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
     Returns:

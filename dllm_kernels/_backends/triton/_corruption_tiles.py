@@ -19,17 +19,17 @@ def _next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-# Columns at a time of a row whose keys stay in memory. The corruption kernel keeps more scalars alive: at 4,096 Triton 3.6
-# runs out of scalar registers for it on gfx942, while at 2,048 Triton 3.9 spills the other on sm_90.
+# Columns at a time of a row whose keys stay in memory. The corruption kernel keeps more scalars alive: at 4,096 Triton
+# 3.6 runs out of scalar registers for it on gfx942, while at 2,048 Triton 3.9 spills the other on sm_90.
 TOPK_IN_MEMORY, CORRUPT_IN_MEMORY = 4096, 2048
 
 
 def select(D: int, in_memory_block: int = TOPK_IN_MEMORY) -> SelectTile:
     """Choosing k of D positions.
 
-    Up to 4,096 positions a row is in registers, many short rows a program: four int64 keys a thread, eight at 4,096. Rows of
-    up to 128 go to programs of one warp, which sort without waiting for another.
-    At 8,192 with sixteen keys a thread the compiler spills, so longer rows keep their keys in memory, in L2 mostly.
+    Up to 4,096 positions a row is in registers, many short rows a program: four int64 keys a thread, eight at 4,096.
+    Rows of up to 128 go to programs of one warp, which sort without waiting for another. At 8,192 with sixteen keys a
+    thread the compiler spills, so longer rows keep their keys in memory, in L2 mostly.
     """
     block = max(4, _next_power_of_2(D))
     if block > 4096:
@@ -52,7 +52,8 @@ class IndependentTile(NamedTuple):
 def independent(blocks: int, size: int, counter: int) -> IndependentTile:
     """Positions that do not depend on each other; ``counter`` is how many of them one counter serves.
 
-    Where blocks begin at any draw of a counter each position counts by itself: at eight of those a thread sm_100 spills.
+    Where blocks begin at any draw of a counter each position counts by itself: at eight of those a thread sm_100
+        spills.
     """
     block = max(4, min(1024, _next_power_of_2(size)))
     part = share(blocks, size, block, counter)

@@ -1,14 +1,14 @@
 r"""The arithmetic that the kernels over rows of logits share.
 
-**Where a row's columns lie.** Sixteen bytes, ``WIDE`` columns, are the widest access of a thread, and have to begin at a
-multiple of 16 bytes. A row of odd length begins anywhere, so its columns are taken in two parts: those of whole, aligned
-accesses (``wide_columns``; their position is rounded up to a multiple of WIDE, which the compiler sees), in tiles of
-BLOCK_V; and fewer than WIDE at either end (``ragged_columns``), with one narrow access. Nothing but the tensor's own
-address has to be aligned.
+**Where a row's columns lie.** Sixteen bytes, ``WIDE`` columns, are the widest access of a thread, and have to begin at
+a multiple of 16 bytes. A row of odd length begins anywhere, so its columns are taken in two parts: those of whole,
+aligned accesses (``wide_columns``; their position is rounded up to a multiple of WIDE, which the compiler sees), in
+tiles of BLOCK_V; and fewer than WIDE at either end (``ragged_columns``), with one narrow access. Nothing but the
+tensor's own address has to be aligned.
 
-**Online softmax, per lane.** THREADS lanes walk the tiles; each takes REPS accesses of WIDE columns of a tile, all asked for
-before the first is used, and keeps the maximum m and s = sum exp(x - m) of what it has seen. With t the largest of a tile's
-x in the lane,
+**Online softmax, per lane.** THREADS lanes walk the tiles; each takes REPS accesses of WIDE columns of a tile, all
+asked for before the first is used, and keeps the maximum m and s = sum exp(x - m) of what it has seen. With t the
+largest of a tile's x in the lane,
 
     m' = max(m, t),    s <- s exp(m - m') + sum exp(x - m'),    m <- m',
 
@@ -17,9 +17,9 @@ one rescaling for REPS * WIDE columns. m is kept above the most negative finite 
 lane also keeps t = sum exp(x - m) (x - m), of which a larger maximum makes exp(m - m') (t + (m - m') s). x - M is made
 before it is scaled by log2(e) for exp2: a product M * log2(e) taken out of the loop would be infinite for |M| > 2.3e38.
 
-**Does a column beat the target?** When M > z_y. When M = z_y one does if it equals z_y at a lower index. Tiles wholly before the
-target's are judged by the lane maxima as they were then, which costs one select a tile; the target's own tile is read again,
-if M = z_y, which is the cheap exception.
+**Does a column beat the target?** When M > z_y. When M = z_y one does if it equals z_y at a lower index. Tiles wholly
+before the target's are judged by the lane maxima as they were then, which costs one select a tile; the target's own
+tile is read again, if M = z_y, which is the cheap exception.
 
 What is kept of a row is (M, log S), not their sum: at |M| = 1e4 a float32 logsumexp is already off by 5e-4, and so
 would be every probability computed from it, while exp((x - M) - log S) stays exact to rounding.
@@ -182,10 +182,11 @@ def column_stats(
 ):  # fmt: skip
     """(M, S, T), and whether a column of [start, end) beats the target, reading each column once.
 
-    Of the transformed logits x: M their maximum, S the sum of exp(x - M), T that of exp(x - M) (x - M) where WITH_ENTROPY.
+    Of the transformed logits x: M their maximum, S the sum of exp(x - M), T that of exp(x - M) (x - M) where
+        WITH_ENTROPY.
 
-    Rows begin at multiples of WIDE where they are ALIGNED. Where not all do, either one by one (False), so that a sum has the
-    order that it has in an aligned row, or anywhere (None), as fast and in an order of its own.
+    Rows begin at multiples of WIDE where they are ALIGNED. Where not all do, either one by one (False), so that a sum
+    has the order that it has in an aligned row, or anywhere (None), as fast and in an order of its own.
 
     A column beats the target when it is larger, or equal with a lower index: the target is the argmax when none does.
 
@@ -268,8 +269,8 @@ def grad_tiles(
 ):  # fmt: skip
     """Write the gradient of ``wide`` columns from the last tile to the first; each tile is loaded one iteration ahead.
 
-    The pointers are at the ``column`` of the row, from which ``hot`` is counted. What was read last is read first: it is
-    still near. The output may be the input.
+    The pointers are at the ``column`` of the row, from which ``hot`` is counted. What was read last is read first: it
+    is still near. The output may be the input.
     """
     i = tl.arange(0, BLOCK_V)
     tile = (wide - 1) // BLOCK_V * BLOCK_V

@@ -3,11 +3,12 @@ r"""Choosing the k largest scores of a row, exactly.
 A score is a float64; ``keys`` maps it to an int64 of the same order, so that selection is about integers only.
 ``NEVER``, below every key, marks what cannot be chosen.
 
-The threshold t is the k-th largest key. Keys above it are chosen, and of those equal to t the first in order of index, as
-many as are missing. Rows of up to ``SORTED`` keys, of which one warp holds some, are sorted: no step depends on the data,
-none waits for another warp, and compiled for sm_90 a position of a row of 32 costs a third of what it costs to search.
-In longer ones t is found by halving [lo, hi]; a row is done early where exactly k keys reach the middle, after some 20
-steps rather than 64. ``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` for those beyond.
+The threshold t is the k-th largest key. Keys above it are chosen, and of those equal to t the first in order of index,
+as many as are missing. Rows of up to ``SORTED`` keys, of which one warp holds some, are sorted: no step depends on the
+data, none waits for another warp, and compiled for sm_90 a position of a row of 32 costs a third of what it costs to
+search. In longer ones t is found by halving [lo, hi]; a row is done early where exactly k keys reach the middle, after
+some 20 steps rather than 64. ``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` for
+those beyond.
 
 ``exact_log`` and ``score`` are, operation by operation, those of ``_random/_topk.py``, which says why. Kernels that
 use them must be launched with ``enable_fp_fusion=False``.

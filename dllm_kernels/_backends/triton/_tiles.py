@@ -41,8 +41,10 @@ def at_most_a_thread_a_column(num_warps: int, block_v: int) -> int:
 def token_nll_fwd(V: int, itemsize: int) -> Tile:
     """One pass over a row: 8 KiB of it a tile, 4 warps, so four 16-byte loads a thread are on their way at a time.
 
-    A row of eight tiles and more is split over two programs, a long one over programs of sixteen tiles, whatever the number
-    of rows: a sum has its order, and a row its bits, from where it is split. Of 8 tiles a simulated H200 loses 2 % more.
+    A row of eight tiles and more is split over two programs, a long one over programs of sixteen tiles, whatever the
+    number
+    of rows: a sum has its order, and a row its bits, from where it is split. Of 8 tiles a simulated H200 loses 2 %
+        more.
     """
     block = _bytes_to_block(itemsize, 8192, V)
     splits = min(V // (4 * block), max(2, -(-V // (16 * block))))
@@ -55,9 +57,10 @@ def token_nll_bwd(V: int, itemsize: int) -> Tile:
     return Tile(block, _warps(block, itemsize), -(-V // (4 * block)))
 
 
-# Bytes of a row up to which the kernels that read a row more than once run as two programs of 8 warps per multiprocessor, so that
-# one loads while the other reduces; longer rows as one program of 16 warps, because the L2 has to hold the rows of all programs
-# until they are read again. Share of a copy on an H200 (model; not run on a GPU), 16 warps -> 8 warps, bf16:
+# Bytes of a row up to which the kernels that read a row more than once run as two programs of 8 warps per
+# multiprocessor, so that one loads while the other reduces; longer rows as one program of 16 warps, because the L2 has
+# to hold the rows of all programs until they are read again. Share of a copy on an H200 (model; not run on a GPU), 16
+# warps -> 8 warps, bf16:
 #   V          16,000     32,000     65,536     102,400    128,256    151,936
 #   NLL        28 -> 65   57 -> 87   66 -> 93   81 -> 84   91 -> 78   90 -> 75
 #   kl         34 -> 52   48 -> 65   57 -> 68   66 -> 66   68 -> 64   70 -> 62
@@ -74,8 +77,8 @@ def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
 
     Half of that where there is a soft cap or a column to skip, for which there are no registers otherwise.
 
-    Its registers leave room for 16 warps a multiprocessor: some 130 rows of 300 KB at a time, which an L2 of 50 MB holds until
-    they are read again.
+    Its registers leave room for 16 warps a multiprocessor: some 130 rows of 300 KB at a time, which an L2 of 50 MB
+    holds until they are read again.
     """
     block = _bytes_to_block(itemsize, (16384 if small else 32768) // _programs(V, itemsize), V)
     return Tile(block, _warps(block * (2 if small else 1), itemsize))
@@ -84,11 +87,11 @@ def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
 def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool = False) -> Tile:
     """Tile of a program that reads a pair of rows two or three times: 16 KiB of each, 16 warps; half of both for short rows.
 
-    Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers otherwise,
-    and of 4 KiB for more than five kinds, of which ten spill on AMD with 8.
+    Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers
+    otherwise, and of 4 KiB for more than five kinds, of which ten spill on AMD with 8.
 
-    Its registers leave room for 16 warps a multiprocessor. Tiles of 32 KiB save 0.6 of 15 slots a pair of columns in the first
-    pass, and spill with a column to skip.
+    Its registers leave room for 16 warps a multiprocessor. Tiles of 32 KiB save 0.6 of 15 slots a pair of columns in
+    the first pass, and spill with a column to skip.
     """
     tile_bytes = 4096 if kinds > 5 else 8192 if with_steps or kinds > 2 else 16384
     block = _bytes_to_block(itemsize, tile_bytes // _programs(V, itemsize), V)

@@ -1,17 +1,19 @@
 r"""The transform of the logits inside the kernels, the same few lines for every one of them.
 
-A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), and passes them on as one tuple. Each is None if the
-transform has no such step; a None argument is a compile-time constant, and the step is compiled out. The numbers are passed
-as the bits of a float64, because a launch would round a float to float32. No launcher specialises on them: another temperature
-does not compile another kernel.
+A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), and passes them on as one tuple. Each is None
+if the transform has no such step; a None argument is a compile-time constant, and the step is compiled out. The numbers
+are passed as the bits of a float64, because a launch would round a float to float32. No launcher specialises on them:
+another temperature does not compile another kernel.
 
-**Without a cap**, x = gain z. **With one**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one exponential,
+**Without a cap**, x = gain z. **With one**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one
+exponential,
 
     q = exp(-2 |u|),    r = 1 / (1 + q),    x = gain tanh(u),    dx/dz = gain rate (1 - tanh(u)^2) = gain rate 4 q r^2,
 
-the slope to full relative precision however flat the cap is. Likewise tanh(|u|) = 1 - 2 q r; below 0.625, where the difference
-would cancel, the odd functions of Cephes (Moshier, ``tanhf.c``, ``tanh.c``) stand in its place. Each sum of a product is an
-explicit fused multiply-add: whatever surrounds it, a logit has one transformed value, so that equal logits tie.
+the slope to full relative precision however flat the cap is. Likewise tanh(|u|) = 1 - 2 q r; below 0.625, where the
+difference would cancel, the odd functions of Cephes (Moshier, ``tanhf.c``, ``tanh.c``) stand in its place. Each sum of
+a product is an explicit fused multiply-add: whatever surrounds it, a logit has one transformed value, so that equal
+logits tie.
 """
 
 from __future__ import annotations

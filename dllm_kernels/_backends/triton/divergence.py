@@ -1,6 +1,7 @@
 r"""Divergence of rows of student logits to rows of teacher logits: value, acceptance, agreement and gradient in one launch.
 
-One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - M} of a row's transformed logits, in base 2,
+One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - M} of a row's transformed logits, in
+base 2,
 
     lp_v = (z_v - M_z) log2(e) - log2 S_z,    p_v = 2^{lp_v},    lq_v, q_v likewise of the teacher's.
 
@@ -9,25 +10,31 @@ One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - 
     overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
     ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p
 
-(:class:`Sums`, :func:`_with_terms`), which make the row's value (:func:`_value`) and its coefficients (:class:`Coefficients`,
-:func:`_coefficients`); with these the gradient of any sum of kinds is one expression of a column (:func:`_gradient`):
+(:class:`Sums`, :func:`_with_terms`), which make the row's value (:func:`_value`) and its coefficients
+(:class:`Coefficients`, :func:`_coefficients`); with these the gradient of any sum of kinds is one expression of a
+column (:func:`_gradient`):
 
-    dL/dz_v = p_v (plain or, where p_v <= q_v, below) + apart (p_v - q_v) + ratio p_v (d_v - mean) + mix p_v (lp_v - lm_v)
+    dL/dz_v = p_v (plain or, where p_v <= q_v, below) + apart (p_v - q_v) + ratio p_v (d_v - mean) + mix p_v (lp_v -
+    lm_v)
 
-less one-hots. d = (z - M_z) - (t - M_t): what lp - lq is but for a number a row, which leaves the gradient of rkl unchanged.
+less one-hots. d = (z - M_z) - (t - M_t): what lp - lq is but for a number a row, which leaves the gradient of rkl
+unchanged.
 
-The coefficient of each kind (:class:`Kinds`) comes as an integer that is None where the recipe has no such kind, as a transform's
-numbers do (``_transform.py``): what is None leaves no instruction behind, and which are None is what tells compiled kernels apart.
+The coefficient of each kind (:class:`Kinds`) comes as an integer that is None where the recipe has no such kind, as a
+transform's numbers do (``_transform.py``): what is None leaves no instruction behind, and which are None is what tells
+compiled kernels apart.
 
-**Passes.** The first reads both rows for M, S and the argmax, per lane as in ``_math.py``. Where the coefficients need no sum
-(kl, soft_ce, teacher_ce, ce) the second makes sums and gradient at once; rkl too, whose sum is made in the first about maxima
-that grow. All other recipes have a pass for the sums between. The gradient from statistics that a launch without a gradient
-has stored (:func:`_keep`) takes one pass for every recipe. Passes alternate their direction: what was read last is read first,
-for the rows of all programs are more than an L2 holds. Of the one-hots only the tile that has their column knows.
+**Passes.** The first reads both rows for M, S and the argmax, per lane as in ``_math.py``. Where the coefficients need
+no sum (kl, soft_ce, teacher_ce, ce) the second makes sums and gradient at once; rkl too, whose sum is made in the first
+about maxima that grow. All other recipes have a pass for the sums between. The gradient from statistics that a launch
+without a gradient has stored (:func:`_keep`) takes one pass for every recipe. Passes alternate their direction: what
+was read last is read first, for the rows of all programs are more than an L2 holds. Of the one-hots only the tile that
+has their column knows.
 
-**Precision.** lp - lm and lq - lm are made from lp - lq, so that equal probabilities make 0, and from a logarithm of a number
-near 1, neither of which a difference of logarithms of small p and m would do. e x counts as 0 below e = 1e-30, whatever x, so
-that an infinite one is no NaN. Comparisons and minima hide NaN: the row's own (``poison``) joins all that is made of it.
+**Precision.** lp - lm and lq - lm are made from lp - lq, so that equal probabilities make 0, and from a logarithm of a
+number near 1, neither of which a difference of logarithms of small p and m would do. e x counts as 0 below e = 1e-30,
+whatever x, so that an infinite one is no NaN. Comparisons and minima hide NaN: the row's own (``poison``) joins all
+that is made of it.
 """
 
 from typing import Any, NamedTuple

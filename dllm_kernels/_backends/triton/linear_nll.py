@@ -6,13 +6,14 @@ again, while it is near, and stores
 
     logits[c, v] <- scale[c] * (exp(logits[c, v] - M - log S) - [v = y]).
 
-The second loop goes from the row's end to its start, where the first has just been. What the first reads the L2 is asked to
-keep, and what the second has written to let go of: finished lines would compete with rows that are to be read again. Rows
-that are not active get zeros, so that the GEMMs need no mask.
+The second loop goes from the row's end to its start, where the first has just been. What the first reads the L2 is
+asked to
+keep, and what the second has written to let go of: finished lines would compete with rows that are to be read again.
+Rows that are not active get zeros, so that the GEMMs need no mask.
 
-Few rows leave multiprocessors idle, for as long as one row takes one of them, some 30 us: little beside the GEMMs, which
-read the whole head even for one row. So there is one kernel whatever the number of rows, and a CUDA graph that takes all
-rows needs none that a warm-up on the active ones has not loaded.
+Few rows leave multiprocessors idle, for as long as one row takes one of them, some 30 us: little beside the GEMMs,
+which read the whole head even for one row. So there is one kernel whatever the number of rows, and a CUDA graph that
+takes all rows needs none that a warm-up on the active ones has not loaded.
 """
 
 import torch

@@ -5,17 +5,18 @@ With d_v = x_v - M for the transformed logits x of a row, M = max x, S = sum e^{
     log p_k = d_k - log S,        lse = M + log S,        H = log S - T / S,
     F = sum_v log(a + b p_v),     W = sum_v q_v,          q_v = p_v / (p_v + a / b), 1 where a is 0.
 
-**Forward**: each lane of a program keeps (m, s, t) of the columns that it has seen (``_math.column_stats``). Programs that share a
-row leave (M, S, T) each, which a second kernel merges by the same rule, adding what takes a look at single columns: the ids. F and
-W need S, hence a pass of their own, of the same programs as backward; their parts are summed afterwards, in one order.
+**Forward**: each lane of a program keeps (m, s, t) of the columns that it has seen (``_math.column_stats``). Programs
+that share a row leave (M, S, T) each, which a second kernel merges by the same rule, adding what takes a look at single
+columns: the ids. F and W need S, hence a pass of their own, of the same programs as backward; their parts are summed
+afterwards, in one order.
 
 **Backward** reads each active row once and writes every row, or zeros, in one launch whatever is asked for:
 
     dL/dx_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
 
-A, B and g_F made beforehand (``_backends/_row_stats.py``, which also has the contract of the functions here). A tile compares
-its columns with the ids only where one of them lies in it. log p_v is kept above FARTHEST, where p_v is 0: -inf would make
-their product NaN.
+A, B and g_F made beforehand (``_backends/_row_stats.py``, which also has the contract of the functions here). A tile
+compares its columns with the ids only where one of them lies in it. log p_v is kept above FARTHEST, where p_v is 0:
+-inf would make their product NaN.
 """
 
 from typing import Any
@@ -449,8 +450,8 @@ def backward(
     tiles, splits = _share(V, tile)
     flat = _flat(logits) and _flat(out)
     rows, out_rows = _rows_of(logits, flat), _rows_of(out, flat)
-    # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks. Not so
-    # float64, for which ptxas then spills.
+    # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks. Not
+    # so float64, for which ptxas then spills.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     num_warps = _tiles.at_most_a_thread_a_column(num_warps, tile.block_v)
     _row_stats_bwd[(B * L * splits,)](
