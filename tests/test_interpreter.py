@@ -20,7 +20,8 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime.interpreter import GridExecutor, InterpreterError
 
-from dllm_kernels import corruption, kernels, ops
+from dllm_kernels import corruption, ops
+from dllm_kernels._backends import triton as kernels
 from dllm_kernels._backends.triton import _corruption_tiles, divergence
 from dllm_kernels._core._recipes import checked_recipe
 from tests import interpreter
@@ -106,7 +107,7 @@ def assert_same_bits(name, monkeypatch):
     return {kernel for kernel, _ in quick}
 
 
-@pytest.mark.parametrize("name", ["token_nll, split rows", "weighted_linear_nll", "corrupt_mix"])
+@pytest.mark.parametrize("name", ["token_nll, split rows", "weighted_linear_nll, torch.float32", "corrupt_mix"])
 def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
     assert assert_same_bits(name, monkeypatch)
 
