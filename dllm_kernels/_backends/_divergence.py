@@ -10,7 +10,8 @@ beta is 0 or 1 is kl or rkl: neither is a kind of its own in a recipe.
 
 The row primitives, a pair for each backend:
 
-``divergence(logits, teacher, weights, recipe, *, teacher_rows=None, targets=None, mean_alpha=None, transform, teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
+``divergence(logits, teacher, weights, recipe, *, teacher_rows=None, targets=None, mean_alpha=None, transform,
+teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
 
     ``logits`` is ``[B, L, V]`` and ``teacher`` ``[B', L', V]`` of the same dtype, both with any batch and position
     strides and columns side by side. N = B L. Everything else has one entry a row, ``[N]``, contiguous. Row n is

@@ -38,7 +38,7 @@ def on_nvidia() -> bool:
     return bool(triton.runtime.driver.active.get_current_target().backend == "cuda")
 
 
-def sixteen_warps_on_a_multiprocessor() -> dict[str, int]:
+def alone_on_a_multiprocessor() -> dict[str, int]:
     """Launch options for one 16-warp program, or two of 8 warps, that occupy an SM alone: raise the register limit.
 
     Otherwise ptxas saves registers for one more program: it moves loads to where they are used, or spills.

@@ -11,7 +11,7 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton import _corruption_tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
-from dllm_kernels._backends.triton._launch import on_its_device, sixteen_warps_on_a_multiprocessor
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, level_draws, token_of, uniform, words
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
@@ -413,7 +413,7 @@ def corrupt_topk(
     }  # fmt: skip
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.num_warps == 16:
-        options |= sixteen_warps_on_a_multiprocessor()
+        options |= alone_on_a_multiprocessor()
     if tile.in_memory:
         scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
         _corrupt_topk_long[(B * blocks,)](*pointers, scratch, *numbers, **flags, **options)

@@ -45,7 +45,7 @@ import triton.language as tl
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept, Recipe
 from dllm_kernels._backends.triton import _tiles
-from dllm_kernels._backends.triton._launch import on_its_device, on_nvidia, sixteen_warps_on_a_multiprocessor, threads
+from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device, on_nvidia, threads
 from dllm_kernels._backends.triton._math import (
     FUSED,
     LOG2E,
@@ -781,5 +781,5 @@ def _launch(
         WITH_GRAD=out is not None,
         ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None), FAST=acc == torch.float32 and on_nvidia(),
         BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
-        **sixteen_warps_on_a_multiprocessor(),
+        **alone_on_a_multiprocessor(),
     )  # fmt: skip
