@@ -97,6 +97,12 @@ def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
     return weights / total.clamp(min=torch.finfo(weights.dtype).tiny).masked_fill(total < 0, torch.nan)
 
 
+def _check_gamma(loss_gamma: Any) -> None:
+    _checks.check_constant("loss_gamma", loss_gamma)
+    if loss_gamma is not None and not isinstance(loss_gamma, torch.Tensor):
+        _checks.check_number("loss_gamma", loss_gamma, "a number or None")
+
+
 class DraftLoss(TransformedLoss):
     """Loss of blocks of drafted tokens ``[B, T]``, weighted by position decay or by D-PACE.
 
@@ -120,7 +126,8 @@ class DraftLoss(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         super().__init__(softcap, scale, skip_id, reduction, backend)
-        self.loss_gamma = loss_gamma
+        _check_gamma(loss_gamma)  # before the conversion to float, which drops a gradient and accepts strings
+        self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.chunk_size = chunk_size
         self.normalize = normalize
         self.position_weights = position_weights
@@ -128,16 +135,10 @@ class DraftLoss(TransformedLoss):
         self.anchor_row = anchor_row
         self.decay_from = decay_from
         self._check_settings()
-        self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
 
     def _check_settings(self) -> None:
         """Validate the settings, on every call because attributes may have been reassigned."""
-        gamma: Any = self.loss_gamma
-        _checks.check_constant("loss_gamma", gamma)
-        if gamma is not None and not isinstance(gamma, torch.Tensor):
-            _checks.check_number("loss_gamma", gamma, "a number or None")
-        if gamma is not None and (gamma == 0 or math.isnan(gamma)):
-            raise ValueError(f"loss_gamma must be a number other than 0, or None, got {gamma}")
+        _check_gamma(self.loss_gamma)
         _checks.check_choice("normalize", self.normalize, NORMALIZE)
         _checks.check_choice("position_weights", self.position_weights, POSITION_WEIGHTS)
         check_alpha("dpace_alpha", self.dpace_alpha)
@@ -145,6 +146,8 @@ class DraftLoss(TransformedLoss):
         _checks.check_int("decay_from", self.decay_from, 0)
         if self.chunk_size is not None:
             _checks.check_positive_int("chunk_size", self.chunk_size)
+        if self.loss_gamma is not None and (self.loss_gamma == 0 or math.isnan(self.loss_gamma)):
+            raise ValueError(f"loss_gamma must be a number other than 0, or None, got {self.loss_gamma}")
 
     def _decay_weights(
         self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype
