@@ -43,23 +43,13 @@ class Change(NamedTuple):
     new: str
 
 
-_LOOP = """\
-    for tile in range(0, whole, BLOCK_V):
-        x = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-        x = transformed(x, lanes, transform, ACC, first + tile)
-        lane_max, lane_sum, lane_moment = _with_tile("""
-_LOOP_AHEAD = """\
-    z = load_columns(tile_ptr, whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-    for tile in range(0, whole, BLOCK_V):
-        ahead = tl.minimum(tile + BLOCK_V, whole - BLOCK_V)
-        z_ahead = load_columns(tile_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-        x = transformed(z, lanes, transform, ACC, first + tile)
-        z = z_ahead
-        lane_max, lane_sum, lane_moment = _with_tile("""
 _HINT = 'EVICT="" if bound_by_issue else "evict_last"'
-_NO_HINT, _AHEAD = Change("linear_nll.py", _HINT, 'EVICT=""'), Change("_math.py", _LOOP, _LOOP_AHEAD)
-VARIANTS = {"no evict_last": (_NO_HINT,), "prefetch": (_AHEAD,), "no evict_last, prefetch": (_NO_HINT, _AHEAD)}
-OF_KERNEL = {"chunk": tuple(VARIANTS), "forward": ("prefetch",)}
+_NO_HINT, _NO_AHEAD = Change("linear_nll.py", _HINT, 'EVICT=""'), Change("linear_nll.py", "EVICT, True\n", "EVICT, False\n")
+_AHEAD = Change("_math.py", "AHEAD: tl.constexpr = False", "AHEAD: tl.constexpr = True")
+VARIANTS = {
+    "no evict_last": (_NO_HINT,), "no prefetch": (_NO_AHEAD,), "neither": (_NO_HINT, _NO_AHEAD), "prefetch": (_AHEAD,),
+}  # fmt: skip
+OF_KERNEL = {"chunk": ("no evict_last", "no prefetch", "neither"), "forward": ("prefetch",)}
 
 
 @contextlib.contextmanager

@@ -440,7 +440,7 @@ def test_bad_input(name):
         with pytest.raises(error, match="^" + re.escape(message)):
             CALLS[name](h, w, y, extra=extra)
 
-    raises(TypeError, "extra must be a tuple of two tensors (u, U), got Tensor", u)
+    raises(TypeError, "extra must be a tuple of two tensors (u, U), got torch.Tensor", u)
     raises(TypeError, "extra must be a tuple of two tensors (u, U), got 1 of them", (u,))
     raises(TypeError, "extra[0] must be a torch.Tensor, got NoneType", (None, second))
     raises(TypeError, "extra[1] must be a torch.Tensor, got list", (u, [1.0]))

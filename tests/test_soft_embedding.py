@@ -316,4 +316,4 @@ def test_bad_input():
     raises(ValueError, "chunk_size must be at least 1, got 0", h, w, e, chunk_size=0)
     raises(ValueError, "skip_id must lie in [0, 37), got 37", h, w, e, skip_id=37)
     raises(ValueError, "backend must be one of", h, w, e, backend="cuda")
-    raises(TypeError, "extra must be a tuple of two tensors (u, U), got Tensor", h, w, e, extra=e)
+    raises(TypeError, "extra must be a tuple of two tensors (u, U), got torch.Tensor", h, w, e, extra=e)

@@ -280,7 +280,7 @@ BAD = [
     ({"softcap": True}, TypeError, "softcap must be a number or None, got bool"),
     ({"scale": -1.0}, ValueError, r"scale must be positive, from 1e-18 to 1e[+]18, got -1.0"),
     ({"scale": 0}, ValueError, r"scale must be positive, from 1e-18 to 1e[+]18, got 0"),
-    ({"scale": torch.ones((), requires_grad=True)}, TypeError, "scale must be a number or None, got Tensor"),
+    ({"scale": torch.ones((), requires_grad=True)}, TypeError, "scale must be a number or None, got torch.Tensor"),
     ({"skip_id": V}, ValueError, r"skip_id must lie in \[0, 53\), got 53"),
     ({"skip_id": -1}, ValueError, "skip_id must not be negative, got -1"),
     ({"skip_id": True}, TypeError, "skip_id must be an int or None, got bool"),
