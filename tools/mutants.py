@@ -112,7 +112,7 @@ JUDGES = (
     ("_utils/_compiled_checks.py", "tests/test_compile.py -k 'check'"),
     ("_utils/_plain.py", "tests/test_without_values.py tests/test_mask_values.py tests/test_compile.py"),
     ("_utils/_head.py", "tests/test_head.py tests/test_losses.py"),
-    ("_core/_first_order.py", "tests/test_second_order.py"),
+    ("_core/_first_order.py", "tests/test_second_order.py tests/test_torch_func.py"),
     ("_backends/torch/_workers.py", "tests/test_workers.py"),
     ("ops/token_log_probs.py", "tests/test_errors.py tests/test_token_log_probs.py"),
     (
