@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, ops
-from dllm_kernels._backends.triton import divergence
+from dllm_kernels._backends.triton import _launch, divergence
 from dllm_kernels._core._recipes import KINDS, NAMES, checked_recipe
 from tests.cases import CASES
 from tests.offsets import narrow_offsets
@@ -159,6 +160,26 @@ def a_weighted_sum_launches_few_kernels(gpu):
         torch.autograd.grad(loss, logits, one)
     assert [launch.specimen.kernel for launch in gpu.launches] == ["token_nll_bwd"]
     assert backward.names == []
+
+
+@check
+@on_each("sm_90", "gfx942")
+def the_target_is_looked_up_once_per_device(gpu):
+    """Each launch would otherwise wait some microseconds for it; Triton looks it up when it compiles a kernel."""
+    driver, callers = type(triton.runtime.driver.active), []
+
+    def look_up(self):
+        callers.append(sys._getframe(1).f_globals["__name__"])
+        return self.target
+
+    with mock.patch.object(driver, "get_current_target", look_up):
+        for _ in range(3):
+            launches.token_nll((2, 16, 5000), torch.bfloat16)
+            launches.corrupt(corruption.corrupt_uniform, 8, 4096)
+            launches.divergence_from_hidden((2, 16, 5000), torch.bfloat16, D=16, kind="kl")
+    assert callers.count(_launch.__name__) == 1
+    assert _launch.threads(4) == 4 * gpu.limits.warp_size
+    assert _launch.on_nvidia() == (gpu.limits.backend == "cuda")
 
 
 def rows_in_place(columns, dtype, **options):

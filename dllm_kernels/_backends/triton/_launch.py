@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
 import triton
 
+from dllm_kernels._backends._backend import interpreting
+
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
+
+# Evaluated once, because ``triton.jit`` also decides when it decorates a kernel.
+INTERPRETED = interpreting()
 
 
 def on_its_device(launcher: Launcher) -> Launcher:
@@ -26,16 +30,12 @@ def on_its_device(launcher: Launcher) -> Launcher:
 
 def threads(num_warps: int) -> int:
     """Threads of a program: a warp has 32 of them or, on AMD's larger GPUs, 64."""
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        return 32 * num_warps
-    return num_warps * int(triton.runtime.driver.active.get_current_target().warp_size)
+    return 32 * num_warps if INTERPRETED else num_warps * int(_current_target().warp_size)
 
 
 def on_nvidia() -> bool:
     """Whether kernels are compiled for a GPU of NVIDIA's."""
-    if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        return False
-    return bool(triton.runtime.driver.active.get_current_target().backend == "cuda")
+    return not INTERPRETED and bool(_current_target().backend == "cuda")
 
 
 def alone_on_a_multiprocessor() -> dict[str, int]:
@@ -44,3 +44,13 @@ def alone_on_a_multiprocessor() -> dict[str, int]:
     Otherwise ptxas saves registers for one more program: it moves loads to where they are used, or spills.
     """
     return {"maxnreg": 128} if on_nvidia() else {}
+
+
+def _current_target() -> Any:
+    return _target(triton.runtime.driver.active.get_current_device())
+
+
+@functools.cache
+def _target(device: Hashable) -> Any:
+    """Return Triton's target of the current device, which is ``device``; looked up once per device."""
+    return triton.runtime.driver.active.get_current_target()
