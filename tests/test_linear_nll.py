@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
@@ -220,6 +221,64 @@ def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
         _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), 132)
         == chunk
     )
+
+
+def test_the_choice_of_a_chunk_is_kept(monkeypatch):
+    """A GPU is idle meanwhile: equal sizes evaluate nothing again, and another number of rows reuses the shape's costs."""
+    plan, evaluated, cost = Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), [], _active_rows._gpu_cost
+    monkeypatch.setattr(_active_rows, "_gpu_cost", lambda *args: evaluated.append(1) or cost(*args))
+
+    def choose(rows):
+        evaluated.clear()
+        return _active_rows.choose_chunk(rows, 126_467, 4097, plan, 132)  # a head of no other test
+
+    size = choose(8000)
+    assert len(evaluated) == 63
+    assert choose(8000) == size
+    assert evaluated == []
+    shapes = _active_rows._chunk_costs.cache_info().misses
+    choose(7999)
+    assert len(evaluated) == 63
+    assert _active_rows._chunk_costs.cache_info().misses == shapes
+
+
+class Made(TorchDispatchMode):
+    """The operations in order: name, and shape of the result if it is a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        shape = tuple(result.shape) if isinstance(result, torch.Tensor) else None
+        self.operations.append((function._schema.name.removeprefix("aten::"), shape))
+        return result
+
+
+def around_the_sync(call):
+    """List the operations before and after the number of active rows is read, under autocast to bfloat16."""
+    with torch.autocast(DEVICE, torch.bfloat16), Made() as made:
+        call()
+    sync = next(i for i, (name, _) in enumerate(made.operations) if name == "nonzero")
+    return made.operations[:sync], made.operations[sync + 1 :]
+
+
+def test_what_does_not_depend_on_the_number_of_active_rows_comes_before_it_is_read():
+    """A GPU is idle after that until the first product."""
+    (hidden, weight, bias), targets, weights = inputs()
+    (V, D), N = weight.shape, len(hidden)
+    bias.requires_grad_()
+    before, after = around_the_sync(
+        lambda: weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="torch")
+    )
+    for made in (("_to_copy", (V, D)), ("_to_copy", (V,)), ("zeros", (V,))):
+        assert made in before
+        assert made not in after
+    hidden.requires_grad_()
+    before, after = around_the_sync(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend="torch"))
+    assert ("ones", (N,)) in before
+    assert ("ones", (N,)) not in after
 
 
 @pytest.mark.parametrize("extra", [0, 1, None], ids=["exact", "one more", "all rows"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -107,7 +108,7 @@ def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
     """Choose the number of rows of logits that exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
 
     On a CPU (None) chunks are of equal size and just large enough for efficient matrix products. On a GPU the size with
-    the fewest waves wins, see :func:`_gpu_cost`.
+    the fewest waves wins, see :func:`_chunk_costs`.
     """
     most = 512 if sms is None else 8192 if plan.needs.weight else 2048
     if rows <= ROW_MULTIPLE:
@@ -115,12 +116,27 @@ def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
     if sms is None:
         even = -(-rows // -(-rows // most))
         return min(most, -(-even // ROW_MULTIPLE) * ROW_MULTIPLE)
+    return _choose_for_gpu(rows, V, D, plan.needs.weight, most, sms)
+
+
+@functools.lru_cache(maxsize=1024)
+def _choose_for_gpu(rows: int, V: int, D: int, trains_head: bool, most: int, sms: int) -> int:
+    """Choose the chunk with the least :func:`_gpu_cost`; kept, because a GPU is idle until the chunk is known."""
+    costs = _chunk_costs(V, D, trains_head, most, sms)
     sizes = range(ROW_MULTIPLE, min(most, rows + ROW_MULTIPLE - 1) + 1, ROW_MULTIPLE)
-    return min(sizes, key=lambda size: (_gpu_cost(size, rows, V, D, plan.needs.weight, sms), size))
+    return min(sizes, key=lambda size: (_gpu_cost(size, rows, costs), size))
 
 
-def _gpu_cost(size: int, rows: int, V: int, D: int, trains_head: bool, sms: int) -> float:
-    """Model the time of all chunks, in steps of the inner dimension of one wave of 128 x 256 output tiles.
+class _ChunkCosts(NamedTuple):
+    """Cost of a chunk of c rows: ``of_tiles[ceil(c / 128)] + per_row * c``."""
+
+    of_tiles: tuple[int, ...]
+    per_row: int
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> _ChunkCosts:
+    """Model the time of a chunk of up to ``most`` rows, in steps of the inner dimension of one wave of 128 x 256 tiles.
 
     The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C /
     128) ceil(D / 256) of V steps: few and long, so starting a wave for a few more tiles costs most (at 7,680 rows and D
@@ -131,12 +147,14 @@ def _gpu_cost(size: int, rows: int, V: int, D: int, trains_head: bool, sms: int)
     def waves(tiles: int) -> int:
         return -(-tiles // sms)
 
-    def chunk(c: int) -> float:
-        high = -(-c // 128)
-        steps = waves(high * -(-V // 256)) * D + waves(high * -(-D // 256)) * V
-        if trains_head:
-            steps += waves(-(-V // 128) * -(-D // 256)) * c + V * D // 6000
-        return steps + 2000  # launches and the tail of a product
+    fixed = 2000 + (V * D // 6000 if trains_head else 0)  # 2000: launches and the tail of a product
+    highs = range(most // ROW_MULTIPLE + 1)
+    of_tiles = (waves(high * -(-V // 256)) * D + waves(high * -(-D // 256)) * V + fixed for high in highs)
+    return _ChunkCosts(tuple(of_tiles), waves(-(-V // 128) * -(-D // 256)) if trains_head else 0)
 
+
+def _gpu_cost(size: int, rows: int, costs: _ChunkCosts) -> int:
+    """Add up the costs of all chunks of ``rows`` rows."""
     whole, rest = divmod(rows, size)
-    return whole * chunk(size) + (chunk(rest) if rest else 0)
+    total = whole * costs.of_tiles[size // ROW_MULTIPLE] + rows * costs.per_row
+    return total + (costs.of_tiles[-(-rest // ROW_MULTIPLE)] if rest else 0)

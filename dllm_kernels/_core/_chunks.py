@@ -66,11 +66,14 @@ class Chunks:
         self.weight = inputs.head.to(plan.dtype)
         self.bias = None if inputs.bias is None else inputs.bias.to(plan.dtype)
         self.extra_weight = None if inputs.extra_weight is None else inputs.extra_weight.to(plan.dtype)
-        assert inputs.targets is not None
-        self.rows = ActiveRows(inputs.targets, plan.options.num_active)
         self.primitives = plan.primitives()
         (V, D), device = inputs.head.shape, inputs.x.device
-        size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, multiprocessors(device))
+        sms = multiprocessors(device)
+        self.grad_bias = torch.zeros(V, dtype=plan.accum_dtype, device=device) if needs.bias else None
+        assert inputs.targets is not None
+        # This may wait for the GPU, which is then idle: what does not depend on the number of active rows comes before.
+        self.rows = ActiveRows(inputs.targets, plan.options.num_active)
+        size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, sms)
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
         self.grad_hidden = self.rows.empty(D, dtype=inputs.x.dtype, device=device) if needs.x else None
@@ -79,7 +82,6 @@ class Chunks:
             self.grad_extra_x = self.rows.empty(inputs.extra_x.shape[1], dtype=inputs.extra_x.dtype, device=device)
         self.grad_weight: torch.Tensor | None = None
         self.grad_extra_weight: torch.Tensor | None = None
-        self.grad_bias = torch.zeros(V, dtype=plan.accum_dtype, device=device) if needs.bias else None
 
     def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Compute the logits of each chunk; yield (slice, hidden rows, targets, logits)."""

@@ -219,8 +219,8 @@ def _linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
     """Compute the results per row; with a frozen head also the gradients of the rows for upstream gradients of 1."""
     with no_autocast(inputs):
         frozen = plan.needs.frozen_head
-        chunks = Chunks(inputs, plan, plan.needs if frozen else NO_GRADIENTS)
         ones = torch.ones(len(inputs.x), dtype=plan.accum_dtype, device=inputs.x.device) if frozen else None
+        chunks = Chunks(inputs, plan, plan.needs if frozen else NO_GRADIENTS)
         return {**_named(plan, *chunks.run(ones)), **as_outputs(chunks.gradients())}
 
 

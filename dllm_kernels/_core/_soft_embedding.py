@@ -32,10 +32,11 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
     """Compute ``[N, E]`` in the dtype of the logits, zeros in skipped rows; the ids are those of the bumps."""
     assert inputs.embedding is not None
     with no_autocast(inputs):
+        tied, transform = inputs.embedding is inputs.weight, plan.options.transform
+        own_table = None if tied else inputs.embedding.to(plan.dtype)  # before Chunks, which may wait for the GPU
         chunks = Chunks(inputs, plan, NO_GRADIENTS)
         rows, primitives = chunks.rows, chunks.primitives
-        table, transform = inputs.embedding, plan.options.transform
-        table = chunks.weight if table is inputs.weight else table.to(plan.dtype)  # tied
+        table = chunks.weight if own_table is None else own_table
         dtype = plan.dtype if primitives.add_parts is None else plan.accum_dtype
         out = rows.empty(table.shape[1], dtype=dtype, device=inputs.x.device)
         through = transform.softcap is None and transform.scale is None
