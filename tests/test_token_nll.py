@@ -609,8 +609,8 @@ def test_the_forward_pass_reads_only_active_rows(monkeypatch):
     """On the torch path; Triton's kernels are shown not to by the NaN of inactive rows alone."""
     logits, targets = inputs((2, 4))
     seen = []
-    load = _blocks.Listed.load
-    monkeypatch.setattr(_blocks.Listed, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
+    load = _blocks.RowGather.load
+    monkeypatch.setattr(_blocks.RowGather, "load", lambda *args: seen.append(load(*args).clone()) or load(*args))
     active = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 1]], device=DEVICE)
     targets[0, [1, 2]], targets[1, 3] = torch.tensor([1, -100], device=DEVICE), 2
     token_nll(

@@ -72,17 +72,17 @@ def test_the_rows_of_a_chunk_are_shared_out_too():
 
 
 def test_every_job_runs_once_on_a_thread_of_one_core():
-    seen, spaces = [], ["a", "b", "c"]
-    jobs = [lambda space, i=i: seen.append((i, space, torch.get_num_threads())) for i in range(100)]
-    share_out(jobs, spaces)
+    seen, resources = [], ["a", "b", "c"]
+    jobs = [lambda resource, i=i: seen.append((i, resource, torch.get_num_threads())) for i in range(100)]
+    share_out(jobs, resources)
     assert sorted(i for i, _, _ in seen) == list(range(100))
     assert {cores for _, _, cores in seen} == {1}
-    assert {space for _, space, _ in seen} <= set(spaces)
+    assert {resource for _, resource, _ in seen} <= set(resources)
 
 
-def test_a_single_space_leaves_the_jobs_to_the_caller():
+def test_a_single_resource_leaves_the_jobs_to_the_caller():
     seen = []
-    share_out([lambda space: seen.append((space, threading.get_ident()))] * 3, ["mine"])
+    share_out([lambda resource: seen.append((resource, threading.get_ident()))] * 3, ["mine"])
     assert seen == [("mine", threading.get_ident())] * 3
 
 
@@ -229,8 +229,8 @@ def test_rows_between_the_listed_ones_are_zeros(dtype, size):
     rows, values = torch.tensor([1, 2, 5, 6, 9]), torch.arange(1.0, 16.0).view(5, 3)
     out = torch.full((2, 6, 3), math.nan, dtype=dtype)
     target = _blocks.with_zeros_between(out, rows, size)
-    assert isinstance(target, _blocks.Spread)
-    (space,) = _blocks.spaces_for(1, size + target.spare, 3, out, wide=True, narrow=True)
+    assert isinstance(target, _blocks.RowScatter)
+    (buffers,) = _blocks.buffers_for(1, size + target.spare, 3, out, wide=True, narrow=True)
     for block, part in zip(target.blocks(size), values.split(size), strict=True):
-        target.store(block, target.room(block, space).copy_(part), space)
+        target.store(block, target.room(block, buffers).copy_(part), buffers)
     assert torch.equal(out.view(12, 3), torch.zeros(12, 3).index_copy_(0, rows, values).to(dtype))

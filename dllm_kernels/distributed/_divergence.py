@@ -43,7 +43,7 @@ def divergence(
     """See ``_backends/_divergence.py``."""
     program = Program(recipe)
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
-    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + program.buffers, *transforms)
+    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
     norms, best, hot = _combined(shard, pairs, _largest_of_columns(shard, pairs))
     y, lost = pairs.taken(targets), pairs.lost
     each = (*norms, *(None if t is None else shard.local_ids(t) for t in (hot, y)))

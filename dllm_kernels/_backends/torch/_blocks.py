@@ -29,7 +29,7 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-class Space(NamedTuple):
+class Buffers(NamedTuple):
     """A thread's buffers: a block in the accumulation dtype, one in the dtype of the logits, and one for slopes."""
 
     wide: torch.Tensor
@@ -57,7 +57,7 @@ def top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
     return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
 
 
-class Listed:
+class RowGather:
     """Some rows of a ``[B, L, V]`` tensor, a block at a time: in place where they lie side by side, else copied."""
 
     spare = 0
@@ -81,21 +81,21 @@ class Listed:
         listed = self.flat[self.first : self.first + self.index.numel()] if self.together else self.index
         return split(listed, size)
 
-    def load(self, block: torch.Tensor, space: Space) -> torch.Tensor:
-        """The block in the accumulation dtype: the rows themselves, or a copy in ``space.wide``."""
-        wide = top(space.wide, block)
+    def load(self, block: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        """The block in the accumulation dtype: the rows themselves, or a copy in ``buffers.wide``."""
+        wide = top(buffers.wide, block)
         if self.together:
             return block if block.dtype == wide.dtype else wide.copy_(block)
         if self.flat.dtype == wide.dtype:
             return torch.index_select(self.flat, 0, block, out=wide)
-        return wide.copy_(torch.index_select(self.flat, 0, block, out=top(space.narrow, block)))
+        return wide.copy_(torch.index_select(self.flat, 0, block, out=top(buffers.narrow, block)))
 
-    def room(self, block: torch.Tensor, space: Space) -> torch.Tensor:
-        """Where to make what :meth:`store` is to write: the rows themselves, or ``space.wide``."""
-        wide = top(space.wide, block)
+    def room(self, block: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        """Where to make what :meth:`store` is to write: the rows themselves, or ``buffers.wide``."""
+        wide = top(buffers.wide, block)
         return block if self.together and block.dtype == wide.dtype else wide
 
-    def store(self, block: torch.Tensor, values: torch.Tensor, space: Space) -> None:
+    def store(self, block: torch.Tensor, values: torch.Tensor, buffers: Buffers) -> None:
         """Write what was made in :meth:`room`."""
         if self.together:
             if values is not block:
@@ -103,11 +103,11 @@ class Listed:
         elif values.dtype == self.flat.dtype:
             self.flat.index_copy_(0, block, values)
         else:
-            self.flat.index_copy_(0, block, top(space.narrow, block).copy_(values))
+            self.flat.index_copy_(0, block, top(buffers.narrow, block).copy_(values))
 
 
-class Spread:
-    """The dense rows of a tensor, with zeros in those between the listed ones; a block at a time, as :class:`Listed`.
+class RowScatter:
+    """The dense rows of a tensor, with zeros in those between the listed ones; a block at a time, as :class:`RowGather`.
 
     On CPU ``index_copy_`` and ``index_fill_`` take three to four times as long as ``index_select``. So a block is made in the
     first rows of a buffer that ends in a row of zeros, and every row of the tensor takes one of the buffer's.
@@ -127,30 +127,30 @@ class Spread:
         listed = [min(size, self.count - start) for start in range(0, self.count, size)]
         return list(zip(torch.split(self.flat, lengths), torch.split(self.place, lengths), listed, strict=True))
 
-    def room(self, block: tuple[torch.Tensor, torch.Tensor, int], space: Space) -> torch.Tensor:
+    def room(self, block: tuple[torch.Tensor, torch.Tensor, int], buffers: Buffers) -> torch.Tensor:
         """Where to make what :meth:`store` is to write."""
-        return space.wide[: block[2]]
+        return buffers.wide[: block[2]]
 
-    def store(self, block: tuple[torch.Tensor, torch.Tensor, int], values: torch.Tensor, space: Space) -> None:
+    def store(self, block: tuple[torch.Tensor, torch.Tensor, int], values: torch.Tensor, buffers: Buffers) -> None:
         """Write what was made in :meth:`room`, and the zeros."""
         rows, place, _ = block
-        source = space.wide
+        source = buffers.wide
         if values.dtype != self.flat.dtype:
-            source = space.narrow
+            source = buffers.narrow
             top(source, values).copy_(values)
         source[self.size].zero_()
         torch.index_select(source, 0, place, out=rows)
 
 
-def with_zeros_between(out: torch.Tensor, rows: torch.Tensor, size: int) -> Listed | Spread:
+def with_zeros_between(out: torch.Tensor, rows: torch.Tensor, size: int) -> RowGather | RowScatter:
     """The listed rows of ``[B, L, V]``, to be written ``size`` at a time; all others are or will be zeros."""
-    listed, N = Listed(out, rows), out.shape[0] * out.shape[1]
+    listed, N = RowGather(out, rows), out.shape[0] * out.shape[1]
     if rows.numel() == N:
         return listed
     if listed.dense and not listed.together and out.is_cpu:
-        return Spread(listed.flat, rows, size)
+        return RowScatter(listed.flat, rows, size)
     idle = torch.ones(N, dtype=torch.bool, device=out.device).index_fill_(0, rows, False).nonzero().squeeze(1)
-    others = Listed(out, idle)
+    others = RowGather(out, idle)
     others.flat.index_fill_(0, others.index, 0)
     return listed
 
@@ -189,12 +189,12 @@ def team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[int
     return threads, max(1, min(rows, max(rows // (4 * threads), least), most))
 
 
-def spaces_for(
+def buffers_for(
     threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool, slope: bool = False
-) -> list[Space]:
+) -> list[Buffers]:
     acc = acc_dtype(like.dtype)
     return [
-        Space(
+        Buffers(
             torch.empty(size * wide, V, dtype=acc, device=like.device),
             torch.empty(size * (narrow and like.dtype != acc), V, dtype=like.dtype, device=like.device),
             torch.empty(size * slope, V, dtype=acc, device=like.device),

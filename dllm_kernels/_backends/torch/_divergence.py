@@ -37,13 +37,13 @@ import torch
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, NO_HYPER, TIE, Found, Hyper, Kept, Option, Recipe
 from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._backends.torch._blocks import (
-    Listed,
-    Space,
-    Spread,
+    Buffers,
+    RowGather,
+    RowScatter,
     a_row_at_a_time,
     acc_dtype,
+    buffers_for,
     column_of,
-    spaces_for,
     split,
     sum_rows,
     team,
@@ -252,7 +252,7 @@ class Program:
         self.best, self.target = (any(kind.minus == m for kind, _, _ in self.parts) for m in ("best", "target"))
 
     @property
-    def buffers(self) -> int:
+    def work_blocks(self) -> int:
         """Blocks in the dtype of sums to work in: p, q, their logarithms, one to work in, and what is kept."""
         return 2 + 2 * self.logs + 1 + len(self.kept)
 
@@ -321,8 +321,8 @@ def _key(feature: Feature, hyper: Hyper) -> Key:
 class Room(NamedTuple):
     """A thread's buffers: the student's, the teacher's, and blocks to work in."""
 
-    student: Space
-    teacher: Space
+    student: Buffers
+    teacher: Buffers
     more: Sequence[Tensor]
 
 
@@ -363,10 +363,10 @@ class Pairs:
     """
 
     def __init__(
-        self, logits: Tensor, teacher: Tensor, weights: Tensor, teacher_rows: Tensor | None, buffers: int,
+        self, logits: Tensor, teacher: Tensor, weights: Tensor, teacher_rows: Tensor | None, work_blocks: int,
         transform: Transform, teacher_transform: Transform,
     ) -> None:  # fmt: skip
-        self.N, self.buffers = weights.shape[0], buffers
+        self.N, self.work_blocks = weights.shape[0], work_blocks
         self.logits, self.teacher = logits, teacher
         self.transforms = transform, teacher_transform
         self.rows = (weights != 0).nonzero().squeeze(1)
@@ -374,16 +374,16 @@ class Pairs:
         self.threads, self.size = team(n, logits.shape[-1], self.acc, logits.device)
         self.lost: Tensor | None = None
         if n:
-            self.student = Listed(logits, self.rows)
+            self.student = RowGather(logits, self.rows)
             self.theirs = self._teacher_rows(teacher_rows)
 
-    def _teacher_rows(self, teacher_rows: Tensor | None) -> Listed:
+    def _teacher_rows(self, teacher_rows: Tensor | None) -> RowGather:
         if teacher_rows is None:
-            return Listed(self.teacher, self.rows)
+            return RowGather(self.teacher, self.rows)
         index = teacher_rows[self.rows]
         inside = index.clamp(0, self.teacher.shape[0] * self.teacher.shape[1] - 1)
         self.lost = (index != inside).unsqueeze(1)
-        listed = Listed(self.teacher, inside)
+        listed = RowGather(self.teacher, inside)
         listed.together = listed.together and bool((inside.diff() == 1).all())
         return listed
 
@@ -418,16 +418,16 @@ class Pairs:
         spare = 0 if target is None else target.spare
         in_place = self.student.together and (target is None or target.together)
         caps = target is not None and self.transforms[0].softcap is not None
-        mine = spaces_for(self.threads, self.size + spare, V, self.logits, wide=True, narrow=not in_place, slope=caps)
-        its = spaces_for(self.threads, self.size, V, self.teacher, wide=True, narrow=not self.theirs.together)
+        mine = buffers_for(self.threads, self.size + spare, V, self.logits, wide=True, narrow=not in_place, slope=caps)
+        its = buffers_for(self.threads, self.size, V, self.teacher, wide=True, narrow=not self.theirs.together)
         rooms = [
-            Room(a, b, [torch.empty(self.size, V, dtype=self.acc, device=device) for _ in range(self.buffers)])
+            Room(a, b, [torch.empty(self.size, V, dtype=self.acc, device=device) for _ in range(self.work_blocks)])
             for a, b in zip(mine, its, strict=True)
         ]
         share_out([partial(self._block, work, target, *here) for here in blocks], rooms)
 
     def _block(
-        self, work: Callable[..., Tensor | None], target: Listed | Spread | None, mine: Tensor, its: Tensor, to: Any,
+        self, work: Callable[..., Tensor | None], target: RowGather | RowScatter | None, mine: Tensor, its: Tensor, to: Any,
         parts: Sequence[Tensor | None], room: Room,
     ) -> None:  # fmt: skip
         transform, its_transform = self.transforms
@@ -454,7 +454,7 @@ def divergence(
 ) -> Found:  # fmt: skip
     """See ``_backends/_divergence.py``."""
     program = Program(recipe)
-    pairs = Pairs(logits, teacher, weights, teacher_rows, program.buffers, transform, teacher_transform)
+    pairs = Pairs(logits, teacher, weights, teacher_rows, program.work_blocks, transform, teacher_transform)
     value, alpha, agree = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
     numbers, hot = (None, None) if with_grad else (pairs.empty(KEPT_NUMBERS), pairs.empty(dtype=torch.int64))
     work = partial(_whole_rows, program, mean_alpha, _skipped_by_both(transform, teacher_transform))

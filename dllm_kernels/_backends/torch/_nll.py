@@ -14,10 +14,10 @@ from dllm_kernels._backends._row_stats import StatsRequest
 from dllm_kernels._backends._rows import NLL, SKIP
 from dllm_kernels._backends.torch._blocks import (
     COMMON_BLOCK_BYTES,
-    Space,
+    Buffers,
     acc_dtype,
+    buffers_for,
     column_of,
-    spaces_for,
     split,
     sum_rows,
     team,
@@ -43,9 +43,9 @@ def nll_and_grad_(
     row_scale = torch.where(inside, scale.unsqueeze(1), math.nan)
     sums = Sums.empty(C, logits, StatsRequest(ids, targets, correct=with_correct))
 
-    def work(block: torch.Tensor, part: Sums, column: torch.Tensor, row_scale: torch.Tensor, space: Space) -> None:
-        x = block if block.dtype == acc else top(space.wide, block).copy_(block)
-        z, slope = with_slope(x, transform, x, top(space.slope, block))
+    def work(block: torch.Tensor, part: Sums, column: torch.Tensor, row_scale: torch.Tensor, buffers: Buffers) -> None:
+        x = block if block.dtype == acc else top(buffers.wide, block).copy_(block)
+        z, slope = with_slope(x, transform, x, top(buffers.slope, block))
         part.find_largest(z)
         torch.gather(z, 1, column, out=part.log_probs)  # the logit so far, as log_sum is S
         row_sum = sum_rows(torch.sub(z, part.row_max, out=x).exp_(), part.log_sum)  # type: ignore[arg-type]
@@ -57,8 +57,8 @@ def nll_and_grad_(
     threads, size = team(C, V, acc, logits.device)
     per_row = [split(t, size) for t in (logits, column, row_scale)]
     blocks = zip(per_row[0], sums.blocks(size, len(per_row[0])), *per_row[1:], strict=True)
-    spaces = spaces_for(threads, size, V, logits, wide=logits.dtype != acc, narrow=False, slope=caps)
-    share_out([partial(work, *block) for block in blocks], spaces)
+    buffers = buffers_for(threads, size, V, logits, wide=logits.dtype != acc, narrow=False, slope=caps)
+    share_out([partial(work, *block) for block in blocks], buffers)
     logits.index_fill_(0, (off | (scale == 0)).nonzero().squeeze(1), 0)
     row_max, log_sum = sums.normalizer(sums.log_sum.log_())  # type: ignore[union-attr]
     nll = ((row_max - sums.log_probs) + log_sum).masked_fill_(~inside | (log_sum == -math.inf), math.nan).squeeze(1)

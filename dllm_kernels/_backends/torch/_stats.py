@@ -16,14 +16,14 @@ import torch
 from dllm_kernels._backends._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._backends.torch._blocks import (
-    Listed,
-    Space,
-    Spread,
+    Buffers,
+    RowGather,
+    RowScatter,
     a_row_at_a_time,
     acc_dtype,
+    buffers_for,
     column_of,
     places,
-    spaces_for,
     split,
     sum_rows,
     team,
@@ -35,9 +35,9 @@ from dllm_kernels._utils._transform import Transform, through_, transformed, wit
 
 
 class _Room(NamedTuple):
-    """A thread's buffers: its :class:`Space`, and some more blocks in the dtype of sums."""
+    """A thread's buffers: its :class:`Buffers`, and some more blocks in the dtype of sums."""
 
-    space: Space
+    buffers: Buffers
     more: Sequence[torch.Tensor]
 
 
@@ -69,8 +69,8 @@ def _rooms(
     threads: int, size: int, V: int, like: torch.Tensor, more: int, *, narrow: bool, slope: bool = False
 ) -> list[_Room]:
     acc = acc_dtype(like.dtype)
-    spaces = spaces_for(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
-    return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in spaces]
+    buffers = buffers_for(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
+    return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in buffers]
 
 
 def _add_up_mix(
@@ -142,11 +142,11 @@ class Sums(NamedTuple):
 
 
 def _reduce(
-    listed: Listed, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix | None, column: torch.Tensor, room: _Room
+    listed: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix | None, column: torch.Tensor, room: _Room
 ) -> None:  # fmt: skip
     """All sums of a block of rows."""
-    wide = top(room.space.wide, block)
-    z = transformed(listed.load(block, room.space), transform, wide)
+    wide = top(room.buffers.wide, block)
+    z = transformed(listed.load(block, room.buffers), transform, wide)
     sums.find_largest(z)
     log_p = a_row_at_a_time(torch.log_softmax, z, wide)
     torch.gather(log_p, 1, column, out=sums.log_probs)
@@ -170,7 +170,7 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
         return _nothing(request, acc_dtype(logits.dtype))
     acc, some = acc_dtype(logits.dtype), rows.numel() < B * L
     with_mix = request.a is not None
-    listed, sums = Listed(logits, rows), Sums.empty(rows.numel(), logits, request)
+    listed, sums = RowGather(logits, rows), Sums.empty(rows.numel(), logits, request)
     ids = request.ids.index_select(0, rows) if some else request.ids
     column, inside = column_of(ids, V)
     threads, size = team(rows.numel(), V, acc, logits.device)
@@ -223,7 +223,7 @@ def mix(
     out = [torch.zeros(request.active.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
     if rows.numel():
         listed, sums = (
-            Listed(logits, rows),
+            RowGather(logits, rows),
             Sums.empty(rows.numel(), logits, request._replace(entropy=False, correct=False)),
         )
         threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
@@ -240,11 +240,11 @@ def mix(
 
 
 def _mix_block(
-    listed: Listed, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix, row_max: torch.Tensor,
+    listed: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix, row_max: torch.Tensor,
     log_sum: torch.Tensor, room: _Room,
 ) -> None:  # fmt: skip
-    wide = top(room.space.wide, block)
-    log_p = torch.sub(transformed(listed.load(block, room.space), transform, wide), row_max, out=wide).sub_(log_sum)
+    wide = top(room.buffers.wide, block)
+    log_p = torch.sub(transformed(listed.load(block, room.buffers), transform, wide), row_max, out=wide).sub_(log_sum)
     p = torch.exp(log_p, out=top(room.more[0], block))
     _add_up_mix(p, _log_p_sum(log_p, mix, transform), mix, sums, wide, transform)
 
@@ -339,7 +339,7 @@ def backward(
     if rows.numel() == 0:
         out.zero_()
         return
-    source, target = Listed(logits, rows), with_zeros_between(out, rows, size)
+    source, target = RowGather(logits, rows), with_zeros_between(out, rows, size)
     grad = _Grad.of(c, request, row_max, log_sum, None if rows.numel() == request.active.numel() else rows, V)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
     jobs = [partial(_grad_block, source, target, request, *block) for block in blocks]
@@ -351,13 +351,13 @@ def backward(
 
 
 def _grad_block(
-    source: Listed, target: Listed | Spread, request: StatsRequest, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
+    source: RowGather, target: RowGather | RowScatter, request: StatsRequest, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
 ) -> None:  # fmt: skip
-    space, transform = room.space, request.transform
-    loaded, wide = source.load(block, space), top(space.wide, block)
+    buffers, transform = room.buffers, request.transform
+    loaded, wide = source.load(block, buffers), top(buffers.wide, block)
     if request.through:
-        z, slope = with_slope(loaded, transform, wide, top(space.slope, block))
+        z, slope = with_slope(loaded, transform, wide, top(buffers.slope, block))
     else:
         z, slope = transformed(loaded, transform, wide), 1.0
-    values = grad.made(z, target.room(to, space), *(top(t, block) for t in room.more))
-    target.store(to, through_(values, slope, transform), space)
+    values = grad.made(z, target.room(to, buffers), *(top(t, block) for t in room.more))
+    target.store(to, through_(values, slope, transform), buffers)

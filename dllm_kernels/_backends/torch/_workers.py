@@ -20,7 +20,7 @@ import torch
 # More threads than this would wait for the interpreter, which an operation on a block needs for a few microseconds.
 MOST = 16
 
-Space = TypeVar("Space")
+Resource = TypeVar("Resource")
 
 
 class _Pool:
@@ -79,21 +79,21 @@ def how_many(device: torch.device) -> int:
     return min(cores, MOST)
 
 
-def share_out(jobs: Iterable[Callable[[Space], object]], spaces: Sequence[Space]) -> None:
-    """Call every job once, in any order, on as many threads as there are spaces; return when all are done.
+def share_out(jobs: Iterable[Callable[[Resource], object]], resources: Sequence[Resource]) -> None:
+    """Call every job once, in any order, on as many threads as there are resources; return when all are done.
 
     Args:
-        jobs: called with the space of the thread that they run in. No two may write to the same memory.
-        spaces: memory to work in, one a thread. The caller allocates it, so that its profiler sees it. A single space
+        jobs: called with the resource of the thread that they run in. No two may write to the same memory.
+        resources: memory to work in, one a thread. The caller allocates it, so that its profiler sees it. A single one
             means that the jobs run in the caller's thread.
     """
-    if len(spaces) == 1:
+    if len(resources) == 1:
         for job in jobs:
-            job(spaces[0])
+            job(resources[0])
         return
     waiting = deque(jobs)
-    executor = _pool.at_least(len(spaces))
-    running = [executor.submit(_work, waiting, space) for space in spaces]
+    executor = _pool.at_least(len(resources))
+    running = [executor.submit(_work, waiting, resource) for resource in resources]
     try:
         for thread in running:
             thread.result()
@@ -102,10 +102,10 @@ def share_out(jobs: Iterable[Callable[[Space], object]], spaces: Sequence[Space]
 
 
 @torch.inference_mode()  # unlike no_grad it may write to the caller's tensors whatever mode they were made in
-def _work(waiting: deque[Callable[[Space], object]], space: Space) -> None:
+def _work(waiting: deque[Callable[[Resource], object]], resource: Resource) -> None:
     while True:
         try:
             job = waiting.popleft()
         except IndexError:
             return
-        job(space)
+        job(resource)
