@@ -44,7 +44,10 @@ class Change(NamedTuple):
 
 
 _HINT = 'EVICT="" if bound_by_issue else "evict_last"'
-_NO_HINT, _NO_AHEAD = Change("linear_nll.py", _HINT, 'EVICT=""'), Change("linear_nll.py", "EVICT, True\n", "EVICT, False\n")
+_NO_HINT, _NO_AHEAD = (
+    Change("linear_nll.py", _HINT, 'EVICT=""'),
+    Change("linear_nll.py", "EVICT, True\n", "EVICT, False\n"),
+)
 _AHEAD = Change("_math.py", "AHEAD: tl.constexpr = False", "AHEAD: tl.constexpr = True")
 VARIANTS = {
     "no evict_last": (_NO_HINT,), "no prefetch": (_NO_AHEAD,), "neither": (_NO_HINT, _NO_AHEAD), "prefetch": (_AHEAD,),

@@ -16,6 +16,7 @@ from dllm_kernels._backends._rows import SKIP, RowPrimitives
 from dllm_kernels._core._inputs import NO_GRADIENTS, NeedsGrad, RowInputs
 from dllm_kernels._core._recipes import DivergencePlan
 from dllm_kernels._utils import _changing, _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import autocasts
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
@@ -126,7 +127,7 @@ class Plan(NamedTuple):
     @property
     def accum_dtype(self) -> torch.dtype:
         """Dtype of sums and of all results per row."""
-        return torch.promote_types(self.dtype, torch.float32)
+        return accum_dtype(self.dtype)
 
     @property
     def needs_loss_scaling(self) -> bool:

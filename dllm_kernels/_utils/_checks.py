@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dllm_kernels._utils import _changing
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import (
     autocasts,
     check_no_tangent,
@@ -431,4 +432,4 @@ def checked_weights(names: Names, weights: torch.Tensor, rows: torch.Tensor, tar
     """Validate the weights of rows ``[..., C]``; return them detached, in the accumulation dtype."""
     check_mask("weights", weights, targets.shape, f"that of {names.targets}")
     check_same_device(names.targets, targets, weights=weights)
-    return weights.detach().to(torch.promote_types(rows.dtype, torch.float32))
+    return weights.detach().to(accum_dtype(rows.dtype))

@@ -27,6 +27,7 @@ from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsR
 from dllm_kernels._backends._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Plan
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._divergence import divergence, divergence_grad
 from dllm_kernels.distributed._layout import (
@@ -151,7 +152,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, re
 
 def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     """Return the neutral result of a shard without columns."""
-    acc = torch.promote_types(dtype, torch.float32)
+    acc = accum_dtype(dtype)
     zero = torch.zeros(request.active.shape, dtype=acc, device=request.active.device)
     log_probs = torch.zeros(request.ids.shape, dtype=acc, device=request.active.device)
     lowest, none = zero + torch.finfo(acc).min, zero - math.inf

@@ -64,6 +64,7 @@ from dllm_kernels._utils._checks import (
     check_shape,
     type_name,
 )
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
@@ -392,7 +393,7 @@ class _Labelled(NamedTuple):
         weights: Any = self.loss(*self.masks)
         check_mask(RETURNED, weights, targets.shape, "that of the labels")
         check_constant(RETURNED, weights)
-        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+        weights = weights.to(accum_dtype(weights.dtype))
         return divide(weights.masked_fill(~supervised, 0.0), self.num_tokens)
 
 

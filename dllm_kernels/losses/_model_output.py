@@ -15,6 +15,7 @@ from dllm_kernels._core._results import Divergence, RowStats, TokenNLL, Weighted
 from dllm_kernels._core._run import run
 from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.ops import divergence, linear_divergence
@@ -62,7 +63,7 @@ class ModelOutput(NamedTuple):
     @property
     def acc(self) -> torch.dtype:
         """Dtype of sums over the rows."""
-        return torch.promote_types(self.x.dtype, torch.float32)
+        return accum_dtype(self.x.dtype)
 
     @property
     def vocabulary(self) -> int:

@@ -9,6 +9,7 @@ from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL
 from dllm_kernels._core._plan import Options
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, single_loss, sum_of_rows
@@ -217,7 +218,7 @@ class DFlashDecayLoss(DraftLoss):
         _checks.check_float("token_nll", token_nll)
         _checks.check_ndim("token_nll", token_nll, 2, "[B, T]")
         _checks.check_mask("block_mask", block_mask, token_nll.shape, "that of token_nll")
-        token_nll = token_nll.to(torch.promote_types(token_nll.dtype, torch.float32))
+        token_nll = token_nll.to(accum_dtype(token_nll.dtype))
         mask = block_mask.to(token_nll.dtype)
         weights = self._row_weights(mask, block_size, torch.exp(-token_nll.detach()))
         counts = Counts(num_tokens, num_blocks, num_sequences)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain, values_are_there
 from dllm_kernels._utils._target_range import first_true
@@ -69,7 +70,7 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
     """
     _checks.check_float("t", t)
     check_schedule(max_ratio, gamma_shape, t_peak)
-    t = plain(t).to(torch.promote_types(t.dtype, torch.float32)).clamp(0, 1)
+    t = plain(t).to(accum_dtype(t.dtype)).clamp(0, 1)
     a, b = gamma_shape * t_peak, gamma_shape * (1 - t_peak)
     scale = max_ratio / (1 - max_ratio) / (t_peak**a * (1 - t_peak) ** b)
     c = scale * t**a * (1 - t) ** b

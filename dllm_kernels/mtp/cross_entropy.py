@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import all_plain, plain_count
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._model_output import ModelOutput
@@ -252,7 +253,7 @@ def position_weights(
     """Compute the weight per position, 0 if ignored or masked out, in the dtype of sums over ``like``."""
     mask, loss_weights = all_plain(mask, loss_weights)
     labels = widened(labels)
-    dtype = torch.promote_types(like.dtype, torch.float32)
+    dtype = accum_dtype(like.dtype)
     counts = (labels != ignore_index) & (labels != PADDING)
     if mask is not None:
         _checks.check_tensor("mask", mask)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels._utils._target_range import first_true
 
@@ -63,7 +64,7 @@ def dpace_weights(
     _checks.check_choice("variant", variant, VARIANTS)
     confidence, mask = all_plain(confidence, mask)
     _check_confidence(confidence, mask)
-    q = confidence.detach().to(torch.promote_types(confidence.dtype, torch.float32))
+    q = confidence.detach().to(accum_dtype(confidence.dtype))
     return weights_of_blocks(q, mask.detach().to(q.dtype), alpha, VARIANTS[variant])
 
 

@@ -21,6 +21,7 @@ from dllm_kernels._core._plan import Options
 from dllm_kernels._core._run import run
 from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels._utils import _changing, _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
 from dllm_kernels._utils._transform import Transform
@@ -133,4 +134,4 @@ def _checked_bump(hidden: torch.Tensor, bump: Any) -> torch.Tensor | None:
     _checks.check_number("bump", bump, "a number or a tensor")
     if not -math.inf < bump < math.inf:
         raise ValueError(f"bump must be finite, got {_changing.shown(bump)}")
-    return torch.full(rows, float(bump), dtype=torch.promote_types(hidden.dtype, torch.float32), device=hidden.device)
+    return torch.full(rows, float(bump), dtype=accum_dtype(hidden.dtype), device=hidden.device)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from dllm_kernels._backends.torch._workers import how_many
+from dllm_kernels._utils._dtypes import accum_dtype
 
 # Bytes of the block of rows that a thread works on. It has to stay in a core's cache: of those with 2 MiB, 0.5 and 1 MiB
 # took the same time, 2 MiB 10 % and 4 MiB 35 % more. Many threads wait for the interpreter instead, hence larger blocks.
@@ -22,11 +23,6 @@ BLOCK_BYTES = 1 << 20
 COMMON_BLOCK_BYTES = 4 << 20
 # Numbers from which on torch shares an operation out among its threads.
 GRAIN = 1 << 15
-
-
-def acc_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype sums are made in: float64 for float64, float32 for everything else."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class Buffers(NamedTuple):
@@ -192,7 +188,7 @@ def team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[int
 def buffers_for(
     threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool, slope: bool = False
 ) -> list[Buffers]:
-    acc = acc_dtype(like.dtype)
+    acc = accum_dtype(like.dtype)
     return [
         Buffers(
             torch.empty(size * wide, V, dtype=acc, device=like.device),

@@ -41,7 +41,6 @@ from dllm_kernels._backends.torch._blocks import (
     RowGather,
     RowScatter,
     a_row_at_a_time,
-    acc_dtype,
     buffers_for,
     column_of,
     split,
@@ -51,6 +50,7 @@ from dllm_kernels._backends.torch._blocks import (
     with_zeros_between,
 )
 from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 
 Tensor = torch.Tensor
@@ -370,7 +370,7 @@ class Pairs:
         self.logits, self.teacher = logits, teacher
         self.transforms = transform, teacher_transform
         self.rows = (weights != 0).nonzero().squeeze(1)
-        n, self.acc = self.rows.numel(), acc_dtype(logits.dtype)
+        n, self.acc = self.rows.numel(), accum_dtype(logits.dtype)
         self.threads, self.size = team(n, logits.shape[-1], self.acc, logits.device)
         self.lost: Tensor | None = None
         if n:

@@ -15,7 +15,6 @@ from dllm_kernels._backends._rows import NLL, SKIP
 from dllm_kernels._backends.torch._blocks import (
     COMMON_BLOCK_BYTES,
     Buffers,
-    acc_dtype,
     buffers_for,
     column_of,
     split,
@@ -25,6 +24,7 @@ from dllm_kernels._backends.torch._blocks import (
 )
 from dllm_kernels._backends.torch._stats import Sums
 from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, with_slope
 
 
@@ -37,7 +37,7 @@ def nll_and_grad_(
     transform: Transform = NO_TRANSFORM,
 ) -> NLL:
     """See ``_backends._rows``. Works on views of the chunk itself where it already has the accumulation dtype."""
-    (C, V), acc = logits.shape, acc_dtype(logits.dtype)
+    (C, V), acc = logits.shape, accum_dtype(logits.dtype)
     ids, off, caps = targets.unsqueeze(1), targets == SKIP, transform.softcap is not None
     column, inside = column_of(ids, V)
     row_scale = torch.where(inside, scale.unsqueeze(1), math.nan)

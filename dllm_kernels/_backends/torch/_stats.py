@@ -20,7 +20,6 @@ from dllm_kernels._backends.torch._blocks import (
     RowGather,
     RowScatter,
     a_row_at_a_time,
-    acc_dtype,
     buffers_for,
     column_of,
     places,
@@ -31,6 +30,7 @@ from dllm_kernels._backends.torch._blocks import (
     with_zeros_between,
 )
 from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, through_, transformed, with_slope
 
 
@@ -68,7 +68,7 @@ class _Mix(NamedTuple):
 def _rooms(
     threads: int, size: int, V: int, like: torch.Tensor, more: int, *, narrow: bool, slope: bool = False
 ) -> list[_Room]:
-    acc = acc_dtype(like.dtype)
+    acc = accum_dtype(like.dtype)
     buffers = buffers_for(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
     return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in buffers]
 
@@ -112,7 +112,7 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> Sums:
-        mix, acc = request.a is not None, acc_dtype(like.dtype)
+        mix, acc = request.a is not None, accum_dtype(like.dtype)
         wanted = (
             request.lse or request.correct, request.correct, request.lse, request.entropy, mix, mix and request.gradients,
         )  # fmt: skip
@@ -167,8 +167,8 @@ def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
     B, L, V = logits.shape
     rows = places(request.active != SKIP)
     if rows.numel() == 0:
-        return _nothing(request, acc_dtype(logits.dtype))
-    acc, some = acc_dtype(logits.dtype), rows.numel() < B * L
+        return _nothing(request, accum_dtype(logits.dtype))
+    acc, some = accum_dtype(logits.dtype), rows.numel() < B * L
     with_mix = request.a is not None
     listed, sums = RowGather(logits, rows), Sums.empty(rows.numel(), logits, request)
     ids = request.ids.index_select(0, rows) if some else request.ids
@@ -333,7 +333,7 @@ def backward(
     out: torch.Tensor,
 ) -> None:
     """See ``_backends/_row_stats.py``."""
-    V, acc = logits.shape[-1], acc_dtype(logits.dtype)
+    V, acc = logits.shape[-1], accum_dtype(logits.dtype)
     rows = places(request.active != SKIP)
     threads, size = team(request.active.numel(), V, acc, logits.device)
     if rows.numel() == 0:

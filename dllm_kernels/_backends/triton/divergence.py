@@ -68,6 +68,7 @@ from dllm_kernels._backends.triton._transform import (
     transformed,
 )
 from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, aligned
+from dllm_kernels._utils._dtypes import accum_dtype
 
 
 class Kinds(NamedTuple):
@@ -718,7 +719,7 @@ def divergence(
 ) -> Found:
     """Launch over rows of both; see ``_backends._divergence`` for the contract."""
     N, device = logits.shape[0] * logits.shape[1], logits.device
-    acc = torch.promote_types(logits.dtype, torch.float32)
+    acc = accum_dtype(logits.dtype)
     value, alpha = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
     agree, kept = torch.empty(N, dtype=torch.bool, device=device), None
     if not with_grad:
@@ -766,7 +767,7 @@ def _launch(
         return
     if R == 0:  # the kernel reads a row whatever it holds; not of logits, which other programs may write over
         teacher = torch.zeros(1, 1, V, dtype=logits.dtype, device=logits.device)
-    acc = torch.promote_types(logits.dtype, torch.float32)
+    acc = accum_dtype(logits.dtype)
     in_place = out is logits
     flat = _flat(logits) and (out is None or _flat(out))
     rows, out_rows = _rows_of(logits, flat), (0, 0) if out is None or in_place else _rows_of(out, flat)[1:]

@@ -45,6 +45,7 @@ from dllm_kernels._backends.triton.token_nll import (
     row_grad,
     row_stats,
 )
+from dllm_kernels._utils._dtypes import accum_dtype
 
 
 @triton.jit
@@ -123,7 +124,7 @@ def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
     if t.numel() == 0:
         return
     block = 4096
-    acc = _acc(torch.promote_types(t.dtype, torch.float32))
+    acc = _acc(accum_dtype(t.dtype))
     _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4, **FUSED)
 
 
@@ -138,7 +139,7 @@ def row_nll_grad_(
 ) -> NLL:
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``_backends._rows`` for the contract."""
     C, V = logits.shape
-    acc = torch.promote_types(logits.dtype, torch.float32)
+    acc = accum_dtype(logits.dtype)
     if acc == torch.float64 and transform[0] is not None:  # both passes with hyperbolic tangents in one kernel spill
         stats = row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
         row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)

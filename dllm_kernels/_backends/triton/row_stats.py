@@ -46,6 +46,7 @@ from dllm_kernels._backends.triton._math import (
 )
 from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
 from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, _share, aligned
+from dllm_kernels._utils._dtypes import accum_dtype
 
 # One value per row, or K: not specialised on alignment, because a slice or a chunk of them begins anywhere.
 PER_ROW = [
@@ -390,7 +391,7 @@ def forward(logits: torch.Tensor, request: Any) -> tuple[Optional, ...]:
     """Launch the forward pass."""
     V = logits.shape[2]
     N, K = request.ids.shape
-    acc = torch.promote_types(logits.dtype, torch.float32)
+    acc = accum_dtype(logits.dtype)
 
     def new(*shape: int, wanted: bool = True, dtype: torch.dtype = acc) -> Optional:
         return torch.empty(*shape, dtype=dtype, device=logits.device) if wanted else None

@@ -33,6 +33,7 @@ from dllm_kernels._backends.triton._math import (
     zero_columns,
 )
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
+from dllm_kernels._utils._dtypes import accum_dtype
 
 # One value per row, or one per call: not specialised on alignment, because a slice or a chunk of them begins anywhere.
 PER_ROW = ["target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr"]
@@ -267,7 +268,7 @@ def row_stats(
     """Launch the forward pass, which also writes ``weights`` times the NLL; see ``_backends._rows`` for the contract."""
     B, L, V = logits.shape
     N = B * L
-    acc = torch.promote_types(logits.dtype, torch.float32)
+    acc = accum_dtype(logits.dtype)
     found = new_rows(N, acc, logits.device, with_correct)
     if N == 0:
         return found
