@@ -169,10 +169,10 @@ def test_a_caller_bound_to_one_core_starts_no_threads():
     """They would be bound to the same core."""
     cores = os.sched_getaffinity(0)
     if len(cores) > 1:
-        assert _workers.how_many(torch.device("cpu")) == 2
+        assert _workers.how_many() == 2
     os.sched_setaffinity(0, {min(cores)})
     try:
-        assert _workers.how_many(torch.device("cpu")) == 1
+        assert _workers.how_many() == 1
     finally:
         os.sched_setaffinity(0, cores)
 
@@ -181,10 +181,9 @@ def test_how_many_threads(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64), raising=False)
     for cores in (1, 3, 40):
         torch.set_num_threads(cores)
-        assert _workers.how_many(torch.device("cpu")) == min(cores, _workers.MOST)
-        assert _workers.how_many(torch.device("cuda")) == 1
+        assert _workers.how_many() == min(cores, _workers.MOST)
     monkeypatch.setattr(torch._C, "has_openmp", False)
-    assert _workers.how_many(torch.device("cpu")) == 1
+    assert _workers.how_many() == 1
 
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 16])
@@ -192,7 +191,7 @@ def test_how_many_threads(monkeypatch):
 def test_blocks(V, threads, monkeypatch):
     """What all threads work on at a time is a small part of the whole, and yet enough for each to do."""
     torch.set_num_threads(threads)
-    monkeypatch.setattr(_blocks, "how_many", lambda device: threads)
+    monkeypatch.setattr(_blocks, "how_many", lambda: threads)
     for rows in (1, 100, 10_000, 1_000_000):
         team, size = _blocks.team(rows, V, torch.float32, torch.device("cpu"))
         assert team in (1, threads)
@@ -206,8 +205,18 @@ def test_blocks(V, threads, monkeypatch):
 
 
 def test_a_row_larger_than_a_block_is_a_block(monkeypatch):
-    monkeypatch.setattr(_blocks, "how_many", lambda device: 1)
-    assert _blocks.team(3, _blocks.COMMON_BLOCK_BYTES, torch.float32, torch.device("cuda")) == (1, 1)
+    monkeypatch.setattr(_blocks, "how_many", lambda: 1)
+    assert _blocks.team(3, _blocks.COMMON_BLOCK_BYTES, torch.float32, torch.device("cpu")) == (1, 1)
+    assert _blocks.team(3, _blocks.DEVICE_BLOCK_BYTES, torch.float32, torch.device("cuda")) == (1, 1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
+def test_blocks_off_the_cpu_have_at_least_256_mib_or_all_rows(device):
+    for V in (1, 1000, 126_464, 1 << 28):
+        for rows in (1, 8, 10_000):
+            threads, size = _blocks.team(rows, V, torch.float32, torch.device(device))
+            assert threads == 1
+            assert size == rows or (256 << 20) <= size * V * 4 < (256 << 20) + V * 4
 
 
 def test_a_row_of_minus_infinity_adds_nothing_as_a_shard(monkeypatch):
@@ -228,9 +237,10 @@ def test_rows_between_the_listed_ones_are_zeros(dtype, size):
     """Whatever lies before, between and behind the blocks, in memory that held NaN."""
     rows, values = torch.tensor([1, 2, 5, 6, 9]), torch.arange(1.0, 16.0).view(5, 3)
     out = torch.full((2, 6, 3), math.nan, dtype=dtype)
-    target = _blocks.with_zeros_between(out, rows, size)
+    index = _blocks.RowIndex.of(torch.zeros(12).index_fill(0, rows, 1), 0)
+    target = _blocks.with_zeros_between(out, index, size)
     assert isinstance(target, _blocks.RowScatter)
-    (buffers,) = _blocks.buffers_for(1, size + target.spare, 3, out, wide=True, narrow=True)
+    (buffers,) = _blocks.buffers_for(1, size, 3, out, narrow=True, padded=True)
     for block, part in zip(target.blocks(size), values.split(size), strict=True):
-        target.store(block, target.room(block, buffers).copy_(part), buffers)
+        target.store(block, target.room(block, buffers.wide[: len(part)]).copy_(part), buffers)
     assert torch.equal(out.view(12, 3), torch.zeros(12, 3).index_copy_(0, rows, values).to(dtype))

@@ -149,6 +149,7 @@ class MockGPU:
         launches: every launch so far.
         specimens: every kernel that a launch needed, in the order of its first use, which is when it is compiled.
         active_share: what share of a mask ``nonzero`` finds.
+        syncs: number of calls of ``nonzero`` so far, each of which waits for the GPU.
     """
 
     def __init__(self, name: str) -> None:
@@ -157,6 +158,7 @@ class MockGPU:
         self.launches: list[Launch] = []
         self.specimens: list[Specimen] = []
         self.active_share = 0.5
+        self.syncs = 0
         self._session = next(_sessions)
         self._is_capturing = False
         self._stack = contextlib.ExitStack()
@@ -228,6 +230,7 @@ class _OnMeta(TorchFunctionMode):
         if "device" in kwargs:
             kwargs["device"] = _meta_device(kwargs["device"], always=True)
         if func in (torch.nonzero, torch.Tensor.nonzero):
+            self.gpu.syncs += 1
             found = round(args[0].numel() * self.gpu.active_share)
             return torch.empty(found, args[0].dim(), dtype=torch.int64, device="meta")
         if func is torch.addmm and "out_dtype" in kwargs:  # torch 2.11 has it on a GPU alone

@@ -1,4 +1,4 @@
-r"""The row primitives of the row statistics: what a backend must offer, and what is common to all of them.
+r"""Row primitives of the row statistics: the interface of a backend, and the parts that all backends share.
 
 With d_v = z_v - M for the transformed logits z of a row and M its maximum, S = sum e^{d_v}, p_v = e^{d_v} / S:
 
@@ -10,22 +10,22 @@ and, for upstream gradients g of each output, with log p_v = d_v - log S,
     dL/dz_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
     A = g_lse - sum_k g_k - g_H H - g_F W,        B = -g_H.
 
-Everything that belongs to a row but needs no column is in A, B and g_F, so that one pass serves any set of outputs.
-Where a is 0, q_v = 1 and F = sum_v (d_v + log(b / S)): no p_v that float32 rounds to 0 gets into a logarithm or a
-quotient. e^{d_v} is 0 long before d_v reaches ``FARTHEST``, which stands in its place in a product: -inf would make it
-NaN.
+A, B and g_F hold all per-row terms, so that one pass serves any set of outputs. If a is 0, q_v = 1 and
+F = sum_v (d_v + log(b / S)): a p_v that float32 rounds to 0 enters neither a logarithm nor a quotient. In a product,
+d_v is clamped to ``FARTHEST``, far below any d_v with e^{d_v} > 0, because the product of 0 and -inf would be NaN.
 
-``logits`` are ``[B, L, V]`` as in ``_backends/_rows.py``, ``out`` likewise. A row that is off is never read.
+``logits`` and ``out`` are ``[B, L, V]`` as in ``_backends/_rows.py``. Inactive rows are never read.
 
 ``forward(logits, request)``
-    The fields of :class:`StatsResult` of each row; 0 / False where it is off.
+    Returns the fields of :class:`StatsResult`; 0 / False in inactive rows.
 
 ``mix(logits, request, row_max, log_sum)``
-    (F, W) of these columns alone, in rows whose (M, log S) is known already.
+    Returns (F, W) of these columns alone, for rows whose (M, log S) is known.
 
 ``backward(logits, request, coefficients, row_max, log_sum, out)``
-    Writes the gradient in the logits to ``out``, which may be the logits themselves; zeros where a row is off. In the
-    transformed logits where ``request.through`` is False: that of lse is then p itself, whatever the transform.
+    Writes the gradient with respect to the logits to ``out``, which may be the logits themselves; zeros in inactive
+    rows. If ``request.through`` is False, the gradient is with respect to the transformed logits. The gradient of lse
+    is then p. If ``request.weights`` is given, an id that no column has makes the gradient of its row NaN.
 """
 
 from __future__ import annotations
@@ -36,26 +36,29 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._rows import NLL, SKIP, StatsPrimitives
+from dllm_kernels._backends._rows import NLL, SKIP, StatsPrimitives, column_of
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FARTHEST = -1e4
 
 
 class StatsRequest(NamedTuple):
-    """Request for statistics of N rows, contiguous.
+    """Request for statistics of N rows; all tensors are contiguous.
 
     Attributes:
-        ids: int64 ``[N, K]``; ``SKIP``: none, one that no column has: NaN.
-        active: int64 ``[N]``, ``SKIP`` where a row is off.
-        a, b: of the mixture, ``[N]`` in the dtype of sums, or None.
-        transform: of the logits.
-        entropy, correct: whether these are asked for.
-        gradients: whether W is.
-        whole: whether these are all columns of a row, so that what is found of them is M and S; else a part.
-        lse: whether (M, log S) are asked for. Without, a backend whose backward pass does not need them leaves them
-            out.
-        through: whether the gradient is that in the logits as they are, through the transform.
+        ids: int64 ``[N, K]``. ``SKIP`` marks a missing id; any other id that no column has gives NaN.
+        active: int64 ``[N]``, ``SKIP`` in inactive rows.
+        a: coefficient of the mixture, ``[N]`` in the dtype of sums, or None.
+        b: see ``a``.
+        transform: transform of the logits.
+        entropy: whether the entropy is requested.
+        correct: whether the argmax-match is requested.
+        gradients: whether W is requested.
+        whole: whether the columns are all columns of a row, or a part of them.
+        lse: whether (M, log S) are requested. Otherwise a backend may omit them if its backward pass does not need
+            them.
+        through: whether the gradient goes through the transform, to the logits as given.
+        weights: ``[N]`` or None. Rows of weight 0 are inactive too. Only given by :func:`nll_of_stats`, for whole rows.
     """
 
     ids: torch.Tensor
@@ -69,12 +72,13 @@ class StatsRequest(NamedTuple):
     whole: bool = True
     lse: bool = True
     through: bool = True
+    weights: torch.Tensor | None = None
 
 
 class StatsResult(NamedTuple):
-    """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the accumulation dtype, ``correct`` bool.
+    """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the dtype of sums, ``correct`` bool.
 
-    ``row_max`` and ``log_sum`` are tensors wherever they are asked for.
+    ``row_max`` and ``log_sum`` are tensors if requested.
     """
 
     log_probs: torch.Tensor
@@ -87,7 +91,7 @@ class StatsResult(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The gradients of the differentiable outputs, ``[N, K]`` and ``[N]``, None where there is none."""
+    """Upstream gradients of the differentiable outputs, ``[N, K]`` and ``[N]``; None for outputs without a gradient."""
 
     log_probs: torch.Tensor | None
     lse: torch.Tensor | None
@@ -96,7 +100,7 @@ class Upstream(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """Per-row coefficients of the gradient: ``of_ids [N, K]``, ``plain``, ``of_log`` and ``of_mix [N]``: g_k, A, B, g_F."""
+    """Per-row terms of the gradient: ``of_ids [N, K]``, ``plain``, ``of_log``, ``of_mix [N]`` are g_k, A, B, g_F."""
 
     of_ids: torch.Tensor
     plain: torch.Tensor
@@ -105,7 +109,7 @@ class Coefficients(NamedTuple):
 
     @classmethod
     def of(cls, upstream: Upstream, request: StatsRequest, found: StatsResult) -> Coefficients:
-        """Compute them; an id with a NaN log-probability and a nonzero upstream gradient makes its row's gradient NaN."""
+        """Combine the upstream gradients. An id with a NaN log-probability and a nonzero gradient makes its row NaN."""
         of_ids = torch.zeros_like(found.log_probs)
         if upstream.log_probs is not None:
             lost = found.log_probs.isnan() & (upstream.log_probs != 0)
@@ -120,7 +124,7 @@ class Coefficients(NamedTuple):
         return cls(of_ids, plain, None if upstream.entropy is None else -upstream.entropy, upstream.mix)
 
     def size(self, upstream: Upstream) -> torch.Tensor:
-        """``[N]``: per-row upper bound on the gradient terms; 0 for rows without a gradient."""
+        """Upper bound on the gradient terms of each row, ``[N]``; 0 for rows without a gradient."""
         size = self.of_ids.abs().sum(1) + self.plain.abs()
         for part in (upstream.lse, upstream.entropy, upstream.mix):
             if part is not None:
@@ -128,13 +132,13 @@ class Coefficients(NamedTuple):
         return size
 
     def over(self, size: torch.Tensor) -> Coefficients:
-        """Divided by a number a row."""
+        """Divide by one number per row."""
         of_ids, *others = self
         return Coefficients(of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others))  # type: ignore[arg-type]
 
 
 def _times(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
-    """Their product; 0 where the gradient is, whatever the value."""
+    """Product of a gradient and a value; 0 if the gradient is 0, even if the value is NaN."""
     assert value is not None
     return torch.where(grad != 0, grad * value, 0.0)
 
@@ -142,39 +146,40 @@ def _times(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
 def nll_of_stats(
     stats: StatsPrimitives, V: int | None = None
 ) -> tuple[Callable[..., NLL], Callable[..., tuple[Any, ...]], Callable[..., None]]:
-    """``nll``, ``weighted_nll`` and ``nll_grad`` of a backend from its row statistics: the same numbers, to the bit.
+    """Derive ``nll``, ``weighted_nll`` and ``nll_grad`` of a backend from its row statistics, bitwise equal to them.
 
-    ``V``: columns of a whole row, where a backend works on a part of each.
+    ``V``: number of columns of a whole row, if the backend works on a part of each row.
     """
+
+    def requested(targets: torch.Tensor, weights: torch.Tensor | None, **options: Any) -> StatsRequest:
+        active = targets if V is None or weights is None else targets.masked_fill(weights == 0, SKIP)
+        return StatsRequest(targets.unsqueeze(1), active, weights=weights if V is None else None, **options)
 
     def nll(
         logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM,
-        with_lse: bool = True,
+        with_lse: bool = True, weights: torch.Tensor | None = None,
     ) -> NLL:  # fmt: skip
-        request = StatsRequest(targets.unsqueeze(1), targets, transform=transform, correct=with_correct, lse=with_lse)
+        request = requested(targets, weights, transform=transform, correct=with_correct, lse=with_lse)
         found = stats.forward(logits, request)
-        return 0 - found.log_probs.squeeze(1), found.row_max, found.log_sum, found.correct
+        return torch.rsub(found.log_probs.squeeze(1), 0), found.row_max, found.log_sum, found.correct
 
     def weighted_nll(
         logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, with_correct: bool,
         transform: Transform = NO_TRANSFORM, with_lse: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
-        targets = targets.masked_fill(weights == 0, SKIP)
-        found = nll(logits, targets, with_correct=with_correct, transform=transform, with_lse=with_lse)
+        found = nll(logits, targets, with_correct=with_correct, transform=transform, with_lse=with_lse, weights=weights)
         return found[0] * weights, *found
 
     def nll_grad(
         logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, row_max: Any, log_sum: Any,
         out: torch.Tensor, *, factor: torch.Tensor | None = None, transform: Transform = NO_TRANSFORM,
     ) -> None:  # fmt: skip
-        if factor is not None:
-            scale = torch.where(scale != 0, scale * factor, 0.0)  # a factor that is NaN is none of the other rows
-        inside = (targets >= 0) & (targets < (logits.shape[-1] if V is None else V))
-        active = targets.masked_fill(scale == 0, SKIP)
-        plain = torch.where(inside, scale, math.nan)
+        if factor is not None and not (factor.is_cpu and factor.item() == 1):
+            scale = torch.where(scale != 0, scale * factor, 0.0)  # rows of scale 0 stay inactive if the factor is NaN
+        lost = None if V is None else column_of(targets, V)[1]
+        plain = scale if lost is None else scale.masked_fill(lost, math.nan)
         c = Coefficients(-plain.unsqueeze(1), plain, None, None)
-        stats.backward(
-            logits, StatsRequest(targets.unsqueeze(1), active, transform=transform), c, row_max, log_sum, out
-        )
+        request = requested(targets, scale, transform=transform)
+        stats.backward(logits, request, c, row_max, log_sum, out)
 
     return nll, weighted_nll, nll_grad

@@ -48,6 +48,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from dllm_kernels._backends._divergence import Divergences
@@ -77,6 +78,18 @@ class RowPrimitives(NamedTuple):
     divergence_grad: Callable[..., None]
     add_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
     local_ids: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+def column_of(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """For each id a column to read, and a mask of the ids that no column has.
+
+    The mask is None if every id has a column. That is known on a CPU only: elsewhere it would be a host sync. As unsigned
+    integers, negative ids are larger than any column.
+    """
+    if y.is_cpu and V and (not y.numel() or int(np.maximum.reduce(y.numpy().view(np.uint64), axis=None)) < V):
+        return y, None
+    column = y.clamp(0, max(V - 1, 0))
+    return column, column != y if V else torch.ones_like(y, dtype=torch.bool)
 
 
 def as_blv(logits: torch.Tensor) -> torch.Tensor:

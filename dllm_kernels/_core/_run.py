@@ -19,7 +19,7 @@ from dllm_kernels._core._op import Output, RowOp
 from dllm_kernels._core._plan import Options, Plan
 from dllm_kernels._core._recipes import DivergencePlan
 from dllm_kernels._utils._checks import check_inplace
-from dllm_kernels._utils._plain import check_no_tangent, has_values, is_dtensor
+from dllm_kernels._utils._plain import any_dtensor, check_no_tangent, has_values
 
 Run = Callable[[RowOp, RowInputs, Plan], Any]
 _dtensor_loaders: list[Callable[[], Run]] = []
@@ -36,7 +36,7 @@ def run(
     """Run an op whose inputs and options have been validated; return its result in the shape of the caller's rows."""
     check_no_tangent(*inputs.grad_inputs)
     plan = Plan.of(inputs, options, divergence, objective)
-    if not any(is_dtensor(t) for t in inputs.tensors):
+    if not any_dtensor(*inputs.tensors):
         return run_plain(op, inputs, plan)
     (load,) = _dtensor_loaders
     return load()(op, inputs, plan)

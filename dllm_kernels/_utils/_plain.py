@@ -23,6 +23,11 @@ def is_dtensor(t: Any) -> bool:
     return type(t) is not torch.Tensor and isinstance(t, torch.Tensor) and hasattr(t, "device_mesh")
 
 
+def any_dtensor(*tensors: Any) -> bool:
+    """Return True if one of the arguments, tensors or None, is a DTensor."""
+    return any(type(t) is not torch.Tensor and t is not None and is_dtensor(t) for t in tensors)
+
+
 def plain(t: Any) -> Any:
     """Gather a DTensor (without communication if it is replicated); return anything else unchanged."""
     return t.full_tensor() if is_dtensor(t) else t
@@ -30,7 +35,7 @@ def plain(t: Any) -> Any:
 
 def all_plain(*tensors: Any) -> tuple[Any, ...]:
     """Apply :func:`plain` to each."""
-    return tuple(plain(t) for t in tensors)
+    return tuple([t if t is None or type(t) is torch.Tensor else plain(t) for t in tensors])
 
 
 def autocasts(t: torch.Tensor) -> bool:
@@ -46,7 +51,7 @@ def plain_count(count: Any) -> Any:
 def has_values(t: torch.Tensor) -> bool:
     """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
     # Compare the device type by name: the mock GPU has another type, and launches kernels.
-    return not (t.device.type == "meta" or isinstance(t, FakeTensor))
+    return (type(t) is torch.Tensor and t.is_cpu) or not (t.device.type == "meta" or isinstance(t, FakeTensor))
 
 
 def check_no_tangent(*tensors: torch.Tensor | None) -> None:

@@ -57,17 +57,17 @@ def transformed(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> tor
 
 
 def with_slope(
-    z: torch.Tensor, transform: Transform, out: torch.Tensor, slope: torch.Tensor
+    z: torch.Tensor, transform: Transform, out: torch.Tensor, slope: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return :func:`transformed` and its derivative, which is one number if it is the same for all logits.
 
     Otherwise the derivative is written to ``slope``, of the shape and dtype of z, which must not share memory with
-    ``out``.
+    ``out``. None is enough without a soft cap.
     """
     scale = 1.0 if transform.scale is None else transform.scale
     if transform.softcap is None:
         return transformed(z, transform, out), scale
-    torch.div(z, transform.softcap, out=slope).tanh_()
+    slope = torch.div(z, transform.softcap, out=slope).tanh_()
     x = torch.mul(slope, transform.softcap * scale, out=out)
     return _masked(x, transform, out), slope.square_().mul_(-scale).add_(scale)
 

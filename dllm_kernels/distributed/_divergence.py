@@ -75,7 +75,7 @@ def divergence_grad(
 ) -> None:  # fmt: skip
     """See ``_backends/_divergence.py``; no rank waits for another."""
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
-    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + Program(recipe, known=True).buffers, *transforms)
+    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + Program(recipe, known=True).work_blocks, *transforms)
     numbers, hot, y, weight = (pairs.taken(t) for t in (*kept, targets, weights))
     assert numbers is not None
     assert hot is not None
@@ -110,7 +110,8 @@ def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
     found = pairs.empty(6)
     lowest = torch.finfo(found.dtype).min
     if not shard.size:
-        found[:] = found.new_tensor([lowest, -math.inf, -1, lowest, -math.inf, -1])
+        for i, nothing in enumerate((lowest, -math.inf, -1)):
+            found[:, i::3].fill_(nothing)  # not copied from the host, which would be a sync
         return found
 
     def work(block: Block, _: None, part: Tensor) -> None:

@@ -123,7 +123,8 @@ class Batch(NamedTuple):
         """Compute (noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks even if p_mask is NaN there."""
         in_range = self.check_noise()
         on = self.noise_mask.bool() & self.loss_mask.bool()
-        weights = on / self.p_mask.detach().to(dtype).clamp(min=P_MASK_MIN)
+        p_mask = self.p_mask.detach() if self.p_mask.requires_grad else self.p_mask
+        weights = on / p_mask.to(dtype).clamp(min=P_MASK_MIN)
         # Skip masked_fill_ if possible, because it branches per entry on CPU.
         return weights if in_range else weights.masked_fill_(~on, 0.0)
 

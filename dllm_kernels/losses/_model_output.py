@@ -86,17 +86,16 @@ class ModelOutput(NamedTuple):
                 f"{names.rows} must have shape {(*expected, x.shape[2])} to go with {names.targets} of shape {(B, L)}, "
                 f"got {tuple(x.shape)}"
             )
-        transform = _checks.checked_transform(V, *self.options.transform)
         if self.weight is not None:
             _checks.checked_extra(names, x, self.weight, self.extra)
         targets = plain(target_ids)[:, shift:] if shift else target_ids
-        _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=transform.skip_id)
+        _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=self.options.transform.skip_id)
 
     def weighted(
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **asked: Any
     ) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
-        weights = weights.detach().to(self.acc)
+        weights = (weights.detach() if weights.requires_grad else weights).to(self.acc)
         op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
         return self._run(op, targets, asked, active=active, weights=weights)  # type: ignore[no-any-return]
 

@@ -1,13 +1,15 @@
-"""Blocks of rows: what both files of row primitives in plain torch work on, a few rows at a time for each thread.
+"""Blocks of rows: the shared machinery of the row primitives in plain torch.
 
-The working set is one block of rows in the dtype of sums for each of a few threads (``_backends/torch/_workers.py``), small enough to stay
-in a core's cache.
+A thread works on one block of rows at a time, in the dtype of sums. On a CPU a few threads share the blocks
+(``_backends/torch/_workers.py``), and a block is small enough to stay in a core's cache. On any other device a block is
+large, because each operation on it is a kernel launch, and no value is read back to the host. The exception is
+:meth:`RowIndex.of`, which needs the number of active rows and therefore syncs once per call of a primitive.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,32 +18,87 @@ import torch
 from dllm_kernels._backends.torch._workers import how_many
 from dllm_kernels._utils._dtypes import accum_dtype
 
-# Bytes of the block of rows that a thread works on. It has to stay in a core's cache: of those with 2 MiB, 0.5 and 1 MiB
-# took the same time, 2 MiB 10 % and 4 MiB 35 % more. Many threads wait for the interpreter instead, hence larger blocks.
+# Bytes of a block that one thread works on. It has to stay in a core's cache.
 BLOCK_BYTES = 1 << 20
-# Bytes of a block that all cores work on, or a GPU: fewer, larger operations.
+# Bytes of a block that all cores work on together: fewer, larger operations.
 COMMON_BLOCK_BYTES = 4 << 20
-# Numbers from which on torch shares an operation out among its threads.
+# Least bytes of a block on any other device, if there are as many rows.
+DEVICE_BLOCK_BYTES = 256 << 20
+# Number of elements from which on torch splits an operation across threads.
 GRAIN = 1 << 15
 
 
 class Buffers(NamedTuple):
-    """A thread's buffers: a block in the accumulation dtype, one in the dtype of the logits, and one for slopes."""
+    """Buffers of one thread.
+
+    Attributes:
+        wide: a block in the dtype of sums; without rows if not requested.
+        narrow: a block in the dtype of the logits; None if not requested, or if that is the dtype of sums.
+        slope: a block in the dtype of sums for the derivative of the soft cap; None if not requested.
+        padded: the last of ``wide`` and ``narrow`` with a row for zeros behind it; None if not requested.
+        more: more blocks in the dtype of sums.
+    """
 
     wide: torch.Tensor
-    narrow: torch.Tensor
-    slope: torch.Tensor
+    narrow: torch.Tensor | None
+    slope: torch.Tensor | None
+    padded: torch.Tensor | None
+    more: Sequence[torch.Tensor]
 
 
-def places(t: torch.Tensor) -> torch.Tensor:
-    """The numbers of the entries of ``[N]`` that are not 0.
+class RowIndex(NamedTuple):
+    """The numbers of the rows that a call works on.
 
-    On a CPU torch branches at every entry, and of 32,768 random ones takes 325 us where NumPy takes 40 (AMD EPYC).
+    Attributes:
+        numbers: int64 ``[n]``.
+        total: number of rows that they are chosen from.
+        n: how many they are.
+        first: number of the first row if the rows are adjacent and ascending. None otherwise, or if not known on the
+        host. whole: True if these are all rows in order.
     """
-    if t.is_cpu and t.numel() >= 4096:
-        entries = t.numpy()
-        return torch.from_numpy(np.flatnonzero(entries if entries.dtype == np.bool_ else entries != 0))
-    return t.nonzero().squeeze(1)
+
+    numbers: torch.Tensor
+    total: int
+    n: int
+    first: int | None
+    whole: bool
+
+    @classmethod
+    def of(cls, t: torch.Tensor, off: int, weights: torch.Tensor | None = None) -> RowIndex:
+        """The rows whose entry in ``t [N]`` is not ``off`` and whose weight is not 0; a host sync unless on a CPU.
+
+        NumPy, because ``torch.nonzero`` on a CPU branches at every entry: 325 us for 32,768 random ones, NumPy 40 (AMD
+        EPYC).
+        """
+        N = t.shape[0]
+        if not t.is_cpu:
+            on = t != off if weights is None else (t != off) & (weights != 0)
+            numbers = on.nonzero().squeeze(1)
+            whole = numbers.shape[0] == N
+            return cls(numbers, N, numbers.shape[0], 0 if whole else None, whole)
+        mask = t.numpy() != off
+        if weights is not None:
+            mask &= weights.numpy() != 0
+        (on_host,) = mask.nonzero()
+        n = len(on_host)
+        adjacent = n > 0 and on_host.item(n - 1) - on_host.item(0) == n - 1
+        return cls(torch.from_numpy(on_host), N, n, on_host.item(0) if adjacent else None, n == N > 0)
+
+    @classmethod
+    def listed(cls, numbers: torch.Tensor, total: int) -> RowIndex:
+        """Rows in any order, each any number of times."""
+        n, first = numbers.shape[0], None
+        if numbers.is_cpu and n and bool((np.diff(numbers.numpy()) == 1).all()):
+            first = int(numbers[0])
+        return cls(numbers, total, n, first, first == 0 and n == total)
+
+    def take(self, t: torch.Tensor) -> torch.Tensor:
+        """The entries of these rows in a tensor with one entry per row; ``t`` itself if these are all rows."""
+        return t if self.whole else t.index_select(0, self.numbers)
+
+    def put(self, t: torch.Tensor) -> torch.Tensor:
+        """Inverse of :meth:`take`: one entry per row of the call, 0 in all other rows."""
+        return t if self.whole else t.new_zeros(self.total, *t.shape[1:]).index_copy_(0, self.numbers, t)
 
 
 def split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
@@ -49,113 +106,122 @@ def split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """As many rows of ``t`` as the block has."""
+    """The first rows of ``t``, as many as the block has."""
     return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
 
 
 class RowGather:
-    """Some rows of a ``[B, L, V]`` tensor, a block at a time: in place where they lie side by side, else copied."""
+    """Rows of a ``[B, L, V]`` tensor, block by block: in place if the rows are adjacent, otherwise copied."""
 
-    spare = 0
-
-    def __init__(self, t: torch.Tensor, rows: torch.Tensor) -> None:
-        B, L, V = t.shape
-        position = t.stride(1) if L > 1 else t.stride(0) if B > 1 else V
-        batch = t.stride(0) if B > 1 else L * position
-        # Every row begins at a multiple of it, so that one number finds a row; a row may have no columns.
+    def __init__(self, t: torch.Tensor, rows: RowIndex) -> None:
+        (B, L, V), (batch, position, column) = t.shape, t.stride()
+        position = position if L > 1 else batch if B > 1 else V
+        batch = batch if B > 1 else L * position
+        # Every row begins at a multiple of the step, so that one number finds a row; a row may have no columns.
         step = math.gcd(batch, position) or V or 1
         batch, position = batch // step, position // step
-        self.flat = t.detach().as_strided(((B - 1) * batch + (L - 1) * position + 1, V), (step, t.stride(2)))
+        self.flat = t.as_strided(((B - 1) * batch + (L - 1) * position + 1, V), (step, column))
         dense = (batch, position) == (L, 1)
         self.dense = dense and step == V
-        self.index = rows if dense else rows // L * batch + rows % L * position
-        self.first = 0 if rows.numel() == B * L else int(rows[0])
-        self.together = dense and (rows.numel() == B * L or int(rows[-1]) - self.first == rows.numel() - 1)
+        self.rows = rows
+        self.index = rows.numbers if dense else rows.numbers // L * batch + rows.numbers % L * position
+        self.together = dense and rows.first is not None
 
     def blocks(self, size: int) -> tuple[torch.Tensor, ...]:
-        """The rows themselves where they lie together, else their numbers, ``size`` at a time."""
-        listed = self.flat[self.first : self.first + self.index.numel()] if self.together else self.index
-        return split(listed, size)
+        """Blocks of ``size``: views of the rows if they are adjacent, otherwise their numbers in ``flat``."""
+        first, count = self.rows.first, self.rows.n
+        if not self.together or first is None:
+            return split(self.index, size)
+        return split(self.flat if count == self.flat.shape[0] else self.flat[first : first + count], size)
 
-    def load(self, block: torch.Tensor, buffers: Buffers) -> torch.Tensor:
-        """The block in the accumulation dtype: the rows themselves, or a copy in ``buffers.wide``."""
-        wide = top(buffers.wide, block)
+    def load(self, block: torch.Tensor, wide: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+        """Return the block in the dtype of sums: a view of the rows, or a copy in ``wide``, the top of ``buffers.wide``."""
         if self.together:
             return block if block.dtype == wide.dtype else wide.copy_(block)
-        if self.flat.dtype == wide.dtype:
+        if buffers.narrow is None:
             return torch.index_select(self.flat, 0, block, out=wide)
         return wide.copy_(torch.index_select(self.flat, 0, block, out=top(buffers.narrow, block)))
 
-    def room(self, block: torch.Tensor, buffers: Buffers) -> torch.Tensor:
-        """Where to make what :meth:`store` is to write: the rows themselves, or ``buffers.wide``."""
-        wide = top(buffers.wide, block)
+    def room(self, block: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+        """Memory to compute the argument of :meth:`store` in: the rows themselves, or ``wide``."""
         return block if self.together and block.dtype == wide.dtype else wide
 
     def store(self, block: torch.Tensor, values: torch.Tensor, buffers: Buffers) -> None:
-        """Write what was made in :meth:`room`."""
+        """Write what was computed in :meth:`room`."""
         if self.together:
             if values is not block:
                 block.copy_(values)
-        elif values.dtype == self.flat.dtype:
+        elif buffers.narrow is None:
             self.flat.index_copy_(0, block, values)
         else:
             self.flat.index_copy_(0, block, top(buffers.narrow, block).copy_(values))
 
 
 class RowScatter:
-    """The dense rows of a tensor, with zeros in those between the listed ones; a block at a time, as :class:`RowGather`.
+    """Dense rows of a CPU tensor, written block by block as by :class:`RowGather`; all other rows are set to zeros.
 
-    On CPU ``index_copy_`` and ``index_fill_`` take three to four times as long as ``index_select``. So a block is made in the
-    first rows of a buffer that ends in a row of zeros, and every row of the tensor takes one of the buffer's.
+    On a CPU ``index_copy_`` and ``index_fill_`` take three to four times as long as ``index_select``. Therefore a block
+    is computed in a buffer with a row of zeros behind it, and every row of the tensor is selected from that buffer.
     """
 
-    together, spare = False, 1
+    together = False
 
-    def __init__(self, flat: torch.Tensor, rows: torch.Tensor, size: int) -> None:
-        within = torch.arange(rows.numel(), device=rows.device).remainder_(size)
-        self.place = torch.full((flat.shape[0],), size, device=rows.device).index_copy_(0, rows, within)
-        self.flat, self.size, self.bounds = flat, size, [0, *rows[size::size].tolist(), flat.shape[0]]
-        self.count = rows.numel()
+    def __init__(self, flat: torch.Tensor, rows: RowIndex, size: int) -> None:
+        index, source = rows.numbers.numpy(), np.full(rows.total, size)
+        source[index] = np.arange(rows.n) if rows.n <= size else np.arange(rows.n) % size
+        self.flat, self.source = flat, torch.from_numpy(source)
+        self.bounds = [0, *index[size::size].tolist(), rows.total]
 
-    def blocks(self, size: int) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        """The rows up to the next block's first, where each takes its numbers from, and how many are listed."""
+    def blocks(self, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Blocks of (rows up to the first one of the next block, their rows in the buffer)."""
+        if len(self.bounds) == 2:
+            return [(self.flat, self.source)]
         lengths = [hi - lo for lo, hi in zip(self.bounds, self.bounds[1:], strict=False)]
-        listed = [min(size, self.count - start) for start in range(0, self.count, size)]
-        return list(zip(torch.split(self.flat, lengths), torch.split(self.place, lengths), listed, strict=True))
+        return list(zip(torch.split(self.flat, lengths), torch.split(self.source, lengths), strict=True))
 
-    def room(self, block: tuple[torch.Tensor, torch.Tensor, int], buffers: Buffers) -> torch.Tensor:
-        """Where to make what :meth:`store` is to write."""
-        return buffers.wide[: block[2]]
+    def room(self, block: tuple[torch.Tensor, torch.Tensor], wide: torch.Tensor) -> torch.Tensor:
+        """Memory to compute the argument of :meth:`store` in."""
+        return wide
 
-    def store(self, block: tuple[torch.Tensor, torch.Tensor, int], values: torch.Tensor, buffers: Buffers) -> None:
-        """Write what was made in :meth:`room`, and the zeros."""
-        rows, place, _ = block
-        source = buffers.wide
-        if values.dtype != self.flat.dtype:
-            source = buffers.narrow
-            top(source, values).copy_(values)
-        source[self.size].zero_()
-        torch.index_select(source, 0, place, out=rows)
+    def store(self, block: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, buffers: Buffers) -> None:
+        """Write what was computed in :meth:`room`, and the zeros."""
+        rows, source = block
+        if buffers.narrow is not None:
+            top(buffers.narrow, values).copy_(values)
+        assert buffers.padded is not None
+        buffers.padded[-1].zero_()
+        torch.index_select(buffers.padded, 0, source, out=rows)
 
 
-def with_zeros_between(out: torch.Tensor, rows: torch.Tensor, size: int) -> RowGather | RowScatter:
-    """The listed rows of ``[B, L, V]``, to be written ``size`` at a time; all others are or will be zeros."""
-    listed, N = RowGather(out, rows), out.shape[0] * out.shape[1]
-    if rows.numel() == N:
-        return listed
-    if listed.dense and not listed.together and out.is_cpu:
-        return RowScatter(listed.flat, rows, size)
-    idle = torch.ones(N, dtype=torch.bool, device=out.device).index_fill_(0, rows, False).nonzero().squeeze(1)
-    others = RowGather(out, idle)
-    others.flat.index_fill_(0, others.index, 0)
-    return listed
+def with_zeros_between(out: torch.Tensor, rows: RowIndex, size: int) -> RowGather | RowScatter:
+    """Target of blocks of ``size`` for the rows of an index in ``[B, L, V]``; all other rows are or will be zeros."""
+    target = RowGather(out, rows)
+    if rows.whole:
+        return target
+    if target.dense and not target.together and out.is_cpu:
+        return RowScatter(target.flat, rows, size)
+    idle = torch.ones(rows.total, dtype=torch.bool, device=out.device).index_fill_(0, rows.numbers, False)
+    if out.is_cpu:
+        others = RowGather(out, RowIndex.of(idle, 0))
+        others.flat.index_fill_(0, others.index, 0)
+    else:
+        zero_rows_(out, idle)
+    return target
+
+
+def zero_rows_(t: torch.Tensor, idle: torch.Tensor) -> None:
+    """Zero the rows of ``t [..., V]`` for which ``idle [N]`` is True."""
+    if t.is_cpu:
+        t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(idle, 0).numbers, 0)
+    else:  # without their numbers, which would be a sync
+        t.masked_fill_(idle.view(*t.shape[:-1], 1), 0)
 
 
 def sum_rows(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """The sum of each row of ``[R, V]``, ``[R, 1]``: to the bit that of the same row among others.
+    """Sum of each row of ``[R, V]``, ``[R, 1]``; bitwise independent of the other rows.
 
-    A long sum that is a single number torch cuts into one part a thread, so that its roundings follow the number of threads.
-    Of one such row, therefore, the sum is made twice.
+    torch splits a full reduction across threads, so that its rounding depends on the number of threads. A single long
+    row is therefore expanded to two rows, which forces a reduction per row.
     """
     if x.shape[0] != 1 or x.numel() < GRAIN:
         return torch.sum(x, 1, keepdim=True, out=out)
@@ -166,40 +232,44 @@ def sum_rows(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
 def a_row_at_a_time(function: Callable[..., torch.Tensor], z: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``torch.softmax`` or ``torch.log_softmax`` of ``[R, V]`` along V, written to ``out``, which may be z.
 
-    On CPU one pass does what maximum, difference, exponential, sum and quotient do in five, at a third of their time where
-    torch's ``exp`` is slow, and every row is its own: to the bit what it would be among others.
+    One call replaces maximum, difference, exponential, sum and quotient: on a CPU a third of their time if torch's
+    ``exp`` is slow. Each row is bitwise independent of the others.
     """
     if not z.is_cpu and z.data_ptr() == out.data_ptr():
-        return out.copy_(function(z, 1))  # whether their kernels may write over what they read, nobody says
+        return out.copy_(function(z, 1))  # aliasing input and out= is not documented for these kernels
     return function(z, 1, out=out)
 
 
-def team(rows: int, V: int, acc: torch.dtype, device: torch.device) -> tuple[int, int]:
-    """Threads to share the rows out among, and how many rows make a block."""
-    row, threads = max(V * acc.itemsize, 1), how_many(device)
-    one_core = device.type == "cpu" and torch.get_num_threads() == 1
-    if not one_core and (threads == 1 or rows * row <= COMMON_BLOCK_BYTES):  # so few are not worth waking threads for
+def team(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int = 1) -> tuple[int, int]:
+    """Return (threads that share the rows, rows per block). On a CPU, blocks of ``sides`` tensors share the cache."""
+    row = max(V * acc.itemsize, 1)
+    if device.type != "cpu":
+        return 1, max(1, min(rows, -(-DEVICE_BLOCK_BYTES // row)))
+    row *= sides
+    if torch.get_num_threads() == 1:
+        return 1, max(1, min(rows, BLOCK_BYTES // row))
+    threads = how_many()
+    if threads == 1 or rows * row <= COMMON_BLOCK_BYTES:  # too few rows to pay for waking threads
         return 1, max(1, min(rows, COMMON_BLOCK_BYTES // row))
-    many = min(max(threads // 4, 1), 4)
+    many = min(max(threads // 4, 1), 4)  # many threads wait for the interpreter, hence larger blocks
     least, most = (max(size // row, 1) for size in (BLOCK_BYTES // 4, BLOCK_BYTES * many))
     return threads, max(1, min(rows, max(rows // (4 * threads), least), most))
 
 
 def buffers_for(
-    threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool, narrow: bool, slope: bool = False
-) -> list[Buffers]:
-    acc = accum_dtype(like.dtype)
-    return [
-        Buffers(
-            torch.empty(size * wide, V, dtype=acc, device=like.device),
-            torch.empty(size * (narrow and like.dtype != acc), V, dtype=like.dtype, device=like.device),
-            torch.empty(size * slope, V, dtype=acc, device=like.device),
-        )
-        for _ in range(threads)
-    ]
-
-
-def column_of(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A column to look at for every target, and whether the target is really there."""
-    column = y.clamp(0, max(V - 1, 0))
-    return column, column == y if V else torch.zeros_like(y, dtype=torch.bool)
+    threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool = True, narrow: bool = False,
+    slope: bool = False, padded: bool = False, more: int = 0,
+) -> list[Buffers]:  # fmt: skip
+    """:class:`Buffers` of ``size`` rows for each thread, on the device of ``like``, a tensor of logits."""
+    dtype, device, made = accum_dtype(like.dtype), like.device, []
+    for _ in range(threads):
+        a = torch.empty(size * wide + padded, V, dtype=dtype, device=device)
+        b = torch.empty(size + padded, V, dtype=like.dtype, device=device) if narrow and like.dtype != dtype else None
+        padded_block = None
+        if padded and b is None:
+            a, padded_block = a[:size], a
+        elif padded and b is not None:
+            b, padded_block = b[:size], b
+        blocks = [torch.empty(size, V, dtype=dtype, device=device) for _ in range(more + slope)]
+        made.append(Buffers(a, b, blocks.pop() if slope else None, padded_block, blocks))
+    return made

@@ -1,27 +1,30 @@
-"""The divergence of rows to a teacher's in plain torch (``_backends/_divergence.py``): a few rows at a time, in buffers that stay in cache.
+"""Divergence of rows from a teacher's rows in plain torch (``_backends/_divergence.py``), block by block.
 
-With p the softmax of a row of transformed student logits z, q that of the teacher's t, which is a constant, and
-a = sum_v min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in z (L: the value itself):
+Let p be the softmax of a row of transformed student logits z and q the softmax of the teacher's row t, a constant.
+With the acceptance rate a = sum_v min(p_v, q_v), each kind has a value L and a gradient with respect to z:
 
     kl          sum q (log q - log p)                        p - q
     rkl         sum p (log p - log q)                        p (log p - log q - L)
-    jsd         beta KL(q||m) + (1 - beta) KL(p||m)          (1 - beta) p (log p - log m - KL(p||m)),  m = beta q + (1 - beta) p
+    jsd         beta KL(q||m) + (1 - beta) KL(p||m)          (1 - beta) p (log p - log m - KL(p||m))
     tv          1 - a                                        p X - p [p <= q],  X = sum p [p <= q]
-    nla         -log max(a, floor)                           that of tv over a, 0 where a < floor
-    lk          lam kl + (1 - lam) tv                        the same mixture, lam = kl_scale e^(-eta a) a constant
-    lk_soft_ce  lam soft_ce + (1 - lam) tv                   the same mixture
+    nla         -log max(a, floor)                           gradient of tv over a, 0 if a < floor
+    lk          lam kl + (1 - lam) tv                        lam, 1 - lam times both gradients
+    lk_soft_ce  lam soft_ce + (1 - lam) tv                   lam, 1 - lam times both gradients
     soft_ce     -sum q log p                                 p - q
     teacher_ce  -log p_h,  h the teacher's argmax            p - onehot(h)
     ce          -log p_y,  y the target                      p - onehot(y)
 
-A product with a probability of 0 is 0. The argmax is the lowest index that has the largest transformed logit. [p <= q] is
-p <= (1 + 2**-18) q: p and q that are equal but for rounding count as p <= q, or the rounding of a row's sum would decide all
-its ties. a is the plain sum of minima.
+with m = beta q + (1 - beta) p, and lam = kl_scale e^(-eta a) a constant.
 
-A kind is a :class:`Kind`: column functions whose sums it needs, column functions that its gradient is made of, and what one row
-makes of the sums. All kinds of a recipe share p, q and what they have in common, so that a sum of kinds is one pass.
+A product with a probability of 0 is 0. The argmax is the lowest index with the largest transformed logit. [p <= q]
+is p <= (1 + 2**-18) q: p and q that differ only by rounding count as p <= q. Otherwise the rounding of a row's sum
+would decide all ties of the row. a is the plain sum of minima.
 
-torch's ``log_softmax`` followed by ``exp`` takes twice as long as ``softmax``; log p is the logits less two numbers a row.
+A :class:`Kind` consists of column functions to sum, column functions that make up the gradient, and a function of one
+row's sums. All kinds of a recipe share p, q and common column functions, so that a sum of kinds takes one pass.
+
+torch's ``log_softmax`` followed by ``exp`` takes twice as long as ``softmax``. Therefore log p is computed as the
+logits minus two numbers per row.
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, NO_HYPER, TIE, Found, Hyper, Kept, Option, Recipe
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._rows import SKIP, column_of
 from dllm_kernels._backends.torch._blocks import (
     Buffers,
     RowGather,
+    RowIndex,
     RowScatter,
     a_row_at_a_time,
     buffers_for,
-    column_of,
     split,
     sum_rows,
     team,
@@ -54,14 +57,14 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
 
 Tensor = torch.Tensor
-# Columns among which the largest is looked for first: torch finds where it is at a tenth of the speed at which it finds it.
+# Columns that are reduced to a maximum first, because torch's argmax runs at a tenth of the speed of its maximum.
 TILE = 256
 
 
 class Columns(NamedTuple):
-    """Of a block of rows ``[R, V]``: p, q and their logarithms, where a kind needs these.
+    """p, q and their logarithms for a block of rows ``[R, V]``; the logarithms are None if no kind needs them.
 
-    ``careful``: whether a logarithm may be infinite, so that a product with it is NaN where the probability is 0.
+    ``careful``: whether a logarithm may be infinite. Its product with a probability of 0 is then set to 0, not NaN.
     """
 
     p: Tensor
@@ -71,20 +74,20 @@ class Columns(NamedTuple):
     careful: bool = False
 
     def times(self, e: Tensor, x: Tensor) -> Tensor:
-        """``e x`` over x; 0 where the probability e is."""
+        """Multiply x by the probability e in place; 0 if e is 0."""
         x.mul_(e)
         return x.masked_fill_(e == 0, 0) if self.careful else x
 
 
 class Numbers(NamedTuple):
-    """Of a block of rows, ``[R, 1]``.
+    """Per-row values of a block, ``[R, 1]``.
 
     Attributes:
         alpha: a.
-        lam_alpha: what lam is made from.
+        lam_alpha: the acceptance rate that lam is computed from.
         at_best: -log p at the teacher's argmax.
-        at_target: -log p at the target, 0 where there is none.
-        on: 1, 0 where there is no target, NaN for one that no column has.
+        at_target: -log p at the target, 0 without a target.
+        on: 1 with a target, 0 without, NaN if no column has the target.
     """
 
     alpha: Tensor
@@ -95,9 +98,9 @@ class Numbers(NamedTuple):
 
 
 class Feature(NamedTuple):
-    """A function of a column: (columns, hyper, room) -> ``[R, V]``, mostly in the room.
+    """A column function: (columns, hyper, buffer) -> ``[R, V]``, usually in the buffer.
 
-    ``logs``: whether it reads log p or log q; ``hyper``: whether it reads the hyperparameters.
+    ``logs``: whether it reads log p or log q. ``hyper``: whether it reads the hyperparameters.
     """
 
     of: Callable[[Columns, Hyper, Tensor], Tensor]
@@ -127,9 +130,9 @@ def _cross_entropy(c: Columns, _: Hyper, out: Tensor) -> Tensor:
 
 
 def _log_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
-    """``log m``, ``m = p + beta (q - p)``: p itself where q is."""
+    """``log m`` with ``m = p + beta (q - p)``, which is exactly p if p equals q."""
     m = torch.lerp(c.p, c.q, h[0], out=out)
-    return m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # where it is 0 so are p and q
+    return m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # m = 0 only if p = q = 0
 
 
 def _student_to_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
@@ -192,11 +195,11 @@ class Kind(NamedTuple):
     """A kind of divergence.
 
     Attributes:
-        sums: whose sums over a row it needs.
-        gradient: what its gradient is made of.
-        row: (sums, numbers, hyper) -> value, and what each part of the gradient is multiplied by.
-        minus: "best" or "target": the gradient has -1 more in that column.
-        options: the numbers that it depends on, ``hyper``, at most two: keywords of the public functions.
+        sums: column functions to sum over a row.
+        gradient: column functions whose weighted sum is the gradient.
+        row: (sums, numbers, hyper) -> value, and the factor of each term of the gradient.
+        minus: "best" or "target": column whose gradient has an additional -1.
+        options: hyperparameters ``hyper``, at most two: keywords of the public functions.
     """
 
     sums: tuple[Feature, ...]
@@ -209,7 +212,7 @@ class Kind(NamedTuple):
 BETA = {"beta": Option(0.5, 0.0, 1.0)}
 FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
 OF_LAM = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
-# In an order that compiled graphs know them by. What a caller may ask for is derived from this table (``_core/_recipes.py``).
+# Compiled graphs identify a kind by its position. The public names are derived from this table (``_core/_recipes.py``).
 KINDS = {
     "kl": Kind((FORWARD_KL,), (DIFFERENCE,), _sum),
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), _rkl),
@@ -226,7 +229,7 @@ Key = tuple[Feature, Hyper | None]
 
 
 class Coefficients(NamedTuple):
-    """What a block's gradient is made of, ``[R, 1]``: for each of the features, and at the teacher's argmax, at the target."""
+    """Factors of a block's gradient, ``[R, 1]``: of each feature, at the teacher's argmax, and at the target."""
 
     of: list[Tensor]
     best: Tensor | None
@@ -234,11 +237,11 @@ class Coefficients(NamedTuple):
 
 
 class Program:
-    """A recipe as this path works on it: each feature once, whatever number of kinds have it.
+    """A recipe with each feature listed once, even if several kinds use it.
 
     Attributes:
-        both: the features that have a sum and are part of the gradient. Their sums are all that the coefficients are made of.
-        kept: those of them that stay in the room after the sums; none if the sums are known (``known``).
+        both: features that are summed and part of the gradient. The coefficients depend on their sums alone.
+        kept: features of ``both`` that are kept in the room after the sums; none if the sums are known (``known``).
     """
 
     def __init__(self, recipe: Recipe, *, known: bool = False) -> None:
@@ -253,11 +256,11 @@ class Program:
 
     @property
     def work_blocks(self) -> int:
-        """Blocks in the dtype of sums to work in: p, q, their logarithms, one to work in, and what is kept."""
+        """Number of blocks in the dtype of sums: p, q, their logarithms, one scratch block, and the kept features."""
         return 2 + 2 * self.logs + 1 + len(self.kept)
 
     def summed(self, c: Columns, room: Sequence[Tensor]) -> list[Tensor]:
-        """The sum of minima, and that of each feature, ``[R, 1]``; those of the gradient stay in the room."""
+        """Return a and the sum of each feature, ``[R, 1]``; features of the gradient are kept in the room."""
         work, *kept = room
         found = [sum_rows(torch.minimum(c.p, c.q, out=work))]
         for feature, hyper in self.sums:
@@ -266,9 +269,9 @@ class Program:
         return found
 
     def rows(self, sums: Sequence[Tensor], n: Numbers, w: Tensor) -> tuple[Tensor, Coefficients]:
-        """(value, coefficients times the weight w) of rows, ``[R, 1]``."""
+        """Return (value, coefficients times the weight w) of rows, ``[R, 1]``."""
         of_key = dict(zip(self.sums, sums, strict=True))
-        value = n.alpha * 0  # NaN where a row of either side has no distribution, which comparisons would hide
+        value = n.alpha * 0  # NaN if either row is no distribution, which comparisons would hide
         w = w + value
         of: dict[Key, Tensor] = {}
         minus: dict[str, Tensor] = {}
@@ -284,13 +287,13 @@ class Program:
         return value, Coefficients([of[key] for key in self.gradient], minus.get("best"), minus.get("target"))
 
     def numbers(self, norms: Norms, alpha: Tensor, sums: Sequence[Tensor]) -> Tensor:
-        """The statistics ``[R, KEPT_NUMBERS]`` of rows, from the sums of :attr:`sums`."""
+        """Return the statistics ``[R, KEPT_NUMBERS]`` of rows, from the sums of :attr:`sums`."""
         of_key = dict(zip(self.sums, sums, strict=True))
         found = [*norms, alpha, *(of_key[key] for key in self.both)]
         return torch.cat(found + [torch.zeros_like(alpha)] * (KEPT_NUMBERS - len(found)), 1)
 
     def coefficients(self, numbers: Tensor, mean_alpha: Tensor | None, on: Tensor | None, w: Tensor) -> Coefficients:
-        """Those of :meth:`rows`, from the statistics of rows."""
+        """Return the coefficients of :meth:`rows`, from the statistics of rows."""
         alpha, *known = numbers[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
         of_key = dict(zip(self.both, known, strict=False))
         unread = torch.zeros_like(alpha)
@@ -298,11 +301,11 @@ class Program:
         return self.rows([of_key.get(key, unread) for key in self.sums], n, w)[1]
 
     def lam_alpha(self, alpha: Tensor, mean_alpha: Tensor | None) -> Tensor:
-        """What lam is made from."""
+        """Return the acceptance rate that lam is computed from."""
         return mean_alpha if self.mean_alpha and mean_alpha is not None else alpha
 
     def made(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
-        """The gradient in the transformed logits but for single columns, in ``out``, which is no memory of the room."""
+        """Write the gradient in the transformed logits, except for single columns, to ``out``, outside of the room."""
         work, *kept = room
         for i, (key, factor) in enumerate(zip(self.gradient, coefficients.of, strict=True)):
             feature, hyper = key
@@ -319,15 +322,14 @@ def _key(feature: Feature, hyper: Hyper) -> Key:
 
 
 class Room(NamedTuple):
-    """A thread's buffers: the student's, the teacher's, and blocks to work in."""
+    """Buffers of one thread: the student's, with blocks to work in, and the teacher's."""
 
     student: Buffers
     teacher: Buffers
-    more: Sequence[Tensor]
 
 
 class Block(NamedTuple):
-    """Some rows of both: the transformed logits ``[R, V]``, the slope of the student's, and its buffers."""
+    """A block of rows of both sides: transformed logits ``[R, V]``, the slope of the student's, and the buffers."""
 
     z: Tensor
     t: Tensor
@@ -336,12 +338,12 @@ class Block(NamedTuple):
 
     @property
     def more(self) -> list[Tensor]:
-        """Buffers of the size of the block."""
-        return [top(buffer, self.z) for buffer in self.room.more]
+        """Scratch buffers with as many rows as the block."""
+        return [top(buffer, self.z) for buffer in self.room.student.more]
 
 
 class Norms(NamedTuple):
-    """The logarithm of a row's softmax is the row less both: its maximum, log sum e^(z - maximum), ``[R, 1]``; of both sides."""
+    """Maximum and log sum e^(z - maximum) of rows of both sides, ``[R, 1]``; a row minus both is its log-softmax."""
 
     row_max: Tensor
     log_sum: Tensor
@@ -350,62 +352,58 @@ class Norms(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Tensor) -> Norms:
-        """Those of rows, from their statistics."""
+        """Extract them from the statistics of rows."""
         return cls(*numbers[:, : len(cls._fields)].unsqueeze(2).unbind(1))
 
 
 class Pairs:
-    """The rows of nonzero weight beside those of the teacher, a block at a time, shared out among threads.
+    """The rows of nonzero weight with their teacher rows, block by block, shared among threads.
 
     Attributes:
-        rows: which they are, of the N.
-        lost: bool ``[n, 1]``, which of them the teacher has no row for, or None.
+        rows: their index among the N rows.
+        lost: bool ``[n, 1]``, True for rows without a teacher row; None if each is known to have one.
     """
 
     def __init__(
         self, logits: Tensor, teacher: Tensor, weights: Tensor, teacher_rows: Tensor | None, work_blocks: int,
         transform: Transform, teacher_transform: Transform,
     ) -> None:  # fmt: skip
-        self.N, self.work_blocks = weights.shape[0], work_blocks
+        self.work_blocks = work_blocks
         self.logits, self.teacher = logits, teacher
         self.transforms = transform, teacher_transform
-        self.rows = (weights != 0).nonzero().squeeze(1)
-        n, self.acc = self.rows.numel(), accum_dtype(logits.dtype)
-        self.threads, self.size = team(n, logits.shape[-1], self.acc, logits.device)
+        self.rows, self.acc = RowIndex.of(weights, 0), accum_dtype(logits.dtype)
+        self.threads, self.size = team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=2)
         self.lost: Tensor | None = None
-        if n:
+        if self.rows.n:
             self.student = RowGather(logits, self.rows)
             self.theirs = self._teacher_rows(teacher_rows)
 
     def _teacher_rows(self, teacher_rows: Tensor | None) -> RowGather:
         if teacher_rows is None:
             return RowGather(self.teacher, self.rows)
-        index = teacher_rows[self.rows]
-        inside = index.clamp(0, self.teacher.shape[0] * self.teacher.shape[1] - 1)
-        self.lost = (index != inside).unsqueeze(1)
-        listed = RowGather(self.teacher, inside)
-        listed.together = listed.together and bool((inside.diff() == 1).all())
-        return listed
+        total = self.teacher.shape[0] * self.teacher.shape[1]
+        index, lost = column_of(self.rows.take(teacher_rows), total)
+        self.lost = None if lost is None else lost.unsqueeze(1)
+        return RowGather(self.teacher, RowIndex.listed(index, total))
 
     def taken(self, t: Tensor | None) -> Tensor | None:
-        """These rows of a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``."""
+        """Entries of these rows in a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``."""
         if t is None:
             return None
-        t = t if self.rows.numel() == self.N else t[self.rows]
+        t = self.rows.take(t)
         return t.unsqueeze(1) if t.dim() == 1 else t
 
     def placed(self, t: Tensor) -> Tensor:
-        """``[n, 1]`` numbers as ``[N]``, or ``[n, columns]`` as ``[N, columns]``, 0 in the other rows."""
-        t = t.squeeze(1)
-        return t if self.rows.numel() == self.N else t.new_zeros(self.N, *t.shape[1:]).index_copy_(0, self.rows, t)
+        """Inverse of :meth:`taken`; 0 in all other rows."""
+        return self.rows.put(t.squeeze(1))
 
     def empty(self, columns: int = 1, dtype: torch.dtype | None = None) -> Tensor:
-        """``[n, columns]`` numbers to be found."""
-        return torch.empty(self.rows.numel(), columns, dtype=dtype or self.acc, device=self.logits.device)
+        """Allocate results, ``[n, columns]``."""
+        return torch.empty(self.rows.n, columns, dtype=dtype or self.acc, device=self.logits.device)
 
     def each(self, work: Callable[..., Tensor | None], *per_row: Tensor | None, out: Tensor | None = None) -> None:
-        """Call ``work(block, *parts of per_row)`` for every block; with ``out [B, L, V]`` it returns the gradient of its rows."""
-        n, V, device = self.rows.numel(), self.logits.shape[-1], self.logits.device
+        """Call ``work(block, memory, *parts of per_row)`` for every block; with ``out``, it returns their gradient."""
+        n, V = self.rows.n, self.logits.shape[-1]
         if n == 0:
             if out is not None:
                 out.zero_()
@@ -415,34 +413,35 @@ class Pairs:
         writes = [None] * count if target is None else target.blocks(self.size)
         parts = zip(*([None] * count if t is None else split(t, self.size) for t in per_row), strict=True)
         blocks = zip(self.student.blocks(self.size), self.theirs.blocks(self.size), writes, parts, strict=True)
-        spare = 0 if target is None else target.spare
         in_place = self.student.together and (target is None or target.together)
         caps = target is not None and self.transforms[0].softcap is not None
-        mine = buffers_for(self.threads, self.size + spare, V, self.logits, wide=True, narrow=not in_place, slope=caps)
-        its = buffers_for(self.threads, self.size, V, self.teacher, wide=True, narrow=not self.theirs.together)
-        rooms = [
-            Room(a, b, [torch.empty(self.size, V, dtype=self.acc, device=device) for _ in range(self.work_blocks)])
-            for a, b in zip(mine, its, strict=True)
-        ]
+        mine = buffers_for(
+            self.threads, self.size, V, self.logits, narrow=not in_place, slope=caps,
+            padded=isinstance(target, RowScatter), more=self.work_blocks,
+        )  # fmt: skip
+        its = buffers_for(self.threads, self.size, V, self.teacher, narrow=not self.theirs.together)
+        rooms = [Room(a, b) for a, b in zip(mine, its, strict=True)]
         share_out([partial(self._block, work, target, *here) for here in blocks], rooms)
 
     def _block(
-        self, work: Callable[..., Tensor | None], target: RowGather | RowScatter | None, mine: Tensor, its: Tensor, to: Any,
-        parts: Sequence[Tensor | None], room: Room,
+        self, work: Callable[..., Tensor | None], target: RowGather | RowScatter | None, mine: Tensor, its: Tensor,
+        to: Any, parts: Sequence[Tensor | None], room: Room,
     ) -> None:  # fmt: skip
         transform, its_transform = self.transforms
         wide, slope = top(room.student.wide, mine), 1.0
-        z = self.student.load(mine, room.student)
+        z = self.student.load(mine, wide, room.student)
         if target is None:
             z = transformed(z, transform, wide)
         else:
-            z, slope = with_slope(z, transform, wide, top(room.student.slope, mine))  # type: ignore[assignment]
-        t = transformed(self.theirs.load(its, room.teacher), its_transform, top(room.teacher.wide, its))
+            slope_buffer = None if room.student.slope is None else top(room.student.slope, mine)
+            z, slope = with_slope(z, transform, wide, slope_buffer)  # type: ignore[assignment]
+        its_wide = top(room.teacher.wide, its)
+        t = transformed(self.theirs.load(its, its_wide, room.teacher), its_transform, its_wide)
         block = Block(z, t, slope, room)
         if target is None:
             work(block, None, *parts)
             return
-        grad = work(block, target.room(to, room.student), *parts)
+        grad = work(block, target.room(to, wide), *parts)
         assert grad is not None
         target.store(to, through_(grad, slope, transform), room.student)
 
@@ -471,7 +470,7 @@ def divergence_grad(
 ) -> None:  # fmt: skip
     """See ``_backends/_divergence.py``."""
     program = Program(recipe, known=True)
-    pairs = Pairs(logits, teacher, weights, teacher_rows, program.buffers, transform, teacher_transform)
+    pairs = Pairs(logits, teacher, weights, teacher_rows, program.work_blocks, transform, teacher_transform)
     work = partial(_gradient, program, mean_alpha, _skipped_by_both(transform, teacher_transform))
     per_row = (pairs.taken(t) for t in (weights, targets, kept.numbers, kept.hot))
     pairs.each(work, *per_row, out=out)
@@ -482,7 +481,7 @@ def _skipped_by_both(transform: Transform, teacher_transform: Transform) -> int 
 
 
 def _softmaxes(program: Program, block: Block) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """(p, q, what is left of the buffers)."""
+    """Compute p and q; return them with the unused buffers."""
     p, q = (a_row_at_a_time(torch.softmax, x, b) for x, b in zip((block.z, block.t), block.more, strict=False))
     return p, q, block.more[2:]
 
@@ -492,7 +491,7 @@ def _whole_rows(
     lost: Tensor | None, y: Tensor | None, value_out: Tensor, alpha_out: Tensor, agree: Tensor, numbers: Tensor | None,
     hot_out: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
-    """What is to be found of a block, and its gradient."""
+    """Compute the results of a block, and its gradient if requested."""
     z, t = block.z, block.t
     (row_max, best), (its_row_max, hot) = largest(z), largest(t)
     p, q, work = _softmaxes(program, block)
@@ -503,13 +502,14 @@ def _whole_rows(
         columns, work = Columns(p, q, *logarithms(block, norms, work, skip)), work[2:]
     at_best = at(z, hot, row_max, log_sum)[0] if program.best else None
     at_target, on = (None, None) if y is None else at(z, y, row_max, log_sum)
-    for careful in (False, True):  # where a logarithm is infinite
+    # A CPU is careful only after a sum that is not finite. Elsewhere looking would be a host sync for each block.
+    for careful in (False, True) if z.is_cpu else (True,):
         alpha, *sums = program.summed(columns._replace(careful=careful), work)
         if lost is not None:
             alpha = alpha.masked_fill_(lost, math.nan)
         lam_alpha = program.lam_alpha(alpha, mean_alpha)
         value, c = program.rows(sums, Numbers(alpha, lam_alpha, at_best, at_target, on), weight)
-        if not program.logs or math.isfinite(value.sum().item()):
+        if careful or not program.logs or math.isfinite(value.sum().item()):
             break
     value_out.copy_(value)
     alpha_out.copy_(alpha)
@@ -524,7 +524,7 @@ def _gradient(
     program: Program, mean_alpha: Tensor | None, skip: int | None, block: Block, out: Tensor, weight: Tensor,
     y: Tensor | None, numbers: Tensor, hot: Tensor,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a block, from the statistics of its rows."""
+    """Compute the gradient of a block from the statistics of its rows."""
     p, q, work = _softmaxes(program, block)
     norms = Norms.of(numbers)
     columns = Columns(p, q, None, None)
@@ -536,7 +536,7 @@ def _gradient(
 
 
 def with_single_columns(grad: Tensor, hot: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:
-    """The gradient less what the teacher's argmax and the target have besides."""
+    """Subtract the terms of the teacher's argmax and of the target from a gradient, in place."""
     for column, factor in ((hot, c.best), (y, c.target)):
         if factor is not None and column is not None:
             subtract_at(grad, column, factor)
@@ -544,7 +544,7 @@ def with_single_columns(grad: Tensor, hot: Tensor, y: Tensor | None, c: Coeffici
 
 
 def logarithms(block: Block, norms: Norms, out: Sequence[Tensor], skip: int | None) -> tuple[Tensor, Tensor]:
-    """``log_p`` and ``log_q``; 0 in the column that is skipped on both sides, where no product with it is to be NaN."""
+    """Return log p and log q. A column skipped on both sides is set to 0, so that no product with it is NaN."""
     log_p = torch.sub(block.z, norms.row_max, out=out[0]).sub_(norms.log_sum)
     log_q = torch.sub(block.t, norms.its_row_max, out=out[1]).sub_(norms.its_log_sum)
     if skip is not None:
@@ -554,20 +554,23 @@ def logarithms(block: Block, norms: Norms, out: Sequence[Tensor], skip: int | No
 
 
 def at(z: Tensor, y: Tensor, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """(-log p of the column y, 0 where it is ``SKIP``; 1, 0 where it is ``SKIP``, NaN where there is no such column)."""
-    column, inside = column_of(y, z.shape[1])
-    on = inside.to(row_max.dtype).masked_fill_(~inside & (y != SKIP), math.nan)
-    return torch.where(on != 0, (log_sum - (z.gather(1, column) - row_max)) * on, 0.0), on
+    """Return -log p of column y, and 1. Both are 0 if y is ``SKIP`` and NaN if there is no such column."""
+    column, lost = column_of(y, z.shape[1])
+    nll = log_sum - (z.gather(1, column) - row_max)
+    if lost is None:
+        return nll, torch.ones_like(nll)
+    on = (~lost).to(nll.dtype).masked_fill_(lost & (y != SKIP), math.nan)
+    return torch.where(on != 0, nll * on, 0.0), on
 
 
 def subtract_at(grad: Tensor, y: Tensor, factor: Tensor) -> None:
-    """The factor of each row less in its column y, if it has such a column."""
-    column, inside = column_of(y, grad.shape[1])
-    grad.scatter_add_(1, column, torch.where(inside, -factor, 0.0))
+    """Subtract the factor of each row in its column y, if there is such a column."""
+    column, lost = column_of(y, grad.shape[1])
+    grad.scatter_add_(1, column, -factor if lost is None else torch.where(lost, 0.0, -factor))
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(maximum, the first column that has it) of each row of ``[R, V]``, ``[R, 1]``; where there is a NaN: NaN, any column."""
+    """Return (maximum, first column that has it) of rows ``[R, V]``, ``[R, 1]``; (NaN, any column) if a row has NaN."""
     V = x.shape[1]
     whole = V // TILE * TILE
     if whole in (0, TILE):
@@ -580,5 +583,5 @@ def largest(x: Tensor) -> tuple[Tensor, Tensor]:
     first = tile * TILE
     columns = torch.arange(TILE, device=x.device) + first
     if whole < V:
-        columns.clamp_(max=V - 1)  # beyond the last column: that one once more
+        columns.clamp_(max=V - 1)  # repeat the last column
     return row_max, x.gather(1, columns).argmax(1, keepdim=True).add_(first)

@@ -1,28 +1,25 @@
-"""The row statistics in plain torch (``_backends/_row_stats.py``): some active rows at a time, in buffers that stay in cache.
+"""Row statistics in plain torch (``_backends/_row_stats.py``): blocks of active rows, in buffers that stay in cache.
 
-Threads share the blocks out, and what is one number a row is computed for all of them at once. Finding the active rows
-(``nonzero``) syncs a GPU with its host; on CPU it costs nothing.
+Threads share the blocks. Per-row values are computed for all active rows at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from dllm_kernels._backends._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._rows import SKIP, column_of
 from dllm_kernels._backends.torch._blocks import (
     Buffers,
     RowGather,
+    RowIndex,
     RowScatter,
     a_row_at_a_time,
     buffers_for,
-    column_of,
-    places,
     split,
     sum_rows,
     team,
@@ -34,49 +31,44 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, through_, transformed, with_slope
 
 
-class _Room(NamedTuple):
-    """A thread's buffers: its :class:`Buffers`, and some more blocks in the dtype of sums."""
-
-    buffers: Buffers
-    more: Sequence[torch.Tensor]
-
-
 class _Mix(NamedTuple):
-    """Of each row, ``[n, 1]``: a, b, and whether a is 0 beside a b that is not."""
+    """The mixture of each row.
+
+    Attributes:
+        a: ``[n, 1]``.
+        b: ``[n, 1]``.
+        none: ``[n, 1]``, True if a is 0 and b is not.
+        any_none: False if ``none`` is known to be False everywhere; only a CPU is asked.
+    """
 
     a: torch.Tensor
     b: torch.Tensor
     none: torch.Tensor
+    any_none: bool
 
     @classmethod
-    def of(cls, request: StatsRequest, rows: torch.Tensor | None) -> _Mix:
-        """Of these rows; None: of all."""
+    def of(cls, request: StatsRequest, rows: RowIndex) -> _Mix:
+        """The mixture of these rows."""
         assert request.a is not None
         assert request.b is not None
-        a, b = (t.unsqueeze(1) if rows is None else t[rows].unsqueeze(1) for t in (request.a, request.b))
-        return cls(a, b, (a == 0) & (b > 0))
+        a, b = (rows.take(t).unsqueeze(1) for t in (request.a, request.b))
+        none = (a == 0) & (b > 0)
+        return cls(a, b, none, not none.is_cpu or bool(none.any()))
 
     def blocks(self, size: int) -> list[_Mix]:
-        return [_Mix(*part) for part in zip(*(split(t, size) for t in self), strict=True)]
+        parts = (split(t, size) for t in (self.a, self.b, self.none))
+        return [_Mix(a, b, none, self.any_none) for a, b, none in zip(*parts, strict=True)]
 
     @property
     def beside(self) -> torch.Tensor:
-        """What p has to be divided by, with itself added, to be q."""
+        """X with q = p / (p + x)."""
         return torch.where(self.b == 0, math.inf, self.a / self.b)
-
-
-def _rooms(
-    threads: int, size: int, V: int, like: torch.Tensor, more: int, *, narrow: bool, slope: bool = False
-) -> list[_Room]:
-    acc = accum_dtype(like.dtype)
-    buffers = buffers_for(threads, size, V, like, wide=True, narrow=narrow, slope=slope)
-    return [_Room(s, [torch.empty(size, V, dtype=acc, device=like.device) for _ in range(more)]) for s in buffers]
 
 
 def _add_up_mix(
     p: torch.Tensor, log_p_sum: torch.Tensor | None, mix: _Mix, sums: Sums, spare: torch.Tensor, transform: Transform
 ) -> None:
-    """F and W of a block; ``log_p_sum``: where a row of the block has no a."""
+    """Write F and W of a block. ``log_p_sum`` is needed if ``mix.any_none``."""
     skip, V = transform.skip_id, p.shape[1]
     torch.mul(p, mix.b, out=spare).add_(mix.a)
     if skip is not None:
@@ -93,60 +85,62 @@ def _add_up_mix(
 
 
 def _log_p_sum(log_p: torch.Tensor, mix: _Mix, transform: Transform) -> torch.Tensor | None:
-    """Where a row of a block has no a; the skipped column, which adds nothing, is 0 afterwards."""
+    """Sum of log p if ``mix.any_none``, otherwise None. Sets the skipped column to 0, its share of every sum."""
     if transform.skip_id is not None:
         log_p.select(1, transform.skip_id).fill_(0)
-    return sum_rows(log_p) if bool(mix.none.any()) else None
+    return sum_rows(log_p) if mix.any_none else None
 
 
 class Sums(NamedTuple):
-    """What the blocks leave of each row; None where not asked for."""
+    """Per-row accumulators; None if not requested."""
 
     log_probs: torch.Tensor
-    row_max: torch.Tensor | None
-    best: torch.Tensor | None
-    log_sum: torch.Tensor | None
-    moment: torch.Tensor | None
-    mix: torch.Tensor | None
-    mix_weight: torch.Tensor | None
+    row_max: torch.Tensor | None = None
+    best: torch.Tensor | None = None
+    log_sum: torch.Tensor | None = None
+    moment: torch.Tensor | None = None
+    mix: torch.Tensor | None = None
+    mix_weight: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> Sums:
-        mix, acc = request.a is not None, accum_dtype(like.dtype)
-        wanted = (
-            request.lse or request.correct, request.correct, request.lse, request.entropy, mix, mix and request.gradients,
-        )  # fmt: skip
-        made = [
-            torch.empty(n, 1, dtype=d, device=like.device) if w else None
-            for d, w in zip((acc, torch.int64, *(acc,) * 4), wanted, strict=True)
-        ]
-        return cls(torch.empty(n, request.ids.shape[1], dtype=acc, device=like.device), *made)
+        options: dict[str, Any] = {"dtype": accum_dtype(like.dtype), "device": like.device}
+        log_probs, mix = torch.empty(n, request.ids.shape[1], **options), request.a is not None
+        if not (request.lse or request.correct or request.entropy or mix):
+            return cls(log_probs)
+        wanted = (request.lse or request.correct, request.lse, request.entropy, mix, mix and request.gradients)
+        row_max, *others = (torch.empty(n, 1, **options) if w else None for w in wanted)
+        best = torch.empty(n, 1, dtype=torch.int64, device=like.device) if request.correct else None
+        return cls(log_probs, row_max, best, *others)
 
     def find_largest(self, z: torch.Tensor) -> None:
-        """The maxima of a block, and their columns."""
+        """Write the maxima of a block, and their columns."""
         if self.best is not None:
             torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))  # type: ignore[arg-type]
         elif self.row_max is not None:
             torch.amax(z, 1, keepdim=True, out=self.row_max)
 
     def normalizer(self, log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(M, log S); of a row, or a shard of it, that is all -inf, M - M is NaN and S is 0."""
+        """(M, log S). In a row, or shard of a row, of nothing but -inf, M is the lowest finite number and S is 0."""
         assert self.row_max is not None
         row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
         return row_max, log_sum.masked_fill_(self.row_max == -math.inf, -math.inf)
 
     def blocks(self, size: int, count: int) -> list[Sums]:
         """Views of ``[size, 1]`` and ``[size, K]``."""
+        if count == 1:
+            return [self]
         parts = ([None] * count if t is None else split(t, size) for t in self)
         return [Sums(*part) for part in zip(*parts, strict=True)]
 
 
 def _reduce(
-    listed: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix | None, column: torch.Tensor, room: _Room
+    source: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix | None, column: torch.Tensor,
+    buffers: Buffers
 ) -> None:  # fmt: skip
-    """All sums of a block of rows."""
-    wide = top(room.buffers.wide, block)
-    z = transformed(listed.load(block, room.buffers), transform, wide)
+    """Compute all sums of a block of rows."""
+    wide = top(buffers.wide, block)
+    z = transformed(source.load(block, wide, buffers), transform, wide)
     sums.find_largest(z)
     log_p = a_row_at_a_time(torch.log_softmax, z, wide)
     torch.gather(log_p, 1, column, out=sums.log_probs)
@@ -154,7 +148,7 @@ def _reduce(
         torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
     if sums.moment is None and mix is None:
         return
-    p = torch.exp(log_p, out=top(room.more[0], block))
+    p = torch.exp(log_p, out=top(buffers.more[0], block))
     log_p_sum = None if mix is None else _log_p_sum(log_p, mix, transform)
     if sums.moment is not None:
         sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
@@ -164,37 +158,30 @@ def _reduce(
 
 def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
     """See ``_backends/_row_stats.py``."""
-    B, L, V = logits.shape
-    rows = places(request.active != SKIP)
-    if rows.numel() == 0:
-        return _nothing(request, accum_dtype(logits.dtype))
-    acc, some = accum_dtype(logits.dtype), rows.numel() < B * L
-    with_mix = request.a is not None
-    listed, sums = RowGather(logits, rows), Sums.empty(rows.numel(), logits, request)
-    ids = request.ids.index_select(0, rows) if some else request.ids
-    column, inside = column_of(ids, V)
-    threads, size = team(rows.numel(), V, acc, logits.device)
+    V, acc = logits.shape[-1], accum_dtype(logits.dtype)
+    rows = RowIndex.of(request.active, SKIP, request.weights)
+    if not rows.n:
+        return _nothing(request, acc)
+    source, sums = RowGather(logits, rows), Sums.empty(rows.n, logits, request)
+    ids = rows.take(request.ids)
+    column, lost = column_of(ids, V)
+    threads, size = team(rows.n, V, acc, logits.device)
     columns = split(column, size)
-    parts = sums.blocks(size, len(columns))
-    mixes = _Mix.of(request, rows).blocks(size) if with_mix else [None] * len(parts)
-    blocks = zip(listed.blocks(size), parts, mixes, columns, strict=True)
-    rooms = _rooms(threads, size, V, logits, int(request.entropy or with_mix), narrow=not listed.together)
-    share_out([partial(_reduce, listed, request.transform, *block) for block in blocks], rooms)
+    with_mix = request.a is not None
+    mixes = _Mix.of(request, rows).blocks(size) if with_mix else [None] * len(columns)
+    blocks = zip(source.blocks(size), sums.blocks(size, len(columns)), mixes, columns, strict=True)
+    buffers = buffers_for(threads, size, V, logits, narrow=not source.together, more=int(request.entropy or with_mix))
+    share_out([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
     found = _of_rows(sums)
-    found.log_probs.masked_fill_(~inside, math.nan).masked_fill_(ids == SKIP, 0)
+    if lost is not None:
+        found.log_probs.masked_fill_(lost, math.nan).masked_fill_(ids == SKIP, 0)
     if sums.best is not None:
         found = found._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~found.log_probs[:, 0].isnan())
-    if not some:
-        return found
-    whole = _nothing(request, acc)
-    for out, part in zip(whole, found, strict=True):
-        if out is not None and part is not None:
-            out.index_copy_(0, rows, part)
-    return whole
+    return found if rows.whole else StatsResult._make(None if t is None else rows.put(t) for t in found)
 
 
 def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
-    """Zeros, None where not asked for."""
+    """Zeros; None if not requested."""
     mix = request.a is not None
 
     def zeros(wanted: bool, dtype: torch.dtype = acc) -> Any:
@@ -206,7 +193,7 @@ def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
 
 
 def _of_rows(sums: Sums) -> StatsResult:
-    """The statistics but for ``correct``."""
+    """All statistics except ``correct``."""
     row_max, log_sum = (None, None) if sums.log_sum is None else sums.normalizer(sums.log_sum)
     entropy = None if sums.moment is None else 0 - sums.moment
     of_rows = (row_max, log_sum, entropy, sums.mix, sums.mix_weight)
@@ -218,42 +205,36 @@ def mix(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See ``_backends/_row_stats.py``."""
     V = logits.shape[-1]
-    rows = places(request.active != SKIP)
-    wanted = (True, request.gradients)
-    out = [torch.zeros(request.active.shape, dtype=row_max.dtype, device=logits.device) if w else None for w in wanted]
-    if rows.numel():
-        listed, sums = (
-            RowGather(logits, rows),
-            Sums.empty(rows.numel(), logits, request._replace(entropy=False, correct=False)),
-        )
-        threads, size = team(rows.numel(), V, row_max.dtype, logits.device)
-        per_row = (split(t[rows].unsqueeze(1), size) for t in (row_max, log_sum))
+    rows = RowIndex.of(request.active, SKIP, request.weights)
+    sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
+    if rows.n:
+        source = RowGather(logits, rows)
+        threads, size = team(rows.n, V, row_max.dtype, logits.device)
+        per_row = (split(rows.take(t).unsqueeze(1), size) for t in (row_max, log_sum))
         mixes = _Mix.of(request, rows).blocks(size)
-        jobs = zip(listed.blocks(size), sums.blocks(size, len(mixes)), mixes, *per_row, strict=True)
-        rooms = _rooms(threads, size, V, logits, 1, narrow=not listed.together)
-        share_out([partial(_mix_block, listed, request.transform, *job) for job in jobs], rooms)
-        for whole, part in zip(out, (sums.mix, sums.mix_weight), strict=True):
-            if whole is not None and part is not None:
-                whole.index_copy_(0, rows, part.squeeze(1))
-    assert out[0] is not None
-    return out[0], out[1]
+        jobs = zip(source.blocks(size), sums.blocks(size, len(mixes)), mixes, *per_row, strict=True)
+        buffers = buffers_for(threads, size, V, logits, narrow=not source.together, more=1)
+        share_out([partial(_mix_block, source, request.transform, *job) for job in jobs], buffers)
+    assert sums.mix is not None
+    F, W = sums.mix, sums.mix_weight
+    return rows.put(F.squeeze(1)), None if W is None else rows.put(W.squeeze(1))
 
 
 def _mix_block(
-    listed: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix, row_max: torch.Tensor,
-    log_sum: torch.Tensor, room: _Room,
+    source: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix, row_max: torch.Tensor,
+    log_sum: torch.Tensor, buffers: Buffers,
 ) -> None:  # fmt: skip
-    wide = top(room.buffers.wide, block)
-    log_p = torch.sub(transformed(listed.load(block, room.buffers), transform, wide), row_max, out=wide).sub_(log_sum)
-    p = torch.exp(log_p, out=top(room.more[0], block))
+    wide = top(buffers.wide, block)
+    log_p = torch.sub(transformed(source.load(block, wide, buffers), transform, wide), row_max, out=wide).sub_(log_sum)
+    p = torch.exp(log_p, out=top(buffers.more[0], block))
     _add_up_mix(p, _log_p_sum(log_p, mix, transform), mix, sums, wide, transform)
 
 
 class _Grad(NamedTuple):
-    """What the gradient of a block needs: M, A - B log S and B, those of the mixture, and ids with their gradients.
+    """Per-row terms of the gradient: M, A - B log S and B, the terms of the mixture, and the ids with their gradients.
 
-    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` p / (p + ``beside``). p is torch's softmax where the whole row
-    is there, else e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
+    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` p / (p + ``beside``). p is torch's softmax of a whole
+    row, otherwise e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
     """
 
     plain: torch.Tensor
@@ -273,40 +254,43 @@ class _Grad(NamedTuple):
         request: StatsRequest,
         row_max: torch.Tensor,
         log_sum: torch.Tensor,
-        rows: torch.Tensor | None,
+        rows: RowIndex,
         V: int,
     ) -> _Grad:
-        """Of these rows; None: of all."""
-
-        def taken(t: torch.Tensor) -> torch.Tensor:
-            return t if rows is None else t.index_select(0, rows)
-
-        ids, of_ids = taken(request.ids), taken(c.of_ids)
-        column, inside = column_of(ids, V)
-        grad = cls(taken(c.plain).unsqueeze(1), column, of_ids.masked_fill(~inside, 0))
+        """The terms of these rows."""
+        take = rows.take
+        column, lost = column_of(take(request.ids), V)
+        of_ids, plain = take(c.of_ids), take(c.plain).unsqueeze(1)
+        if lost is not None:
+            if request.whole:
+                plain = plain.masked_fill((lost & (of_ids != 0)).any(1, keepdim=True), math.nan)
+            of_ids = of_ids.masked_fill(lost, 0)
+        grad = cls(plain, column, of_ids)
         if not request.whole:
-            grad = grad._replace(over_sum=torch.exp(-taken(log_sum)).unsqueeze(1))
+            grad = grad._replace(over_sum=torch.exp(-take(log_sum)).unsqueeze(1))
         if not request.whole or c.of_log is not None:
-            grad = grad._replace(row_max=taken(row_max).unsqueeze(1))
+            grad = grad._replace(row_max=take(row_max).unsqueeze(1))
         if c.of_log is not None:
-            of_log = taken(c.of_log).unsqueeze(1)
-            grad = grad._replace(of_log=of_log, plain=grad.plain - of_log * taken(log_sum).unsqueeze(1))
+            of_log = take(c.of_log).unsqueeze(1)
+            grad = grad._replace(of_log=of_log, plain=grad.plain - of_log * take(log_sum).unsqueeze(1))
         if c.of_mix is not None:
             mix = _Mix.of(request, rows)
-            grad = grad._replace(of_mix=taken(c.of_mix).unsqueeze(1), beside=mix.beside, none=mix.none)
+            grad = grad._replace(of_mix=take(c.of_mix).unsqueeze(1), beside=mix.beside, none=mix.none)
         return grad
 
     def blocks(self, size: int) -> list[_Grad]:
         count = -(-self.plain.shape[0] // size)
+        if count == 1:
+            return [self]
         parts = (split(t, size) if isinstance(t, torch.Tensor) else [t] * count for t in self)
         return [_Grad(*part) for part in zip(*parts, strict=True)]
 
     def made(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
-        """The gradient in the transformed logits z; written to ``out``, which may be z."""
+        """Write the gradient in the transformed logits z to ``out``, which may be z."""
         return self._dense(z, out, *spare).scatter_add_(1, self.column, self.of_ids)
 
     def _dense(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
-        """All but the ids."""
+        """All terms except those of the ids."""
         p = self._p(z, spare[0] if spare else out)
         if self.of_log is None:
             grad = torch.mul(p, self.plain, out=out)
@@ -334,30 +318,34 @@ def backward(
 ) -> None:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
-    rows = places(request.active != SKIP)
-    threads, size = team(request.active.numel(), V, acc, logits.device)
-    if rows.numel() == 0:
+    rows = RowIndex.of(request.active, SKIP, request.weights)
+    if not rows.n:
         out.zero_()
         return
+    threads, size = team(rows.n, V, acc, logits.device)
     source, target = RowGather(logits, rows), with_zeros_between(out, rows, size)
-    grad = _Grad.of(c, request, row_max, log_sum, None if rows.numel() == request.active.numel() else rows, V)
+    grad = _Grad.of(c, request, row_max, log_sum, rows, V)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
     jobs = [partial(_grad_block, source, target, request, *block) for block in blocks]
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
     caps = request.transform.softcap is not None and request.through
     in_place = source.together and target.together
-    rooms = _rooms(threads, size + target.spare, V, logits, more, narrow=not in_place, slope=caps)
-    share_out(jobs, rooms)
+    padded = isinstance(target, RowScatter)
+    buffers = buffers_for(threads, size, V, logits, narrow=not in_place, slope=caps, padded=padded, more=more)
+    share_out(jobs, buffers)
 
 
 def _grad_block(
-    source: RowGather, target: RowGather | RowScatter, request: StatsRequest, block: torch.Tensor, to: Any, grad: _Grad, room: _Room
+    source: RowGather, target: RowGather | RowScatter, request: StatsRequest, block: torch.Tensor, to: Any, grad: _Grad,
+    buffers: Buffers
 ) -> None:  # fmt: skip
-    buffers, transform = room.buffers, request.transform
-    loaded, wide = source.load(block, buffers), top(buffers.wide, block)
+    transform = request.transform
+    wide = top(buffers.wide, block)
+    loaded = source.load(block, wide, buffers)
     if request.through:
-        z, slope = with_slope(loaded, transform, wide, top(buffers.slope, block))
+        slope_buffer = None if buffers.slope is None else top(buffers.slope, block)
+        z, slope = with_slope(loaded, transform, wide, slope_buffer)
     else:
         z, slope = transformed(loaded, transform, wide), 1.0
-    values = grad.made(z, target.room(to, buffers), *(top(t, block) for t in room.more))
+    values = grad.made(z, target.room(to, wide), *(top(t, block) for t in buffers.more))
     target.store(to, through_(values, slope, transform), buffers)

@@ -1,9 +1,9 @@
-"""Jobs shared out among threads, in each of which torch runs on one core.
+"""Run jobs on several threads, in each of which torch uses one core.
 
-Torch cuts every operation into one part a core and waits for the last of them. A chain of short operations, each on a
-block that fits the cache, waits at every link, and where another process holds one of the cores, each wait lasts as long
-as the scheduler lets that process run. A thread that takes a new block when it is done with one waits for nobody. Torch
-lets go of the interpreter while an operation runs, so threads are enough.
+torch splits each operation across all cores and waits for the slowest. A chain of short operations on blocks that fit
+the cache therefore waits after every operation. If another process occupies a core, each wait lasts as long as that
+process is scheduled. Here workers pull blocks from a queue, so no barrier is needed. PyTorch releases the GIL inside
+operations, so threads suffice.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import TypeVar
 
 import torch
 
-# More threads than this would wait for the interpreter, which an operation on a block needs for a few microseconds.
+# More threads would wait for the interpreter, which every operation on a block needs for a few microseconds.
 MOST = 16
 
 Resource = TypeVar("Resource")
 
 
 class _Pool:
-    """The threads of this process. A forked child has none of its parent's and starts its own."""
+    """Threads of this process. A forked child does not inherit its parent's threads and starts its own."""
 
     def __init__(self) -> None:
         self.forget()
@@ -37,7 +37,7 @@ class _Pool:
         self.size = 0
 
     def at_least(self, count: int) -> ThreadPoolExecutor:
-        """An executor of ``count`` threads or more, all of them started."""
+        """Return an executor with at least ``count`` threads, all started."""
         with self.lock:
             if self.executor is None or self.size < count:
                 self.executor, self.size = _start(count), count
@@ -50,7 +50,7 @@ def _start(count: int) -> ThreadPoolExecutor:
     started = threading.Barrier(count + 1)
 
     def on_one_core() -> None:
-        torch.get_num_threads()  # which a thread's first operation would else do, and take the number of all others
+        torch.get_num_threads()  # initialises this thread's setting, which its first operation would otherwise overwrite
         torch.set_num_threads(1)
         started.wait()
 
@@ -61,7 +61,7 @@ def _start(count: int) -> ThreadPoolExecutor:
     except BaseException:
         started.abort()
         raise
-    finally:  # every thread has a number of its own, but the last one set is also that of threads yet to come
+    finally:  # each thread keeps its own setting, but the last value set also applies to threads started later
         torch.set_num_threads(cores)
     return executor
 
@@ -69,13 +69,13 @@ def _start(count: int) -> ThreadPoolExecutor:
 _pool = _Pool()
 
 
-def how_many(device: torch.device) -> int:
-    """Threads to share work on tensors of ``device`` among; 1: run it in the caller's, on all cores that torch takes."""
+def how_many() -> int:
+    """Number of threads to share CPU work; 1 runs it in the caller's thread, on all cores that torch uses."""
     cores = torch.get_num_threads()
-    if device.type != "cpu" or not torch._C.has_openmp:  # without it, all threads have one number of cores
+    if not torch._C.has_openmp:  # without OpenMP all threads share one number of cores
         return 1
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < cores:
-        return 1  # bound to a core, as OMP_PROC_BIND binds it; threads that it starts would be bound to the same
+        return 1  # bound to a core, as by OMP_PROC_BIND; threads started here would be bound to the same core
     return min(cores, MOST)
 
 
@@ -83,9 +83,10 @@ def share_out(jobs: Iterable[Callable[[Resource], object]], resources: Sequence[
     """Call every job once, in any order, on as many threads as there are resources; return when all are done.
 
     Args:
-        jobs: called with the resource of the thread that they run in. No two may write to the same memory.
-        resources: memory to work in, one a thread. The caller allocates it, so that its profiler sees it. A single one
-            means that the jobs run in the caller's thread.
+        jobs: called with the resource of the thread that they run in. No two jobs may write to the same memory.
+        resources: working memory, one per thread. The caller allocates it, so that the caller's profiler sees it. With
+        a single
+            one, the jobs run in the caller's thread.
     """
     if len(resources) == 1:
         for job in jobs:
@@ -101,7 +102,7 @@ def share_out(jobs: Iterable[Callable[[Resource], object]], resources: Sequence[
         waiting.clear()
 
 
-@torch.inference_mode()  # unlike no_grad it may write to the caller's tensors whatever mode they were made in
+@torch.inference_mode()  # unlike no_grad, allows writing to inference tensors of the caller
 def _work(waiting: deque[Callable[[Resource], object]], resource: Resource) -> None:
     while True:
         try:
