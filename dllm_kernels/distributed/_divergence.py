@@ -87,7 +87,7 @@ def _write_gradient(
     shard: VocabShard, recipe: Recipe, pairs: Pairs, numbers: Tensor, hot: Tensor, y: Tensor | None, weight: Tensor,
     mean_alpha: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
-    """This rank's columns of the gradient."""
+    """Compute this rank's columns of the gradient."""
     if not shard.size:
         return
     program = Program(recipe, known=True)

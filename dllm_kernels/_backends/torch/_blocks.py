@@ -65,7 +65,7 @@ class RowIndex(NamedTuple):
 
     @classmethod
     def of(cls, t: torch.Tensor, off: int, weights: torch.Tensor | None = None) -> RowIndex:
-        """The rows whose entry in ``t [N]`` is not ``off`` and whose weight is not 0; a host sync unless on a CPU.
+        """List the rows whose entry in ``t [N]`` is not ``off`` and whose weight is not 0; a host sync unless on a CPU.
 
         NumPy, because ``torch.nonzero`` on a CPU branches at every entry: 325 us for 32,768 random ones, NumPy 40 (AMD
         EPYC).
@@ -93,7 +93,7 @@ class RowIndex(NamedTuple):
         return cls(numbers, total, n, first, first == 0 and n == total)
 
     def take(self, t: torch.Tensor) -> torch.Tensor:
-        """The entries of these rows in a tensor with one entry per row; ``t`` itself if these are all rows."""
+        """Take the entries of these rows from a tensor with one entry per row; ``t`` itself if these are all rows."""
         return t if self.whole else t.index_select(0, self.numbers)
 
     def put(self, t: torch.Tensor) -> torch.Tensor:
@@ -106,7 +106,7 @@ def split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
 
 
 def top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """The first rows of ``t``, as many as the block has."""
+    """Take the first rows of ``t``, as many as the block has."""
     return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
 
 

@@ -48,7 +48,7 @@ class _Mix(NamedTuple):
 
     @classmethod
     def of(cls, request: StatsRequest, rows: RowIndex) -> _Mix:
-        """The mixture of these rows."""
+        """Take the mixture of these rows."""
         assert request.a is not None
         assert request.b is not None
         a, b = (rows.take(t).unsqueeze(1) for t in (request.a, request.b))
@@ -127,7 +127,7 @@ class Sums(NamedTuple):
         return row_max, log_sum.masked_fill_(self.row_max == -math.inf, -math.inf)
 
     def blocks(self, size: int, count: int) -> list[Sums]:
-        """Views of ``[size, 1]`` and ``[size, K]``."""
+        """Split into views of ``[size, 1]`` and ``[size, K]``."""
         if count == 1:
             return [self]
         parts = ([None] * count if t is None else split(t, size) for t in self)
@@ -233,8 +233,8 @@ def _mix_block(
 class _Grad(NamedTuple):
     """Per-row terms of the gradient: M, A - B log S and B, the terms of the mixture, and the ids with their gradients.
 
-    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` p / (p + ``beside``). p is torch's softmax of a whole
-    row, otherwise e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
+    p (A + B log p) = p (``plain`` + ``of_log`` d), g_F q = ``of_mix`` p / (p + ``beside``). p is torch's softmax of a
+    whole row, otherwise e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
     """
 
     plain: torch.Tensor
@@ -257,7 +257,7 @@ class _Grad(NamedTuple):
         rows: RowIndex,
         V: int,
     ) -> _Grad:
-        """The terms of these rows."""
+        """Take the terms of these rows."""
         take = rows.take
         column, lost = column_of(take(request.ids), V)
         of_ids, plain = take(c.of_ids), take(c.plain).unsqueeze(1)

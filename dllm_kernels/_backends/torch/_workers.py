@@ -70,7 +70,7 @@ _pool = _Pool()
 
 
 def how_many() -> int:
-    """Number of threads to share CPU work; 1 runs it in the caller's thread, on all cores that torch uses."""
+    """Return the number of threads to share CPU work; 1 runs it in the caller's thread, on all cores that torch uses."""
     cores = torch.get_num_threads()
     if not torch._C.has_openmp:  # without OpenMP all threads share one number of cores
         return 1
