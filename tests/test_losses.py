@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import reference
@@ -27,9 +28,9 @@ from dllm_kernels import (
     encoder_ar_loss,
     scdd_schedule,
 )
-from dllm_kernels._core import _plan
+from dllm_kernels._core import _chunks, _plan
 from dllm_kernels.losses import _model_output as rows_module
-from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for
+from tests.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for, value_of
 from tests.conftest import DEVICE
 from tests.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
 
@@ -526,6 +527,53 @@ def test_scdd_of_no_position():
         assert loss(torch.randn(2, 0, V, device=DEVICE), **i).total_loss == 0
         hidden, head = torch.randn(2, 0, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
         assert loss.forward_fused(hidden, head, **i).total_loss == 0
+
+
+BOUNDED = MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, SCDDLoss, IDLMLoss
+
+
+class ReadBack(TorchDispatchMode):
+    """How often the number of nonzero elements is read back, which is a host sync on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.nonzero.default
+        return function(*args, **(kwargs or {}))
+
+
+@cases([case for case in CASES if case.loss in BOUNDED and not case.transform])
+def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
+    """On the path of a GPU, in a training step; the loss and its gradients are those without the bound."""
+    found, active_rows = [], _chunks.ActiveRows
+    monkeypatch.setattr(_chunks, "ActiveRows", lambda *args: found.append(active_rows(*args)) or found[-1])
+    i, leaves = draw(case), leaves_of_hidden_form(case, torch.float32)
+
+    def step(**options):
+        def value(h, w, b):
+            loss = case.loss(**case.settings, backend="triton").forward_fused
+            return value_of(loss(**case.arguments("hidden", h, i, (w, b)), chunk_size=5, **options))
+
+        with ReadBack() as read_back:
+            results = value_and_grads(value, leaves, torch.ones(()).expand(shape))
+        return results, read_back.count
+
+    shape = value_of(case.output("hidden", case.arguments("hidden", leaves[0], i, leaves[1:]))).shape
+    expected, syncs = step()
+    assert syncs > 0
+    active, rows = found[-1].count, found[-1].total
+    assert 0 < active < rows
+    for bound in (active, rows):
+        results, syncs = step(num_active=bound)
+        assert syncs == 0
+        for result, other in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, other)
+    assert step(num_active=active - 1)[0][0].isnan().any()
+    for wrong in (rows + 1, -1, 1.5):
+        with pytest.raises(ValueError, match=re.escape(f"num_active must be an int in [0, {rows}], got {wrong}")):
+            step(num_active=wrong)
 
 
 def test_the_chunks_of_scdd(monkeypatch):

@@ -258,6 +258,7 @@ class DiffusionLoss(TransformedLoss):
         lm_head_bias: torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
         chunk_size: int | None = None,
+        num_active: int | None = None,
     ) -> DLLMLossOutput:
         """Compute the same loss from hidden states and the LM head; the logits exist one chunk at a time.
 
@@ -273,6 +274,8 @@ class DiffusionLoss(TransformedLoss):
             extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
                 ``U u`` is added to the logits. Must be None with ``causal_hidden``.
             chunk_size: rows per chunk of logits; None: the attribute of the loss (SCDD), or chosen from the sizes.
+            num_active: upper bound on the number of rows of nonzero weight, in both branches together (hybrid); None: read
+                back from a GPU, a host sync. The loss is NaN if the bound is too small.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -280,13 +283,13 @@ class DiffusionLoss(TransformedLoss):
         Raises:
             TypeError: an argument that should be a tensor is not.
             ValueError: shapes, dtypes or devices do not match; on CPU, a ``p_mask`` outside [0, 1] where it is used;
-                masks that are detectably swapped; a constant or count that requires a gradient.
+                masks that are detectably swapped; a constant or count that requires a gradient; a ``num_active``
+                outside [0, number of rows].
         """
         masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
         batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
-        options = self._options(
-            round_nll=self._rounds(), chunk_size=self.chunk_size if chunk_size is None else chunk_size
-        )
+        chunk_size = self.chunk_size if chunk_size is None else chunk_size
+        options = self._options(round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active)
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
 

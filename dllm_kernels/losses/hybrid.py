@@ -82,6 +82,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         loss_mask: Tensor, loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None,
         num_ar_tokens: Count = None, causal_hidden: Tensor | None = None, noisy_input_ids: Tensor | None = None, *,
         lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
+        num_active: int | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
 
@@ -96,6 +97,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
                 With two branches pass both in ``hidden``, not one in ``causal_hidden``.
             chunk_size: rows per chunk of logits; None: chosen from the sizes.
+            num_active: upper bound on the number of rows of nonzero weight in both branches together; None: read back
+                from a GPU, a host sync. The loss is NaN if the bound is too small.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -107,7 +110,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
             num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, extra=extra,
-            chunk_size=chunk_size,
+            chunk_size=chunk_size, num_active=num_active,
         )  # fmt: skip
 
     def _loss(

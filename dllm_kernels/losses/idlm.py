@@ -112,6 +112,7 @@ class IDLMLoss(TransformedLoss):
         lm_head_bias: torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
         chunk_size: int | None = None,
+        num_active: int | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
 
@@ -122,6 +123,8 @@ class IDLMLoss(TransformedLoss):
             lm_head_bias: ``[V]`` or None.
             extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
             chunk_size: rows per chunk of logits; None: chosen from the sizes.
+            num_active: upper bound on the number of scored rows in both copies together; None: read back from a GPU, a
+                host sync. The loss is NaN if the bound is too small.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -130,7 +133,8 @@ class IDLMLoss(TransformedLoss):
             TypeError: as in :meth:`forward`.
             ValueError: as in :meth:`forward`.
         """
-        rows = ModelOutput(HIDDEN, self._options(chunk_size=chunk_size), hidden, lm_head_weight, lm_head_bias, extra)
+        options = self._options(chunk_size=chunk_size, num_active=num_active)
+        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 
     def _loss(
