@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 		$(PIP) install --quiet --no-compile --no-deps $$host || echo "$$host could not be installed: its tests will be skipped"; \
 	done
 	$(BIN)/python -c 'import torch._inductor.compile_fx'
-	$(BIN)/python -W ignore -c 'import hypothesis.strategies, tests.distributed_workers, tests.trainer_ranks' || true  # peers are optional
+	$(BIN)/python -W ignore -c 'import hypothesis.strategies, tests.support.distributed_workers, tests.support.trainer_ranks' || true  # peers are optional
 	touch $@
 
 test: $(STAMP)

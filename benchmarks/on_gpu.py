@@ -47,9 +47,29 @@ from benchmarks.verdicts import verdicts
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (
-    "token_nll", "linear_nll", "row_kernels", "row_stats", "losses", "mtp", "corruption", "corruption_levels", "gumbel_topk", "philox",
-    "compile", "divergence", "divergence_kernel",
-)  # fmt: skip
+    "ops/test_token_nll",
+    "internals/test_token_nll",
+    "ops/test_linear_nll",
+    "internals/test_linear_nll",
+    "kernels/test_row_kernels",
+    "ops/test_row_stats",
+    "internals/test_row_stats",
+    "losses/test_losses",
+    "internals/test_losses",
+    "mtp/test_mtp",
+    "internals/test_mtp",
+    "corruption/test_corruption",
+    "internals/test_corruption",
+    "corruption/test_corruption_levels",
+    "internals/test_corruption_levels",
+    "ops/test_gumbel_topk",
+    "internals/test_gumbel_topk",
+    "internals/test_philox",
+    "internals/test_compile",
+    "ops/test_divergence",
+    "internals/test_divergence",
+    "kernels/test_divergence_kernel",
+)
 BENCHMARKS = (sys.executable, "-m", "benchmarks")
 PYTEST = (sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v")
 TOY = ("--size", "toy", "--samples", "2", "--warmup", "1", "--threads", "1", "--cache", "hot", "--device", "cpu")
@@ -99,9 +119,9 @@ def steps(work: Path) -> list[Step]:
 
     def sanitized(tool: str) -> Step:
         some = (
-            "tests/test_row_kernels.py",
-            "tests/test_gumbel_topk.py",
-            "tests/test_divergence_kernel.py",
+            "tests/kernels/test_row_kernels.py",
+            "tests/ops/test_gumbel_topk.py",
+            "tests/kernels/test_divergence_kernel.py",
             "-m",
             "not exhaustive",
         )
@@ -112,7 +132,7 @@ def steps(work: Path) -> list[Step]:
 
     shares = ("--share", "1.0", "--share", "0.5", "--share", "0.15")
     with_gpu_marks = [
-        str(f.relative_to(ROOT)) for f in sorted(ROOT.glob("tests/test_*.py")) if "mark.gpu" in f.read_text()
+        str(f.relative_to(ROOT)) for f in sorted(ROOT.glob("tests/*/test_*.py")) if "mark.gpu" in f.read_text()
     ]
     short, dflash, policy = ("--shape", "LLaDA SFT 4x1024"), ("--shape", "DFlash Qwen3-4B"), ("--shape", "policy")
     dflash_8b, trained = ("--shape", "DFlash Qwen3-8B 7680"), ("--shape", "trained head")
@@ -134,7 +154,7 @@ def steps(work: Path) -> list[Step]:
         tests("gpu_tests", 1.5, "-n", "6", "-m", "gpu", *with_gpu_marks),
         # Compiles the kernels once, before twelve processes ask for them at the same time.
         Step("compile", 0.8, (*smoke, *kernels), (*smoke, "corruption")),
-        tests("parity", 5.0, "-n", "12", "--maxfail=20", "-m", "not exhaustive", *(f"tests/test_{n}.py" for n in NUMBERS)),
+        tests("parity", 5.0, "-n", "12", "--maxfail=20", "-m", "not exhaustive", *(f"tests/{n}.py" for n in NUMBERS)),
         # As on a machine without a GPU: what is predicted follows from the Triton that is installed here.
         Step("model", 1.5, (*inspect, "--kernel", "[bf16"), (*inspect, "--kernel", "token_nll_merge[bf16"),
              {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}),

@@ -39,7 +39,7 @@ if DEVICE == "cpu":  # each seed notes who gave it for devices that are not ther
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 if INTERPRETED:
-    from tests import interpreter
+    from tests.support import interpreter
 
     interpreter.install()
 
@@ -155,7 +155,7 @@ DEADLINE = 900  # seconds for all that runs in several processes, beside other t
 
 
 def run_in_several_processes(items, folder):
-    """What the tests of a session ask for by ``ranks``, in one start of ``tests/distributed_workers.py``."""
+    """What the tests of a session ask for by ``ranks``, in one start of ``tests/support/distributed_workers.py``."""
     asked = defaultdict(list)
     for group, name in (mark.args for item in items for mark in item.iter_markers("ranks")):
         asked[group].append(name)
@@ -164,7 +164,7 @@ def run_in_several_processes(items, folder):
     environment = {"OMP_NUM_THREADS": "1"} | os.environ | {"TRITON_INTERPRET": "1", "STARTED_BY": str(os.getpid())}
     if sys.platform == "linux":
         environment["GLOO_SOCKET_IFNAME"] = "lo"
-    command = [sys.executable, "-W", "ignore", "-m", "tests.distributed_workers", str(folder)]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.distributed_workers", str(folder)]
     with Path(folder, "log").open("w") as log:
         process = subprocess.Popen(
             command, cwd=Path(__file__).parent.parent, env=environment, stdout=log, stderr=log, start_new_session=True
@@ -195,7 +195,7 @@ def overflow(request):
 @pytest.fixture
 def nothing_is_left_unwritten(monkeypatch):
     """Fresh memory holds NaN and the largest integers; a module of tests about rows asks for it by ``usefixtures``."""
-    from tests.parity import poison_empty
+    from tests.support.parity import poison_empty
 
     poison_empty(monkeypatch)
 

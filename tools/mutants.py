@@ -40,111 +40,205 @@ PACKAGE = "dllm_kernels"
 DEADLINE = 1800  # seconds for tests of which nothing is known yet
 
 EVERY_ROW_OP = (
-    "tests/test_errors.py tests/test_calls.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_extra.py"
-    " tests/test_transform.py tests/test_row_stats.py tests/test_row_objective.py tests/test_soft_embedding.py"
-    " tests/test_divergence.py tests/test_second_order.py tests/test_compile.py -k 'not triton'"
+    "tests/ops/test_errors.py tests/internals/test_errors.py tests/internals/test_calls.py tests/ops/test_token_nll.py"
+    " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
+    " tests/ops/test_extra.py tests/internals/test_extra.py tests/ops/test_transform.py"
+    " tests/internals/test_transform.py tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
+    " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
+    " tests/ops/test_divergence.py tests/internals/test_divergence.py tests/ops/test_second_order.py"
+    " tests/internals/test_compile.py -k 'not triton'"
 )
 # Path within the package -> what pytest is given, the first that matches; quick tests first. A path that nothing
 # matches is judged by the tests of the same stem.
 JUDGES = (
     (
         "_backends/triton/*corruption*",
-        "tests/test_bounds.py tests/test_corruption.py tests/test_corruption_levels.py"
+        "tests/kernels/test_bounds.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
+        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
         " -k 'triton or kernel or count or long or product or (beside and corrupt)'",
     ),
     (
         "_backends/triton/gumbel_topk.py",
-        "tests/test_bounds.py tests/test_gumbel_topk.py -k 'triton or (beside and gumbel)'",
+        "tests/kernels/test_bounds.py tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
+        " -k 'triton or (beside and gumbel)'",
     ),
-    ("_backends/triton/_select.py", "tests/test_gumbel_topk.py tests/test_corruption.py -k 'triton'"),
-    ("_backends/triton/_philox.py", "tests/test_philox.py tests/test_corruption.py -k 'triton or kernel'"),
-    ("*/_transform.py", "tests/test_flags.py tests/test_transform.py"),
+    (
+        "_backends/triton/_select.py",
+        "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption.py"
+        " tests/internals/test_corruption.py -k 'triton'",
+    ),
+    (
+        "_backends/triton/_philox.py",
+        "tests/internals/test_philox.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
+        " -k 'triton or kernel'",
+    ),
+    ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
     (
         "_backends/triton/linear_nll*",
-        "tests/test_bounds.py tests/test_row_kernels.py tests/test_linear_nll.py -k 'row or triton or (beside and linear)'",
+        "tests/kernels/test_bounds.py tests/kernels/test_row_kernels.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py -k 'row or triton or (beside and linear)'",
     ),
     (
         "_backends/triton/divergence.py",
-        "tests/test_bounds.py tests/test_divergence_kernel.py -k 'kernel or (beside and divergence)'",
+        "tests/kernels/test_bounds.py tests/kernels/test_divergence_kernel.py -k 'kernel or (beside and divergence)'",
     ),
-    ("distributed/*", "tests/test_distributed.py -k 'two_processes or four_processes or without_a_process_group'"),
-    ("*divergence*", "tests/test_divergence.py"),
+    (
+        "distributed/*",
+        "tests/distributed/test_distributed.py tests/internals/test_distributed.py"
+        " -k 'two_processes or four_processes or without_a_process_group'",
+    ),
+    ("*divergence*", "tests/ops/test_divergence.py tests/internals/test_divergence.py"),
     (
         "_backends/triton/row_stats.py",
-        "tests/test_bounds.py tests/test_row_stats.py tests/test_row_objective.py tests/test_soft_embedding.py"
+        "tests/kernels/test_bounds.py tests/ops/test_row_stats.py tests/internals/test_row_stats.py"
+        " tests/ops/test_row_objective.py tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py"
         " -k 'triton or (beside and stats)'",
     ),
     (
         "_backends/triton/*",
-        "tests/test_bounds.py tests/test_row_kernels.py tests/test_token_nll.py tests/test_linear_nll.py"
-        " tests/test_row_stats.py tests/test_transform.py -k 'kernel or triton or (beside and nll)'",
+        "tests/kernels/test_bounds.py tests/kernels/test_row_kernels.py tests/ops/test_token_nll.py"
+        " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
+        " tests/ops/test_row_stats.py tests/internals/test_row_stats.py tests/ops/test_transform.py"
+        " tests/internals/test_transform.py -k 'kernel or triton or (beside and nll)'",
     ),
-    ("integrations/_deferred.py", "tests/test_deferred_logits.py"),
-    ("integrations/nemo*", "tests/test_integrations_nemo.py"),
-    ("integrations/_hosts.py", "tests/test_integrations_nemo.py tests/test_integrations_speculators.py"),
-    ("integrations/speculators.py", "tests/test_integrations_speculators.py"),
-    ("integrations/transformers*", "tests/test_integrations_transformers.py"),
-    ("collate.py", "tests/test_flags.py tests/test_collate.py"),
-    ("mtp*", "tests/test_flags.py tests/test_mtp.py tests/test_errors.py"),
-    ("*gumbel*", "tests/test_gumbel_topk.py tests/test_philox.py"),
-    ("*philox*", "tests/test_philox.py tests/test_default_device.py tests/test_gumbel_topk.py"),
-    ("_random/_topk.py", "tests/test_gumbel_topk.py tests/test_corruption_levels.py"),
-    ("_random/_compiled.py", "tests/test_corruption_compile.py"),
+    ("integrations/_deferred.py", "tests/internals/test_deferred_logits.py"),
+    ("integrations/nemo*", "tests/integrations/test_nemo.py"),
+    ("integrations/_hosts.py", "tests/integrations/test_nemo.py tests/integrations/test_speculators.py"),
+    ("integrations/speculators.py", "tests/integrations/test_speculators.py"),
+    ("integrations/transformers*", "tests/integrations/test_transformers.py"),
+    ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),
+    (
+        "mtp*",
+        "tests/ops/test_flags.py tests/mtp/test_mtp.py tests/internals/test_mtp.py tests/ops/test_errors.py"
+        " tests/internals/test_errors.py",
+    ),
+    ("*gumbel*", "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/internals/test_philox.py"),
+    (
+        "*philox*",
+        "tests/internals/test_philox.py tests/ops/test_default_device.py tests/ops/test_gumbel_topk.py"
+        " tests/internals/test_gumbel_topk.py",
+    ),
+    (
+        "_random/_topk.py",
+        "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption_levels.py"
+        " tests/internals/test_corruption_levels.py",
+    ),
+    ("_random/_compiled.py", "tests/corruption/test_corruption_compile.py"),
     (
         "_random/_host.py",
-        "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_statistics.py",
+        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
+        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
+        " tests/corruption/test_corruption_statistics.py",
     ),
     (
         "*corrupt*",
-        "tests/test_flags.py tests/test_mix_arguments.py tests/test_corruption.py tests/test_corruption_levels.py"
-        " tests/test_corruption_statistics.py tests/test_gumbel_topk.py",
+        "tests/ops/test_flags.py tests/corruption/test_mix_arguments.py tests/corruption/test_corruption.py"
+        " tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py"
+        " tests/internals/test_corruption_levels.py tests/corruption/test_corruption_statistics.py"
+        " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py",
     ),
-    ("_random/_grid.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
-    ("_random/_rules.py", "tests/test_corruption.py tests/test_corruption_levels.py tests/test_corruption_compile.py"),
-    ("losses/draft_distillation.py", "tests/test_draft_distillation.py tests/test_losses.py -k 'not triton'"),
+    (
+        "_random/_grid.py",
+        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
+        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
+        " tests/corruption/test_corruption_compile.py",
+    ),
+    (
+        "_random/_rules.py",
+        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
+        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
+        " tests/corruption/test_corruption_compile.py",
+    ),
+    (
+        "losses/draft_distillation.py",
+        "tests/losses/test_draft_distillation.py tests/losses/test_losses.py tests/internals/test_losses.py"
+        " -k 'not triton'",
+    ),
     (
         "losses/*",
-        "tests/test_flags.py tests/test_mask_values.py tests/test_target_range.py tests/test_errors.py tests/test_api.py"
-        " tests/test_reduction.py tests/test_options_arrive.py tests/test_draft_distillation.py tests/test_losses.py",
+        "tests/ops/test_flags.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
+        " tests/losses/test_target_range.py tests/ops/test_errors.py tests/internals/test_errors.py"
+        " tests/repo/test_api.py tests/losses/test_reduction.py tests/internals/test_options_arrive.py"
+        " tests/losses/test_draft_distillation.py tests/losses/test_losses.py tests/internals/test_losses.py",
     ),
-    ("_utils/_changing.py", "tests/test_compile.py tests/test_corruption_compile.py"),
-    ("_utils/_target_range.py", "tests/test_target_range.py tests/test_mask_values.py tests/test_errors.py"),
-    ("_utils/_compiled_checks.py", "tests/test_compile.py -k 'check'"),
-    ("_utils/_plain.py", "tests/test_without_values.py tests/test_mask_values.py tests/test_compile.py"),
-    ("_utils/_head.py", "tests/test_head.py tests/test_losses.py"),
-    ("_core/_first_order.py", "tests/test_second_order.py tests/test_torch_func.py"),
-    ("_backends/torch/_workers.py", "tests/test_workers.py"),
-    ("ops/token_log_probs.py", "tests/test_errors.py tests/test_token_log_probs.py"),
+    ("_utils/_changing.py", "tests/internals/test_compile.py tests/corruption/test_corruption_compile.py"),
+    (
+        "_utils/_target_range.py",
+        "tests/losses/test_target_range.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
+        " tests/ops/test_errors.py tests/internals/test_errors.py",
+    ),
+    ("_utils/_compiled_checks.py", "tests/internals/test_compile.py -k 'check'"),
+    (
+        "_utils/_plain.py",
+        "tests/ops/test_without_values.py tests/losses/test_mask_values.py tests/internals/test_mask_values.py"
+        " tests/internals/test_compile.py",
+    ),
+    ("_utils/_head.py", "tests/losses/test_head.py tests/losses/test_losses.py tests/internals/test_losses.py"),
+    ("_core/_first_order.py", "tests/ops/test_second_order.py tests/ops/test_torch_func.py"),
+    ("_backends/torch/_workers.py", "tests/internals/test_workers.py"),
+    (
+        "ops/token_log_probs.py",
+        "tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_log_probs.py",
+    ),
     (
         "_backends/torch/_nll.py",
-        "tests/test_token_nll.py tests/test_linear_nll.py tests/test_workers.py -k 'not triton'",
+        "tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py tests/internals/test_workers.py -k 'not triton'",
     ),
     (
         "_backends/torch/_blocks.py",
-        "tests/test_workers.py tests/test_losses.py tests/test_token_nll.py tests/test_row_stats.py -k 'not triton'",
+        "tests/internals/test_workers.py tests/losses/test_losses.py tests/internals/test_losses.py"
+        " tests/ops/test_token_nll.py tests/internals/test_token_nll.py tests/ops/test_row_stats.py"
+        " tests/internals/test_row_stats.py -k 'not triton'",
     ),
     (
         "*_stats.py",
-        "tests/test_flags.py tests/test_errors.py tests/test_row_stats.py tests/test_token_log_probs.py"
-        " tests/test_row_objective.py tests/test_soft_embedding.py -k 'not triton'",
+        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_row_stats.py"
+        " tests/internals/test_row_stats.py tests/ops/test_token_log_probs.py tests/ops/test_row_objective.py"
+        " tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py -k 'not triton'",
     ),
-    ("_core/_eager.py", "tests/test_second_order.py tests/test_flags.py tests/test_linear_nll.py -k 'not triton'"),
-    ("_core/_run.py", "tests/test_without_values.py tests/test_token_nll.py tests/test_compile.py -k 'not triton'"),
-    ("_core/_active_rows.py", "tests/test_linear_nll.py -k 'not triton'"),
+    (
+        "_core/_eager.py",
+        "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
+        " tests/internals/test_linear_nll.py -k 'not triton'",
+    ),
+    (
+        "_core/_run.py",
+        "tests/ops/test_without_values.py tests/ops/test_token_nll.py tests/internals/test_token_nll.py"
+        " tests/internals/test_compile.py -k 'not triton'",
+    ),
+    ("_core/_active_rows.py", "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'"),
     (
         "_utils/_checks.py",
-        "tests/test_flags.py tests/test_target_range.py tests/test_errors.py tests/test_row_objective.py tests/test_extra.py"
-        " tests/test_gumbel_topk.py tests/test_transform.py tests/test_losses.py tests/test_linear_nll.py -k 'not triton'",
+        "tests/ops/test_flags.py tests/losses/test_target_range.py tests/ops/test_errors.py"
+        " tests/internals/test_errors.py tests/ops/test_row_objective.py tests/ops/test_extra.py"
+        " tests/internals/test_extra.py tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py"
+        " tests/ops/test_transform.py tests/internals/test_transform.py tests/losses/test_losses.py"
+        " tests/internals/test_losses.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
+        " -k 'not triton'",
     ),
-    ("_core/_chunks.py", "tests/test_linear_nll.py tests/test_extra.py tests/test_compile.py -k 'not triton'"),
-    ("_core/_compiled*.py", "tests/test_compile.py"),
-    ("ops/dpace_weights.py", "tests/test_dpace_weights.py"),
-    ("*soft_embedding.py", "tests/test_soft_embedding.py tests/test_distributed.py -k 'soft_embedding and not triton'"),
-    ("*objective.py", "tests/test_errors.py tests/test_row_objective.py -k 'not triton'"),
+    (
+        "_core/_chunks.py",
+        "tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py tests/ops/test_extra.py"
+        " tests/internals/test_extra.py tests/internals/test_compile.py -k 'not triton'",
+    ),
+    ("_core/_compiled*.py", "tests/internals/test_compile.py"),
+    ("ops/dpace_weights.py", "tests/ops/test_dpace_weights.py"),
+    (
+        "*soft_embedding.py",
+        "tests/ops/test_soft_embedding.py tests/internals/test_soft_embedding.py tests/distributed/test_distributed.py"
+        " tests/internals/test_distributed.py -k 'soft_embedding and not triton'",
+    ),
+    (
+        "*objective.py",
+        "tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_row_objective.py -k 'not triton'",
+    ),
     (
         "ops/*",
-        "tests/test_flags.py tests/test_errors.py tests/test_token_nll.py tests/test_linear_nll.py tests/test_extra.py"
-        " tests/test_transform.py tests/test_compile.py -k 'not triton'",
+        "tests/ops/test_flags.py tests/ops/test_errors.py tests/internals/test_errors.py tests/ops/test_token_nll.py"
+        " tests/internals/test_token_nll.py tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py"
+        " tests/ops/test_extra.py tests/internals/test_extra.py tests/ops/test_transform.py"
+        " tests/internals/test_transform.py tests/internals/test_compile.py -k 'not triton'",
     ),
     ("_utils/*", EVERY_ROW_OP),
     ("_core/*", EVERY_ROW_OP),
@@ -376,7 +470,8 @@ def judges_of(file: str) -> list[str]:
     for pattern, arguments in JUDGES:
         if fnmatch.fnmatch(file, pattern):
             return shlex.split(arguments)
-    return [f"tests/test_{Path(file).stem.lstrip('_')}.py"]
+    found = sorted(ROOT.glob(f"tests/*/test_{Path(file).stem.lstrip('_')}.py"))
+    return [str(path.relative_to(ROOT)) for path in found if path.parent.name != "reference"]
 
 
 class Job(NamedTuple):
@@ -472,7 +567,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="another seed chooses others")
     add("-j", "--jobs", type=int, default=os.cpu_count(), help="judged at the same time")
     add("--out", type=Path, default=Path("mutants.jsonl"), help="a line for each; those in it are not judged again")
-    add("--tests", help="judge by these instead of JUDGES, as 'tests/test_mtp.py -k pipeline'")
+    add("--tests", help="judge by these instead of JUDGES, as 'tests/mtp/test_mtp.py -k pipeline'")
     add("--root", type=Path, default=ROOT, help="tree to break")
     return parser.parse_args(argv)
 

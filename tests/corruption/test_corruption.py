@@ -1,0 +1,460 @@
+"""The corruption routines: parity with the reference from the same draws, the same bits from every path, edges."""
+
+import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dllm_kernels import corruption
+from reference import corruption as reference
+
+pytestmark = pytest.mark.indices
+
+MASK, V = 126_336, 126_464
+
+
+def batch(B, L, device="cpu", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (B, L), generator=g)
+    loss_mask = torch.rand(B, L, generator=g) < 0.7
+    return ids.to(device), loss_mask.to(device), torch.randint(-(2**62), 2**62, (B,), generator=g).to(device)
+
+
+def levels_of(ids, block_size=None):
+    """Some levels, 0 and 1 among them where there is room, of rows, or of blocks; a row's own, whatever its batch.
+
+    Made on the CPU: a GPU divides by a number by multiplying with its reciprocal, which is another level in the last
+        bit.
+    """
+    n = 1 if block_size is None else max(-(-ids.shape[1] // block_size), 1)
+    first = ((ids.cpu().sum(1, keepdim=True) + 4) % 11).float() / 10
+    return ((first + torch.arange(n, device="cpu") * 0.3) % 1.1).clamp(max=1)
+
+
+class Routine:
+    """A routine of the package with its options, called as ``(ids, mask, **source of the draws)``.
+
+    ``given`` makes the tensors that it takes besides, from the ids and on the CPU; a third output of ones is added
+    where there are two, for what is said of all routines.
+    """
+
+    def __init__(self, launch, given=lambda ids: {}):
+        self.launch, self.given = launch, given
+
+    def __call__(self, ids, mask, **kw):
+        out = self.launch(ids, mask, **self.given_on(ids), **kw)
+        return out if len(out) == 3 else (*out, torch.ones(out[0].shape, device=out[0].device))
+
+    def given_on(self, ids):
+        return {name: t.to(ids.device) for name, t in self.given(ids).items()}
+
+
+def uniform(*args, **options):
+    return lambda ids, mask, **kw: corruption.corrupt_uniform(ids, mask, MASK, *args, **options, **kw)
+
+
+def blockwise(*args):
+    return lambda ids, mask, **kw: corruption.corrupt_blockwise(ids, mask, MASK, *args, **kw)
+
+
+def tokens(*args):
+    return lambda ids, mask, **kw: corruption.corrupt_uniform_random(ids, mask, V, *args, **kw)
+
+
+def mix(ids, mask, **kw):
+    return corruption.corrupt_mix(ids, mask, MASK, V, **kw)
+
+
+def of_rows(ids):
+    return {"level": levels_of(ids)}
+
+
+def of_blocks(ids):
+    return {"level": levels_of(ids, 6)}
+
+
+def of_mix(ids):
+    return {"mask_prob": levels_of(ids)[:, 0] / 2, "uniform_prob": 0.5 - levels_of(ids) / 3}
+
+
+ROUTINES = {
+    "uniform": Routine(uniform()),
+    "sequence": Routine(blockwise()),
+    "block 1": Routine(blockwise(1)),
+    "block 5": Routine(blockwise(5)),
+    "block 32": Routine(blockwise(32)),
+    "steep": Routine(blockwise(8, 0.0, 1e-3)),
+    "tokens": Routine(tokens()),
+    "tokens, block 1": Routine(tokens(1)),
+    "tokens, block 6": Routine(tokens(6, 0.2)),
+    "exact": Routine(uniform(exact=True)),
+    "levels": Routine(uniform(), of_rows),
+    "exact levels": Routine(uniform(exact=True), of_rows),
+    "sequence levels": Routine(blockwise(), of_rows),
+    "block levels": Routine(blockwise(6), of_blocks),
+    "token levels": Routine(tokens(6), of_blocks),
+    "mix": Routine(mix, of_mix),
+}
+# Enough of them where what is tested does not depend on the block size.
+FEW = [ROUTINES[name] for name in ("uniform", "block 5", "tokens, block 6")]
+some_routines = pytest.mark.parametrize("routine", FEW, ids=["uniform", "block 5", "tokens, block 6"])
+every_routine = pytest.mark.parametrize("routine", ROUTINES.values(), ids=ROUTINES.keys())
+
+
+def same(a, b):
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.covering(1)
+@every_routine
+@pytest.mark.parametrize("L", [1, 70])
+def test_kernel_and_torch_draw_the_same(routine, L, device):
+    ids, loss_mask, seeds = batch(3, L, device)
+    for source in (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)}):
+        by_kernel, by_torch = (routine(ids, loss_mask, backend=b, **source()) for b in ("triton", "torch"))
+        assert same(by_kernel, by_torch)
+
+
+def test_kernel_and_torch_draw_the_same_on_long_rows(device):
+    ids, loss_mask, seeds = batch(2, 4100, device)  # past what a program holds in registers
+    by_kernel, by_torch = (
+        corruption.corrupt_blockwise(ids, loss_mask, MASK, seeds=seeds, backend=b) for b in ("triton", "torch")
+    )
+    assert same(by_kernel, by_torch)
+
+
+@pytest.mark.gpu
+@every_routine
+def test_the_same_on_cpu_and_gpu(routine):
+    ids, loss_mask, seeds = batch(8, 500)
+    on_cpu = [routine(ids, loss_mask, seeds=seeds), routine(ids, loss_mask, generator=torch.Generator().manual_seed(3))]
+    ids, loss_mask, seeds = ids.cuda(), loss_mask.cuda(), seeds.cuda()
+    on_gpu = [routine(ids, loss_mask, seeds=seeds), routine(ids, loss_mask, generator=torch.Generator().manual_seed(3))]
+    assert all(same(a, [x.cpu() for x in b]) for a, b in zip(on_cpu, on_gpu, strict=True))
+
+
+@some_routines
+def test_only_supervised_positions_change(routine, backend, device):
+    ids, loss_mask, seeds = batch(4, 60, device)
+    copies = ids.clone(), loss_mask.clone(), seeds.clone()
+    noisy, noise, p = routine(ids, loss_mask, seeds=seeds, backend=backend)
+    assert (noisy.dtype, noise.dtype, p.dtype) == (ids.dtype, torch.bool, torch.float32)
+    assert noisy.shape == noise.shape == p.shape == ids.shape
+    assert all(t.is_contiguous() for t in (noisy, noise, p))
+    assert not (noise & ~loss_mask).any()
+    assert torch.equal(noisy[~noise], ids[~noise])
+    assert same((ids, loss_mask, seeds), copies)
+    everywhere = routine(ids, torch.ones_like(loss_mask), seeds=seeds, backend=backend)
+    assert torch.equal(noise, everywhere[1] & loss_mask)  # supervision takes no part in the choice
+
+
+@some_routines
+def test_outputs_are_their_own_memory(routine, backend, device):
+    ids, loss_mask, seeds = batch(2, 20, device)
+    nothing = torch.zeros_like(loss_mask)
+    storages = {
+        t.untyped_storage().data_ptr() for t in (ids, nothing, *routine(ids, nothing, seeds=seeds, backend=backend))
+    }
+    assert len(storages) == 5
+
+
+@some_routines
+def test_a_row_with_a_seed_does_not_know_its_batch(routine, backend, device):
+    ids, loss_mask, seeds = batch(6, 70, device)
+    whole = routine(ids, loss_mask, seeds=seeds, backend=backend)
+    for rows in ([4], [5, 0, 3]):
+        part = routine(ids[rows], loss_mask[rows], seeds=seeds[rows], backend=backend)
+        assert same(part, [t[rows] for t in whole])
+
+
+@some_routines
+def test_a_resumed_generator_goes_on_as_if_never_stopped(routine, backend, device):
+    ids, loss_mask, _ = batch(3, 40, device)
+    generator = torch.Generator().manual_seed(7)
+    routine(ids, loss_mask, generator=generator, backend=backend)
+    state = generator.get_state()
+    expected = [routine(ids, loss_mask, generator=generator, backend=backend) for _ in range(2)]
+    resumed = torch.Generator()
+    resumed.set_state(state)
+    assert all(same(routine(ids, loss_mask, generator=resumed, backend=backend), e) for e in expected)
+    assert not torch.equal(expected[0][1], expected[1][1])
+
+
+@every_routine
+def test_a_stored_seed_keeps_its_mask(routine):
+    # Frozen: a change here breaks every run that stored a seed. The mask as bits, the first position highest.
+    _, noise, _ = routine(torch.zeros(1, 32, dtype=torch.int64), torch.ones(1, 32), seeds=torch.tensor([12345]))
+    value = int("".join(str(int(n)) for n in noise[0]), 2)
+    name = next(name for name, r in ROUTINES.items() if r is routine)
+    assert f"{value:08x}" == STORED[name]
+
+
+STORED = {
+    "uniform": "ffedbfff",
+    "sequence": "bff7d3bf",
+    "block 1": "8650be54",
+    "block 5": "b852407d",
+    "block 32": "bff7d3bf",
+    "steep": "3f010f03",
+    "tokens": "fb7ffff7",
+    "tokens, block 1": "877bbfc4",
+    "tokens, block 6": "f93fcd83",
+    "exact": "bff7d3bf",
+    "levels": "40292fe7",
+    "exact levels": "b656c018",
+    "sequence levels": "1656501b",
+    "block levels": "16dfc11f",
+    "token levels": "837fc1c7",
+    "mix": "917bddc7",
+}
+
+
+def test_fewer_positions_are_a_prefix_only_where_length_does_not_matter():
+    ids, loss_mask, seeds = batch(2, 64)
+    short = corruption.corrupt_blockwise(ids[:, :32], loss_mask[:, :32], MASK, 16, seeds=seeds)
+    long = corruption.corrupt_blockwise(ids, loss_mask, MASK, 16, seeds=seeds)
+    assert same(short, [t[:, :32].contiguous() for t in long])
+
+
+@pytest.mark.parametrize("L", [1, 7, 40])
+@pytest.mark.parametrize("block_size", [None, 1, 3, 8, 64])
+def test_the_count_in_every_block(L, block_size, backend, device):
+    ids, _, seeds = batch(5, L, device)
+    _, noise, p = corruption.corrupt_blockwise(ids, None, MASK, block_size, seeds=seeds, backend=backend)
+    for b in range(5):
+        for block in reference.blocks_of(L, block_size):
+            m = p[b, block.start].cpu()
+            assert (p[b, block.start : block.stop].cpu() == m).all()
+            expected = reference.number_to_mask(m, len(block), at_least=int(block_size is None))
+            assert int(noise[b, block.start : block.stop].sum()) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16, torch.float64])
+@some_routines
+def test_masks_of_any_dtype(routine, dtype, backend, device):
+    ids, loss_mask, seeds = batch(2, 40, device)
+    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
+    assert same(routine(ids, loss_mask.to(dtype), seeds=seeds, backend=backend), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_ids_of_any_dtype(dtype, backend, device):
+    ids, loss_mask, seeds = batch(2, 40, device)
+    ids = (ids % 1000).to(dtype)
+    noisy, noise, _ = corruption.corrupt_blockwise(ids, loss_mask, 999, 8, seeds=seeds, backend=backend)
+    assert noisy.dtype == dtype
+    assert torch.equal(noisy, torch.where(noise, 999, ids))
+    noisy, noise, _ = corruption.corrupt_uniform_random(ids, loss_mask, 1000, seeds=seeds, backend=backend)
+    assert noisy.dtype == dtype
+    assert int(noisy.min()) >= 0
+    assert int(noisy.max()) < 1000
+
+
+@some_routines
+def test_views(routine, backend, device):
+    ids, loss_mask, seeds = batch(3, 40, device)
+    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
+    turned = ids.t().contiguous().t(), loss_mask.repeat(1, 2)[:, 40:]
+    assert same(routine(*turned, seeds=seeds, backend=backend), expected)
+
+
+def test_levels_lie_in_their_range(backend, device):
+    ids, loss_mask, _ = batch(64, 8, device)
+    seeds = torch.arange(64, device=device)
+    for eps in (0.0, 0.001, 0.9, 0.999999):
+        for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
+            p = routine(ids, loss_mask, MASK, eps=eps, seeds=seeds, backend=backend)[2]
+            assert float(p.min()) >= np.float32(eps)
+            assert float(p.max()) <= 1
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
+def test_empty_batches(shape, backend, device):
+    ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    loss_mask = torch.zeros(shape, dtype=torch.bool, device=device)
+    for routine in ROUTINES.values():
+        outputs = routine(ids, loss_mask, backend=backend)
+        assert [t.shape for t in outputs] == [ids.shape] * 3
+        assert [t.dtype for t in outputs] == [torch.int64, torch.bool, torch.float32]
+    assert corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend)[1].shape == shape
+
+
+@pytest.mark.parametrize("name", ["block 5", "tokens, block 6"])
+def test_compiles_without_a_graph_break(name):
+    ids, loss_mask, seeds = batch(3, 40)
+    expected = ROUTINES[name](ids, loss_mask, seeds=seeds)
+    run = torch.compile(lambda i, m, s: ROUTINES[name](i, m, seeds=s), fullgraph=True, backend="aot_eager")
+    assert same(run(ids, loss_mask, seeds), expected)
+
+
+NO_FMA = """
+from tools.launches import specimens
+found = {name: s for name, s in specimens("sm_90").items() if s.kernel in ("corrupt_topk", "gumbel_topk")}
+assert {s.kernel for s in found.values()} == {"corrupt_topk", "gumbel_topk"}
+for name, specimen in found.items():
+    ptx = specimen.compile().asm["ptx"]
+    assert "fma.rn.f" not in ptx, name
+    assert "exact" in name or ("mul.rn.f64" in ptx and "div.rn.f64" in ptx), name  # an exact share compares bits alone
+"""
+
+
+@pytest.mark.exhaustive
+def test_no_product_and_sum_become_one_rounding():
+    # The masks agree between devices only if the compiler rounds every step; kernels here may be interpreted.
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", NO_FMA], env=environment, check=True, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.gpu
+@every_routine
+def test_one_launch_and_no_wait(routine):
+    """``tests/support/mock_gpu_checks.py`` counts the same on a GPU that is not there."""
+    ids, loss_mask, seeds = batch(8, 512, "cuda")
+    given = routine.given_on(ids)
+    routine.launch(ids, loss_mask, **given, seeds=seeds)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            routine.launch(ids, loss_mask, **given, seeds=seeds)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    launches = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launches) == 1, launches
+
+
+SIGNATURES = {
+    "gumbel_topk": ["log_w", "k"],
+    "batched_gumbel_topk": ["log_w", "k", "generator"],
+    "corrupt_uniform": ["input_ids", "loss_mask", "mask_token_id", "eps", "generator"],
+    "corrupt_blockwise": [
+        "input_ids", "loss_mask", "mask_token_id", "block_size", "eps", "half_life_ratio", "generator",
+    ],
+    "corrupt_uniform_random": ["input_ids", "loss_mask", "vocab_size", "block_size", "eps", "generator"],
+    "corrupt_all_masked": ["input_ids", "loss_mask", "mask_token_id"],
+}  # fmt: skip
+DEFAULTS = {"eps": 1e-3, "half_life_ratio": 0.25, "block_size": None, "generator": None}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_those_documented(name):
+    parameters = inspect.signature(getattr(corruption, name)).parameters
+    positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == SIGNATURES[name]
+    assert all(p.default == DEFAULTS[p.name] for p in positional if p.default is not p.empty)
+    assert all(p.default is not p.empty for p in parameters.values() if p.kind is p.KEYWORD_ONLY)
+
+
+IDS, LOSS, SEEDS = batch(2, 6)
+# Arguments on top of good ones; the routines that have such an argument; what is said.
+BAD = [
+    ({"input_ids": [[1]]}, "mask", TypeError, "input_ids must be a torch.Tensor, got list"),
+    ({"input_ids": IDS.float()}, "mask", ValueError, "input_ids must have dtype int64, .* got float32"),
+    ({"input_ids": IDS[0]}, "mask", ValueError, r"input_ids must have shape \[B, L\], got \(6,\)"),
+    ({"loss_mask": [1]}, "mask", TypeError, "loss_mask must be a torch.Tensor, got list"),
+    ({"loss_mask": LOSS[:, :3]}, "mask", ValueError, r"loss_mask must have shape \(2, 6\) .* got \(2, 3\)"),
+    ({"loss_mask": LOSS.to("meta")}, "mask", ValueError, "loss_mask must be on cpu like input_ids, got meta"),
+    ({"loss_mask": LOSS.to(torch.complex64)}, "mask", ValueError, "loss_mask must have dtype bool, .* got complex64"),
+    ({"loss_mask": None}, "uniform", TypeError, "loss_mask must be a torch.Tensor, got NoneType"),
+    ({"mask_token_id": 1.5}, "mask", TypeError, "mask_token_id must be an int, got float"),
+    ({"mask_token_id": 2**63}, "mask", ValueError, "mask_token_id must fit the int64 of input_ids, .* got 9223"),
+    ({"eps": 1.0}, "uniform", ValueError, r"eps must lie in \[0, 1\), got 1.0"),
+    ({"eps": -1e-3}, "blockwise", ValueError, r"eps must lie in \[0, 1\), got -0.001"),
+    ({"eps": float("nan")}, "random", ValueError, r"eps must lie in \[0, 1\), got nan"),
+    ({"eps": "small"}, "uniform", TypeError, "eps must be a float, got str"),
+    ({"half_life_ratio": 0}, "blockwise", ValueError, "half_life_ratio must be above 0, got 0"),
+    ({"half_life_ratio": float("nan")}, "blockwise", ValueError, "half_life_ratio must be above 0, got nan"),
+    ({"half_life_ratio": None}, "blockwise", TypeError, "half_life_ratio must be a float, got NoneType"),
+    ({"block_size": 0}, "blockwise", ValueError, "block_size must be at least 1, got 0"),
+    ({"block_size": 2.0}, "random", TypeError, "block_size must be an int, got float"),
+    ({"vocab_size": 0}, "random", ValueError, "vocab_size must be at least 1, got 0"),
+    ({"vocab_size": 2**31 + 1}, "random", ValueError, r"vocab_size must be at most 2\*\*31, got 2147483649"),
+    ({"input_ids": IDS.to(torch.int16)}, "random", ValueError, "vocab_size - 1 must fit the int16 of input_ids"),
+    ({"seeds": SEEDS[:1]}, "uniform", ValueError, r"seeds must have shape \(2,\), one a row, got \(1,\)"),
+    ({"seeds": SEEDS.int()}, "blockwise", ValueError, "seeds must have dtype int64, got int32"),
+    ({"seeds": SEEDS, "generator": torch.Generator()}, "random", ValueError, "generator and seeds exclude each other"),
+    ({"generator": 7}, "blockwise", TypeError, "generator must be a torch.Generator or None, got int"),
+    ({"backend": "gpu"}, "mask", ValueError, "backend must be one of auto, triton, torch, got 'gpu'"),
+]
+CALLS = {
+    "uniform": (corruption.corrupt_uniform, {"mask_token_id": MASK}),
+    "blockwise": (corruption.corrupt_blockwise, {"mask_token_id": MASK}),
+    "all": (corruption.corrupt_all_masked, {"mask_token_id": MASK}),
+    "random": (corruption.corrupt_uniform_random, {"vocab_size": V}),
+}
+GROUPS = {"mask": ("uniform", "blockwise", "all")}
+
+
+@pytest.mark.parametrize(("arguments", "group", "error", "message"), BAD)
+def test_errors(arguments, group, error, message):
+    for name in GROUPS.get(group, (group,)):
+        call, good = CALLS[name]
+        with pytest.raises(error, match=message):
+            call(**({"input_ids": IDS, "loss_mask": LOSS} | good | arguments))
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.bfloat16], ids=str)
+def test_a_default_dtype_changes_nothing(default):
+    ids, mask, seeds = batch(3, 11)
+    expected = [routine(ids, mask, seeds=seeds) for routine in FEW]
+    torch.set_default_dtype(default)
+    try:
+        got = [routine(ids, mask, seeds=seeds) for routine in FEW]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(expected, got, strict=True):
+        assert all(x.dtype == y.dtype and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_a_default_device_changes_nothing():
+    ids, mask, seeds = batch(3, 11)
+    for routine in FEW:
+        expected = routine(ids, mask, seeds=seeds)
+        with torch.device("meta"):
+            got = routine(ids, mask, seeds=seeds)
+        assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+
+
+def test_all_masked_is_called_like_the_others():
+    ids, mask, seeds = batch(2, 5)
+    expected = corruption.corrupt_all_masked(ids, mask, MASK)
+    generator = torch.Generator().manual_seed(0)
+    state = generator.get_state()
+    for given in ({"seeds": seeds}, {"generator": generator}):
+        got = corruption.corrupt_all_masked(ids, mask, MASK, **given)
+        assert all(torch.equal(x, y) for x, y in zip(expected, got, strict=True))
+    assert torch.equal(generator.get_state(), state)
+
+
+def test_numbers_may_come_from_numpy():
+    ids, mask, seeds = batch(2, 9)
+    given = corruption.corrupt_blockwise(ids, mask, MASK, np.int64(4), np.float32(0.25), np.float64(0.5), seeds=seeds)
+    expected = corruption.corrupt_blockwise(ids, mask, MASK, 4, 0.25, 0.5, seeds=seeds)
+    assert all(torch.equal(x, y) for x, y in zip(expected, given, strict=True))
+    given = corruption.corrupt_uniform_random(ids, mask, np.int64(7), np.int32(4), seeds=seeds)
+    expected = corruption.corrupt_uniform_random(ids, mask, 7, 4, seeds=seeds)
+    assert all(torch.equal(x, y) for x, y in zip(expected, given, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0)])
+def test_an_empty_batch_does_not_hide_an_unknown_backend(shape):
+    ids = torch.zeros(shape, dtype=torch.long)
+    for routine in (*FEW, lambda *a, **kw: corruption.corrupt_all_masked(*a, MASK, **kw)):
+        assert [t.shape for t in routine(ids, ids > 0)] == [shape] * 3
+        with pytest.raises(ValueError, match="backend must be one of auto, triton, torch, got 'cuda'"):
+            routine(ids, ids > 0, backend="cuda")
+
+
+def test_a_token_of_1_masks(device):
+    """Triton hands an integer of 1 over as a constant, unless told not to."""
+    ids, mask, seeds = batch(2, 9, device)
+    for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise):
+        kernel = routine(ids, mask, 1, seeds=seeds, backend="triton")
+        plain = routine(ids, mask, 1, seeds=seeds, backend="torch")
+        assert all(torch.equal(x, y) for x, y in zip(kernel, plain, strict=True))

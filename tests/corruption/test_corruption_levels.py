@@ -1,0 +1,322 @@
+"""The caller's levels, exact counts, level samplers, complements and the two-channel corruption."""
+
+import pytest
+import torch
+
+from dllm_kernels import corruption
+from dllm_kernels.corruption import complementary, corrupt_blockwise, corrupt_mix, corrupt_uniform, sample_level
+from reference import corruption as reference
+
+MASK, V = 126, 130
+
+
+def batch(B, L, device="cpu", seed=0):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, V, (B, L), generator=g)
+    loss_mask = torch.rand(B, L, generator=g) < 0.7
+    return ids.to(device), loss_mask.to(device), torch.randint(-(2**62), 2**62, (B,), generator=g).to(device)
+
+
+def same(a, b):
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
+
+
+# The caller's level
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("source", ["seeds", "generator"])
+@pytest.mark.parametrize("routine", ["uniform", "exact", "blockwise", "blocks"])
+def test_giving_the_level_that_would_be_drawn_changes_nothing(routine, source, backend, device):
+    ids, loss_mask, seeds = batch(5, 40, device)
+    block_size = 7 if routine == "blocks" else None
+
+    def run(**keywords):
+        keywords |= {"seeds": seeds} if source == "seeds" else {"generator": torch.Generator().manual_seed(3)}
+        if routine in ("uniform", "exact"):
+            exact = routine == "exact"
+            return corrupt_uniform(ids, loss_mask, MASK, exact=exact, backend=backend, **keywords)
+        return corrupt_blockwise(ids, loss_mask, MASK, block_size, backend=backend, **keywords)
+
+    drawn_ones = run()
+    level = drawn_ones[2][:, :: block_size or 40].contiguous()
+    assert same(run(level=level), drawn_ones)
+
+
+def test_giving_random_tokens_the_level_that_would_be_drawn(backend, device):
+    """Their levels do not come back, but are those of the other routine with blocks."""
+    ids, loss_mask, seeds = batch(5, 40, device)
+    levels = corrupt_blockwise(ids, loss_mask, MASK, 7, seeds=seeds)[2]
+    given = {"level": levels[:, ::7].contiguous(), "seeds": seeds, "backend": backend}
+    got = corruption.corrupt_uniform_random(ids, loss_mask, V, 7, **given)
+    assert same(got[:2], corruption.corrupt_uniform_random(ids, loss_mask, V, 7, seeds=seeds, backend=backend)[:2])
+    assert torch.equal(got[2], levels)
+
+
+def test_levels_of_any_floating_dtype_and_stride(backend, device):
+    ids, loss_mask, seeds = batch(4, 30, device)
+    level = torch.tensor([0.25, 0.5, 0.75, 1.0], device=device)
+    expected = corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        assert same(
+            corrupt_uniform(ids, loss_mask, MASK, level=level.to(dtype), seeds=seeds, backend=backend), expected
+        )
+    strided = torch.stack([level, level * 0], dim=1)[:, 0]
+    assert same(corrupt_uniform(ids, loss_mask, MASK, level=strided, seeds=seeds, backend=backend), expected)
+    of_blocks = torch.rand(3, 4, device=device).t()
+    assert same(
+        corrupt_blockwise(ids, loss_mask, MASK, 12, level=of_blocks, seeds=seeds, backend=backend),
+        corrupt_blockwise(ids, loss_mask, MASK, 12, level=of_blocks.contiguous(), seeds=seeds),
+    )
+
+
+@pytest.mark.parametrize("block_size", [None, 8])
+def test_levels_of_0_and_1(block_size, backend, device):
+    ids, loss_mask, seeds = batch(2, 30, device)
+    level = torch.tensor([0.0, 1.0], device=device)
+    for routine in (
+        lambda: corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds, backend=backend),
+        lambda: corrupt_uniform(ids, loss_mask, MASK, level=level, exact=True, seeds=seeds, backend=backend),
+        lambda: corrupt_blockwise(ids, loss_mask, MASK, 8, level=level, seeds=seeds, backend=backend),
+        lambda: corruption.corrupt_uniform_random(ids, loss_mask, V, 8, level=level, seeds=seeds, backend=backend),
+    ):
+        noise = routine()[1]
+        assert not noise[0].any()
+        assert torch.equal(noise[1], loss_mask[1])
+    whole = corrupt_blockwise(ids, None, MASK, level=level, seeds=seeds, backend=backend)[1]
+    assert whole.sum(1).tolist() == [1, 30]  # a sequence masks one at least
+
+
+def test_a_level_gets_no_gradient(device):
+    """One that wants it is an error, but where nothing gets any."""
+    ids, loss_mask, seeds = batch(2, 5, device)
+    level = torch.rand(2, device=device, requires_grad=True)
+    with pytest.raises(ValueError, match="level must not require a gradient"):
+        corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)
+    with torch.no_grad():
+        assert not corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)[2].requires_grad
+
+
+# Exact counts
+
+
+def test_exact_on_rows_longer_than_the_registers(device):
+    ids, loss_mask, seeds = batch(2, 4200, device)
+    level = torch.tensor([0.3, 0.999], device=device)
+    by_kernel, by_torch = (
+        corrupt_uniform(ids, loss_mask, MASK, level=level, exact=True, seeds=seeds, backend=b)
+        for b in ("triton", "torch")
+    )
+    assert same(by_kernel, by_torch)
+    assert by_torch[1].sum(1).tolist() == torch.round(level.cpu() * loss_mask.sum(1).cpu().float()).long().tolist()
+
+
+# (supervised, level, masked): halves to even, at least one, none where none is supervised or the level is 0
+@pytest.mark.parametrize(
+    ("supervised", "level", "masked"),
+    [(10, 0.25, 2), (10, 0.35, 4), (6, 0.75, 4), (10, 0.01, 1), (1, 0.3, 1), (0, 1.0, 0), (7, 0.0, 0), (9, 1.0, 9)],
+)
+def test_the_exact_count(supervised, level, masked, backend, device):
+    ids = torch.zeros(3, 20, dtype=torch.int64, device=device)
+    loss_mask = torch.arange(20, device=device).expand(3, -1) >= 20 - supervised
+    seeds = torch.arange(3, device=device)
+    given = torch.full((3,), level, device=device)
+    noise = corrupt_uniform(ids, loss_mask, MASK, level=given, exact=True, seeds=seeds, backend=backend)[1]
+    assert noise.sum(1).tolist() == [masked] * 3
+    assert not (noise & ~loss_mask).any()
+
+
+# Level samplers
+
+
+@pytest.mark.parametrize("B", [1, 2, 8, 13, 64, 1000])
+def test_each_stratum_holds_one_level(B):
+    for seed in range(20):
+        level = sample_level(B, method="stratified", generator=torch.Generator().manual_seed(seed)).double()
+        assert ((level >= 0) & (level < 1)).all()
+        # as float32 holds them: a level may be rounded across the edge of its stratum
+        ordered = level.sort().values * B
+        places = torch.arange(B)
+        assert (ordered > places - B * 2.0**-24).all()
+        assert (ordered < places + 1 + B * 2.0**-24).all()
+
+
+def test_antithetic_pairs_add_up_to_1():
+    level = sample_level(9, method="antithetic", generator=torch.Generator().manual_seed(1))
+    assert (level[:8:2] + level[1:8:2] == 1).all()
+    assert len(set(level.tolist())) == 9
+
+
+def test_a_uniform_level_is_the_one_that_corruption_draws():
+    ids, loss_mask, seeds = batch(6, 20)
+    level = sample_level(6, seeds=seeds)
+    assert torch.equal(corrupt_uniform(ids, loss_mask, MASK, 0.0, seeds=seeds)[2][:, 0], level)
+    assert torch.equal(level[2:4], sample_level(2, seeds=seeds[2:4]))
+    assert same(
+        corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds),
+        corrupt_uniform(ids, loss_mask, MASK, 0.0, seeds=seeds),
+    )
+
+
+def test_coupled_levels_follow_the_first_seed():
+    for method in ("antithetic", "stratified"):
+        a = sample_level(5, method=method, seeds=torch.tensor([3, 1, 1, 1, 1]))
+        assert torch.equal(a, sample_level(5, method=method, seeds=torch.tensor([3, 2, 2, 2, 2])))
+        assert not torch.equal(a, sample_level(5, method=method, seeds=torch.tensor([4, 1, 1, 1, 1])))
+
+
+def test_levels_are_where_they_are_wanted():
+    assert sample_level(2).device.type == "cpu"
+    assert sample_level(2, seeds=torch.tensor([1, 2])).device.type == "cpu"
+
+
+# Complements
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_complementary_is_the_reference(dtype, backend, device):
+    ids, loss_mask, seeds = batch(3, 2000, device)
+    noise = corrupt_uniform(ids, loss_mask, MASK, seeds=seeds)[1]
+    other = complementary(noise.to(dtype), loss_mask.to(dtype), backend=backend)
+    assert other.dtype == torch.bool
+    assert torch.equal(other, reference.complementary(noise, loss_mask))
+    assert torch.equal(other | noise, loss_mask)
+    assert not (other & noise).any()
+    turned = noise.t().contiguous().t()
+    assert torch.equal(complementary(turned, loss_mask, backend=backend), other)
+
+
+# Two channels
+
+
+def mixed(ids, loss_mask, **keywords):
+    return corrupt_mix(ids, loss_mask, MASK, V, **keywords)
+
+
+@pytest.mark.parametrize("vocab_size", [3, 2**31])
+def test_mix_at_the_ends_of_vocabularies(vocab_size, backend, device):
+    seeds = torch.arange(2, device=device)
+    clean = torch.tensor([[0, 1, vocab_size - 2, vocab_size - 1] * 10] * 2, device=device)
+    everywhere = torch.ones_like(clean, dtype=torch.bool)
+    ones = torch.ones(2, device=device)
+    for mask_token in {0, 1, vocab_size - 1}:
+        noisy, noise = corrupt_mix(
+            clean,
+            everywhere,
+            mask_token,
+            vocab_size,
+            mask_prob=0 * ones,
+            uniform_prob=ones,
+            seeds=seeds,
+            backend=backend,
+        )
+        assert torch.equal(noise, clean != mask_token)
+        assert (noisy[noise] != clean[noise]).all()
+        assert (noisy[noise] != mask_token).all()
+        assert int(noisy.min()) >= 0
+        assert int(noisy.max()) < vocab_size
+
+
+def test_mix_takes_a_clean_mask_by_the_first_channel_only(backend, device):
+    """As the original has it: absorbed counts as noise though the id stays."""
+    ids = torch.full((1, 400), MASK, device=device)
+    half = torch.tensor([0.5], device=device)
+    seeds = torch.tensor([1], device=device)
+    noisy, noise = mixed(ids, ids > 0, mask_prob=half, uniform_prob=half, seeds=seeds, backend=backend)
+    assert torch.equal(noisy, ids)
+    assert 100 < int(noise.sum()) < 300
+
+
+def test_mix_forgives_rounding(backend, device):
+    """Sums a little over 1 and probabilities a little below 0, as schedules in float32 give them."""
+    ids, loss_mask, seeds = batch(2, 50, device)
+    p, q = torch.tensor([-6e-8, 1.0], device=device), torch.tensor([1.0, 9e-6], device=device)
+    noisy, noise = mixed(ids, loss_mask, mask_prob=p, uniform_prob=q, seeds=seeds, backend=backend)
+    assert torch.equal(noise[0], loss_mask[0] & (ids[0] != MASK))
+    assert not (noisy[0] == MASK)[noise[0]].any()
+    assert torch.equal(noise[1], loss_mask[1])
+    assert (noisy[1][noise[1]] == MASK).all()
+
+
+def test_mix_refuses_a_sum_over_1_on_the_cpu():
+    ids, loss_mask, seeds = batch(2, 5)
+    sums = r"mask_prob \+ uniform_prob must be at most 1, got up to 1.1"
+    for p, message in ((0.6, sums), (float("nan"), r"mask_prob must lie in \[0, 1\], got values from nan")):
+        with pytest.raises(ValueError, match=message):
+            mixed(ids, loss_mask, mask_prob=torch.tensor([0.1, p]), uniform_prob=torch.full((2,), 0.5), seeds=seeds)
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int32, torch.uint8])
+def test_mix_of_any_integer_dtype(dtype, backend, device):
+    ids, loss_mask, seeds = batch(2, 40, device)
+    half = torch.full((2,), 0.5, device=device)
+    expected = mixed(ids, loss_mask, mask_prob=half, uniform_prob=half, seeds=seeds)
+    got = mixed(ids.to(dtype), loss_mask.float(), mask_prob=half, uniform_prob=half, seeds=seeds, backend=backend)
+    assert got[0].dtype == dtype
+    assert torch.equal(got[0].long(), expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+# Errors
+
+IDS, LOSS = torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8)
+HALF = torch.full((2,), 0.5)
+GOOD = {
+    "uniform": lambda **kw: corrupt_uniform(IDS, LOSS, MASK, **kw),
+    "blocks": lambda **kw: corrupt_blockwise(IDS, LOSS, MASK, 3, **kw),
+    "random": lambda **kw: corruption.corrupt_uniform_random(IDS, LOSS, V, 3, **kw),
+    "mix": lambda **kw: corrupt_mix(
+        IDS, LOSS, MASK, **({"vocab_size": V, "mask_prob": HALF, "uniform_prob": HALF} | kw)
+    ),
+    "sample": lambda **kw: sample_level(**({"B": 3} | kw)),
+}
+META = torch.zeros(2, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("call", "arguments", "error", "message"),
+    [
+        ("uniform", {"level": 0.5}, TypeError, "level must be a torch.Tensor, got float"),
+        ("uniform", {"level": torch.ones(2, dtype=torch.int64)}, ValueError, "level must have dtype float16, .* got int64"),
+        ("uniform", {"level": torch.ones(2, 3)}, ValueError, r"level must have shape \(2,\) or \(2, 1\), got \(2, 3\)"),
+        ("blocks", {"level": torch.ones(3)}, ValueError, r"level must have shape \(2,\) or \(2, 1\) or \(2, 3\), got \(3,\)"),
+        ("random", {"level": META}, ValueError, "level must be on cpu like input_ids, got meta"),
+        ("uniform", {"level": HALF * 2.5}, ValueError, r"level must lie in \[0, 1\], got values from 1.25 to 1.25"),
+        ("blocks", {"level": HALF - 1}, ValueError, r"level must lie in \[0, 1\], got values from -0.5 to -0.5"),
+        ("random", {"level": HALF * float("nan")}, ValueError, r"level must lie in \[0, 1\], got values from nan to nan"),
+        ("uniform", {"exact": 1}, TypeError, "exact must be a bool, got int"),
+        ("mix", {"vocab_size": 2}, ValueError, "vocab_size must be at least 3, got 2"),
+        ("mix", {"vocab_size": 2**31 + 1}, ValueError, r"vocab_size must be at most 2\*\*31, got 2147483649"),
+        ("mix", {"mask_prob": 0.5}, TypeError, "mask_prob must be a torch.Tensor, got float"),
+        ("mix", {"uniform_prob": torch.ones(2, 2)}, ValueError, r"uniform_prob must have shape \(2,\) or \(2, 1\), got"),
+        ("mix", {"mask_prob": META}, ValueError, "mask_prob must be on cpu like input_ids, got meta"),
+        ("mix", {"check": 1}, TypeError, "check must be a bool, got int"),
+        ("sample", {"B": 0}, ValueError, "B must be at least 1, got 0"),
+        ("sample", {"B": 2.0}, TypeError, "B must be an int, got float"),
+        ("sample", {"method": "sobol"}, ValueError, "method must be one of uniform, antithetic, stratified, got 'sobol'"),
+        ("sample", {"low": 0.5, "high": 0.2}, ValueError, "low and high must satisfy .* got 0.5 and 0.2"),
+        ("sample", {"high": 1.5}, ValueError, "low and high must satisfy .* got 0.0 and 1.5"),
+        ("sample", {"low": "0"}, TypeError, "low must be a float, got str"),
+        ("sample", {"seeds": torch.tensor([1])}, ValueError, r"seeds must have shape \(3,\), one a row, got \(1,\)"),
+        ("sample", {"seeds": [1, 2, 3]}, TypeError, "seeds must be a torch.Tensor, got list"),
+        ("sample", {"backend": "gpu"}, ValueError, "backend must be one of auto, triton, torch, got 'gpu'"),
+    ],
+)  # fmt: skip
+def test_errors(call, arguments, error, message):
+    with pytest.raises(error, match=message):
+        GOOD[call](**arguments)
+
+
+@pytest.mark.parametrize(
+    ("noise", "loss", "error", "message"),
+    [
+        ([1], LOSS, TypeError, "noise_mask must be a torch.Tensor, got list"),
+        (HALF, LOSS, ValueError, r"noise_mask must have shape \[B, L\], got \(2,\)"),
+        (LOSS, HALF, ValueError, r"loss_mask must have shape \(2, 8\) \(that of noise_mask\), got \(2,\)"),
+        (LOSS.to(torch.complex64), LOSS, ValueError, "noise_mask must have dtype bool, .* got complex64"),
+        (LOSS, LOSS.to("meta"), ValueError, "loss_mask must be on cpu like noise_mask, got meta"),
+    ],
+)
+def test_errors_of_complementary(noise, loss, error, message):
+    with pytest.raises(error, match=message):
+        complementary(noise, loss)

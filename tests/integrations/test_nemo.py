@@ -1,0 +1,882 @@
+"""nemo_automodel patched and unpatched: its own recipe and strategies compute the same, and nothing is left behind."""
+
+import collections
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import itertools
+import math
+import os
+import pickle
+import runpy
+import subprocess
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import dllm_kernels
+from dllm_kernels import mtp
+from dllm_kernels.integrations import nemo_automodel as integration
+from dllm_kernels.integrations.nemo_automodel import DeferredLogits, deferred_logits
+from tests.support.parity import assert_as_good_as_plain, largest_error
+
+absent = [name for name in ("nemo_automodel", "transformers") if importlib.util.find_spec(name) is None]
+pytestmark = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
+ROOT = Path(__file__).parents[2]
+V, D = 17, 6
+
+
+def module(name):
+    return importlib.import_module(f"nemo_automodel.{name}")
+
+
+@pytest.fixture
+def strategy():
+    """The host's strategies, unpatched; whatever the test patches is put back."""
+    for home in integration.HOMES:
+        module(home)
+    yield module("recipes.dllm.strategy")
+    integration.unpatch()
+
+
+@pytest.fixture
+def patched(strategy):
+    return integration.patch()
+
+
+def held():
+    """Every attribute of every loaded module of the host."""
+    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "nemo_automodel"}
+    return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
+
+
+def assert_identical(before, after):
+    assert before.keys() == after.keys()
+    assert not [key for key in before if before[key] is not after[key]]
+
+
+# Through the host's recipe and strategies -----------------------------------------------------------------------------
+
+
+def run_recipe(out):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.nemo_recipe", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"} | os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def steps(once):
+    return torch.load(once("recipe_steps.pt", run_recipe), weights_only=False)
+
+
+RECIPES = ("mdlm", "hybrid", "scdd", "idlm", "block_diffusion")
+
+
+@pytest.mark.parametrize(
+    ("mode", "who"), [*itertools.product(RECIPES, ("ours", "fused")), ("dflash", "ours"), ("dflash logits", "ours")]
+)
+def test_a_recipe_step_gives_the_same_loss_and_gradients(steps, mode, who):
+    """Also where the model hands hidden states to the loss."""
+    case = steps["cases"][mode]
+    assert len(case[who][0]["results"]) > 2
+    for place in range(len(case[who][0]["results"])):
+        ours, host, exact = ([run["results"][place] for run in case[one]] for one in (who, "host", "exact"))
+        assert all(o.dtype == h.dtype for o, h in zip(ours, host, strict=True))
+        assert_as_good_as_plain(ours, exact, largest_error(host, exact), f"{mode}, result {place}", steps["sizes"])
+
+
+@pytest.mark.parametrize("mode", ["dflash", "dflash logits"])
+def test_a_recipe_step_counts_the_same_draft_accuracy(steps, mode):
+    for ours, host in zip(steps["cases"][mode]["ours"], steps["cases"][mode]["host"], strict=True):
+        assert len(ours["counts"]) == 2
+        for o, h in zip(ours["counts"], host["counts"], strict=True):
+            assert o.shape == (3,)
+            assert torch.equal(o, h)
+
+
+@pytest.mark.parametrize("mode", RECIPES)
+def test_a_recipe_step_from_hidden_states_makes_no_logits(steps, mode):
+    """One call of a linear op a step, two where there is a loss of the encoder as well; soft caps are handed on."""
+    calls = steps["cases"][mode]["calls"]
+    op = "row_stats of hidden states" if mode == "scdd" else "weighted_linear_nll of hidden states"
+    assert calls == {op: len(steps["cases"][mode]["fused"]) * (2 if mode == "block_diffusion" else 1)}
+
+
+@pytest.mark.parametrize("who", ["excluded", "built before", "of this package"])
+def test_a_recipe_step_with_a_loss_that_is_not_replaced(steps, who):
+    """A loss of the host gets logits, a loss of this package hidden states."""
+    case = steps["cases"]["mdlm"]
+    runs, calls = case[who]["runs"], case[who]["calls"]
+    for run, host in zip(runs, case["host"], strict=True):
+        torch.testing.assert_close(run["results"], host["results"])
+    if who == "of this package":
+        assert calls == {"weighted_linear_nll of hidden states": len(runs)}
+    else:
+        assert calls["made"] >= len(runs)
+        assert not [op for op in calls if "hidden states" in op]
+
+
+@pytest.mark.parametrize("mode", ["mdlm", "hybrid"])
+def test_a_recipe_corrupts_within_its_rules(steps, mode):
+    for ours, host in zip(steps["cases"][mode]["ours"], steps["cases"][mode]["host"], strict=True):
+        o, h = ours["drawn"], host["drawn"]
+        assert {k: (v.shape, v.dtype) for k, v in o.items()} == {k: (v.shape, v.dtype) for k, v in h.items()}
+        for name in ("input_ids", "loss_mask", "attention_mask", "input_lengths", "_clean_input_ids"):
+            assert torch.equal(o[name], h[name]), name
+        noise = o["_noise_mask"]
+        assert noise.any()
+        assert not noise[o["loss_mask"] == 0].any()
+        assert torch.equal(o["_noisy_input_ids"], torch.where(noise, 36, o["input_ids"]))
+        assert (o["_p_mask"] >= 1e-3).all()
+        assert (o["_p_mask"] <= 1).all()
+
+
+def test_names_in_imported_recipes_are_replaced(steps):
+    ours = {name for name, home in steps["held"].items() if home.startswith("dllm_kernels")}
+    assert {
+        "nemo_automodel.recipes.dllm.train_ft.DLLMCollator",
+        "nemo_automodel.recipes.dllm.train_ft.encoder_ar_loss",
+        "nemo_automodel.recipes.dllm.strategy.HybridDiffusionLLMLoss",
+        "nemo_automodel.recipes.llm.train_ft.calculate_mtp_loss",
+        "nemo_automodel.recipes.llm.train_ft.calculate_loss",
+    } <= ours
+    assert {
+        "nemo_automodel.recipes.llm.train_ft.MaskedCrossEntropy",
+        "nemo_automodel._transformers.infrastructure.MaskedCrossEntropy",
+    } <= steps["held"].keys()
+
+
+def test_the_two_channel_corruption_of_a_strategy_is_ours(strategy):
+    """As SCDD's strategy calls it; the original refuses the same sums."""
+    original = strategy.corrupt_mix
+    integration.patch()
+    assert strategy.corrupt_mix is dllm_kernels.corrupt_mix
+    ids, loss_mask = torch.arange(60).view(2, 30), torch.ones(2, 30)
+    keywords = {"mask_prob": torch.tensor([0.3, 0.0]), "uniform_prob": torch.tensor([0.3, 0.0])}
+    for routine in (strategy.corrupt_mix, original):
+        noisy, noise = routine(ids, loss_mask, 99, 100, generator=torch.Generator().manual_seed(1), **keywords)
+        assert (noisy.dtype, noise.dtype, noisy.shape, noise.shape) == (ids.dtype, torch.bool, ids.shape, ids.shape)
+        assert torch.equal(noise, noisy != ids)
+        assert noise.any(1).tolist() == [True, False]
+        with pytest.raises(ValueError, match="mask_prob"):
+            routine(ids, loss_mask, 99, 100, mask_prob=torch.ones(2), uniform_prob=torch.full((2,), 0.1))
+
+
+# Replacing and restoring ----------------------------------------------------------------------------------------------
+
+
+def test_everything_offered_is_replaced_and_restored(strategy):
+    before = held()
+    report = integration.patch()
+    assert {name for _, name in report.replaced} == {name for names in integration.HOMES.values() for name in names}
+    assert ("nemo_automodel.recipes.dllm.strategy", "MDLMCrossEntropyLoss") in report.replaced
+    assert strategy.MDLMCrossEntropyLoss is dllm_kernels.MDLMCrossEntropyLoss
+    assert isinstance(strategy.MDLMStrategy().create_loss_fn({}), dllm_kernels.MDLMCrossEntropyLoss)
+    after = held()
+    assert {key for key in before if before[key] is not after[key]} == set(report.replaced)
+    assert integration.unpatch() == report.replaced
+    assert_identical(before, held())
+    assert integration.unpatch() == ()
+
+
+def test_a_second_patch_does_nothing(patched):
+    before = held()
+    again = integration.patch()
+    assert_identical(before, held())
+    assert again.already
+    assert not patched.already
+    assert again.replaced == patched.replaced
+
+
+def test_the_report_reads_well(patched):
+    lines = str(patched).splitlines()
+    assert lines[0] == f"nemo_automodel {patched.version} patched, {len(patched.replaced)} places:"
+    assert "  nemo_automodel.components.loss.mtp.calculate_mtp_loss" in lines
+    assert any(line.startswith("  MTPLossConfig kept: ") for line in lines)
+    assert "  still the host's own: nemo_automodel.components.loss.chunked_ce.ChunkedCrossEntropy" in lines
+    assert "was patched already" in str(integration.patch())
+
+
+def test_the_report_names_what_still_runs_the_original(patched):
+    """Losses and functions beside them, with those that are left alone; none that is ours, and nothing that is borrowed."""
+    names = {name for _, name in patched.original}
+    assert {"ChunkedCrossEntropy", "LinearCrossEntropy", "prepare_lm_weight", "build_loss_module"} <= names
+    assert not names & {name for home in integration.HOMES.values() for name in home}
+    assert all(getattr(sys.modules[m], name).__module__ == m for m, name in patched.original)
+    integration.unpatch()
+    alone = integration.patch(exclude=["SCDDLoss"])
+    assert {name for _, name in alone.original} == names | {"SCDDLoss"}
+
+
+FUSED_STEPS = {
+    "DiffusionLMSFTRecipe._forward_backward_step",
+    "DiffusionGemmaSFTRecipe._forward_backward_step",
+    "IDLMStrategy.forward_backward",
+}
+
+
+def test_steps_from_hidden_states_are_replaced_and_restored(strategy, monkeypatch):
+    recipe = types.ModuleType("nemo_automodel.recipes.dllm.train_ft")  # which imports packages that may be missing
+
+    class DiffusionLMSFTRecipe:
+        def _forward_backward_step(self):
+            return self.model_parts[0](torch.ones(1, D))
+
+    class DiffusionGemmaSFTRecipe(DiffusionLMSFTRecipe):
+        def _forward_backward_step(self):
+            raise NotImplementedError
+
+    recipe.DiffusionLMSFTRecipe, recipe.DiffusionGemmaSFTRecipe = DiffusionLMSFTRecipe, DiffusionGemmaSFTRecipe
+    monkeypatch.setitem(sys.modules, recipe.__name__, recipe)
+    owners = (DiffusionLMSFTRecipe, DiffusionGemmaSFTRecipe, strategy.IDLMStrategy)
+    before = [dict(vars(owner)) for owner in owners]
+    step = DiffusionLMSFTRecipe()
+    step.model_parts = [nn.Sequential(collections.OrderedDict(lm_head=nn.Linear(D, V)))]
+    report = integration.patch(fuse_head=True)
+    assert set(report.fused) == FUSED_STEPS
+    assert "  IDLMStrategy.forward_backward takes hidden states" in str(report).splitlines()
+    assert isinstance(step._forward_backward_step(), DeferredLogits)
+    assert integration.patch(fuse_head=True).already
+    with pytest.raises(RuntimeError, match=r"patched already, with exclude=\[\] and fuse_head=True"):
+        integration.patch()
+    integration.unpatch()
+    assert torch.is_tensor(step._forward_backward_step())
+    assert [dict(vars(owner)) for owner in owners] == before
+    del DiffusionGemmaSFTRecipe._forward_backward_step
+    unpatched = held()
+    with pytest.raises(
+        RuntimeError, match=r"recipes\.dllm\.train_ft has no DiffusionGemmaSFTRecipe\._forward_backward_step"
+    ):
+        integration.patch(fuse_head=True)
+    assert_identical(unpatched, held())
+    assert integration.patch().fused == ()
+
+
+def of_deferred(logits):
+    """The stand-in for these logits, by a head of its own."""
+    head = nn.Linear(V, V, bias=False)
+    head.weight.data = 2 * torch.eye(V)
+    with deferred_logits(nn.Sequential(collections.OrderedDict(lm_head=head))) as defers:
+        assert defers
+        return head(logits / 2)
+
+
+@pytest.fixture
+def fused(strategy, monkeypatch):
+    monkeypatch.setattr(integration, "STEPS", {})
+    integration.patch(fuse_head=True)
+    return module("components.loss.dllm_loss")
+
+
+def test_fused_losses_take_logits_and_what_stands_for_them(fused):
+    """By position and by name; two caps, two heads and half of a cap are left to the logits."""
+    ids, on = torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    x, y = torch.randn(2, 6, V), torch.randn(2, 6, V)
+    loss = fused.HybridDiffusionLLMLoss(0.5)
+    assert type(loss) is dllm_kernels.HybridDiffusionLLMLoss
+    assert type(pickle.loads(pickle.dumps(loss))) is type(loss)
+    masks = (ids, on, on / 2, on, on, 5, 4)
+    expected = loss(x, *masks, y).total_loss
+    with deferred_logits(model := nn.Sequential(collections.OrderedDict(lm_head=nn.Linear(V, V, bias=False)))):
+        model.lm_head.weight.data = torch.eye(V)
+        one, other = model(x), model(y)
+    torch.testing.assert_close(loss(one, *masks, other).total_loss, expected)
+    torch.testing.assert_close(loss(one, *masks, causal_logits=other).total_loss, expected)
+    assert one.usable
+    torch.testing.assert_close(loss(one, *masks, of_deferred(y)).total_loss, expected)  # another head
+    torch.testing.assert_close(loss(of_deferred(x), *masks, y).total_loss, expected)
+    capped = torch.tanh(x / 3.0) * 3.0
+    mdlm = fused.MDLMCrossEntropyLoss(softcap=2.0)
+    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    torch.testing.assert_close(mdlm(z, *masks[:4]).total_loss, mdlm(capped, *masks[:4]).total_loss)
+    assert not z.usable
+    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    plain = fused.MDLMCrossEntropyLoss()
+    torch.testing.assert_close(plain(z, *masks[:4]).total_loss, plain(capped, *masks[:4]).total_loss)
+    assert z.usable
+    assert plain.softcap is None
+    half = of_deferred(x) / 3.0
+    torch.testing.assert_close(plain(half, *masks[:4]).total_loss, plain(x / 3.0, *masks[:4]).total_loss)
+    torch.testing.assert_close(fused.encoder_ar_loss(of_deferred(x), ids), fused.encoder_ar_loss(x, ids))
+    z = torch.tanh(of_deferred(x) / 3.0) * 3.0
+    torch.testing.assert_close(fused.encoder_ar_loss(z, ids, on), fused.encoder_ar_loss(capped, ids, on))
+
+
+def built_before(name):
+    return getattr(module("components.loss.dllm_loss"), name)
+
+
+def excluded(name):
+    integration.patch(exclude=[name], fuse_head=True)
+    return getattr(module("components.loss.dllm_loss"), name)
+
+
+def of_this_package(name):
+    return getattr(dllm_kernels, name)
+
+
+@pytest.mark.parametrize("source", [built_before, excluded, of_this_package])
+@pytest.mark.parametrize("name", ["MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss"])
+def test_a_loss_that_is_not_replaced_takes_deferred_logits(strategy, monkeypatch, name, source):
+    """A loss of the host gets the logits themselves, a loss of this package the hidden states."""
+    monkeypatch.setattr(integration, "STEPS", {})
+    x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    masks = (ids, on.bool(), on / 2, on, on, 5, 4)
+    expected = getattr(dllm_kernels, name)()(x, *masks, causal_logits=x).total_loss
+    loss = source(name)()
+    if source is not excluded:
+        integration.patch(fuse_head=True)
+    for causal in (None, x):
+        z = of_deferred(x)
+        out = loss(z, *masks, causal_logits=causal if causal is None else z)
+        assert z.usable == (source is of_this_package)
+        if causal is not None:
+            torch.testing.assert_close(out.total_loss, expected)
+    integration.unpatch()
+    torch.testing.assert_close(loss(x, *masks, causal_logits=x).total_loss, expected)
+    if source is of_this_package:
+        with pytest.raises(
+            TypeError,
+            match=r"^logits must be a torch\.Tensor, got dllm_kernels\.integrations\._deferred\.DeferredLogits",
+        ):
+            loss(of_deferred(x), *masks)
+
+
+def test_a_subclass_of_a_loss_takes_deferred_logits(fused):
+    class Doubled(dllm_kernels.MDLMCrossEntropyLoss):
+        def forward(self, logits, *args, **kwargs):
+            out = super().forward(logits, *args, **kwargs)
+            return out._replace(total_loss=2 * out.total_loss)
+
+    x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    z = of_deferred(x)
+    loss = Doubled()(z, ids, on, on / 2, on).total_loss
+    assert z.usable
+    torch.testing.assert_close(loss, 2 * dllm_kernels.MDLMCrossEntropyLoss()(x, ids, on, on / 2, on).total_loss)
+
+
+@pytest.mark.parametrize("gamma", [-2.0, -0.5, -math.inf, math.inf])
+@pytest.mark.parametrize("normalize", ["tokens", "mean"])
+def test_every_gamma_of_dflash(strategy, gamma, normalize):
+    """Also a negative one, under which the weights grow."""
+    x, ids, on = torch.randn(2, 6, V), torch.randint(0, V, (2, 6)), torch.ones(2, 6)
+    host = module("components.loss.dllm_loss").DFlashDecayLoss(gamma, normalize=normalize)
+    ours = dllm_kernels.DFlashDecayLoss(gamma, normalize=normalize)
+    for block_size in (None, 4):
+        expected = host(x, ids, on, 5, block_size).total_loss
+        assert expected.isfinite()
+        torch.testing.assert_close(ours(x, ids, on, 5, block_size).total_loss, expected)
+
+
+@pytest.mark.parametrize("gamma_shape", [-0.5, -2.0, 0])
+def test_every_shape_of_the_schedule(strategy, gamma_shape):
+    home, t = module("components.loss.dllm_loss"), torch.tensor([0.1, 0.5, 0.9])
+    settings = {"max_ratio": 0.2, "gamma_shape": gamma_shape, "t_peak": 0.4}
+    ours, host = dllm_kernels.scdd_schedule(t, **settings), home.scdd_schedule(t, **settings)
+    for name in vars(host):
+        torch.testing.assert_close(getattr(ours, name), getattr(host, name))
+    ids = torch.randint(0, V - 1, (3, 8))
+    z = torch.where(torch.rand(3, 8) < 0.5, V - 1, ids)
+    batch = (torch.randn(3, 8, V), ids, z != ids, t[:, None].expand(3, 8), torch.ones(3, 8))
+    losses = (loss(V - 1, 20, **settings)(*batch, noisy_input_ids=z) for loss in (dllm_kernels.SCDDLoss, home.SCDDLoss))
+    torch.testing.assert_close(*(out.total_loss for out in losses), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("max_ratio", [0.0, 0.1, 0.6])
+@pytest.mark.parametrize("chunk_size", [1024, 5, None])
+def test_scdd_equals_the_host(strategy, max_ratio, chunk_size):
+    """Value and gradient, as near as the host's schedule in float32 comes to the exact one; few steps."""
+    torch.manual_seed(0)
+    home, mask = module("components.loss.dllm_loss"), 5
+    x0 = torch.randint(0, V - 1, (3, 8))
+    x0 += x0 >= mask
+    kind, other = torch.rand(3, 8), torch.randint(mask + 1, V, (3, 8))
+    z = torch.where(kind < 0.4, mask, torch.where(kind < 0.7, x0, other))
+    t = torch.tensor([[0.2], [0.7], [0.9]]).expand(3, 8)
+    supervised = (torch.rand(3, 8) < 0.8).float()
+    masks = {"target_ids": x0, "noise_mask": z != x0, "p_mask": t, "loss_mask": supervised, "noisy_input_ids": z}
+    settings = {
+        "num_timesteps": 10,
+        "max_ratio": max_ratio,
+        "gamma_shape": 1.5,
+        "t_peak": 0.4,
+        "chunk_size": chunk_size,
+    }
+    losses = home.SCDDLoss(mask, **settings), dllm_kernels.SCDDLoss(mask, **settings)
+    for count in (None, 13):
+        found = []
+        for loss in losses:
+            x = torch.randn(3, 8, V, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            value = loss(x, **masks, num_diffusion_tokens=count).total_loss
+            found.append((value.detach(), *torch.autograd.grad(value, x)))
+        for host, ours in zip(*found, strict=True):
+            torch.testing.assert_close(ours, host)
+
+
+def test_idlm_equals_the_host(strategy):
+    home, ids = module("components.loss.dllm_loss"), torch.randint(0, V, (3, 8))
+    answer, valid = torch.rand(3, 8) < 0.7, (torch.rand(3, 8) < 0.9).long()
+    for settings in ({}, {"clean_loss_weight": 0.7}, {"auto_balance": True}):
+        for count in (None, 13):
+            found = []
+            for loss in (home.IDLMLoss(**settings), dllm_kernels.IDLMLoss(**settings)):
+                x = torch.randn(3, 16, V, generator=torch.Generator().manual_seed(1)).requires_grad_()
+                out = loss(x, ids, answer, valid, seq_len=8, num_diffusion_tokens=count)
+                found.append((*out[:2], *torch.autograd.grad(out.total_loss, x)))
+            for host, ours in zip(*found, strict=True):
+                torch.testing.assert_close(ours, host)
+
+
+def test_the_schedule_of_scdd_is_the_host_s(strategy):
+    host = module("components.loss.dllm_loss").scdd_schedule
+    for settings in ((0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2)):
+        options = dict(zip(("max_ratio", "gamma_shape", "t_peak"), settings, strict=True))
+        t = torch.linspace(-0.1, 1.1, 241)
+        ours, theirs = dllm_kernels.scdd_schedule(t, **options), host(t, **options)
+        assert dataclasses.asdict(ours).keys() == dataclasses.asdict(theirs).keys()
+        for name in dataclasses.asdict(ours):
+            torch.testing.assert_close(getattr(ours, name), getattr(theirs, name))
+
+
+def test_modules_imported_after_patch_are_restored_too(patched, monkeypatch):
+    later = types.ModuleType("nemo_automodel.later")
+    monkeypatch.setitem(sys.modules, later.__name__, later)
+    exec("from nemo_automodel.components.loss.dllm_loss import DFlashDecayLoss as Loss", vars(later))
+    assert later.Loss is dllm_kernels.DFlashDecayLoss
+    assert ("nemo_automodel.later", "Loss") in integration.unpatch()
+    assert later.Loss.__module__ == "nemo_automodel.components.loss.dllm_loss"
+
+
+def test_names_can_be_left_alone(strategy):
+    original = strategy.corrupt_uniform
+    report = integration.patch(exclude=["corrupt_uniform", "corrupt_blockwise"])
+    assert strategy.corrupt_uniform is original
+    assert strategy.corrupt_all_masked is dllm_kernels.corrupt_all_masked
+    assert ("corrupt_uniform", "excluded") in report.kept
+    with pytest.raises(
+        RuntimeError,
+        match=r"patched already, with exclude=\['corrupt_blockwise', 'corrupt_uniform'\] and fuse_head=False",
+    ):
+        integration.patch()
+    with pytest.raises(ValueError, match=r"exclude must hold names among .*, got \['prepare_lm_weight'\]"):
+        integration.patch(exclude=["prepare_lm_weight"])
+
+
+def constructor(self, fp32_upcast=True):
+    pass
+
+
+def new_default(self, logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=0, num_diffusion_tokens=None):
+    pass
+
+
+def new_order(self, target_ids, logits):
+    pass
+
+
+def new_argument(self, logits, target_ids, noise_mask, p_mask, loss_mask, temperature=1.0):
+    pass
+
+
+def fewer_arguments(self, logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=None):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("forward", "problems"),
+    [
+        (new_default, ["MDLMCrossEntropyLoss.forward: loss_mask_ar defaults to 0, ours to None"]),
+        (
+            new_order,
+            [
+                "MDLMCrossEntropyLoss.forward: target_ids is argument 1, ours is argument 2",
+                "MDLMCrossEntropyLoss.forward: does not take noise_mask, which ours needs",
+            ],
+        ),
+        (new_argument, ["MDLMCrossEntropyLoss.forward: takes temperature, which ours does not"]),
+    ],
+)
+def test_other_signatures_are_refused_before_anything_is_replaced(strategy, monkeypatch, forward, problems):
+    loss = module("components.loss.dllm_loss")
+    other = type(
+        "MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": forward, "new_method": constructor}
+    )
+    monkeypatch.setattr(loss, "MDLMCrossEntropyLoss", other)
+    monkeypatch.delattr(module("components.datasets.dllm.corruption"), "gumbel_topk")
+    before = held()
+    with pytest.raises(
+        RuntimeError, match=r"^nemo_automodel 0\.\S+ has unexpected signatures; nothing was replaced:"
+    ) as error:
+        integration.patch()
+    assert_identical(before, held())
+    listed = str(error.value).splitlines()
+    missing = "nemo_automodel.components.datasets.dllm.corruption has no gumbel_topk"
+    for problem in [*problems, "MDLMCrossEntropyLoss.new_method: not offered here", missing]:
+        assert f"  {problem}" in listed
+    assert integration.unpatch() == ()
+
+
+def test_a_version_that_passes_fewer_arguments_is_served(strategy, monkeypatch):
+    other = type("MDLMCrossEntropyLoss", (nn.Module,), {"__init__": constructor, "forward": fewer_arguments})
+    monkeypatch.setattr(module("components.loss.dllm_loss"), "MDLMCrossEntropyLoss", other)
+    assert integration.patch().replaced
+    assert integration.unpatch()
+
+
+# The token losses and MTP ---------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(D, V, bias=False)
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+
+def batch(B=2, S=9, depths=2):
+    torch.manual_seed(0)
+    labels = torch.randint(0, V, (B, S))
+    labels[0, :3] = -100
+    return torch.randn(B, S, D), [torch.randn(B, S, D) for _ in range(depths)], labels
+
+
+def test_losses_pass_the_checks_of_the_host(patched):
+    linear, masked = module("components.loss.linear_ce"), module("components.loss.masked_ce")
+    fused = module("components.loss.loss").build_loss_module("FusedLinearCrossEntropy")
+    plain = module("components.loss.loss").build_loss_module(masked.MaskedCrossEntropy, reduction="sum")
+    assert isinstance(fused, mtp.FusedLinearCrossEntropy)
+    assert isinstance(fused, module("components.loss.linear_ce_base").LinearCrossEntropy)
+    assert isinstance(plain, mtp.MaskedCrossEntropy)
+    assert not isinstance(plain, module("components.loss.linear_ce_base").LinearCrossEntropy)
+    for loss, home in ((fused, linear), (plain, masked)):
+        assert type(loss) is getattr(home, type(loss).__name__)
+        assert "loss_weights" in inspect.signature(loss.forward).parameters
+        assert type(pickle.loads(pickle.dumps(loss))) is type(loss)
+
+
+@pytest.mark.parametrize("name", ["MaskedCrossEntropy", "FusedLinearCrossEntropy"])
+@pytest.mark.parametrize("seq_idx", [None, torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 1]], dtype=torch.int32).expand(2, 9)])
+def test_the_pipeline_loss_with_mtp_equals_the_host_from_logits(strategy, name, seq_idx):
+    """The host's own linear loss needs a GPU, so its loss from logits is what both of ours are held to."""
+    hidden, depths, labels = batch()
+    host_mtp, losses = module("components.loss.mtp"), module("components.loss.loss")
+    model = Model().double().train()
+
+    def run(loss_fn):
+        model.zero_grad()
+        loss_of = host_mtp.MTPLossConfig(scaling_factor=0.3).build(loss_fn, model)
+        h, d = hidden.double(), [x.double() for x in depths]
+        if name.startswith("Fused") and loss_fn is not plain:
+            output = SimpleNamespace(hidden_states=h, logits=None, mtp_per_depth_h=d)
+            loss_of.cu_seqlens = None if seq_idx is None else torch.tensor([0, 4, 9])
+        else:
+            output = (model.lm_head(h), *d, *(() if seq_idx is None else (seq_idx,)))
+        loss = loss_of(output, labels)
+        loss.backward()
+        return loss.detach(), model.lm_head.weight.grad
+
+    plain = losses.build_loss_module("MaskedCrossEntropy", fp32_upcast=False)
+    host = run(plain)
+    integration.patch()
+    ours = run(losses.build_loss_module(name))
+    for o, h in zip(ours, host, strict=True):
+        torch.testing.assert_close(o, h)
+
+
+TAKEN = (
+    "MaskedCrossEntropy FusedLinearCrossEntropy calculate_loss calculate_mtp_loss PipelineCausalLMLoss MTPLossConfig"
+)
+
+
+@pytest.mark.parametrize("name", TAKEN.split())
+def test_our_own_take_what_the_host_s_take(strategy, name):
+    """Without the switch too: every argument, in its order, with its default."""
+    original = next(getattr(m, name) for m in map(module, integration.HOMES) if hasattr(m, name))
+    assert original.__module__.startswith("nemo_automodel")
+    assert integration._differences(name, original, getattr(dllm_kernels, name)) == []
+
+
+def test_weights_of_the_tokens_mean_what_they_do_in_the_host(strategy):
+    hidden, _, labels = batch()
+    logits, weights = Model().lm_head(hidden).detach(), torch.rand(labels.shape)
+    for options in ({"loss_weights": weights}, {"loss_weights": weights, "num_label_tokens": 11}, {}):
+        host = module("components.loss.masked_ce").MaskedCrossEntropy()(logits, labels, **options)
+        torch.testing.assert_close(dllm_kernels.MaskedCrossEntropy()(logits, labels, **options), host)
+        fused = dllm_kernels.FusedLinearCrossEntropy()(logits, labels, torch.eye(V), **options)
+        torch.testing.assert_close(fused, host)
+
+
+@pytest.mark.parametrize("index", [-100, -1])
+def test_no_ignore_index_is_that_of_the_loss(strategy, index):
+    hidden, depths, labels = batch()
+    labels, model = labels.masked_fill(labels == -100, index), Model().train()
+    output = (model.lm_head(hidden), *depths)
+
+    def losses(home, loss_fn):
+        auxiliary = home.calculate_mtp_loss(
+            loss_fn, mtp_per_depth_h=depths, labels=labels, model=model, ignore_index=None, logits_dtype=torch.float32,
+            lm_weight=model.lm_head.weight,
+        )  # fmt: skip
+        config = home.MTPLossConfig(scaling_factor=0.3, ignore_index=None).build(loss_fn, model)
+        return (
+            auxiliary,
+            config(output, labels),
+            home.PipelineCausalLMLoss(loss_fn, model, ignore_index=None)(output, labels),
+        )
+
+    host = losses(
+        module("components.loss.mtp"), module("components.loss.masked_ce").MaskedCrossEntropy(ignore_index=index)
+    )
+    for ours, theirs in zip(losses(mtp, mtp.MaskedCrossEntropy(ignore_index=index)), host, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_the_functions_take_what_the_recipes_pass(patched):
+    hidden, depths, labels = batch()
+    model, utils = Model(), module("components.loss.utils")
+    loss_fn = module("components.loss.linear_ce").FusedLinearCrossEntropy()
+    weight = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=None)
+    common = {"labels": labels, "model": model, "lm_weight": weight, "num_label_tokens": 7, "grad_reduce_group": None}
+    common["loss_weights"] = torch.full(labels.shape, 0.5)
+    loss = utils.calculate_loss(loss_fn, logits=torch.empty(2, 1, V), hidden_states=hidden, **common)
+    plain = module("components.loss.masked_ce").MaskedCrossEntropy()
+    expected = plain(model.lm_head(hidden), labels, num_label_tokens=14)
+    torch.testing.assert_close(loss, expected)
+    auxiliary = module("components.loss.mtp").calculate_mtp_loss(
+        loss_fn, mtp_per_depth_h=depths, mtp_per_depth_logits=None, mtp_per_depth_targets=None, seq_idx=None,
+        scaling_factor=0.1, ignore_index=-100, cu_seqlens=None, logits_dtype=torch.float32, return_per_depth=True, **common,
+    )  # fmt: skip
+    assert isinstance(auxiliary, module("components.loss.mtp").MTPLossOutput)
+    assert len(auxiliary.per_depth_losses) == 2
+    torch.testing.assert_close(auxiliary.loss, 0.05 * sum(auxiliary.per_depth_losses))
+
+
+@pytest.mark.parametrize("name", ["calculate_loss", "calculate_mtp_loss"])
+def test_the_group_reaches_what_gathers_the_head(name, patched, monkeypatch):
+    """Where the recipe hands no head over, the host makes it, and reduces its gradient over the recipe's group."""
+    hidden, depths, labels = batch()
+    model, group, seen = Model(), object(), []
+    utils = module("components.loss.utils")
+    monkeypatch.setattr(
+        utils, "prepare_lm_weight", lambda *_, grad_reduce_group: seen.append(grad_reduce_group) or model.lm_head.weight
+    )
+    loss_fn = module("components.loss.linear_ce").FusedLinearCrossEntropy()
+    common = {"labels": labels, "model": model, "grad_reduce_group": group}
+    if name == "calculate_loss":
+        utils.calculate_loss(loss_fn, hidden_states=hidden, **common)
+    else:
+        module("components.loss.mtp").calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths, scaling_factor=0.1, **common)
+    assert seen == [group]
+
+
+def test_masked_cross_entropy_takes_the_layouts_of_the_host(strategy):
+    """Packed sequences bring logits ``[1, T, V]`` and labels ``[T]``; a mask may be of any shape."""
+    logits, labels = torch.randn(1, 10, V), torch.randint(0, V, (10,))
+    mask, weights = torch.arange(10).reshape(2, 5) % 3, torch.rand(10)
+    home = module("components.loss.masked_ce")
+    host = home.MaskedCrossEntropy()(logits, labels.clone(), mask, 4, weights)
+    integration.patch()
+    ours = home.MaskedCrossEntropy()(logits, labels, mask, 4, weights)
+    with pytest.raises(ValueError, match="must have shape"):
+        home.MaskedCrossEntropy()(logits, labels[:9])
+    torch.testing.assert_close(ours, host)
+
+
+def test_losses_of_the_host_keep_its_own_path(strategy):
+    hidden, depths, labels = batch()
+    model, utils, host_mtp = Model(), module("components.loss.utils"), module("components.loss.mtp")
+    chunked = module("components.loss.chunked_ce").ChunkedCrossEntropy(chunk_len=4, compile=False)
+
+    def run():
+        main = utils.calculate_loss(chunked, hidden_states=hidden, labels=labels, model=model)
+        extra = host_mtp.calculate_mtp_loss(chunked, mtp_per_depth_h=depths, labels=labels, model=model)
+        output = SimpleNamespace(hidden_states=hidden, logits=None, mtp_per_depth_h=depths)
+        return main, extra, host_mtp.PipelineCausalLMLoss(chunked, model)(output, labels)
+
+    host = run()
+    integration.patch()
+    assert all(torch.equal(o, h) for o, h in zip(run(), host, strict=True))
+    torch.testing.assert_close(host[2], host[0] + host[1])
+
+
+def test_a_biased_head_keeps_its_bias(patched):
+    hidden, _, labels = batch()
+    model = Model()
+    model.lm_head = nn.Linear(D, V)
+    fused, plain = (
+        module("components.loss.linear_ce").FusedLinearCrossEntropy(),
+        module("components.loss.masked_ce").MaskedCrossEntropy(),
+    )
+    ours = module("components.loss.utils").calculate_loss(fused, hidden_states=hidden, labels=labels, model=model)
+    torch.testing.assert_close(ours, plain(model.lm_head(hidden), labels))
+
+
+class ForeignLinear(nn.Module):
+    """A linear layer of another library, whose weight the host takes, whatever its class is."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = linear.weight
+
+    def forward(self, hidden):
+        return nn.functional.linear(hidden, self.weight)
+
+
+class AdaptedLinear(nn.Linear):
+    """What the host's LoRA makes of a linear layer, of which its fused loss takes the weight all the same."""
+
+    def __init__(self):
+        super().__init__(D, V, bias=False)
+        self.lora_A, self.lora_B = nn.Linear(D, 2, bias=False), nn.Linear(2, V, bias=False)
+
+    def forward(self, hidden):
+        return super().forward(hidden) + self.lora_B(self.lora_A(hidden))
+
+
+class CappedModel(nn.Module):
+    """Its logits are capped after the head, as its configuration says."""
+
+    def __init__(self, cap):
+        super().__init__()
+        self.lm_head = nn.Linear(8, 33, bias=False)
+        self.config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(final_logit_softcapping=cap))
+        self.cap = cap
+
+    def forward(self, hidden):
+        return self.cap * torch.tanh(self.lm_head(hidden) / self.cap)
+
+
+def test_a_model_with_a_cap_of_its_own_has_it_in_the_loss_from_hidden_states_too(patched):
+    torch.manual_seed(0)
+    model, hidden, labels = CappedModel(0.5), torch.randn(2, 9, 8), torch.randint(0, 33, (2, 9))
+    calculate_loss = module("components.loss.utils").calculate_loss
+    masked = module("components.loss.masked_ce").MaskedCrossEntropy()
+    expected = calculate_loss(masked, logits=model(hidden), labels=labels, num_label_tokens=18)
+    pipeline = module("components.loss.mtp").PipelineCausalLMLoss
+    for fused in (
+        module("components.loss.linear_ce").FusedLinearCrossEntropy(),
+        module("components.loss.linear_ce").FusedLinearCrossEntropy(logit_softcapping=0.5),
+    ):
+        own = fused.logit_softcapping
+        got = calculate_loss(fused, hidden_states=hidden, labels=labels, model=model, num_label_tokens=18)
+        torch.testing.assert_close(got, expected)
+        output = SimpleNamespace(logits=None, hidden_states=hidden)
+        torch.testing.assert_close(pipeline(fused, model.eval())(output, labels), expected * 18)
+        assert fused.logit_softcapping == own
+    other = module("components.loss.linear_ce").FusedLinearCrossEntropy(logit_softcapping=0.2)
+    assert calculate_loss(other, hidden_states=hidden, labels=labels, model=model, num_label_tokens=18) != expected
+
+
+def fused_losses(model):
+    """What each replaced function makes of the model's head."""
+    hidden, depths, labels = batch()
+    fused, utils = module("components.loss.linear_ce").FusedLinearCrossEntropy(), module("components.loss.utils")
+    host_mtp, output = module("components.loss.mtp"), SimpleNamespace(hidden_states=hidden, logits=None)
+    return {
+        "calculate_loss": lambda: utils.calculate_loss(fused, hidden_states=hidden, labels=labels, model=model),
+        "calculate_mtp_loss": lambda: host_mtp.calculate_mtp_loss(
+            fused, mtp_per_depth_h=depths, labels=labels, model=model
+        ),
+        "calculate_loss, the head gathered": lambda: utils.calculate_loss(
+            fused, hidden_states=hidden, labels=labels, model=model, lm_weight=model.lm_head.weight
+        ),
+        "PipelineCausalLMLoss": lambda: host_mtp.PipelineCausalLMLoss(fused, model)(output, labels),
+    }
+
+
+FUNCTIONS = ("calculate_loss", "calculate_loss, the head gathered", "calculate_mtp_loss", "PipelineCausalLMLoss")
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_linear_layer_of_another_library_serves_as_head(patched, function):
+    model = Model()
+    expected = fused_losses(model)[function]()
+    model.lm_head = ForeignLinear(model.lm_head)
+    torch.testing.assert_close(fused_losses(model)[function](), expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_an_adapter_of_the_head_that_would_not_train_is_an_error(patched, function):
+    model = Model()
+    model.lm_head = AdaptedLinear()
+    with pytest.raises(
+        ValueError,
+        match=r"^the LM head must train no parameter besides its weight and bias .* got lora_A\.weight, lora_B\.weight;",
+    ):
+        fused_losses(model)[function]()
+    model.lm_head.lora_A.requires_grad_(False)
+    model.lm_head.lora_B.requires_grad_(False)
+    assert fused_losses(model)[function]().isfinite()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_parametrized_head_trains(patched, function):
+    model = Model()
+    nn.utils.parametrizations.weight_norm(model.lm_head)
+    fused_losses(model)[function]().backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def test_losses_that_are_left_alone_use_the_replaced_parts(strategy):
+    """I-DLM's loss is then the host's, on our per-token NLL and our output type."""
+    integration.patch(exclude=["IDLMLoss"])
+    loss = module("components.loss.dllm_loss")
+    assert loss.IDLMLoss.__module__ == "nemo_automodel.components.loss.dllm_loss"
+    logits, ids = torch.randn(2, 12, V, requires_grad=True), torch.randint(0, V, (2, 6))
+    out = loss.IDLMLoss()(logits, ids, torch.ones(2, 6, dtype=torch.bool), torch.ones(2, 6), seq_len=6)
+    assert isinstance(out, dllm_kernels.DLLMLossOutput)
+    out.total_loss.backward()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize("sizes", [{"pad_seq_len_divisible": 0}, {"pad_seq_len_divisible": -3}, {"max_seq_len": 0},
+                                   {"max_seq_len": -2}], ids=str)  # fmt: skip
+def test_every_size_of_the_collator(strategy, sizes, window):
+    home = module("components.datasets.dllm.collate")
+    samples = [
+        {"input_ids": [*range(5, 5 + n)], "loss_mask": [0] + [1] * (n - 1), "attention_mask": [1] * n} for n in (5, 2)
+    ]
+    host, ours = (
+        collator(block_size=4, eos_token_id=2, response_window=window, **sizes)(samples)
+        for collator in (home.DLLMCollator, dllm_kernels.DLLMCollator)
+    )
+    for name in host:
+        assert torch.equal(ours[name], host[name])
+
+
+def test_the_collator_of_the_host_and_ours_agree(strategy):
+    home = module("components.datasets.dllm.collate")
+    samples = [
+        {"input_ids": [*range(5, 5 + n)], "loss_mask": [0] * 2 + [1] * (n - 2), "attention_mask": [1] * n}
+        for n in (5, 9)
+    ]
+    options = {
+        "pad_token_id": 3,
+        "eos_token_id": 2,
+        "block_size": 4,
+        "pad_seq_len_divisible": 6,
+        "response_window": True,
+    }
+    host = home.DLLMCollator(**options)(samples)
+    integration.patch()
+    ours = home.DLLMCollator(**options)(samples)
+    integration.unpatch()
+    assert host.keys() == ours.keys()
+    for name in host:
+        assert ours[name].dtype == host[name].dtype
+        assert torch.equal(ours[name], host[name])
+
+
+def test_the_example_runs(strategy, capsys):
+    assert runpy.run_path(str(ROOT / "examples" / "nemo_automodel_patch.py"))["main"]() == "dllm_kernels.losses.mdlm"
+    assert "nemo_automodel.recipes.dllm.strategy.MDLMCrossEntropyLoss" in capsys.readouterr().out
+    assert strategy.MDLMCrossEntropyLoss is not dllm_kernels.MDLMCrossEntropyLoss

@@ -1,0 +1,448 @@
+"""speculators patched and unpatched: its losses are ours and the same, its metrics come from hidden states too."""
+
+import importlib
+import inspect
+import math
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dllm_kernels.integrations import speculators as integration
+from tests.conftest import DEVICE
+from tests.support import trainers
+from tests.support.parity import assert_as_good_as_plain, largest_error, value_and_grads
+
+pytestmark = pytest.mark.peer
+B, N, BLOCK, V, D = 1, 6, 4, 19, 8
+T = N * BLOCK
+NAMES = sorted(integration.OURS)
+
+
+@pytest.fixture
+def host():
+    """Its losses and metrics, unpatched; whatever the test patches is put back."""
+    with trainers.loaded(trainers.SPECULATORS, "losses.utils", "losses.eager") as modules:
+        metrics = "dflash.metrics", "dspark.metrics"
+        dflash, dspark = (importlib.import_module(f"speculators.models.{name}") for name in metrics)
+        yield SimpleNamespace(utils=modules.utils, eager=modules.eager, dflash=dflash, dspark=dspark)
+        integration.unpatch()
+
+
+def held():
+    """Every attribute, entry of a table and default of a function of the host's loaded modules."""
+    found = {}
+    for name, module in sys.modules.items():
+        if name.split(".")[0] != "speculators":
+            continue
+        for attribute, value in vars(module).items():
+            if attribute.startswith("__"):
+                continue
+            found[name, attribute] = value
+            if isinstance(value, dict):
+                found |= {(name, attribute, key): entry for key, entry in value.items()}
+            if inspect.isfunction(value):
+                found[name, attribute, "defaults"] = value.__defaults__
+    return found
+
+
+def test_patching_replaces_all_that_the_host_holds_and_unpatching_puts_it_back(host):
+    before = held()
+    report = integration.patch()
+    places = set(report.replaced)
+    for name in NAMES:
+        assert ("speculators.losses.utils", name) in places
+        assert ("speculators.losses.eager", name) in places
+        assert ("speculators.losses", name) in places
+    for table in ("_FUSED_LOSS_FN_MAP", "_EAGER_LOSS_FN_MAP"):
+        assert {("speculators.losses.utils", f"{table}[{key!r}]") for key in integration.KINDS} <= places
+    for place in (
+        ("speculators.losses.utils", "loss_function.__defaults__"),
+        ("speculators.models.dflash.metrics", "_DEFAULT_LOSS_CONFIG['kl_div']"),
+        ("speculators.models.dspark.metrics", "compute_metrics.__defaults__"),
+    ):
+        assert place in places
+    after = held()
+    originals = {id(before["speculators." + home, name]) for home in integration.TABLES for name in NAMES}
+    assert not [place for place, value in after.items() if id(value) in originals]
+    assert report.version == "0.9.0"
+    assert str(report).startswith(f"speculators 0.9.0 patched, {len(places)} places:\n  speculators.")
+    again = integration.patch()
+    assert again.already
+    assert again.replaced == report.replaced
+    assert "was patched already" in str(again)
+    assert set(integration.unpatch()) == places
+    assert integration.unpatch() == ()
+    restored = held()
+    assert restored.keys() == before.keys()
+    assert not [place for place in before if before[place] is not restored[place] and before[place] != restored[place]]
+
+
+def test_a_module_that_is_imported_later_takes_ours_and_gives_it_back(host):
+    del sys.modules["speculators.models.dspark.metrics"]
+    integration.patch()
+    late = importlib.import_module("speculators.models.dspark.metrics")
+    assert late.tv_loss is host.utils.tv_loss
+    integration.unpatch()
+    assert late.tv_loss is host.utils.tv_loss
+    assert late.tv_loss.__module__ == "speculators.losses.utils"
+    assert inspect.signature(late.compute_metrics).parameters["tv_loss_fn"].default is late.tv_loss
+
+
+def test_names_can_be_left_alone(host):
+    original = host.utils.tv_loss
+    report = integration.patch(exclude=["tv_loss"])
+    assert host.utils.tv_loss is original
+    assert report.kept == ("tv_loss",)
+    assert str(report).endswith("tv_loss kept: excluded")
+    with pytest.raises(
+        RuntimeError, match=r"^speculators is patched already, with exclude=\['tv_loss'\]; unpatch\(\) first"
+    ):
+        integration.patch()
+    with pytest.raises(ValueError, match=r"^exclude must hold names among .* got \['mse_loss'\]"):
+        integration.patch(exclude="mse_loss")
+
+
+def test_another_signature_is_refused_and_nothing_replaced(host):
+    """All differences are listed."""
+
+    def tv_loss(logits, targets, mask): ...
+
+    def lk_hybrid_loss(logits, targets, eta=2.0): ...
+
+    host.utils.tv_loss, host.eager.lk_hybrid_loss = tv_loss, lk_hybrid_loss
+    del host.utils.ce_loss
+    before = held()
+    message = (
+        "speculators 0.9.0 has unexpected signatures; nothing was replaced:\n"
+        "  speculators.losses.eager.lk_hybrid_loss: eta defaults to 2.0, ours to 3.0\n"
+        "  speculators.losses.utils has no ce_loss\n"
+        "  speculators.losses.utils.tv_loss: takes mask, which ours does not"
+    )
+    with pytest.raises(RuntimeError, match="^" + re.escape(message)):
+        integration.patch()
+    assert held() == before
+    assert integration.unpatch() == ()
+
+
+def drawn(seed, dtype):
+    torch.manual_seed(seed)
+    return [(2 * torch.randn(1, T, V)).to(dtype).to(DEVICE) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("key", integration.KINDS)
+def test_a_loss_of_either_table_is_the_eager_one_of_the_host(host, key, dtype):
+    """Also through the fused table, whose own losses need a GPU. The host works in float32 whatever it is given."""
+    original = host.utils._EAGER_LOSS_FN_MAP[key]
+    upstream = torch.randn(1, T, device=DEVICE)
+    draws = [drawn(seed, dtype) for seed in range(4)]
+    theirs = [value_and_grads(lambda z: original(z, t), [z], upstream) for z, t in draws]  # noqa: B023
+    exact = [
+        value_and_grads(lambda z: integration.OURS[original.__name__](z, t.double()), [z.double()], upstream.double())  # noqa: B023
+        for z, t in draws
+    ]
+    integration.patch()
+    for table in (host.utils._EAGER_LOSS_FN_MAP, host.utils._FUSED_LOSS_FN_MAP):
+        ours = [value_and_grads(lambda z: table[key](z, t), [z], upstream) for z, t in draws]  # noqa: B023
+        for place, name in enumerate(("value", "gradient")):
+            got, host_s, e = ([run[place] for run in runs] for runs in (ours, theirs, exact))
+            assert_as_good_as_plain(got, e, largest_error(host_s, e), name, (V, T))
+            if dtype == torch.float32:
+                for a, b in zip(got, host_s, strict=True):
+                    torch.testing.assert_close(a, b)
+        assert ours[0][0].shape == (1, T)
+        assert ours[0][0].dtype == torch.float32
+        assert ours[0][1].dtype == dtype
+
+
+def test_eta_of_lk(host):
+    z, t = drawn(0, torch.float32)
+    original = host.eager.lk_hybrid_loss
+    integration.patch()
+    for call in (lambda f: f(z, t, 1.5), lambda f: f(z, t, eta=1.5)):
+        torch.testing.assert_close(call(host.eager.lk_hybrid_loss), call(original))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("eta", [0, 1e4, 1e6, 1e30, math.inf, -1.5, np.float32(2e4)], ids=str)
+def test_every_eta_of_the_host(host, eta, dtype):
+    """Value and gradient, and a large eta is tv."""
+    z, t = drawn(0, dtype)
+    upstream = torch.randn(1, T, device=DEVICE)
+    theirs = value_and_grads(lambda z: host.eager.lk_hybrid_loss(z, t, eta=eta), [z], upstream)
+    tv = host.eager.tv_loss(z, t)
+    integration.patch()
+    for table in (host.eager, host.utils):
+        ours = value_and_grads(lambda z: table.lk_hybrid_loss(z, t, eta=eta), [z], upstream)  # noqa: B023
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+        if eta >= 1e6:
+            torch.testing.assert_close(ours[0], tv)
+    with pytest.raises(ValueError, match=r"^eta must lie in \[-inf, inf\], got nan$"):
+        host.eager.lk_hybrid_loss(z, t, eta=math.nan)
+
+
+@pytest.mark.parametrize("shape", [(), (1, T), (1,)])
+def test_an_eta_that_is_a_tensor(host, shape):
+    """One for each row too, with a gradient."""
+    z, t = drawn(0, torch.float32)
+    eta, upstream = 3 * torch.rand(shape, device=DEVICE), torch.randn(1, T, device=DEVICE)
+    theirs = value_and_grads(lambda z, eta: host.eager.lk_hybrid_loss(z, t, eta), [z, eta], upstream)
+    integration.patch()
+    for table in (host.eager, host.utils):
+        ours = value_and_grads(lambda z, eta: table.lk_hybrid_loss(z, t, eta), [z, eta], upstream)  # noqa: B023
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_targets_of_another_dtype(host):
+    z, t = drawn(0, torch.float32)
+    original = host.eager.kl_div_loss
+    integration.patch()
+    z = z.bfloat16().requires_grad_()
+    torch.testing.assert_close(host.utils.kl_div_loss(z, t), original(z, t))
+    assert torch.autograd.grad(host.utils.kl_div_loss(z, t).sum(), z)[0].dtype == torch.bfloat16
+
+
+def test_targets_that_want_a_gradient_get_it_from_the_eager_losses_alone(host):
+    z, t = drawn(0, torch.float32)
+    original = host.eager.kl_div_loss
+    expected = torch.autograd.grad(original(z, t.requires_grad_()).sum(), t)[0]
+    integration.patch()
+    assert torch.equal(torch.autograd.grad(host.eager.kl_div_loss(z, t).sum(), t)[0], expected)
+    assert not host.utils.kl_div_loss(z, t).requires_grad
+    with torch.no_grad():
+        torch.testing.assert_close(host.eager.kl_div_loss(z, t), original(z, t))
+
+
+def test_the_metrics_of_the_host_run_on_ours(host):
+    """Its default configuration too, and on a CPU its fused losses."""
+    z, t = drawn(0, torch.float32)
+    mask = torch.rand(1, T, device=DEVICE) < 0.8
+    config = host.utils.resolve_loss_config('{"ce": 0.5, "lk_hybrid": 0.5}', "eager")
+    expected = host.dspark.compute_metrics(z, t, None, mask, BLOCK, config, tv_loss_fn=host.eager.tv_loss)
+    kl, _ = host.dflash.compute_metrics(
+        z, t, mask, BLOCK, loss_config=host.utils.resolve_loss_config("kl_div", "eager")
+    )
+    integration.patch()
+    config = host.utils.resolve_loss_config('{"ce": 0.5, "lk_hybrid": 0.5}')
+    loss, metrics = host.dspark.compute_metrics(z, t, None, mask, BLOCK, config)
+    torch.testing.assert_close(loss, expected[0])
+    torch.testing.assert_close(metrics, expected[1])
+    torch.testing.assert_close(host.dflash.compute_metrics(z, t, mask, BLOCK)[0], kl)
+
+
+# Metrics from hidden states -------------------------------------------------------------------------------------------
+
+
+def sequence(seed=0, masked_anchor=True):
+    torch.manual_seed(seed)
+    mask = torch.rand(1, T) < 0.8
+    if masked_anchor:
+        mask[:, ::BLOCK] = False
+    drawn = {
+        "hidden": torch.randn(1, T, D), "head": torch.randn(V, D), "teacher": torch.randn(1, T, D), "mask": mask,
+        "confidence": torch.randn(1, T),
+    }  # fmt: skip
+    return SimpleNamespace(**{name: t.to(DEVICE) for name, t in drawn.items()})
+
+
+CONFIGS = ['{"kl_div": 1.0}', '{"ce": 0.1, "tv": 0.9}', '{"kl_div": 0.5, "rkl": 0.2, "nla": 0.1, "jsd": 0.3}']
+
+
+def weights_of(config):
+    return {name: weight for name, (_, weight) in config.items()}
+
+
+def assert_same(ours, theirs, leaves):
+    """Loss, gradients and metrics."""
+    metrics = []
+
+    def loss(function):
+        def run(*leaves):
+            value, of_call = function(*leaves)
+            metrics.append(of_call)
+            return value
+
+        return run
+
+    one = torch.ones((), device=DEVICE)
+    for a, b in zip(value_and_grads(loss(ours), leaves, one), value_and_grads(loss(theirs), leaves, one), strict=True):
+        torch.testing.assert_close(a, b)
+    assert not [name for name, value in metrics[0].items() if value.requires_grad or value.dim()]
+    assert metrics[0].keys() == metrics[1].keys()
+    for name, value in metrics[1].items():
+        torch.testing.assert_close(metrics[0][name], value.to(metrics[0][name].dtype), msg=name)
+
+
+@pytest.mark.parametrize("from_anchor", [False, True])
+@pytest.mark.parametrize("spec", CONFIGS)
+def test_metrics_of_dflash(host, spec, from_anchor):
+    i, config = sequence(masked_anchor=not from_anchor), host.utils.resolve_loss_config(spec, "eager")
+    given = {"gamma": 3.0, "sample_from_anchor": from_anchor}
+    assert_same(
+        lambda h, w: integration.speculators_metrics(
+            h, w, i.teacher, i.mask, BLOCK, loss_config=weights_of(config), **given
+        ),
+        lambda h, w: host.dflash.compute_metrics(
+            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, loss_config=config, **given
+        ),
+        [i.hidden, i.head],
+    )
+
+
+@pytest.mark.parametrize("gamma", [-2.0, math.inf])
+@pytest.mark.parametrize("spec", ['{"ce": 0.5, "tv": -0.3}', '{"kl_div": 1, "rkl": -2, "jsd": -0.5}'])
+def test_metrics_with_negative_weights_and_gammas(host, spec, gamma):
+    i, config = sequence(), host.utils.resolve_loss_config(spec, "eager")
+    assert_same(
+        lambda h, w: integration.speculators_metrics(
+            h, w, i.teacher, i.mask, BLOCK, gamma=gamma, loss_config=weights_of(config)
+        ),
+        lambda h, w: host.dflash.compute_metrics(
+            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, gamma=gamma, loss_config=config
+        ),
+        [i.hidden, i.head],
+    )
+
+
+@pytest.mark.parametrize("key", ["ce", "kl_div"])
+def test_metrics_of_dflash_by_dpace(host, key):
+    i, config = sequence(), host.utils.resolve_loss_config(key, "eager")
+    given = {"loss_config": config, "per_position_loss_weight": "dpace", "dpace_alpha": 0.3}
+    assert_same(
+        lambda h, w: integration.speculators_metrics(h, w, i.teacher, i.mask, BLOCK, **given),
+        lambda h, w: host.dflash.compute_metrics(
+            F.linear(h, w), F.linear(i.teacher, w).detach(), i.mask, BLOCK, **given
+        ),
+        [i.hidden, i.head],
+    )
+
+
+@pytest.mark.parametrize("confident", [False, True])
+@pytest.mark.parametrize("weighting", integration.WEIGHTS)
+def test_metrics_of_dspark(host, weighting, confident):
+    """The confidence keeps the decay, whatever weighs the rest."""
+    i, config = sequence(masked_anchor=False), host.utils.resolve_loss_config("kl_div", "eager")
+    given = {"per_position_loss_weight": weighting, "confidence_head_alpha": 0.7, "sample_from_anchor": True}
+
+    def ours(h, w, s=None):
+        return integration.speculators_metrics(
+            h, w, i.teacher, i.mask, BLOCK, acceptance=True, confidence_logits=s, **given
+        )
+
+    def theirs(h, w, s=None):
+        z, t = F.linear(h, w), F.linear(i.teacher, w).detach()
+        return host.dspark.compute_metrics(z, t, s, i.mask, BLOCK, config, tv_loss_fn=host.eager.tv_loss, **given)
+
+    assert_same(ours, theirs, [i.hidden, i.head, *([i.confidence] if confident else [])])
+
+
+@pytest.mark.parametrize("weighting", integration.WEIGHTS)
+def test_an_anchor_that_predicts_nothing_counts_in_no_rate_whether_it_is_masked_or_not(weighting):
+    masked, unmasked = sequence(), sequence()
+    unmasked.mask[:, ::BLOCK] = True
+    rates = [
+        integration.speculators_metrics(
+            i.hidden,
+            i.head,
+            i.teacher,
+            i.mask,
+            BLOCK,
+            per_position_loss_weight=weighting,
+            confidence_logits=i.confidence,
+        )[1]
+        for i in (masked, unmasked)
+    ]
+    for name in rates[0]:
+        if "loss" not in name:
+            torch.testing.assert_close(rates[1][name], rates[0][name], msg=name)
+
+
+@pytest.mark.parametrize("weight", [1e-2, 1e-4, 1e-9])
+def test_the_loss_of_a_term_is_its_own_however_little_it_weighs(weight):
+    i = sequence()
+    _, alone = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config={"kl_div": 1})
+    config = {"nla": 1, "ce": 2, "kl_div": weight}
+    _, metrics = integration.speculators_metrics(i.hidden, i.head, i.teacher, i.mask, BLOCK, loss_config=config)
+    torch.testing.assert_close(metrics["kl_div_loss_sum"], alone["loss_sum"])
+
+
+def test_metrics_without_the_host():
+    """Rows of the verifier where they lie, its own head, a Markov head's correction; beside the same from all logits."""
+    i, columns = sequence(), torch.randperm(V + 3, device=DEVICE)[:V]
+    hidden, own = (
+        torch.randn(1, 40, 5, device=DEVICE),
+        (torch.randn(V + 3, 5, device=DEVICE), torch.randn(V + 3, device=DEVICE)),
+    )
+    rows, extra = (
+        torch.randint(0, 40, (1, T), device=DEVICE),
+        (torch.randn(1, T, 2, device=DEVICE), torch.randn(V, 2, device=DEVICE)),
+    )
+    given = {"teacher_weight": own[0], "teacher_bias": own[1], "teacher_rows": rows, "draft_to_target": columns}
+    loss, metrics = integration.speculators_metrics(
+        i.hidden,
+        i.head,
+        hidden,
+        i.mask,
+        BLOCK,
+        loss_config={"ce": 1},
+        acceptance=True,
+        extra=extra,
+        chunk_size=5,
+        **given,
+    )
+    z, t = F.linear(i.hidden, i.head) + F.linear(*extra), F.linear(hidden, *own)[:, rows[0]][..., columns]
+    k = torch.arange(T, device=DEVICE) % BLOCK
+    decay = torch.exp(-(k - 1).clamp(min=0) / 4) * (k > 0) * i.mask
+    ce = F.cross_entropy(z[0], t[0].argmax(-1), reduction="none")
+    torch.testing.assert_close(loss, (decay * ce).sum() / (i.mask.sum() + 1e-5))
+    right = (z.argmax(-1) == t.argmax(-1)) & i.mask
+    assert metrics["full_acc_sum"] == right.sum()
+    assert metrics["position_2_acc_sum"] == right[:, 2::BLOCK].sum()
+    a = torch.minimum(z.softmax(-1), t.softmax(-1)).sum(-1)
+    torch.testing.assert_close(metrics["accept_rate_sum"], a[i.mask].sum())
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "changes"),
+    [
+        (ValueError, "loss_config must be a dict of losses and weights, got {}", {"loss_config": {}}),
+        (ValueError, "loss_config must be one of kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, got 'l1'", {"loss_config": {"l1": 1}}),
+        (TypeError, "loss_config['tv'] must be a number, got str", {"loss_config": {"tv": "1"}}),
+        (ValueError, "loss_config['tv'] must be finite, got inf", {"loss_config": {"ce": 1, "tv": float("inf")}}),
+        (
+            ValueError, "loss_mask must hold 0 or 1, got 0.5 at position (0, 0)",
+            {"loss_mask": torch.full((1, T), 0.5), "loss_config": {"ce": 1}, "per_position_loss_weight": "dpace"},
+        ),
+        (
+            ValueError, "loss_config must have one loss with D-PACE, got ce, tv",
+            {"loss_config": {"ce": 1, "tv": 1}, "per_position_loss_weight": "dpace"},
+        ),
+        (ValueError, "per_position_loss_weight must be one of fixed-exp-decay, dpace, got 'none'",
+            {"per_position_loss_weight": "none"}),
+        (ValueError, "dpace_alpha must lie in [0, 1], got 2", {"dpace_alpha": 2}),
+        (ValueError, "gamma must be a number other than 0, got 0", {"gamma": 0}),
+        (ValueError, "hidden must have a multiple of block_size=5 rows, got 24", {"block_size": 5}),
+        (ValueError, "loss_mask must have shape (1, 24) ", {"loss_mask": torch.ones(1, 3)}),
+        (ValueError, "confidence_logits must have shape (1, 24) (that of loss_mask), got (1, 3)",
+            {"confidence_logits": torch.ones(1, 3)}),
+        (ValueError, "teacher_hidden must have shape ", {"teacher_hidden": torch.ones(1, 3, D)}),
+        (TypeError, "sample_from_anchor must be a bool, got str", {"sample_from_anchor": "yes"}),
+        (TypeError, "confidence_head_alpha must be a number, got NoneType", {"confidence_head_alpha": None}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_arguments_of_the_metrics(error, message, changes):
+    i = sequence()
+    given = {
+        "hidden": i.hidden.cpu(), "weight": i.head.cpu(), "teacher_hidden": i.teacher.cpu(), "loss_mask": i.mask.cpu(),
+        "block_size": BLOCK,
+    }  # fmt: skip
+    with pytest.raises(error, match="^" + re.escape(message)):
+        integration.speculators_metrics(**given | changes)

@@ -1,0 +1,987 @@
+"""A Hugging Face Trainer with the loss in the LM head trains as one with the same loss from logits."""
+
+import copy
+import functools
+import importlib.util
+import itertools
+import pickle
+import re
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dllm_kernels
+from dllm_kernels.integrations.transformers import (
+    MaskedDiffusionCollator,
+    MaskedDiffusionTrainerMixin,
+    loss_in_head,
+    mdlm_loss_func,
+    pack_labels,
+    unpack_labels,
+)
+from reference.mdlm import mdlm_loss
+from tests.conftest import every_time
+
+ROOT = Path(__file__).parents[2]
+absent = [name for name in ("transformers", "accelerate") if importlib.util.find_spec(name) is None]
+peer = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
+
+
+def needs_trainer(test):
+    for mark in peer:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture
+def ranks():
+    """What the two ranks run; imported late, since it needs transformers."""
+    from tests.support import trainer_ranks
+
+    return trainer_ranks
+
+
+# Labels and batches ---------------------------------------------------------------------------------------------------
+
+
+def noised(B=3, L=17, seed=0, **options):
+    torch.manual_seed(seed)
+    ids, loss_mask = torch.randint(0, 2**31 - 1, (B, L)), torch.rand(B, L) < 0.7
+    return ids, loss_mask, *dllm_kernels.corrupt_blockwise(ids, loss_mask, 7, block_size=4, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_labels_keep_every_bit(dtype):
+    ids, loss_mask, _, noise, p = noised(eps=0.0)
+    labels = pack_labels(ids, loss_mask.to(dtype), noise.to(dtype), p)
+    assert labels.dtype == torch.int64
+    assert (labels != -100).sum() == loss_mask.sum()
+    assert noise.any()
+    assert not noise.all()
+    targets, unpacked_noise, unpacked_p, supervised = unpack_labels(labels)
+    assert torch.equal(targets, torch.where(loss_mask, ids, -100))
+    assert torch.equal(unpacked_noise, noise)
+    assert torch.equal(supervised, loss_mask)
+    assert torch.equal(unpacked_p, torch.where(loss_mask, p, 0.0))
+
+
+def test_the_smallest_and_largest_probabilities_survive():
+    p = torch.tensor([[0.0, 2.0**-149, 2.0**-126, 1e-3, 1.0]])
+    ones = torch.ones(1, 5)
+    for noised_at in (ones, 1 - ones):
+        labels = pack_labels(torch.full((1, 5), 2**31 - 1), ones, noised_at, p)
+        targets, noise, unpacked, _ = unpack_labels(labels)
+        assert torch.equal(noise, noised_at.bool())
+        assert torch.equal(unpacked, p)
+        assert targets.eq(2**31 - 1).all()
+        assert labels.ge(0).all()
+
+
+def sample(length, seed=0):
+    return {
+        "input_ids": [*range(1, length + 1)],
+        "loss_mask": [0] + [1] * (length - 1),
+        "attention_mask": [1] * length,
+        "seed": seed,
+    }
+
+
+def test_a_batch_is_what_the_models_take():
+    collator = MaskedDiffusionCollator(99, dllm_kernels.DLLMCollator(pad_token_id=50), eps=0.5)
+    batch = collator([sample(5), sample(9)])
+    assert batch.keys() == {"input_ids", "attention_mask", "labels"}
+    targets, noise, p, supervised = unpack_labels(batch["labels"])
+    assert noise.any()
+    assert torch.equal(batch["input_ids"] == 99, noise)
+    assert batch["attention_mask"].sum(1).tolist() == [5, 9]
+    assert supervised.sum(1).tolist() == [4, 8]
+    assert targets[1].tolist() == [-100, *range(2, 10)]
+    assert (p[noise] >= 0.5).all()
+    assert batch["input_ids"][0, 5:].tolist() == [50] * 4
+
+
+def test_noise_of_a_seed_does_not_depend_on_the_batch():
+    collator = MaskedDiffusionCollator(99, corrupt=dllm_kernels.corrupt_blockwise, seed_field="seed", block_size=4)
+    alone, together = collator([sample(9, 7)]), collator([sample(9, 3), sample(9, 7)])
+    assert torch.equal(alone["labels"][0], together["labels"][1])
+    assert torch.equal(alone["input_ids"][0], together["input_ids"][1])
+    assert not torch.equal(together["labels"][0], together["labels"][1])
+
+
+def test_a_level_sampler_gives_the_levels():
+    sampler = functools.partial(dllm_kernels.sample_level, method="stratified", low=0.2)
+    for options in ({"seed_field": "seed"}, {}, {"generator": torch.Generator().manual_seed(3)}):
+        collator = MaskedDiffusionCollator(99, level=sampler, **options)
+        labels = collator([sample(200, seed) for seed in range(4)])["labels"]
+        _, noise, p, _ = unpack_labels(labels)
+        levels = torch.stack([row[at].unique() for row, at in zip(p, noise, strict=True)])[:, 0].double()
+        strata = (levels - 0.2) / 0.8 * 4
+        assert sorted(strata.floor().tolist()) == [0, 1, 2, 3]
+        assert levels.min() >= 0.2
+    # and under seeds they are the sampler's own
+    fixed = MaskedDiffusionCollator(99, level=sampler, seed_field="seed")([sample(200, seed) for seed in range(4)])
+    expected = sampler(4, seeds=torch.arange(4))
+    _, noise, p, _ = unpack_labels(fixed["labels"])
+    assert torch.equal(p[noise], expected[:, None].expand_as(p)[noise])
+
+
+# Noise ----------------------------------------------------------------------------------------------------------------
+
+DRAWING = MaskedDiffusionCollator(99, eps=0.3)  # one row with none masked: p >= 0.3, 63 times in a row, never
+SEEDED = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+
+
+def rows(batches):
+    """Every row of labels, which hold the noise and its probability."""
+    return [tuple(row) for batch in batches for row in batch["labels"].tolist()]
+
+
+def all_differ(*runs):
+    every = [row for run in runs for row in run]
+    return len(set(every)) == len(every)
+
+
+def two_of_the_same(collator):
+    """Two batches of two samples that are alike, from a fixed state of the default generator."""
+    torch.manual_seed(3)
+    return rows(collator([sample(64), sample(64)]) for _ in range(2))
+
+
+def test_without_seeds_the_default_generator_is_drawn_from():
+    assert two_of_the_same(DRAWING) == two_of_the_same(DRAWING)
+    assert all_differ(two_of_the_same(DRAWING))
+    state = torch.get_rng_state()
+    following = rows([DRAWING([sample(64)])])
+    torch.set_rng_state(state)
+    assert rows([DRAWING([sample(64)])]) == following
+
+
+def test_ranks_draw_differently_from_generators_that_are_alike(monkeypatch):
+    runs = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        runs.append(two_of_the_same(DRAWING))
+        given = MaskedDiffusionCollator(99, eps=0.3, rank=rank)
+        monkeypatch.setenv("RANK", "7")
+        assert two_of_the_same(given) == runs[rank]  # as tensor-parallel peers of this rank must
+    assert all_differ(*runs)
+    monkeypatch.delenv("RANK")
+    assert two_of_the_same(DRAWING) == runs[0]
+
+
+@pytest.mark.parametrize("rank", [True, "0", 1.0])
+def test_a_rank_that_is_none_is_refused(rank):
+    with pytest.raises(TypeError, match=f"rank must be an int, got {type(rank).__name__}"):
+        MaskedDiffusionCollator(99, rank=rank)
+
+
+OUT_OF_RANGE = (2**63, -(2**63) - 1)
+
+
+def test_numbers_have_64_bits():
+    for number in OUT_OF_RANGE:
+        with pytest.raises(ValueError, match=f"^rank must be an int of 64 bits, got {number}$"):
+            MaskedDiffusionCollator(99, rank=number)
+        with pytest.raises(ValueError, match=f"^epoch must be an int of 64 bits, got {number}$"):
+            MaskedDiffusionCollator(99).set_epoch(number)
+        with pytest.raises(ValueError, match=f"^sample 1, field 'seed' must be an int of 64 bits, got {number}$"):
+            SEEDED([sample(4), sample(4, number)])
+    MaskedDiffusionCollator(99, rank=np.int64(3)).set_epoch(np.int64(2))
+    limits = [2**63 - 1, np.int64(-(2**63)), torch.tensor(2**63 - 1)]
+    assert rows([SEEDED([sample(64, limits[0])])]) == rows([SEEDED([sample(64, limits[2])])])
+    assert all_differ(rows([SEEDED([sample(64, seed) for seed in limits[:2]])]))
+
+
+@pytest.mark.parametrize("number", ["0", 1.5, None])
+def test_numbers_are_whole(number):
+    kind = type(number).__name__
+    with pytest.raises(TypeError, match=f"^epoch must be an int, got {kind}$"):
+        MaskedDiffusionCollator(99).set_epoch(number)
+    with pytest.raises(TypeError, match=f"^sample 0, field 'seed' must be an int, got {kind}$"):
+        SEEDED([sample(4, number), sample(4)])
+
+
+def test_a_corruption_that_does_not_mask_is_refused():
+    for random in (
+        dllm_kernels.corrupt_uniform_random,
+        functools.partial(dllm_kernels.corrupt_uniform_random, eps=0.1),
+    ):
+        with pytest.raises(
+            ValueError, match=r"^corrupt must take the token that masks as its third argument, got .*vocab_size$"
+        ):
+            MaskedDiffusionCollator(99, corrupt=random)
+    with pytest.raises(TypeError, match=r"^corrupt must be a function, got str$"):
+        MaskedDiffusionCollator(99, corrupt="uniform")
+    mix = functools.partial(
+        dllm_kernels.corrupt_mix, vocab_size=100, mask_prob=torch.tensor([0.5]), uniform_prob=torch.tensor([0.1])
+    )
+    with pytest.raises(
+        ValueError, match=r"^corrupt must return \(noisy_input_ids, noise_mask, p_mask\), got 2 values$"
+    ):
+        MaskedDiffusionCollator(99, corrupt=mix)([sample(4)])
+    MaskedDiffusionCollator(99, corrupt=lambda *batch, seeds: dllm_kernels.corrupt_uniform(*batch, seeds=seeds))(
+        [sample(4)]
+    )
+
+
+def test_labels_of_something_else_are_refused():
+    ids, loss_mask, _, noise, p = noised()
+    for wrong, message in (
+        ((ids.float(), loss_mask, noise, p), "input_ids must have dtype int64, .* got float32"),
+        ((ids, loss_mask[:, :1], noise, p), r"loss_mask must have shape \(3, 17\) \(that of input_ids\), got \(3, 1\)"),
+        ((ids, loss_mask, p, noise), "p_mask must have dtype float16, .* got bool"),
+        ((ids, loss_mask, noise, p.double()), "p_mask must have dtype float32, got float64"),
+        ((ids, loss_mask, noise, p[:, :1]), r"p_mask must have shape \(3, 17\) \(that of input_ids\), got \(3, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=f"^{message}$"):
+            pack_labels(*wrong)
+
+
+def test_epochs_are_apart_and_each_is_itself():
+    samples, runs = [sample(64, seed) for seed in (5, 6)], []
+    collator = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+    for epoch in (0, 1, 2):
+        collator.set_epoch(epoch)
+        runs.append(rows([collator(samples)]))
+        assert rows([collator(samples[1:])]) == runs[epoch][1:]
+    assert all_differ(*runs)
+    assert runs[0] == rows([SEEDED(samples)])
+    collator.set_epoch(1)
+    assert rows([collator(samples)]) == runs[1]
+
+
+def test_a_generator_of_the_callers_own_is_drawn_from_as_it_is():
+    ids, ones = torch.arange(1, 65)[None], torch.tensor([[0.0] + [1.0] * 63])
+    collator = MaskedDiffusionCollator(99, generator=torch.Generator().manual_seed(8))
+    expected = dllm_kernels.corrupt_uniform(ids, ones, 99, generator=torch.Generator().manual_seed(8))
+    assert torch.equal(collator([sample(64)])["labels"], pack_labels(ids, ones, *expected[1:]))
+    both = MaskedDiffusionCollator(99, seed_field="seed", generator=torch.Generator())
+    with pytest.raises(ValueError, match="generator and seeds exclude each other"):
+        both([sample(64)])
+
+
+def test_another_default_device_does_not_matter():
+    batches = []
+    for device in ("cpu", "meta"):
+        torch.manual_seed(3)
+        with torch.device(device):
+            batches.append([DRAWING([sample(64)]), SEEDED([sample(64)])])
+    assert rows(batches[0]) == rows(batches[1])
+
+
+def loaded(collator, samples, **options):
+    """The rows of two epochs, from a fixed state of the default generator."""
+    torch.manual_seed(3)
+    loader = torch.utils.data.DataLoader(
+        samples, batch_size=2, collate_fn=collator, worker_init_fn=seeded_alike, **options
+    )
+    seen = []
+    for epoch in range(2):
+        collator.set_epoch(epoch)
+        seen += rows(loader)
+    collator.set_epoch(0)
+    return seen
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("collator", [DRAWING, SEEDED])
+def test_workers_and_epochs_differ_and_come_again(collator, persistent):
+    """Also where the epoch is set while the workers live, and a ``worker_init_fn`` seeds them all alike."""
+    samples = [sample(64, 0 if collator is DRAWING else seed) for seed in range(8)]
+    options = {"num_workers": 2, "persistent_workers": persistent, "multiprocessing_context": "fork"}
+    runs = [loaded(collator, samples, **options) for _ in range(2)]
+    assert all_differ(runs[0])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.exhaustive
+def test_workers_that_are_spawned_see_the_epoch_too():
+    samples = [sample(64, seed) for seed in range(2)]
+    spawned = loaded(SEEDED, samples, num_workers=1, persistent_workers=True, multiprocessing_context="spawn")
+    assert spawned == loaded(SEEDED, samples)
+
+
+def seeded_alike(worker):
+    torch.manual_seed(0)
+
+
+class EachOf:
+    """Collates the same samples with every one of several collators."""
+
+    def __init__(self, collators):
+        self.collators = collators
+
+    def __call__(self, samples):
+        return [collator(samples) for collator in self.collators]
+
+
+@pytest.mark.parametrize(
+    ("context", "persistent"), every_time([("fork", True)], itertools.product(["fork", "spawn"], [True, False]))
+)
+def test_copies_have_an_epoch_of_their_own_that_workers_see(context, persistent):
+    samples, expected = [sample(64, seed) for seed in range(2)], []
+    for epoch in range(2):
+        fresh = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+        fresh.set_epoch(epoch)
+        expected.append(rows([fresh(samples)]))
+    assert all_differ(*expected)
+    original = MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+    copies = [copy.copy(original), copy.deepcopy(original), pickle.loads(pickle.dumps(original))]
+    options = {"num_workers": 1, "persistent_workers": persistent, "multiprocessing_context": context}
+    loader = torch.utils.data.DataLoader(samples, batch_size=2, collate_fn=EachOf(copies), **options)
+    for epoch in range(2):
+        for each in copies:
+            each.set_epoch(epoch)
+        (batches,) = loader
+        assert [rows([batch]) for batch in batches] == [expected[epoch]] * 3
+    assert rows([original(samples)]) == expected[0]
+    original.set_epoch(2)
+    (batches,) = loader
+    assert [rows([batch]) for batch in batches] == [expected[1]] * 3
+
+
+def test_a_copy_begins_in_the_epoch_of_its_original():
+    samples, original = [sample(64, 5)], MaskedDiffusionCollator(99, eps=0.3, seed_field="seed")
+    original.set_epoch(3)
+    for made in (copy.copy(original), copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+        assert rows([made(samples)]) == rows([original(samples)])
+
+
+@pytest.mark.parametrize("field", ["loss_mask", "seed"])
+def test_a_field_that_a_trainer_dropped_is_named(field):
+    samples = [sample(4), {k: v for k, v in sample(4).items() if k != field}]
+    with pytest.raises(ValueError, match=rf"every sample must have a field '{field}'; .*remove_unused_columns=False"):
+        MaskedDiffusionCollator(99, seed_field="seed")(samples)
+
+
+@pytest.mark.parametrize("count", [None, 11, torch.tensor(11.0)])
+@pytest.mark.parametrize("wrap", [lambda x: {"logits": x}, lambda x: (x,)])
+def test_the_loss_function_is_the_masked_diffusion_loss(count, wrap):
+    ids, loss_mask, _, noise, p = noised()
+    ids, logits = ids % 13, torch.randn(*ids.shape, 13, dtype=torch.float64, requires_grad=True)
+    loss = mdlm_loss_func(wrap(logits), pack_labels(ids, loss_mask, noise, p), count)
+    expected = mdlm_loss(logits, ids, noise, p, loss_mask, int(loss_mask.sum()) if count is None else 11)
+    torch.testing.assert_close(loss, expected)
+    grads = [torch.autograd.grad(value, logits)[0] for value in (loss, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_who_knows_nothing_has_a_loss_of_log_v():
+    """On average over the noise, which holds with the supervised tokens as denominator and with no other."""
+    V, n = 16, 400
+    torch.manual_seed(4)
+    collator = MaskedDiffusionCollator(V, eps=0.1)
+    text = {"input_ids": [3] * 32, "loss_mask": [0] * 8 + [1] * 24, "attention_mask": [1] * 32}
+    losses = [mdlm_loss_func((torch.zeros(1, 32, V),), collator([text])["labels"]) for _ in range(n)]
+    mean, spread = torch.stack(losses).mean(), torch.stack(losses).std() / n**0.5
+    assert abs(mean - torch.tensor(V).log()) < 4 * spread
+    assert spread < 0.1
+
+
+# Other losses ---------------------------------------------------------------------------------------------------------
+
+
+def cosine_level(B, **seeds):
+    return 1 - torch.cos(torch.pi / 2 * dllm_kernels.sample_level(B, low=1e-3, **seeds))
+
+
+def cosine_weights(target_ids, noise_mask, p_mask, loss_mask):
+    angle = torch.acos(1 - p_mask)
+    return noise_mask * torch.pi / 2 * angle.sin() / p_mask.clamp(min=1e-8)
+
+
+def flat(target_ids, noise_mask, p_mask, loss_mask):
+    return loss_mask  # bool, and of every token
+
+
+def mdlm_of_a_function(target_ids, noise_mask, p_mask, loss_mask):
+    return (1 / p_mask.double()).masked_fill(~noise_mask & loss_mask, 0.0)  # infinite where it is not supervised
+
+
+FUNCTIONS = {
+    "weights of MDLM": (mdlm_of_a_function, dllm_kernels.MDLMCrossEntropyLoss()),
+    "weights of 1": (flat, dllm_kernels.BlockDiffusionCrossEntropyLoss()),
+}
+
+
+@pytest.mark.parametrize("count", [None, 11, torch.tensor(11)])
+@pytest.mark.parametrize(("function", "loss"), FUNCTIONS.values(), ids=FUNCTIONS)
+def test_a_function_of_row_weights_is_the_loss_with_these_weights(function, loss, count):
+    ids, loss_mask, _, noise, p = noised()
+    labels, model = pack_labels(ids % 13, loss_mask, noise, p), ChangingModel().double()
+    hidden = torch.randn(*ids.shape, 4, dtype=torch.float64)
+    logits = model(hidden).detach()
+    expected = loss(logits, *unpack_labels(labels), num_diffusion_tokens=loss_mask.sum() if count is None else 11)
+    for given in (function, loss):
+        torch.testing.assert_close(mdlm_loss_func((logits,), labels, count, loss=given), expected.total_loss)
+        trainer = BareTrainer(loss=given)
+        inputs = {"hidden": hidden, "labels": labels}
+        torch.testing.assert_close(trainer.compute_loss(model, inputs, num_items_in_batch=count), expected.total_loss)
+
+
+def test_the_weights_of_a_schedule_that_is_not_linear():
+    """Who knows nothing has a loss of log V under it too: its weights and its levels go together."""
+    V, n = 16, 400
+    torch.manual_seed(4)
+    collator = MaskedDiffusionCollator(V, level=cosine_level)
+    text = {"input_ids": [3] * 32, "loss_mask": [0] * 8 + [1] * 24, "attention_mask": [1] * 32}
+    batches = [collator([text])["labels"] for _ in range(n)]
+    losses = torch.stack([mdlm_loss_func((torch.zeros(1, 32, V),), b, loss=cosine_weights) for b in batches])
+    spread = losses.std() / n**0.5
+    assert abs(losses.mean() - torch.tensor(V).log()) < 4 * spread
+    assert spread < 0.1
+
+
+def scdd_noise(input_ids, loss_mask, mask_token_id, *, seeds):
+    """Masked and wrong tokens at a time for each sequence, as a collator's ``corrupt``."""
+    t = dllm_kernels.sample_level(len(input_ids), seeds=seeds, low=0.1, high=0.9)[:, None]
+    at = dllm_kernels.scdd_schedule(t, max_ratio=0.4, gamma_shape=1.0, t_peak=0.5)
+    probabilities = {"mask_prob": at.absorbed_mass, "uniform_prob": at.uniform_mass}
+    noisy, noise = dllm_kernels.corrupt_mix(
+        input_ids, loss_mask, mask_token_id, mask_token_id + 1, seeds=seeds, **probabilities
+    )
+    return noisy, noise, t.expand(input_ids.shape).contiguous()
+
+
+def test_scdd_sees_what_the_model_saw():
+    """Its time, which it reads in the first column, is known where the first token is not supervised."""
+    collator = MaskedDiffusionCollator(12, corrupt=scdd_noise, seed_field="seed")
+    samples = [{**sample(11, seed), "loss_mask": [0] * 2 + [1] * (9 - seed) + [0] * seed} for seed in range(3)]
+    batch = collator(samples)
+    noise, supervised = batch["input_ids"], unpack_labels(batch["labels"])[3]
+    assert ((noise != 12) & (noise != torch.tensor(samples[0]["input_ids"])) & supervised).any()
+    loss = dllm_kernels.SCDDLoss(12, num_timesteps=5, max_ratio=0.4)
+    targets, masked, p, _ = unpack_labels(batch["labels"])
+    times = p.amax(1, keepdim=True).expand_as(p)
+    model = ChangingModel()
+    embedding = nn.Embedding(13, 4)
+    expected = loss(model(embedding(noise)), targets, masked, times, supervised, noisy_input_ids=noise).total_loss
+    model.forward = lambda input_ids: model.lm_head(embedding(input_ids))
+    inputs = {"input_ids": noise, "labels": batch["labels"]}
+    for wants_logits in (False, True):
+        trainer = BareTrainer(loss=loss)
+        trainer._wants_logits = wants_logits
+        torch.testing.assert_close(trainer.compute_loss(model, dict(inputs)), expected)
+    with pytest.raises(
+        ValueError, match="noisy_input_ids must be given, got None; pass the tokens that the model received"
+    ):
+        mdlm_loss_func((model(noise),), batch["labels"], loss=loss)
+
+
+NO_LOSSES = {
+    "a class": (
+        dllm_kernels.MDLMCrossEntropyLoss,
+        TypeError,
+        "be a loss or a function .*, got the class MDLMCrossEntropyLoss",
+    ),
+    "a word": ("mdlm", TypeError, "be a loss or a function that returns row weights, got str"),
+    "other arguments": (
+        dllm_kernels.IDLMLoss(),
+        ValueError,
+        r"take target_ids, .* got dllm_kernels\.losses\.idlm\.IDLMLoss, which takes others",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loss", "error", "message"), NO_LOSSES.values(), ids=NO_LOSSES)
+def test_what_is_no_loss_is_refused(loss, error, message):
+    with pytest.raises(error, match=f"^loss must {message}$"):
+        BareTrainer(loss=loss)
+    with pytest.raises(error, match=f"^loss must {message}$"):
+        mdlm_loss_func((torch.zeros(1, 4, 13),), torch.zeros(1, 4, dtype=torch.int64), loss=loss)
+
+
+def test_what_is_no_weights_is_refused():
+    labels, x = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(2, 4, 13)
+    for returned, error, message in (
+        (1.0, TypeError, "must be a torch.Tensor, got float"),
+        (torch.ones(2), ValueError, r"must have shape \(2, 4\) \(that of the labels\), got \(2,\)"),
+        (torch.ones(2, 4, requires_grad=True), ValueError, "must not require a gradient"),
+    ):
+        with pytest.raises(error, match=f"^the weights that loss returns {message}"):
+            mdlm_loss_func((x,), labels, loss=lambda *_, returned=returned: returned)
+
+
+@needs_trainer
+def test_training_by_random_tokens_equals_that_from_logits(ranks, tmp_path):
+    """Block diffusion, whose corruption takes the size of the vocabulary."""
+    from transformers import Trainer
+
+    def random_tokens(input_ids, loss_mask, mask_token_id, **seeds):
+        return dllm_kernels.corrupt_uniform_random(input_ids, loss_mask, mask_token_id, **seeds)
+
+    collator = MaskedDiffusionCollator(ranks.MASK, ranks.PAD_TO_16, corrupt=random_tokens, rank=0)
+    loss = dllm_kernels.BlockDiffusionCrossEntropyLoss()
+    plain = functools.partial(mdlm_loss_func, loss=loss)
+    results = []
+    for options in ({"loss": loss}, {"kind": Trainer, "compute_loss_func": plain}):
+        torch.manual_seed(3)
+        results.append(ranks.trained(ranks.model(), tmp_path, 4, 2, data_collator=collator, **options))
+    assert_same_training(*results)
+
+
+# The loss inside the head ---------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    def __init__(self, head):
+        super().__init__()
+        self.lm_head = head
+
+
+def test_the_head_is_itself_again_afterwards():
+    model = Model(nn.Linear(4, 6))
+    x = torch.randn(2, 4)
+    before = model.lm_head(x)
+    with loss_in_head(model, lambda hidden, weight, bias: hidden.sum() + weight.sum() + bias.sum()):
+        torch.testing.assert_close(model.lm_head(x), x.sum() + model.lm_head.weight.sum() + model.lm_head.bias.sum())
+    assert torch.equal(model.lm_head(x), before)
+
+    def fails():
+        with loss_in_head(model, lambda hidden, weight, bias: 1 / 0):
+            model.lm_head(x)
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
+    assert "forward" not in vars(model.lm_head)
+
+
+class Linear(nn.Module):
+    """A layer of another library that is called as torch's is."""
+
+    def forward(self, hidden):
+        return hidden
+
+
+@pytest.mark.parametrize(
+    ("head", "name"),
+    [
+        (nn.Bilinear(2, 2, 3), "torch.nn.modules.linear.Bilinear"),
+        (None, "NoneType"),
+        (Linear(), "tests.integrations.test_transformers.Linear"),
+    ],
+    ids=str,
+)
+def test_a_head_that_is_not_linear_is_refused(head, name):
+    message = f"must be an nn.Linear for the loss to run inside it, got {name};"
+    with pytest.raises(ValueError, match=re.escape(message)), loss_in_head(Model(head), lambda *_: None):
+        pass
+
+
+# A Trainer ------------------------------------------------------------------------------------------------------------
+
+
+def assert_same_training(one, other):
+    (parameters, losses), (other_parameters, other_losses) = one, other
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(other_losses))  # a Trainer logs them in float32
+    assert parameters.keys() == other_parameters.keys()
+    for name, value in parameters.items():
+        torch.testing.assert_close(value, other_parameters[name], msg=lambda m, name=name: f"{name}: {m}")
+
+
+@needs_trainer
+def test_training_equals_that_from_logits(ranks, tmp_path):
+    from transformers import Trainer
+
+    ours = ranks.trained(ranks.model(), tmp_path, 4, 1, 4)
+    plain = ranks.trained(
+        ranks.model(), tmp_path, 4, 1, 4,
+        kind=Trainer, compute_loss_func=mdlm_loss_func, callbacks=[ranks.AtEpochs(ranks.COLLATOR.set_epoch)],
+    )  # fmt: skip
+    ranks.COLLATOR.set_epoch(0)
+    assert len(ours[1]) == 4
+    assert_same_training(ours, plain)
+    start = ranks.model().state_dict()
+    assert not any(torch.equal(value, start[name]) for name, value in ours[0].items() if "decoder" in name)
+
+
+@needs_trainer
+@pytest.mark.parametrize(("batch_size", "accumulation"), every_time([(2, 4)], [(4, 2), (2, 4), (1, 8)]))
+def test_accumulated_micro_batches_are_one_batch(ranks, tmp_path, batch_size, accumulation):
+    """Their token counts differ, so a mean of means would not do."""
+    whole = ranks.trained(ranks.model(), tmp_path, 8, 1)
+    assert_same_training(ranks.trained(ranks.model(), tmp_path, batch_size, accumulation), whole)
+
+
+@needs_trainer
+def test_position_0_of_a_causal_model_counts(ranks, tmp_path):
+    """A Trainer counts the labels of a causal model from position 1 on, for it expects them to be shifted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=ranks.V, num_key_value_heads=2, **sizes)).double()
+    made = ranks.trainer(model, tmp_path, 4, 2)
+    counts, compute = [], made.compute_loss
+    made.compute_loss = lambda *a, **k: counts.append(k["num_items_in_batch"]) or compute(*a, **k)
+    made.train()
+    supervised = sum(len(s["input_ids"]) for s in ranks.samples())
+    assert [int(c) for c in counts] == [supervised] * 4
+
+
+@needs_trainer
+def test_the_logits_are_not_made_unless_asked_for(ranks, tmp_path):
+    net = ranks.model()
+    made = ranks.trainer(net, tmp_path, 4, 1, eval_dataset=ranks.samples())
+    shapes = []
+    net.register_forward_hook(lambda module, args, outputs: shapes.append(tuple(outputs.logits.shape)))
+    loss = made.evaluate()["eval_loss"]
+    assert shapes == [()] * 2
+    predicted = made.predict(ranks.samples())
+    assert shapes[2:] == [(4, 16, ranks.V)] * 2
+    assert predicted.predictions.shape == (8, 16, ranks.V)
+    assert predicted.metrics["test_loss"] == pytest.approx(loss)
+    made.evaluate()
+    assert shapes[4:] == [()] * 2  # and no longer
+
+
+@needs_trainer
+def test_a_model_that_changes_its_logits_is_refused(ranks, tmp_path):
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 4}
+    model = Gemma2ForCausalLM(
+        Gemma2Config(vocab_size=ranks.V, num_key_value_heads=2, **sizes, **ranks.SPECIALS)
+    ).double()
+    with pytest.raises(ValueError, match=r"return its output unchanged, .* got a call of div on it"):
+        ranks.trained(model, tmp_path, 4, 1)
+
+
+class Adapted(nn.Linear):
+    """A head with an adapter that its weight knows nothing of."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.adapter = nn.Parameter(torch.zeros_like(self.weight))
+
+    def forward(self, hidden):
+        return super().forward(hidden) + nn.functional.linear(hidden, self.adapter)
+
+
+@needs_trainer
+def test_an_adapter_of_the_head_is_refused_and_trains_from_logits(ranks, tmp_path):
+    from transformers import Trainer
+
+    model = ranks.model(tied=False)
+    model.decoder = Adapted(8, ranks.V, dtype=torch.float64)
+    with pytest.raises(
+        ValueError,
+        match=r"got tests\.integrations\.test_\w+\.Adapted with a forward of its own; a plain Trainer with compute_loss_func",
+    ):
+        ranks.trained(model, tmp_path, 4, 1)
+    trained, _ = ranks.trained(model, tmp_path, 4, 1, kind=Trainer, compute_loss_func=mdlm_loss_func)
+    assert trained["decoder.adapter"].abs().sum() > 0
+
+
+@needs_trainer
+def test_a_second_loss_function_is_refused(ranks, tmp_path):
+    with pytest.raises(ValueError, match="compute_loss_func must be None"):
+        ranks.trainer(ranks.model(), tmp_path, 4, 1, compute_loss_func=mdlm_loss_func)
+
+
+class Bare:
+    """As much of a Trainer as the mixin needs, so that a test may choose what its model gives."""
+
+    parallelism_config = None
+
+    def __init__(self, **arguments):
+        self.compute_loss_func = None
+        self.args = SimpleNamespace(**{"n_gpu": 1, "label_smoothing_factor": 0.0} | arguments)
+        self.accelerator = SimpleNamespace(unwrap_model=lambda model: model, parallelism_config=self.parallelism_config)
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        return self.compute_loss_func((model(**inputs),), labels, num_items_in_batch=num_items_in_batch)
+
+
+class BareTrainer(MaskedDiffusionTrainerMixin, Bare):
+    pass
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(ValueError, match="one process must see one GPU, got 2: start it with torchrun"):
+        BareTrainer(n_gpu=2)
+
+
+class ChangingModel(nn.Module):
+    """Hidden states are given; the logits, or the loss in their place, go through a function."""
+
+    def __init__(self, after=lambda x: x):
+        super().__init__()
+        self.lm_head, self.after = nn.Linear(4, 13, bias=False), after
+
+    def forward(self, hidden):
+        return self.after(self.lm_head(hidden))
+
+
+def step(trainer, model, noise=True, scale=1.0, seed=0, device="cpu", **options):
+    ids, loss_mask, _, noised_at, p = noised(seed=seed)
+    labels = pack_labels(ids % 13, loss_mask, noised_at & noise, p)
+    hidden = torch.randn(*ids.shape, 4) * scale
+    return trainer.compute_loss(model, {"hidden": hidden.to(device), "labels": labels.to(device)}, **options)
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_is_no_misuse(scale):
+    trainer, model = BareTrainer(), ChangingModel()
+    assert not step(trainer, model, scale=scale).isfinite()
+    assert step(trainer, model).isfinite()
+
+
+KEEPS = {
+    "nothing": lambda x: x,
+    "a cast": lambda x: x.float(),
+    "a wider cast": lambda x: x.to(torch.float64),
+    "a view": lambda x: x.view_as(x),
+    "a contiguous one": lambda x: x.contiguous(),
+    "a look at its attributes": lambda x: (x.shape, x.dtype, x.dim(), x.grad_fn, x)[-1],
+}
+
+
+class Detaches(torch.autograd.Function):
+    """As DeepSpeed returns the outputs of a module."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def assert_scales(loss):
+    """In place, as a Trainer on several ranks does."""
+    value = loss.item()
+    loss *= 2
+    assert loss.item() == 2 * value
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("after", [*KEEPS.values(), Detaches.apply], ids=[*KEEPS, "a Function"])
+def test_a_model_may_cast_and_view_its_logits(after, training):
+    trainer, model = BareTrainer(), ChangingModel(after).train(training)
+    for seed in range(2):
+        with torch.set_grad_enabled(training):
+            trainer._wants_logits = True
+            expected = step(trainer, model, seed=seed)
+            trainer._wants_logits = False
+            loss = step(trainer, model, seed=seed)
+        assert type(loss) is torch.Tensor
+        torch.testing.assert_close(loss, expected, check_dtype=False)
+        if training:
+            (gradient,) = torch.autograd.grad(loss, model.lm_head.weight, retain_graph=True)
+            assert gradient.abs().sum() > 0
+        assert_scales(loss)
+
+
+def in_place(function):
+    def after(x):
+        function(x)
+        return x
+
+    return after
+
+
+ONE = nn.Parameter(torch.ones(()))
+CHANGES = {
+    "a trained scale": ("mul", lambda x: x * ONE),
+    "a trained scale before it": ("mul", lambda x: ONE * x),
+    "a large cap": ("div", lambda x: 1e6 * torch.tanh(x / 1e6)),
+    "a temperature": ("div", lambda x: x / 1.0),
+    "a bias": ("add", lambda x: x + torch.zeros(())),
+    "a scale in place": ("mul_", in_place(lambda x: x.mul_(1.0))),
+    "a scale in place of a view": ("mul_", in_place(lambda x: x.view_as(x).mul_(1.0))),
+    "a scale in place of its data": ("mul_", in_place(lambda x: x.data.mul_(1.0))),
+    "a scale in place of a list": ("_foreach_mul_", in_place(lambda x: torch._foreach_mul_([x], 1.0))),
+    "an output argument": ("mul", in_place(lambda x: torch.mul(x, 1.0, out=x.detach()))),
+    "an assignment": ("__setitem__", in_place(lambda x: x.__setitem__((), 1.0))),
+    "other data": ("__set__", in_place(lambda x: setattr(x, "data", torch.ones(())))),
+    "fewer columns": ("__getitem__", lambda x: x[..., :5]),
+    "another layout": ("transpose", lambda x: x.transpose(0, 1)),
+    "another shape": ("view", lambda x: x.view(3, 17, 13)),
+    "one more dimension": ("view", lambda x: x.view(1)),
+    "whole numbers": ("long", lambda x: x.long()),
+    "a bound": ("clamp", lambda x: x.clamp(max=1e9)),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("name", "after"), CHANGES.values(), ids=CHANGES)
+def test_a_model_that_changes_its_logits_is_found_whatever_their_value(name, after, training):
+    """A step that passes does not excuse the next."""
+    trainer, model = BareTrainer(), ChangingModel()
+    message = f"^the model must call its LM head once and return its output unchanged, .*, got a call of {name} on it; "
+    with torch.set_grad_enabled(training):
+        assert step(trainer, model).isfinite()
+        model.after = after
+        for inputs in ({}, {"scale": float("nan")}, {"noise": False}):
+            with pytest.raises(ValueError, match=message):
+                step(trainer, model, **inputs)
+
+
+@pytest.mark.parametrize("after", [lambda x: torch.ones(()), lambda x: torch.tensor(x.tolist())])
+def test_another_tensor_in_place_of_logits_is_refused(after):
+    with pytest.raises(ValueError, match="got another tensor; a plain Trainer with compute_loss_func=mdlm_loss_func"):
+        step(BareTrainer(), ChangingModel(after))
+
+
+@pytest.mark.parametrize("calls", [0, 2])
+def test_a_head_that_is_not_called_once_is_refused(calls):
+    model = ChangingModel()
+    model.forward = lambda hidden: [hidden, *(model.lm_head(hidden) for _ in range(calls))][-1]
+    with pytest.raises(ValueError, match=f"must call its LM head once .*, got {calls} calls of the head; "):
+        step(BareTrainer(), model)
+
+
+def test_the_loss_is_not_read_on_the_way():
+    """Reading waits for a GPU; a tensor on the meta device has no value to read."""
+    trainer, model = BareTrainer(), ChangingModel(KEEPS["a cast"]).to("meta")
+    assert step(trainer, model, device="meta", num_items_in_batch=11).device.type == "meta"
+    with pytest.raises(ValueError, match="got a call of mul on it"):
+        step(trainer, ChangingModel(lambda x: x * 1.0).to("meta"), device="meta", num_items_in_batch=11)
+
+
+@pytest.mark.parametrize("training", every_time([True], [True, False]))
+def test_a_compiled_model_is_looked_at_while_it_is_traced(training):
+    model, changing = ChangingModel(KEEPS["a cast"]), ChangingModel(CHANGES["a trained scale"][1])
+    with torch.set_grad_enabled(training):
+        loss = step(BareTrainer(), torch.compile(model, backend="aot_eager", fullgraph=True))
+        torch.testing.assert_close(loss, step(BareTrainer(), model))
+        assert_scales(loss)
+        with pytest.raises(ValueError, match="got a call of mul on it"):
+            step(BareTrainer(), torch.compile(changing, backend="eager"))
+
+
+@needs_trainer
+def test_label_smoothing_is_refused(ranks, tmp_path):
+    with pytest.raises(
+        ValueError,
+        match=r"label_smoothing_factor must be 0, got 0\.1: the masked-diffusion loss has no label smoothing",
+    ):
+        ranks.trainer(ranks.model(), tmp_path, 4, 1, arguments={"label_smoothing_factor": 0.1})
+
+
+@pytest.mark.parametrize(("cp_size", "sp_size"), [(2, 1), (1, 4)])
+def test_sequences_split_by_the_trainer_are_refused(cp_size, sp_size):
+    class Split(BareTrainer):
+        parallelism_config = SimpleNamespace(cp_size=cp_size, sp_size=sp_size)
+
+    message = f"parallelism_config must have cp_size and sp_size 1, got {cp_size} and {sp_size}"
+    with pytest.raises(ValueError, match=message):
+        Split()
+
+
+# Two ranks ------------------------------------------------------------------------------------------------------------
+
+
+@needs_trainer
+@pytest.mark.ranks("trainer", "")
+def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
+    """DDP over micro-batches, and FSDP2 with the head as a unit of its own, against one process with the whole batch."""
+    assert_same_training(two_ranks["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
+    whole = ranks.COLLATOR(ranks.samples())
+    single = ranks.head_gradients(ranks.model(tied=False), tmp_path, whole, int((whole["labels"] != -100).sum()))
+    assert two_ranks["fsdp"].keys() == single.keys()
+    for name, gradient in single.items():
+        torch.testing.assert_close(two_ranks["fsdp"][name], gradient, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(several_processes):
+    """What the two ranks found, see ``trainer_ranks.main``."""
+    folder = several_processes / "trainer"
+    logs = [path.read_text()[-3000:] for path in sorted(folder.glob("*.log"))]
+    assert Path(folder, "found.pt").exists(), "\n".join(logs)
+    return torch.load(folder / "found.pt")
+
+
+def kinds(first, *others):
+    """Kinds of noise, each of which takes two trainings."""
+    params = every_time([first], [first, *others])
+    return [pytest.param(*p.values, marks=[*p.marks, pytest.mark.ranks("trainer", *p.values)]) for p in params]
+
+
+@needs_trainer
+@pytest.mark.parametrize("kind", kinds("drawn by workers", "drawn", "seeded", "seeded, by persistent workers"))
+def test_noise_differs_between_ranks_and_epochs_and_comes_again(two_ranks, kind):
+    """Samples whose tokens are all alike, 2 ranks, 2 epochs of 4 batches; and the same training once more."""
+    first, again = two_ranks["noise"][kind]
+    assert [len(run) for run in first] == [16, 16]
+    assert all_differ(*first)
+    assert first == again
+
+
+@needs_trainer
+@pytest.mark.parametrize("kind", kinds("tensor parallel", "tensor parallel, by workers"))
+def test_tensor_parallel_peers_see_the_same_noise(two_ranks, kind):
+    """The two ranks make one data-parallel rank."""
+    (one, other), _ = two_ranks["noise"][kind]
+    assert all_differ(one)
+    assert one == other
+
+
+@needs_trainer
+@pytest.mark.parametrize("seed_field", every_time(["seed"], ["seed", None]))
+def test_training_resumed_within_an_epoch(ranks, tmp_path, seed_field):
+    """With seeds it is the training that was not interrupted; without, the noise is new but the run goes on."""
+    collator = MaskedDiffusionCollator(ranks.MASK, ranks.PAD_TO_16, eps=0.2, seed_field=seed_field)
+    saving = {"save_strategy": "steps", "save_steps": 3}
+
+    def made():
+        return ranks.trainer(ranks.model(), tmp_path, 2, 2, 6, arguments=saving, data_collator=collator)
+
+    whole, resumed = made(), made()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.epoch == 3.0
+    weights, others = (t.model.state_dict() for t in (whole, resumed))
+    same = [torch.equal(weights[name], others[name]) for name in weights]
+    assert all(same) if seed_field else not all(same)
+
+
+@needs_trainer
+def test_evaluation_sees_the_same_noise_whenever(ranks, tmp_path):
+    made = ranks.trainer(ranks.model(), tmp_path, 4, 1, 4, eval_dataset=ranks.samples())
+    before, seen = rows(made.get_eval_dataloader()), []
+    made.add_callback(ranks.AtEpochs(lambda _: seen.append(rows(made.get_eval_dataloader()))))
+    made.train()
+    assert seen == [before, before]
+    assert rows(made.get_test_dataloader(ranks.samples())) == before
+    assert made.data_collator is ranks.COLLATOR  # the training's again
+    assert rows([ranks.COLLATOR(ranks.samples()[:4])]) == before[:4]  # and the caller's own is as it was
+
+
+@needs_trainer
+def test_a_collator_of_another_kind_is_left_alone(ranks, tmp_path):
+    made = ranks.trainer(ranks.model(), tmp_path, 4, 1, 1, eval_dataset=ranks.samples())
+    made.data_collator = other = lambda samples: ranks.COLLATOR(samples)
+    made.train()
+    assert made.evaluate()["eval_loss"] > 0
+    assert made.data_collator is other
+
+
+@needs_trainer
+def test_the_example_learns(capsys):
+    before, after = runpy.run_path(str(ROOT / "examples" / "huggingface_trainer.py"))["main"](100)
+    assert after < 0.8 * before
+    assert "after 100 steps" in capsys.readouterr().out
+
+
+def test_the_loss_without_labels_is_the_trainers_own():
+    class Host:
+        def compute_loss(self, *given, **options):
+            return given, options
+
+    class Ours(MaskedDiffusionTrainerMixin, Host):
+        def __init__(self):
+            self._wants_logits = False
+
+    given = "model", {"input_ids": torch.zeros(1, 2)}
+    got = Ours().compute_loss(*given, return_outputs=True, num_items_in_batch=3)
+    assert got == (given, {"return_outputs": True, "num_items_in_batch": 3})

@@ -1,0 +1,782 @@
+"""torch.compile with no graph break, and what torch asks of a custom op."""
+
+import itertools
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+import dllm_kernels
+from dllm_kernels._core._divergence import DIVERGENCE
+from dllm_kernels._core._inputs import NeedsGrad, RowInputs
+from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
+from dllm_kernels._core._plan import Options, Plan
+from dllm_kernels._core._recipes import DivergencePlan, checked_recipe
+from dllm_kernels._core._stats import ROW_STATS
+from dllm_kernels._utils import _compiled_checks
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
+from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
+from dllm_kernels.losses._common import divide
+from dllm_kernels.mtp import (
+    FusedLinearCrossEntropy,
+    MaskedCrossEntropy,
+    MTPLossConfig,
+    PipelineCausalLMLoss,
+    calculate_mtp_loss,
+)
+from dllm_kernels.ops import (
+    linear_divergence,
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_log_probs,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
+from tests.conftest import DEVICE, every_time
+from tests.support.cases import BY_NAME, FEWER, FIRSTS, LOSSES, MASK_ID
+from tests.support.opcheck import TESTS, opcheck
+
+V, D = 19, 8
+# One case for each loss with its counts; those of its other cases go through the same code.
+COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not case.variant}
+
+
+def counts_change(case):
+    """The test of counts that change holds all of it: the same loss, whose denominator nobody counts in what he is given."""
+    return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
+
+
+OTHERS = [case for case in FEWER if not counts_change(case)]
+# Dynamo's own copies of a function's guards pile up over the cases otherwise.
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def step_of(case, form, inputs):
+    """A small training step around the loss: a layer, the loss, its sum over rows weighted by something."""
+
+    def logits_step(h, w, b):
+        return case.logits_form(F.linear(h.tanh(), w, b), inputs).square().sum()
+
+    def hidden_step(h, w, b):
+        return case.hidden_form(h.tanh(), w, b, inputs, chunk_size=5).square().sum()
+
+    return logits_step if form == "logits" else hidden_step
+
+
+def draw(case, dtype=torch.float32):
+    torch.manual_seed(0)
+    inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
+    leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((2, 6 * case.width, D), (V, D), (V,))]
+    return inputs, leaves
+
+
+def assert_compiled_equals_eager(step, leaves, backend, frozen=(), **options):
+    results = []
+    for function in (step, torch.compile(step, backend=backend, fullgraph=True, **options)):
+        fresh = [leaf.detach().clone().requires_grad_(i not in frozen) for i, leaf in enumerate(leaves)]
+        value = function(*fresh)
+        value.backward()
+        results.append([value.detach(), *(leaf.grad for leaf in fresh)])
+    for eager, compiled in zip(*results, strict=True):
+        if eager is None:
+            assert compiled is None
+        else:
+            assert compiled.dtype == eager.dtype
+            torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.covering(1, most=1)  # that of changing lengths holds both forms in the exhaustive tests
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize(
+    "case", every_time([case for case in OTHERS if case in FIRSTS], OTHERS, name=lambda case: case.name)
+)
+def test_every_loss_is_one_graph_forward_and_backward(case, form):
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "aot_eager")
+
+
+CLASSES = [case for case in FIRSTS if isinstance(case.loss, type)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    every_time([case for case in CLASSES if case.name in ("hybrid", "dflash")], CLASSES, name=lambda case: case.name),
+)
+def test_the_whole_output_of_a_loss_leaves_its_graph(case):
+    """What a named tuple's ``_replace`` makes does not, on torch 2.11: it arrives empty."""
+    inputs, (h, w, b) = draw(case)
+    compiled = torch.compile(partial(case.output, "hidden"), backend="aot_eager", fullgraph=True)
+    for reduction in ("total", "none"):
+        arguments = case.arguments("hidden", h, inputs, (w, b))
+        expected, got = (of(arguments, reduction=reduction) for of in (partial(case.output, "hidden"), compiled))
+        assert (type(got), len(got)) == (type(expected), len(expected))
+        torch.testing.assert_close(tuple(got), tuple(expected))
+
+
+def test_what_is_traced_leaves_replace_to_one_function():
+    package = Path(dllm_kernels.__file__).parent
+    rooms = [path for room in ("losses", "mtp", "ops") for path in (package / room).glob("*.py")]
+    traced = [*rooms, *(package / "_core" / f"_{name}.py" for name in ("call", "inputs", "plan", "run"))]
+    assert not [str(path) for path in traced if "._replace(" in path.read_text()]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "form"), [("hybrid", "logits"), ("dflash", "hidden"), ("token_nll", "logits"), ("token_nll", "hidden")]
+)
+def test_through_inductor(name, form):
+    case = BY_NAME[name]
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "inductor")
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("frozen", [(1, 2), (0,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("name", ["token_nll", "weighted_nll"])
+def test_frozen_inputs(name, frozen):
+    case = BY_NAME[name]
+    inputs, leaves = draw(case)
+    if len(frozen) < 3:
+        assert_compiled_equals_eager(step_of(case, "hidden", inputs), leaves, "aot_eager", frozen)
+    else:
+        step = step_of(case, "hidden", inputs)
+        torch.testing.assert_close(torch.compile(step, backend="aot_eager", fullgraph=True)(*leaves), step(*leaves))
+
+
+def test_inputs_that_are_not_contiguous():
+    """The gradient that the op promises while tracing has the strides of the one it returns."""
+    case = BY_NAME["weighted_nll"]
+    inputs, (h, w, b) = draw(case)
+    targets, weights = inputs["targets"].flatten(), inputs["weights"].flatten()
+
+    def step(h, w, b):
+        return weighted_linear_nll(h.t(), w.t(), targets, weights, bias=b, chunk_size=5).loss
+
+    def rows(h, w, b):
+        return linear_token_nll(h.t(), w.t(), targets, bias=b, chunk_size=5).nll.square().sum()
+
+    leaves = [h.flatten(0, 1).t().contiguous(), w.t().contiguous(), b]
+    for function in (step, rows):
+        assert_compiled_equals_eager(function, leaves, "inductor" if function is step else "aot_eager")
+        assert_compiled_equals_eager(function, leaves, "aot_eager", frozen=(1, 2))
+
+
+@pytest.mark.parametrize("shapes", [(6, 9, 13)])
+def test_shapes_that_change(shapes):
+    def step(x, targets, weights):
+        return weighted_nll(x, targets, weights, with_lse=True, with_correct=True)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
+    for N in shapes:
+        x, targets = torch.randn(2, N, V, device=DEVICE), torch.randint(0, V, (2, N), device=DEVICE)
+        weights = torch.rand(2, N, device=DEVICE)
+        for a, b in zip(compiled(x, targets, weights), step(x, targets, weights), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+STEPS = 20
+OFTEN = ("mdlm, counted", "dflash", "block diffusion")
+COUNTS = {"int": int, "float": lambda n: n + 0.5, "tensor": lambda n: torch.tensor(n, device=DEVICE)}
+counts = pytest.mark.parametrize("count", COUNTS)
+fewer_counts = pytest.mark.parametrize("count", every_time(["int", "tensor"], COUNTS))
+
+
+def assert_few_graphs(step, draws, most):
+    """No break, at most so many graphs over all steps, and in each the value and gradients of eager mode."""
+    counters.clear()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for leaves, rest in draws:
+        results = []
+        for function in (step, compiled):
+            fresh = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+            value = function(*fresh, *rest)
+            results.append((value.detach(), *torch.autograd.grad(value, fresh, materialize_grads=True)))
+        torch.testing.assert_close(*results)
+    assert not counters["graph_break"]
+    assert 1 <= counters["stats"]["unique_graphs"] <= most
+
+
+def assert_few_graphs_of(case, form, lengths, count=None):
+    """Twenty steps of one case, of so many lengths; ``count`` makes the counts, each step other ones, else they stay."""
+
+    def step(h, w, b, inputs):
+        if form == "logits":
+            return case.logits_form(F.linear(h, w, b), inputs).square().sum()
+        return case.hidden_form(h, w, b, inputs, chunk_size=5).square().sum()
+
+    def draws():
+        torch.manual_seed(0)
+        for k in range(STEPS):
+            L = 3 * (2 + k % lengths)
+            inputs = {name: t.to(DEVICE) for name, t in case.draw(2, L, V).items()}
+            if count is not None:
+                inputs |= {name: count(5 + (3 * k + i) % 17) for i, name in enumerate(case.counts)}
+            yield [torch.randn(s, device=DEVICE) for s in ((2, L * case.width, D), (V, D), (V,))], [inputs]
+
+    assert_few_graphs(step, draws(), 1 if lengths == 1 and count in (None, COUNTS["tensor"]) else 2)
+
+
+@pytest.mark.covering(1, most=2)
+@counts
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize(
+    "case", every_time([BY_NAME[name] for name in OFTEN], COUNTED.values(), name=lambda case: case.name)
+)
+def test_counts_and_lengths_that_change_from_step_to_step(case, form, count):
+    """One graph of what the first step brings, and one for any number and length."""
+    assert_few_graphs_of(case, form, 7, COUNTS[count])
+
+
+# Both forms of each loss, and of its other options either form in turn.
+IN_TURN = dict(zip([case.name for case in OTHERS if case not in FIRSTS], itertools.cycle(("hidden", "logits"))))
+LENGTHS = [
+    (case.name, form) for case in OTHERS for form in ("logits", "hidden") if form == IN_TURN.get(case.name, form)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    every_time([("block diffusion", "logits"), ("token_nll, softcap scale skip_id", "hidden")], LENGTHS),
+)
+def test_lengths_that_change_from_step_to_step(name, form):
+    assert_few_graphs_of(BY_NAME[name], form, 7)
+
+
+@pytest.mark.covering(1)
+@fewer_counts
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_counts_that_change_while_the_length_stays(form, count):
+    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 1, COUNTS[count])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("number", every_time([np.int64], [np.int64, np.float32], name=lambda n: n.__name__))
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.exhaustive  # where they are read, numbers of NumPy's are those of Python's
+def test_counts_of_numpy(form, number):
+    """Dynamo makes arrays of them, so that one graph serves them all."""
+    assert_few_graphs_of(BY_NAME["mdlm, counted"], form, 7, number)
+
+
+@pytest.mark.parametrize("count", [0, 1, -3, 0.25, float("inf")], ids=str)
+def test_a_count_below_one_in_a_graph_of_changing_counts(count):
+    loss = torch.ones(3)
+    compiled = torch.compile(lambda x, n: divide(x, n), backend="aot_eager", fullgraph=True)
+    for n in (5, 7, 9.5, 8.5, count):
+        assert torch.equal(compiled(loss, n), loss / max(n, 1))
+
+
+# 1, which is no scale at all, comes first, second, or later
+FACTORS = {
+    first: [*first, *(0.3 + 0.05 * k for k in range(STEPS - len(first)))] for first in ((0.7,), (1.0,), (0.7, 1.0))
+}
+factors = pytest.mark.parametrize("values", FACTORS.values(), ids=map(str, FACTORS))
+OPS = {
+    "token_nll": lambda h, w, ids, **o: token_nll(h @ w.t(), ids, **o).nll,
+    "weighted_nll": lambda h, w, ids, **o: weighted_nll(h @ w.t(), ids, ids + 1.0, **o).loss,
+    "row_stats": lambda h, w, ids, **o: row_stats(h @ w.t(), ids, entropy=True, **o).entropy,
+    "linear_token_nll": lambda h, w, ids, **o: linear_token_nll(h, w, ids, **o).nll,
+    "weighted_linear_nll": lambda h, w, ids, **o: weighted_linear_nll(h, w, ids, ids + 1.0, **o).loss,
+    "linear_row_stats": lambda h, w, ids, **o: linear_row_stats(h, w, ids, mix=(ids + 1.0, ids + 2.0), **o).mix,
+}
+PROBS = {
+    "token_log_probs": lambda h, w, ids, t: token_log_probs(h @ w.t(), ids, temperature=t).log_probs,
+    "linear token_log_probs": lambda h, w, ids, t: token_log_probs(h, ids, weight=w, temperature=t).log_probs,
+}
+CHANGING = {f"{name}, {factor}": (op, factor) for name, op in OPS.items() for factor in ("scale", "softcap")}
+CHANGING |= {name: (op, "temperature") for name, op in PROBS.items()}
+
+
+def numbers_that_change(values):
+    torch.manual_seed(0)
+    leaves = [torch.randn(5, D, device=DEVICE), torch.randn(V, D, device=DEVICE)]
+    return ((leaves, [torch.tensor([0, 3, 1, 5, 18], device=DEVICE), value]) for value in values)
+
+
+# Above the one pair of compiled ops each public function does the same.
+SOME_CHANGING = ["weighted_nll, scale", "linear_row_stats, softcap", "token_log_probs"]
+# Some with each of the factors, the others with one each.
+CHANGES = [
+    (name, first)
+    for k, name in enumerate(CHANGING)
+    for j, first in enumerate(FACTORS)
+    if name in SOME_CHANGING or j == k % len(FACTORS)
+]
+EVERY_CHANGE = list(zip(SOME_CHANGING, FACTORS, strict=True))
+
+
+@pytest.mark.parametrize(("name", "first"), every_time(EVERY_CHANGE, CHANGES, name=str))
+def test_a_factor_that_changes_from_step_to_step(name, first):
+    """One graph of the first value, and one for any other."""
+    op, factor = CHANGING[name]
+    if factor == "temperature" and tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        pytest.skip("torch 2.11 makes a graph of each value of x * (1 / temperature) by itself")
+
+    def step(h, w, ids, value):
+        out = op(h, w, ids, value) if factor == "temperature" else op(h, w, ids, **{factor: value})
+        return out.square().sum()
+
+    assert_few_graphs(step, numbers_that_change(FACTORS[first]), 2)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "dtype"), [("none", torch.float32), ("sum", torch.float16), ("sum", torch.float32)]
+)
+def test_an_annealed_temperature_of_a_divergence(reduction, dtype):
+    """To a frozen head, whose gradients the forward pass makes."""
+    torch.manual_seed(0)
+    h, w, teacher = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((6, D), (V, D), (6, D)))
+    weights = torch.rand(6, device=DEVICE)
+
+    def loss(h, temperature):
+        return linear_divergence(h, w, teacher, weights, temperature=temperature, reduction=reduction).loss.sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    for temperature in (2.0, 1.9, 1.8):
+        leaves = [h.clone().requires_grad_() for _ in range(2)]
+        values = [f(leaf, temperature) for f, leaf in zip((loss, compiled), leaves, strict=True)]
+        torch.testing.assert_close(values[1], values[0])
+        expected, got = (torch.autograd.grad(v, leaf)[0] for v, leaf in zip(values, leaves, strict=True))
+        torch.testing.assert_close(got, expected)
+
+
+def test_two_factors_of_which_one_changes():
+    def step(h, w, ids, value):
+        return linear_token_nll(h, w, ids, scale=value, softcap=4.0, skip_id=7).nll.square().sum()
+
+    assert_few_graphs(step, numbers_that_change(FACTORS[0.7,]), 2)
+
+
+TEMPERED = {"mdlm": MDLMCrossEntropyLoss, "scdd, counted": lambda: SCDDLoss(MASK_ID, num_timesteps=10)}
+
+
+@pytest.mark.covering(1, most=2)
+@factors
+@pytest.mark.parametrize("attribute", ["scale", "softcap"])
+@pytest.mark.parametrize("form", every_time(["hidden"], ["logits", "hidden"]))
+@pytest.mark.parametrize("name", every_time(["scdd, counted"], TEMPERED))
+def test_a_factor_of_a_loss_that_changes_from_step_to_step(name, form, attribute, values):
+    loss, inputs, leaves = TEMPERED[name](), *draw(BY_NAME[name])
+    setattr(loss, attribute, values[0])
+
+    def step(h, w, b, value):
+        if form == "logits":
+            return loss(F.linear(h, w, b), **inputs).total_loss
+        return loss.forward_fused(h, w, lm_head_bias=b, **inputs).total_loss
+
+    def draws():
+        for value in values:
+            setattr(loss, attribute, value)
+            yield leaves, [value]
+
+    assert_few_graphs(step, draws(), 2)
+
+
+def test_a_factor_out_of_range_in_a_graph_of_changing_ones():
+    compiled = torch.compile(lambda x, ids, s: token_nll(x, ids, scale=s).nll, backend="aot_eager", fullgraph=True)
+    x, ids = torch.randn(3, V, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
+    for scale in (0.5, 0.7, 0.9):
+        compiled(x, ids, scale)
+    with pytest.raises(Exception, match="scale must be positive"):
+        compiled(x, ids, -1.0)
+
+
+def message_of(step, *arguments):
+    with pytest.raises(IndexError) as caught:
+        step(*arguments)
+    return str(caught.value)
+
+
+def assert_targets_are_checked(case, form, grad, compiler, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    counters.clear()
+    inputs, leaves = draw(case)
+
+    def step(h, w, b, targets):
+        return step_of(case, form, inputs | {case.targets: targets})(h, w, b)
+
+    compiled = torch.compile(step, backend=compiler, fullgraph=True)
+    good = inputs[case.targets]
+    bad = good.clone()
+    bad[1, 4] = V
+    arguments = [leaf.requires_grad_(grad) for leaf in leaves]
+    torch.testing.assert_close(compiled(*arguments, good), step(*arguments, good))
+    message = message_of(compiled, *arguments, bad)
+    assert f"[0, {V}) or be -100, got {V} at position (1, " in message
+    assert message == message_of(step, *arguments, bad)
+    torch.testing.assert_close(compiled(*arguments, good), step(*arguments, good))
+    assert not counters["graph_break"]
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, id=c.name, marks=[] if c.name in ("row_stats", "mdlm") else pytest.mark.exhaustive)
+        for c in FIRSTS
+    ],
+)
+def test_targets_are_checked_in_one_graph(case, form, grad, monkeypatch):
+    """The check is part of the compiled step: it runs each time, and says what it says in eager mode."""
+    assert_targets_are_checked(case, form, grad, "aot_eager", monkeypatch)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("form", "grad"), [("logits", True), ("hidden", False)])
+def test_targets_are_checked_through_inductor(form, grad, monkeypatch):
+    assert_targets_are_checked(BY_NAME["mdlm"], form, grad, "inductor", monkeypatch)
+
+
+def test_check_targets_in_a_graph_is_what_the_argument_says(monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    x, bad = torch.randn(2, V, device=DEVICE), torch.tensor([1, V], device=DEVICE)
+    options = {"backend": "aot_eager", "fullgraph": True}
+    unchecked = torch.compile(lambda x, y: token_nll(x, y, check_targets=False).nll, **options)
+    assert unchecked(x, bad).isnan().tolist() == [False, True]
+    monkeypatch.delenv("DLLM_KERNELS_CHECK")
+    checked = torch.compile(lambda x, y: token_nll(x, y, check_targets=True).nll, **options)
+    assert message_of(checked, x, bad).endswith("got 19 at position (1,)")
+
+
+def test_opcheck_of_the_check_of_targets():
+    torch.library.opcheck(
+        _compiled_checks.target_range, (torch.tensor([0, 3, -100], device=DEVICE), "targets", V, -100, 0)
+    )
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = nn.Linear(D, V, bias=False, device=DEVICE)
+
+
+@pytest.mark.covering(1)
+@fewer_counts
+@pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], [MaskedCrossEntropy, FusedLinearCrossEntropy]))
+def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
+    model, loss_fn = Head(), base()
+
+    def step(first, second, labels, n):
+        rest = [model.lm_head.weight] if base is FusedLinearCrossEntropy else []
+        main = loss_fn(first if rest else model.lm_head(first), labels, *rest, num_label_tokens=n)
+        depths = [first, second]
+        return main + calculate_mtp_loss(
+            loss_fn, mtp_per_depth_h=depths, labels=labels, model=model, num_label_tokens=n
+        )
+
+    def draws():
+        torch.manual_seed(0)
+        for k in range(STEPS):
+            shape = (2, 6 + k % 7)
+            yield (
+                [torch.randn(*shape, D, device=DEVICE) for _ in range(2)],
+                [torch.randint(0, V, shape, device=DEVICE), COUNTS[count](5 + 3 * k % 17)],
+            )
+
+    assert_few_graphs(step, draws(), 2)
+
+
+def made_inside(base):
+    """Of a model, hidden states of three depths and labels, each way to make a loss and call it."""
+
+    def first(model, depths):
+        return depths[0] if base is FusedLinearCrossEntropy else model.lm_head(depths[0])
+
+    def direct(model, depths, y):
+        rest = [model.lm_head.weight] if base is FusedLinearCrossEntropy else []
+        loss = base(ignore_index=3)(first(model, depths), y, *rest)
+        return loss + base(reduction="mean")(first(model, depths), y, *rest)
+
+    def mtp(model, depths, y):
+        return calculate_mtp_loss(base(), mtp_per_depth_h=depths, labels=y, model=model, scaling_factor=0.3)
+
+    def per_depth(model, depths, y):
+        packing = torch.tensor([0, 2, 5], device=DEVICE)
+        loss_fn = base(reduction="mean")
+        return calculate_mtp_loss(
+            loss_fn, mtp_per_depth_h=depths, labels=y, model=model, cu_seqlens=packing, return_per_depth=True
+        ).per_depth_losses[1]
+
+    def pipeline(model, depths, y):
+        output = {"logits": model.lm_head(depths[0]), "hidden_states": depths[0], "mtp_per_depth_h": depths[1:]}
+        return PipelineCausalLMLoss(base(), model, scaling_factor=0.3)(output, y)
+
+    def stage(model, depths, y):
+        packing = (torch.arange(y.shape[1], device=DEVICE) // 4).int().expand(y.shape)
+        output = depths[0] if base is FusedLinearCrossEntropy else (model.lm_head(depths[0]), *depths[1:], packing)
+        return MTPLossConfig(scaling_factor=0.3).build(base(), model)(output, y)
+
+    return {"direct": direct, "mtp": mtp, "per depth": per_depth, "pipeline": pipeline, "stage": stage}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    "way",
+    every_time(["mtp"], ["pipeline", "mtp", "direct", "per depth", "stage"]),
+)
+@pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], [MaskedCrossEntropy, FusedLinearCrossEntropy]))
+def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):
+    model, function = Head(), made_inside(base)[way]
+
+    def step(first, second, third, labels):
+        return function(model, [first, second, third], labels)
+
+    def draws():
+        torch.manual_seed(0)
+        for L in (6, 7, 9):
+            leaves = [torch.randn(2, L, D, device=DEVICE) for _ in range(3)]
+            yield leaves, [torch.randint(0, V, (2, L), device=DEVICE)]
+
+    assert_few_graphs(step, draws(), 2)
+
+
+@pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], [MaskedCrossEntropy, FusedLinearCrossEntropy]))
+def test_labels_of_mtp_are_checked_in_one_graph(base, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    model = Head()
+
+    def step(h, labels):
+        return calculate_mtp_loss(base(), mtp_per_depth_h=[h, h], labels=labels, model=model)
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    h, good = torch.randn(2, 6, D, device=DEVICE), torch.randint(0, V, (2, 6), device=DEVICE)
+    bad = good.clone()
+    bad[1, 4] = V
+    torch.testing.assert_close(compiled(h, good), step(h, good))
+    message = message_of(compiled, h, bad)
+    assert f"[0, {V}) or be -100, got {V} at position (" in message
+    assert message == message_of(step, h, bad)
+
+
+@pytest.mark.parametrize(
+    "layout", every_time(["flat logits", "merged in part"], ["flat labels", "flat logits", "merged in part"])
+)
+def test_layouts_of_labels_in_a_graph(layout):
+    def step(x, labels, mask):
+        if layout == "flat logits":
+            return MaskedCrossEntropy()(x.flatten(0, 1), labels, mask)
+        labels = labels.flatten() if layout == "flat labels" else labels.unflatten(1, (3, -1))
+        return MaskedCrossEntropy()(x, labels, mask)
+
+    def draws():
+        torch.manual_seed(0)
+        for L in (6, 9, 12):
+            labels = torch.randint(0, V, (2, L), device=DEVICE)
+            yield [torch.randn(2, L, V, device=DEVICE)], [labels.to(torch.uint8), labels % 3]
+
+    assert_few_graphs(step, draws(), 2)
+
+
+def test_float16_weights_under_compile():
+    """The factor that keeps w / N out of float16's subnormals is applied in float32."""
+    case = BY_NAME["weighted_nll"]
+    inputs, leaves = draw(case, torch.float16)
+    targets, weights = inputs["targets"], inputs["weights"] * 1e-7
+
+    def step(h, w, b):
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5).loss * 1e7
+
+    assert_compiled_equals_eager(step, leaves, "aot_eager")
+
+
+def test_no_grad_and_grad_share_a_compiled_function():
+    targets = torch.tensor([1, 2], device=DEVICE)
+    compiled = torch.compile(lambda x: token_nll(x, targets).nll.sum(), backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, V, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        without = compiled(x)
+    assert not without.requires_grad
+    value = compiled(x)
+    value.backward()
+    assert value == without
+    assert x.grad is not None
+
+
+def rows(dtype, N=5):
+    torch.manual_seed(0)
+    logits = torch.randn(N, V, device=DEVICE).to(dtype)
+    targets = torch.tensor([0, 3, -100, 5, 18], device=DEVICE)
+    active = torch.tensor([1.0, 0.0, 1.0, 1.0, 1.0], device=DEVICE)
+    return logits, targets, active
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("with_correct", [False, True])
+def test_opcheck_token_nll(dtype, with_correct, backend):
+    logits, targets, _ = rows(dtype)
+    transform = Transform(3.0, 0.7, 1) if with_correct else NO_TRANSFORM
+    for x in (logits, logits.clone().requires_grad_()):
+        needs = NeedsGrad(x.requires_grad)
+        plan = Plan(dtype, backend == "triton", Options(transform, with_correct=with_correct), needs)
+        tests = TESTS if dtype == torch.float32 else TESTS[:3]
+        opcheck(TOKEN_NLL, RowInputs(x, targets.unsqueeze(1), targets=targets), plan, tests)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("options", "beyond"), [({}, False), ({"round_nll": True}, False), ({"with_correct": True}, True)], ids=str
+)
+def test_opcheck_weighted_nll(dtype, options, beyond, backend):
+    logits, targets, weights = rows(dtype)
+    for x in (logits, logits.clone().requires_grad_()):
+        plan = Plan(dtype, backend == "triton", Options(**options), NeedsGrad(x.requires_grad), mask_zero_weight=beyond)
+        tests = TESTS if dtype == torch.float32 else TESTS[:3]
+        opcheck(WEIGHTED_NLL, RowInputs(x, targets.unsqueeze(1), targets=targets, weights=weights), plan, tests)
+
+
+def linear_inputs(dtype, needs):
+    _, targets, weights = rows(dtype)
+    leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((5, D), (V, D), (V,))]
+    for leaf, need in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(need)
+    return leaves, targets, weights
+
+
+def linear(leaves, ids, targets, **others):
+    """Inputs of an op from hidden states, weight and bias."""
+    return RowInputs(leaves[0], ids, *leaves[1:], targets=targets, **others)
+
+
+def linear_plan(dtype, needs, **options):
+    return Plan(dtype, False, Options(with_correct=True, **options), NeedsGrad(*needs), from_hidden=True)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_opcheck_linear(dtype, needs):
+    leaves, targets, weights = linear_inputs(dtype, needs)
+    plan = linear_plan(dtype, needs, chunk_size=2, transform=Transform(3.0, 0.7, 1))
+    # float16 differs between two ways of rounding the same gradient; its autograd is compared above
+    tests = TESTS if dtype == torch.float32 else TESTS[:3]
+    ids = targets.unsqueeze(1)
+    opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, ids, targets, weights=weights), plan, tests)
+    opcheck(LINEAR_TOKEN_NLL, linear(leaves, ids, targets), plan, tests)
+
+
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False)], ids=str)
+@pytest.mark.parametrize("N", [0, 5])
+def test_opcheck_of_float16_without_a_row(needs, N):
+    leaves, targets, weights = linear_inputs(torch.float16, needs)
+    leaves[0] = leaves[0].detach()[:N].requires_grad_(needs[0])
+    inputs = linear(leaves, targets[:N].unsqueeze(1), targets[:N], weights=weights[:N])
+    opcheck(WEIGHTED_LINEAR_NLL, inputs, linear_plan(torch.float16, needs), TESTS[:3])
+
+
+def test_opcheck_with_a_given_number_of_active_rows():
+    needs = (True, True, True)
+    leaves, targets, weights = linear_inputs(torch.float32, needs)
+    plan = linear_plan(torch.float32, needs, chunk_size=2, num_active=4)
+    opcheck(WEIGHTED_LINEAR_NLL, linear(leaves, targets.unsqueeze(1), targets, weights=weights), plan, TESTS[:3])
+
+
+def statistics_of(N, K, mix):
+    ids = torch.randint(0, V, (N, K), device=DEVICE)
+    ids[0, 0] = -100
+    marks = torch.tensor([0, -100, 0, 0, 0], device=DEVICE)[:N]
+    a, b = (torch.rand(N, device=DEVICE) if mix else None for _ in range(2))
+    return {"ids": ids, "targets": marks, "mix_a": a, "mix_b": b}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(("entropy", "mix", "correct"), [(False, False, True), (True, True, False)])
+def test_opcheck_row_stats(entropy, mix, correct, backend):
+    logits, _, _ = rows(torch.float32)
+    for x in (logits, logits.clone().requires_grad_()):
+        needs = NeedsGrad(x.requires_grad)
+        plan = Plan(
+            torch.float32, backend == "triton", Options(entropy=entropy, with_correct=correct), needs, with_mix=mix
+        )
+        opcheck(ROW_STATS, RowInputs(x, **statistics_of(5, 2, mix)), plan)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("num_active", [None, 4])
+def test_opcheck_linear_row_stats(dtype, needs, num_active):
+    leaves, _, _ = linear_inputs(dtype, needs)
+    plan = linear_plan(dtype, needs, chunk_size=2, num_active=num_active, entropy=True)._replace(with_mix=True)
+    tests = TESTS if dtype == torch.float32 else TESTS[:3]
+    opcheck(ROW_STATS, linear(leaves, **statistics_of(5, 2, mix=True)), plan, tests)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, False, False)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_opcheck_divergence(dtype, needs, per_row, form):
+    leaves, targets, weights = linear_inputs(dtype, needs)
+    if form == "logits":
+        leaves = [torch.randn(5, V, device=DEVICE).to(dtype).requires_grad_(needs[0]), None, None]
+    inputs = linear(
+        leaves, targets.unsqueeze(1), targets.masked_fill(weights == 0, -100), weights=weights.float(),
+        teacher_x=torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype), teacher_rows=targets.clamp(0, 3),
+    )  # fmt: skip
+    config = DivergencePlan(checked_recipe({"ce": 0.1, "lk": 0.9}, alpha="mean"), Transform(3.0, 0.7, 1), 4.0, per_row)
+    needs = NeedsGrad(*(needs if form == "hidden" else needs[:1]))
+    plan = Plan(dtype, False, Options(chunk_size=2), needs, form == "hidden", divergence=config)
+    tests = TESTS if dtype == torch.float32 else TESTS[:3]
+    opcheck(DIVERGENCE, inputs, plan, tests)
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+def test_row_statistics_are_one_graph(trains_head):
+    """Not all outputs get a gradient, and some are not asked for."""
+    torch.manual_seed(0)
+    leaves = [torch.randn(s, device=DEVICE) for s in ((2, 6, D), (V, D))]
+    ids, active = torch.randint(0, V, (2, 6, 3), device=DEVICE), torch.rand(2, 6, device=DEVICE) < 0.7
+
+    def step(h, w):
+        first = row_stats(F.linear(h.tanh(), w), ids, active=active, with_correct=True)
+        second = linear_row_stats(h.tanh(), w, ids, entropy=True, active=active, chunk_size=5)
+        third = token_log_probs(h, ids[..., 0], weight=w, temperature=0.5, with_entropy=True)
+        return first.log_probs.square().sum() + first.correct.sum() + (second.entropy * third.log_probs).sum()
+
+    assert_compiled_equals_eager(step, leaves, "aot_eager", frozen=() if trains_head else (1,))
+
+
+def test_a_plan_survives_packing():
+    """But for what is read above the compiled ops: the results asked for, and the target that switches a row off."""
+    plans = [
+        Plan(torch.bfloat16, True, Options(with_correct=True), NeedsGrad(True, False, True)),
+        Plan(torch.float64, False, Options(round_nll=True, chunk_size=7, num_active=0), mask_zero_weight=True),
+        Plan(torch.float32, True, Options(Transform(30.0, 1 / 0.7, 0), 7, with_lse=True)),
+        Plan(torch.float32, True, Options(Transform(scale=0.1), entropy=True, inplace_backward=True)),
+    ]
+    assert [Plan.unpack(*plan.pack()) for plan in plans] == plans
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("name", ["token_nll", "mdlm", "hybrid", "dflash"])
+def test_on_a_gpu(name, form):
+    case = BY_NAME[name]
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, form, inputs), leaves, "inductor")
+
+
+@pytest.mark.gpu
+def test_with_cuda_graphs_of_inductor():
+    case = BY_NAME["mdlm"]
+    inputs, leaves = draw(case)
+    assert_compiled_equals_eager(step_of(case, "logits", inputs), leaves, "inductor", mode="reduce-overhead")

@@ -1,0 +1,197 @@
+"""The corruption routines: the bits that a routine draws, its kernels, and the paths that it chooses among."""
+
+import sys
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from dllm_kernels import corruption
+from dllm_kernels._backends.triton import corruption as kernels
+from dllm_kernels._random import _corrupt as ops
+from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random import _topk as op
+from dllm_kernels._random._philox import Layout
+from reference import corruption as reference
+from tests.corruption.test_corruption import MASK, ROUTINES, V, batch, every_routine, same, some_routines
+
+pytestmark = pytest.mark.indices
+
+
+def draws(seeds, L, block_size, whole_words=False):
+    """What the routines draw, for the reference to take: a u for each block, draws for the positions, their words."""
+    blocks = -(-L // min(block_size or L, L))
+    levels, bits, words = _philox.random_bits(seeds, len(seeds), Layout(blocks, L, whole_words))
+    return _rules.uniform(levels), bits, words
+
+
+@pytest.mark.parametrize(("B", "L"), [(1, 1), (3, 50), (4, 129)])
+def test_uniform_is_the_reference(B, L, backend, device):
+    ids, loss_mask, seeds = batch(B, L, device)
+    level, bits, _ = draws(seeds, L, None)
+    uniform = _rules.uniform(bits)
+    expected = reference.corrupt_uniform(ids, loss_mask, MASK, 0.05, t_uniform=level[:, 0], uniform=uniform)
+    assert same(corruption.corrupt_uniform(ids, loss_mask, MASK, 0.05, seeds=seeds, backend=backend), expected)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("block_size", [None, 1, 4, 7, 32, 64])
+@pytest.mark.parametrize(("eps", "half_life_ratio"), [(1e-3, 0.25), (0.0, 1.0), (0.5, 0.05)])
+def test_blockwise_is_the_reference(block_size, eps, half_life_ratio, backend, device):
+    ids, loss_mask, seeds = batch(3, 50, device)
+    level, bits, _ = draws(seeds, 50, block_size)
+    options = (MASK, block_size, eps, half_life_ratio)
+    uniform = _rules.fine_uniform(bits)
+    expected = reference.corrupt_blockwise(ids, loss_mask, *options, m_uniform=level, uniform=uniform)
+    assert same(corruption.corrupt_blockwise(ids, loss_mask, *options, seeds=seeds, backend=backend), expected)
+
+
+@pytest.mark.parametrize("block_size", [None, 1, 6, 32])
+def test_uniform_random_is_the_reference(block_size, backend, device):
+    ids, loss_mask, seeds = batch(3, 50, device)
+    level, bits, words = draws(seeds, 50, block_size, whole_words=True)
+    drawn = {"uniform": _rules.uniform(bits), "tokens": _rules.token(words, V)}
+    expected = reference.corrupt_uniform_random(ids, loss_mask, V, block_size, t_uniform=level, **drawn)
+    got = corruption.corrupt_uniform_random(ids, loss_mask, V, block_size, seeds=seeds, backend=backend)
+    assert same(got, expected)
+
+
+def test_all_masked_is_the_reference(backend, device, monkeypatch):
+    ids, loss_mask, _ = batch(3, 50, device)
+    expected = reference.corrupt_all_masked(ids, loss_mask, MASK)
+    assert same(corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend), expected)
+    monkeypatch.setattr(ops, "on_host", lambda device: False)
+    assert same(corruption.corrupt_all_masked(ids, loss_mask, MASK, backend=backend), expected)
+
+
+OTHERS = {
+    "complementary": lambda ids, mask, seeds, **kw: corruption.complementary(mask, mask, **kw),
+    "levels": lambda ids, mask, seeds, **kw: corruption.sample_level(2, seeds=seeds, **kw),
+}
+
+
+@pytest.mark.parametrize("routine", [*ROUTINES.values(), *OTHERS.values()], ids=[*ROUTINES, *OTHERS])
+def test_the_backend_that_was_asked_for_runs(routine, monkeypatch, device):
+    ids, loss_mask, seeds = batch(2, 9, device)
+    monkeypatch.setitem(sys.modules, kernels.__name__, None)
+    routine(ids, loss_mask, seeds=seeds, backend="torch")
+    with pytest.raises(ImportError, match="corruption"):
+        routine(ids, loss_mask, seeds=seeds, backend="triton")
+
+
+@every_routine
+@pytest.mark.parametrize(("B", "L"), [(1, 1), (9, 150)])
+def test_torch_and_its_host_shortcut_draw_the_same(routine, B, L, monkeypatch):
+    ids, loss_mask, seeds = batch(B, L)
+    monkeypatch.setattr(op, "_SLICE", 75)  # slices of one row, or four where they take less memory
+    sources = (lambda: {"seeds": seeds}, lambda: {"generator": torch.Generator().manual_seed(1)})
+    by_host = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
+    monkeypatch.setattr(ops, "on_host", lambda device: False)
+    by_torch = [routine(ids, loss_mask, backend="torch", **source()) for source in sources]
+    assert all(same(a, b) for a, b in zip(by_host, by_torch, strict=True))
+
+
+def record(monkeypatch, where, name, what):
+    """Call the function as before, and note ``what(arguments, result)`` of each call."""
+    notes, real = [], getattr(where, name)
+
+    def recorded(*args):
+        result = real(*args)
+        notes.append(what(args, result))
+        return result
+
+    monkeypatch.setattr(where, name, recorded)
+    return notes
+
+
+@pytest.mark.parametrize("path", ["torch", "host", "triton"])
+@pytest.mark.parametrize("name", ["corrupt_blockwise", "corrupt_uniform_random"])
+def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypatch, device):
+    """A row of 40 in a block of 10,000 draws as many words, or fills as large a tile, as in a block of 40."""
+    if path == "triton":
+        tiles = kernels._corruption_tiles
+        chosen = "select" if name == "corrupt_blockwise" else "independent"
+        notes = record(monkeypatch, tiles, chosen, lambda args, tile: (args, tile))
+    else:
+        call = "random_bits" if path == "torch" else "bits_on_host"
+        notes = record(
+            monkeypatch, _philox, call, lambda args, bits: (args[2], [b.shape for b in bits if b is not None])
+        )
+    monkeypatch.setattr(ops, "on_host", lambda device: path == "host")
+    ids, loss_mask, seeds = batch(2, 40, device if path == "triton" else "cpu")
+    backend = "triton" if path == "triton" else "torch"
+    for block_size in (40, 10_000):
+        getattr(corruption, name)(ids, loss_mask, MASK, block_size, seeds=seeds, backend=backend)
+    assert len(notes) == 2
+    assert notes[0] == notes[1]
+
+
+# Levels and lengths: both clamps, halves to even (2.5, 3.5, 0.5, 1.5), and products that round to a half in float32.
+COUNTS = [
+    (0.5, 5), (0.5, 7), (0.5, 1), (0.5, 3), (0.25, 2), (0.75, 2), (0.001, 4), (0.001, 1), (1.0, 9), (0.9999, 8),
+    (0.3, 5), (0.7, 5), (0.1, 5), (0.49999997, 5), (0.50000006, 5), (0.83333331, 3), (0.5, 4095), (0.99999994, 131071),
+]  # fmt: skip
+
+
+@triton.jit
+def _count_kernel(level_ptr, length_ptr, out_ptr, n, at_least, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    level = tl.load(level_ptr + i, mask=i < n)
+    length = tl.load(length_ptr + i, mask=i < n)
+    tl.store(out_ptr + i, kernels.number_to_mask(level, length, at_least).to(tl.int64), mask=i < n)
+
+
+@pytest.mark.parametrize("at_least", [0, 1])
+def test_counts_round_half_to_even_and_clamp(at_least, device):
+    level = torch.tensor([m for m, _ in COUNTS])
+    length = torch.tensor([n for _, n in COUNTS])
+    expected = [reference.number_to_mask(m, int(n), at_least) for m, n in zip(level, length, strict=True)]
+    assert expected[:6] == [2, 4, at_least, 2, at_least, 2]
+    assert _rules.number_to_mask(level, length, at_least).tolist() == expected
+    assert _rules.number_to_mask(level.numpy(), length.numpy(), at_least).tolist() == expected
+    out = torch.empty_like(length, device=device)
+    _count_kernel[(1,)](
+        level.to(device), length.to(device), out, len(COUNTS), at_least, BLOCK=32, enable_fp_fusion=False
+    )
+    assert out.tolist() == expected
+
+
+@some_routines
+def test_kernel_programs_run_in_any_order(routine, last_program_first, monkeypatch):
+    tiles = kernels._corruption_tiles
+    independent = tiles.independent
+    monkeypatch.setattr(tiles, "independent", lambda *sizes: (1, *independent(*sizes)[1:]))  # a program a block
+    ids, loss_mask, seeds = batch(3, 77)
+    expected = routine(ids, loss_mask, seeds=seeds, backend="torch")
+    assert same(routine(ids, loss_mask, seeds=seeds, backend="triton"), expected)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_last_block_too_short_and_too_long_for_registers(exact, monkeypatch, device):
+    """Kernels whose keys lie in memory, over a block that ends where the row does."""
+    tiles = kernels._corruption_tiles
+    monkeypatch.setattr(tiles, "select", lambda *_: tiles.SelectTile(1, 32, 1, True))
+    ids, loss_mask, seeds = batch(2, 150, device)
+
+    def corrupted(backend):
+        keywords = {"seeds": seeds, "backend": backend}
+        if exact:
+            level = torch.tensor([0.3, 0.8], device=device)
+            return corruption.corrupt_uniform(ids, loss_mask, MASK, level=level, exact=True, **keywords)
+        level = torch.tensor([[0.3, 0.9], [0.8, 0.45]], device=device)
+        return corruption.corrupt_blockwise(ids, loss_mask, MASK, 100, level=level, **keywords)
+
+    assert same(corrupted("triton"), corrupted("torch"))
+
+
+@pytest.mark.parametrize("half_life_ratio", [1e-300, 1e-30, 1e30])
+def test_extreme_biases_still_choose_exactly_k(half_life_ratio, backend, device):
+    ids, _, seeds = batch(4, 24, device)
+    _, noise, p = corruption.corrupt_blockwise(
+        ids, None, MASK, 8, half_life_ratio=half_life_ratio, seeds=seeds, backend=backend
+    )
+    expected = _rules.number_to_mask(p[:, ::8], torch.tensor(8, device=device), 0)
+    assert torch.equal(noise.view(4, 3, 8).sum(2), expected)
+    if half_life_ratio < 1:  # so steep that the last positions of a block win
+        assert (noise.view(4, 3, 8).int().diff(dim=2) >= 0).float().mean() > 0.9

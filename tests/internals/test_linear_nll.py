@@ -1,0 +1,139 @@
+"""Chunks of the linear ops: how many rows they have, how they add up, the memory they take."""
+
+import math
+
+import pytest
+import torch
+
+from benchmarks.measure import peak_memory
+from dllm_kernels._backends.torch import _blocks
+from dllm_kernels._core import _active_rows, _chunks
+from dllm_kernels._core._inputs import NeedsGrad
+from dllm_kernels._core._plan import Plan
+from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
+from tests.conftest import DEVICE
+from tests.ops.test_linear_nll import NAN, inputs, oracle
+from tests.support.parity import value_and_grads
+from tests.support.rows import HEAD_PATHS, on_head_path
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.fixture(params=HEAD_PATHS)
+def path(request, monkeypatch):
+    return on_head_path(request.param, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_rows_of_a_chunk_further_apart_than_they_are_long(dtype, path, monkeypatch):
+    """As on a GPU, where every row of the buffer begins at a multiple of 64 elements; what lies between is never used."""
+
+    def apart(rows, V, **options):
+        return torch.full((rows, V + 11), math.nan, **options)[:, :V]
+
+    leaves, targets, weights = inputs(dtype=dtype)
+    leaves = leaves[:2]
+
+    def run():
+        def loss(h, w):
+            return weighted_linear_nll(h, w, targets, weights, chunk_size=4, backend=path).loss
+
+        return value_and_grads(loss, leaves, torch.tensor(1.0))
+
+    together = run()
+    monkeypatch.setattr(_chunks, "aligned_rows", apart)
+    for a, b in zip(run(), together, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_chunk_has_a_row_and_is_even():
+    plan = Plan(torch.float32, False, needs=NeedsGrad(True, True))
+    assert _active_rows.choose_chunk(10_000, 1000, 64, plan, 132) % 128 == 0
+    assert _active_rows.choose_chunk(0, 1000, 64, plan, None) >= 1
+
+
+@pytest.mark.parametrize(("rows", "V", "D"), [(7680, 151_936, 2560), (32_768, 151_936, 4096), (4096, 126_464, 4096)])
+def test_chunks_fill_whole_waves_of_the_multiprocessors(rows, V, D):
+    """Tiles of 128 x 256 of the product with the fewest of them, grad_hidden's, on the 132 of an H100 or H200."""
+    size = _active_rows.choose_chunk(rows, V, D, Plan(torch.bfloat16, True, needs=NeedsGrad(True)), 132)
+    chunks = [min(size, rows - start) for start in range(0, rows, size)]
+    waves = sum(math.ceil(math.ceil(c / 128) * (D / 256) / 132) for c in chunks)
+    assert waves <= 1.05 * (rows / 128) * (D / 256) / 132 + 1
+
+
+@pytest.mark.parametrize(("rows", "chunk"), [(16_384, 8192), (4096, 4096)])
+def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
+    """Each chunk reads and writes its float32 gradient, 4.3 GB at V = 131,072 and D = 4,096."""
+    assert (
+        _active_rows.choose_chunk(rows, 131_072, 4096, Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), 132)
+        == chunk
+    )
+
+
+def test_the_choice_of_a_chunk_is_kept(monkeypatch):
+    """A GPU is idle meanwhile: equal sizes evaluate nothing again, and another number of rows reuses the shape's costs."""
+    plan, evaluated, cost = Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), [], _active_rows._gpu_cost
+    monkeypatch.setattr(_active_rows, "_gpu_cost", lambda *args: evaluated.append(1) or cost(*args))
+
+    def choose(rows):
+        evaluated.clear()
+        return _active_rows.choose_chunk(rows, 126_467, 4097, plan, 132)  # a head of no other test
+
+    size = choose(8000)
+    assert len(evaluated) == 63
+    assert choose(8000) == size
+    assert evaluated == []
+    shapes = _active_rows._chunk_costs.cache_info().misses
+    choose(7999)
+    assert len(evaluated) == 63
+    assert _active_rows._chunk_costs.cache_info().misses == shapes
+
+
+def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
+    """Compaction needs the number of rows on the host; inside a capture every row is projected, and idle ones masked."""
+    leaves, targets, weights = inputs()
+    leaves[0][weights == 0] = NAN
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    monkeypatch.setattr(_active_rows, "_captured", lambda mask: True)
+    got = value_and_grads(
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss,
+        leaves,
+        torch.tensor(1.0),
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert torch.equal(leaves[0].isnan().any(1), weights == 0)  # the caller's rows are not written to
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts the allocations of the CPU")
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("form", ["weighted", "rows"])
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_peak_memory_is_one_chunk(dtype, trains_head, form, monkeypatch):
+    """Neither ``[N, V]`` nor a float32 copy of a chunk exists at any time, forward or backward."""
+    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    N, V, D, chunk = 1024, 16384, 8, 512
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(N, D).to(dtype).requires_grad_(),
+        torch.randn(V, D).to(dtype).requires_grad_(trains_head),
+    )
+    bias = torch.zeros(V, dtype=dtype, requires_grad=trains_head)
+    targets, weights = torch.randint(0, V, (N,)), (torch.arange(N) % 3 != 0).float()
+
+    def run(_):
+        if form == "weighted":
+            weighted_linear_nll(hidden, weight, targets, weights, bias=bias, chunk_size=chunk).loss.backward()
+        else:
+            linear_token_nll(hidden, weight, targets, bias=bias, active=weights, chunk_size=chunk).nll.sum().backward()
+        hidden.grad = weight.grad = bias.grad = None
+
+    run(0)
+    logits = chunk * V * dtype.itemsize
+    grads = 2 * N * D * 4 + (V * D + V) * (4 + 2 * dtype.itemsize) * trains_head
+    threads, size = _blocks.team(chunk, V, torch.float32, hidden.device)
+    slab = 4 * chunk * _chunks.SLAB  # of the gradient, in float32 for the product that sums grad_weight
+    blocks = max(threads * size * V * 4, slab if dtype != torch.float32 else 0)
+    assert logits <= peak_memory(run, "cpu") <= logits + grads + blocks + 32 * N
+    assert grads + blocks + 32 * N < chunk * V * 4  # so a float32 copy of the chunk would have shown

@@ -1,0 +1,113 @@
+"""The row ops that a loss runs: how many, on which backend, in which chunks."""
+
+import re
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
+    HybridDiffusionLLMLoss,
+    IDLMLoss,
+    MDLMCrossEntropyLoss,
+    SCDDLoss,
+)
+from dllm_kernels._core import _chunks, _plan
+from dllm_kernels.losses import _model_output as rows_module
+from tests.conftest import DEVICE
+from tests.losses.test_losses import D, V, cases, draw, forms, leaves_of_hidden_form, logits_of
+from tests.support.cases import BY_NAME, CASES, MASK_ID, value_of
+from tests.support.parity import value_and_grads
+
+
+@pytest.mark.parametrize("auto_balance", [False, True])
+def test_idlm_makes_one_call(auto_balance, monkeypatch):
+    seen = []
+    run = rows_module.run
+    monkeypatch.setattr(rows_module, "run", lambda op, inputs, *a: seen.append(inputs.x) or run(op, inputs, *a))
+    x = torch.randn(2, 12, V, device=DEVICE)
+    IDLMLoss(auto_balance=auto_balance)(x, **draw(BY_NAME["idlm"]), seq_len=6)
+    assert len(seen) == 1
+    assert seen[0] is x
+
+
+BOUNDED = MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, SCDDLoss, IDLMLoss
+
+
+class ReadBack(TorchDispatchMode):
+    """How often the number of nonzero elements is read back, which is a host sync on a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function is torch.ops.aten.nonzero.default
+        return function(*args, **(kwargs or {}))
+
+
+@cases([case for case in CASES if case.loss in BOUNDED and not case.transform])
+def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
+    """On the path of a GPU, in a training step; the loss and its gradients are those without the bound."""
+    found, active_rows = [], _chunks.ActiveRows
+    monkeypatch.setattr(_chunks, "ActiveRows", lambda *args: found.append(active_rows(*args)) or found[-1])
+    i, leaves = draw(case), leaves_of_hidden_form(case, torch.float32)
+
+    def step(**options):
+        def value(h, w, b):
+            loss = case.loss(**case.settings, backend="triton").forward_fused
+            return value_of(loss(**case.arguments("hidden", h, i, (w, b)), chunk_size=5, **options))
+
+        with ReadBack() as read_back:
+            results = value_and_grads(value, leaves, torch.ones(()).expand(shape))
+        return results, read_back.count
+
+    shape = value_of(case.output("hidden", case.arguments("hidden", leaves[0], i, leaves[1:]))).shape
+    expected, syncs = step()
+    assert syncs > 0
+    active, rows = found[-1].count, found[-1].total
+    assert 0 < active < rows
+    for bound in (active, rows):
+        results, syncs = step(num_active=bound)
+        assert syncs == 0
+        for result, other in zip(results, expected, strict=True):
+            torch.testing.assert_close(result, other)
+    assert step(num_active=active - 1)[0][0].isnan().any()
+    for wrong in (rows + 1, -1, 1.5):
+        with pytest.raises(ValueError, match=re.escape(f"num_active must be an int in [0, {rows}], got {wrong}")):
+            step(num_active=wrong)
+
+
+def test_the_chunks_of_scdd(monkeypatch):
+    """Those of the call, else the loss's own; from logits there are none."""
+    seen = []
+    inner = rows_module.run
+    monkeypatch.setattr(rows_module, "run", lambda op, job, o: seen.append(o.chunk_size) or inner(op, job, o))
+    i, h, w = draw(BY_NAME["scdd"]), torch.randn(2, 6, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    a, b, c = (
+        SCDDLoss(MASK_ID, chunk_size=own).forward_fused(h, w, **i, chunk_size=given).total_loss
+        for own, given in ((1024, None), (1024, 3), (None, None))
+    )
+    assert seen == [1024, 3, None]
+    torch.testing.assert_close(a, b)
+    torch.testing.assert_close(a, c)
+
+
+@forms
+@cases()
+def test_the_backend_that_was_asked_for_is_the_one_that_runs(case, form, backend, monkeypatch):
+    asked, inputs = [], draw(case)
+
+    def stop(triton):
+        asked.append("triton" if triton else "torch")
+        raise InterruptedError
+
+    monkeypatch.setattr(_plan, "row_primitives", stop)
+    loss = {"logits": case.logits_form, "hidden": case.hidden_form}[form]
+    leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
+    for other in ("torch", "triton"):  # what a call that names none would take
+        monkeypatch.setenv("DLLM_KERNELS_BACKEND", other)
+        with pytest.raises(InterruptedError):
+            loss(*leaves, inputs, backend=backend)
+    assert asked == [backend] * 2

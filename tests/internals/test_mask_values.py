@@ -1,0 +1,14 @@
+"""Whether a tensor has values that Python may look at."""
+
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dllm_kernels._utils import _plain
+from tests.losses.test_mask_values import ON
+
+
+def test_values_that_are_not_there():
+    assert _plain.values_are_there(ON)
+    assert not _plain.values_are_there(None)
+    assert not _plain.values_are_there(ON.to("meta"))
+    with FakeTensorMode() as mode:
+        assert not _plain.values_are_there(mode.from_tensor(ON))

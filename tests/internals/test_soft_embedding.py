@@ -1,0 +1,45 @@
+"""The mean embedding: torch's own checks of its op, and the memory it takes."""
+
+import pytest
+import torch
+
+from benchmarks.measure import peak_memory
+from dllm_kernels import soft_embedding
+from dllm_kernels._backends.torch import _blocks
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Options, Plan
+from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
+from tests.conftest import DEVICE
+from tests.ops.test_soft_embedding import B, D, L, draw
+from tests.support.opcheck import opcheck
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_chunk_of_logits_is_all_there_is(dtype, softcap, monkeypatch):
+    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    N, many, wide, chunk = 512, 16384, 8, 128
+    torch.manual_seed(0)
+    h, w = torch.randn(N, wide).to(dtype), torch.randn(many, wide).to(dtype)
+    ids = torch.randint(0, many, (N,))
+
+    def run(_):
+        soft_embedding(h, w, w, bump=2.0, bump_ids=ids, softcap=softcap, chunk_size=chunk)
+
+    run(0)
+    logits, out = chunk * many * dtype.itemsize, N * wide * dtype.itemsize
+    threads, size = _blocks.team(chunk, many, torch.float32, h.device)
+    blocks = threads * size * many * 4
+    assert logits <= peak_memory(run, "cpu") <= logits + out + 2 * blocks + 200 * N
+    assert 2 * blocks + 200 * N < chunk * many * 4  # so a float32 copy of the chunk would have shown
+
+
+def test_opcheck_soft_embedding():
+    (h, w, e, b), (bump, ids) = draw(torch.float32)
+    flat, active = ids.view(-1, 1), torch.where(torch.arange(B * L, device=DEVICE) % 3 == 0, -100, 0)
+    inputs = RowInputs(h.view(-1, D), flat, w, b, targets=active, bump=bump.flatten(), embedding=e)
+    opcheck(SOFT_EMBEDDING, inputs, Plan(torch.float32, False, Options(chunk_size=5), from_hidden=True))

@@ -1,0 +1,173 @@
+"""What an op makes of a row of logits is the same to the bit whatever batch the row stands in, and wherever in it."""
+
+import pytest
+import torch
+
+from dllm_kernels import ops
+from tests.conftest import DEVICE
+from tests.support.parity import small_blocks
+
+ROWS = 7
+STEPS = {"softcap": 5.0, "scale": 0.7, "skip_id": 2}
+
+
+def of_token_nll(logits, row, **options):
+    out = ops.token_nll(logits, row["id"], active=row["active"], with_lse=True, with_correct=True, **options)
+    return (*out, *torch.autograd.grad(out.nll, logits, row["upstream"]))
+
+
+def of_weighted_nll(logits, row, **options):
+    out = ops.weighted_nll(logits, row["id"], row["active"] * row["upstream"], with_lse=True, **options)
+    return out.nll, out.lse, *torch.autograd.grad(out.loss, logits)
+
+
+def of_token_log_probs(logits, row, **options):
+    temperature = 1 / options.pop("scale", 1.0)
+    options.pop("softcap", None)
+    out = ops.token_log_probs(
+        logits, row["id"], active=row["active"], temperature=temperature, with_entropy=True, **options
+    )
+    return (*out, *torch.autograd.grad(out.log_probs + out.entropy, logits, row["upstream"]))
+
+
+def of_row_stats(logits, row, **options):
+    other = row["id"] // 2
+    ids = torch.stack([row["id"], other.masked_fill(other == STEPS["skip_id"], 0)], -1)  # that of a skipped one is NaN
+    mixture = (row["a"], row["upstream"])
+    out = ops.row_stats(logits, ids, entropy=True, mix=mixture, with_correct=True, active=row["active"], **options)
+    total = sum((t.sum(-1) if t.dim() > row["id"].dim() else t) for t in out[:4])
+    return (*out, *torch.autograd.grad(total, logits, row["upstream"]))
+
+
+def of_divergence(logits, row, **options):
+    teacher = drawn(logits.shape[-1] + 1, logits.dtype)[0][:, 1:]
+    weights = row["active"] * row["upstream"]
+    mixed = {"kl": 0.5, "tv": 1.0, "ce": 0.2}
+    out = ops.divergence(logits, teacher, weights, kind=mixed, targets=row["id"], teacher_rows=row["number"], **options)
+    return (*out[1:], *torch.autograd.grad(out.loss, logits))
+
+
+OF = (of_token_nll, of_weighted_nll, of_token_log_probs, of_row_stats, of_divergence)
+OPS = {f.__name__.removeprefix("of_"): f for f in OF}
+
+
+def drawn(V, dtype):
+    """(logits ``[ROWS, V]``, the numbers of each row)."""
+    torch.manual_seed(V)
+    logits = (3 * torch.randn(ROWS, V, device=DEVICE)).to(dtype)
+    rows = {
+        "id": torch.randint(3, V, (ROWS,), device=DEVICE),
+        "number": torch.arange(ROWS, device=DEVICE),
+        "active": torch.ones(ROWS, device=DEVICE),
+        "upstream": torch.rand(ROWS, device=DEVICE) + 0.5,
+        "a": torch.tensor([0.0, 1e-3, 0.5, 1e-12, 0.0, 2.0, 0.1], device=DEVICE),
+    }
+    rows["id"][3] = logits[3, 3:].argmax() + 3
+    return logits, rows
+
+
+def outputs(op, logits, rows, options):
+    return OPS[op](logits.detach().requires_grad_(), rows, **options)
+
+
+def alone(op, logits, rows, options):
+    """A row without any other."""
+    for i in range(0, ROWS, 2):
+        yield [i], outputs(op, logits[i : i + 1].clone(), {k: t[i : i + 1] for k, t in rows.items()}, options)
+
+
+def at_another_place(op, logits, rows, options):
+    """Among fewer others."""
+    for order in ([3, 1, 0, 4], [6, 2, 5, 1]):
+        yield order, outputs(op, logits[order], {k: t[order] for k, t in rows.items()}, options)
+
+
+def among_inactive_rows(op, logits, rows, options):
+    """No other row is read."""
+    for i in range(0, ROWS, 2):
+        kept = torch.arange(ROWS, device=DEVICE) == i
+        found = outputs(op, logits.masked_fill(~kept[:, None], torch.nan), rows | {"active": kept.float()}, options)
+        yield [i], [None if t is None else t[i : i + 1] for t in found]
+
+
+def in_another_stride(op, logits, rows, options):
+    """Rows at an odd distance, beginning wherever a row may."""
+    memory = torch.full((ROWS, logits.shape[1] + 5), torch.nan, dtype=logits.dtype, device=DEVICE)
+    view = memory[:, 3:-2]
+    view.copy_(logits)
+    yield range(ROWS), outputs(op, view, rows, options)
+
+
+def transposed(op, logits, rows, options):
+    """Two of them in a batch ``[B, L, V]`` whose rows lie the other way round."""
+    for pair in ([0, 5], [4, 2]):
+        view = logits[pair + pair].view(2, 2, -1).transpose(0, 1)
+        twice = {k: t[pair].repeat(2).view(2, 2).t().contiguous() for k, t in rows.items()}
+        found = outputs(op, view, twice, options)
+        yield [pair[0], pair[0], pair[1], pair[1]], [None if t is None else t.flatten(0, 1) for t in found]
+
+
+PLACES = (alone, at_another_place, among_inactive_rows, in_another_stride, transposed)
+
+
+def differing(op, logits, rows, options):
+    """Of which rows another place makes something else."""
+    expected = outputs(op, logits, rows, options)
+    found = []
+    for place in PLACES:
+        for which, got in place(op, logits, rows, options):
+            for at, i in enumerate(which):
+                same = [e is None or torch.equal(g[at], e[i]) for g, e in zip(got, expected, strict=True)]
+                if not all(same):
+                    found.append((place.__name__, i, same))
+    return found
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
+@pytest.mark.parametrize("blocks", ["many rows", "one row"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "V", [40_003, 51]
+)  # torch shares a sum of so many numbers out among threads, but not of so few
+@pytest.mark.parametrize("op", OPS)
+def test_torch_path(op, V, dtype, blocks, steps, two_threads, monkeypatch):
+    if blocks == "one row":
+        small_blocks(monkeypatch, threads=2)
+    assert differing(op, *drawn(V, dtype), {"backend": "torch", **steps}) == []
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("steps", [{}, STEPS], ids=["plain", "transformed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("V", [1227, 1232, 5])
+@pytest.mark.parametrize("op", OPS)
+def test_kernels(op, V, dtype, steps, monkeypatch):
+    tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+    monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(256, 1, 3))
+    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(256, 1, 2))
+    monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(256, 1))
+    assert differing(op, *drawn(V, dtype), {"backend": "triton", **steps}) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("V", [1, 16, 51, 1000, 40_003])
+@pytest.mark.parametrize("function", [torch.softmax, torch.log_softmax])
+def test_what_the_torch_path_takes_for_granted_of_torch(function, V, dtype, two_threads):
+    """On CPU its softmax may be written over its input, and a row's is that of the row alone."""
+    logits = 3 * torch.randn(ROWS, V, dtype=dtype, generator=torch.Generator().manual_seed(V), device="cpu")
+    expected, over = function(logits, 1), logits.clone()
+    assert torch.equal(function(over, 1, out=over), expected)
+    for i in range(ROWS):
+        assert torch.equal(function(logits[i : i + 1], 1), expected[i : i + 1])
+    if function is torch.log_softmax:
+        largest = expected.amax(1, keepdim=True)
+        assert torch.equal((logits - logits.amax(1, keepdim=True)) + largest, expected)

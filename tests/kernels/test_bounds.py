@@ -1,0 +1,204 @@
+"""No kernel reads or writes beside a tensor: every tensor it is given ends, or begins, at a page that nobody may touch.
+
+A load without its mask gives the right numbers as long as memory goes on; on a GPU it is an illegal access once in a
+while.
+"""
+
+import ctypes
+import faulthandler
+import math
+import mmap
+import multiprocessing
+import sys
+
+import pytest
+import torch
+
+from dllm_kernels import corruption, ops
+from tests.conftest import DEVICE
+from tests.support.parity import small_tiles
+
+pytest.importorskip("triton")
+pytestmark = [
+    pytest.mark.indices,
+    pytest.mark.skipif(
+        DEVICE != "cpu" or sys.platform != "linux", reason="pages are closed by mprotect, around memory of the CPU"
+    ),
+]
+PAGE = mmap.PAGESIZE
+N, V, D, K = 5, 43, 6, 3
+B, L, MASK = 3, 21, 40
+
+
+class Guarded:
+    """Memory between two closed pages, for tensors that lie at one end of it."""
+
+    def __init__(self, at_end):
+        self.at_end, self.kept = at_end, []
+        self.protect = ctypes.CDLL(None, use_errno=True).mprotect
+        self.protect.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+
+    def bytes_of(self, count):
+        inside = -(-count // PAGE) * PAGE
+        memory = mmap.mmap(-1, inside + 2 * PAGE)
+        view = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self.kept.append((memory, view))
+        address = ctypes.addressof(view)
+        for closed in (address, address + PAGE + inside):
+            assert self.protect(closed, PAGE, 0) == 0, ctypes.get_errno()
+        start = PAGE + (inside - count if self.at_end else 0)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)
+
+    def like(self, t):
+        """A copy of ``t``, contiguous."""
+        if t.numel() == 0:
+            return t.clone()
+        return self.bytes_of(t.numel() * t.element_size()).view(t.dtype).view(t.shape).copy_(t)
+
+
+def logits_and_targets(guarded, dtype):
+    x = guarded.like((3 * torch.randn(N, V)).to(dtype)).requires_grad_()
+    y = guarded.like(torch.tensor([0, V - 1, -100, 7, V]))
+    return x, y
+
+
+def token_nll(guarded, dtype, **options):
+    x, y = logits_and_targets(guarded, dtype)
+    out = ops.token_nll(x, y, with_correct=True, backend="triton", **options)
+    out.nll.backward(guarded.like(torch.randn(N, dtype=out.nll.dtype)))
+
+
+def weighted_nll(guarded, dtype, **options):
+    x, y = logits_and_targets(guarded, dtype)
+    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0], dtype=torch.promote_types(dtype, torch.float32)))
+    out = ops.weighted_nll(x, y, weights, with_correct=True, backend="triton", **options)
+    out.loss.backward(guarded.like(torch.tensor(0.3, dtype=out.loss.dtype)))
+
+
+def weighted_linear_nll(guarded, dtype, bias_grad=True, **options):
+    _, y = logits_and_targets(guarded, dtype)
+    h, w, b = (guarded.like(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (V, D), (V,)))
+    b.requires_grad_(bias_grad)
+    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.0]))
+    out = ops.weighted_linear_nll(
+        h, w, y, weights, bias=b, chunk_size=2, with_correct=True, backend="triton", **options
+    )
+    out.loss.backward()
+
+
+def row_stats(guarded, dtype, **options):
+    x, _ = logits_and_targets(guarded, dtype)
+    ids = guarded.like(torch.randint(0, V, (N, K)))
+    mix = guarded.like(torch.rand(N)), guarded.like(torch.rand(N) + 0.1)
+    out = ops.row_stats(x, ids, entropy=True, mix=mix, with_correct=True, backend="triton", **options)
+    sum(t.sum() for t in out[:4]).backward()
+
+
+def divergence(guarded, dtype, **options):
+    x, y = logits_and_targets(guarded, dtype)
+    t = guarded.like((3 * torch.randn(N - 1, V)).to(dtype))
+    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
+    rows = guarded.like(torch.tensor([N - 2, 0, -1, 1, N - 1]))
+    out = ops.divergence(x, t, weights, targets=y, teacher_rows=rows, backend="triton", **options)
+    out.loss.backward(guarded.like(torch.tensor(0.3, dtype=out.loss.dtype)))
+
+
+def linear_divergence(guarded, dtype, **options):
+    h, t, w = (guarded.like(torch.randn(s).to(dtype)).requires_grad_() for s in ((N, D), (N, D), (V, D)))
+    weights = guarded.like(torch.tensor([1.0, 0.5, 2.0, 0.0, 0.3]))
+    ops.linear_divergence(h, w, t, weights, chunk_size=2, backend="triton", **options).loss.backward()
+
+
+def ids_and_mask(guarded):
+    return guarded.like(torch.randint(0, MASK, (B, L))), guarded.like(torch.rand(B, L) < 0.7)
+
+
+def corrupted(routine, *arguments, **options):
+    def run(guarded):
+        given = {name: guarded.like(value) if torch.is_tensor(value) else value for name, value in options.items()}
+        seeds = guarded.like(torch.arange(B))
+        getattr(corruption, routine)(*ids_and_mask(guarded), *arguments, **given, seeds=seeds, backend="triton")
+
+    return run
+
+
+def gumbel_topk(guarded, **options):
+    log_w, k = guarded.like(torch.randn(N, V)), guarded.like(torch.arange(N))
+    given = {name: guarded.like(value) for name, value in options.items()}
+    ops.gumbel_topk_mask(log_w, k, **given, backend="triton")
+
+
+TRANSFORM = {"softcap": 4.0, "scale": 0.7, "skip_id": V - 1}
+RUNS = {
+    **{f"token_nll, {d}": (lambda g, d=d: token_nll(g, d)) for d in (torch.float16, torch.float32, torch.float64)},
+    "token_nll, split rows": lambda g: token_nll(g, torch.float32),
+    "token_nll, transformed, split rows": lambda g: token_nll(g, torch.float32, **TRANSFORM),
+    **{f"weighted_nll, {d}": (lambda g, d=d: weighted_nll(g, d)) for d in (torch.float16, torch.float64)},
+    "weighted_nll, split rows": lambda g: weighted_nll(g, torch.float32),
+    **{f"weighted_linear_nll, {d}": (lambda g, d=d: weighted_linear_nll(g, d)) for d in (torch.float16, torch.float32)},
+    "weighted_linear_nll, transformed": lambda g: weighted_linear_nll(g, torch.float64, **TRANSFORM),
+    **{f"row_stats, {d}": (lambda g, d=d: row_stats(g, d)) for d in (torch.float16, torch.float32)},
+    "row_stats, split rows": lambda g: row_stats(g, torch.float16),
+    "row_stats, transformed, split rows": lambda g: row_stats(g, torch.float32, **TRANSFORM),
+    "divergence": lambda g: divergence(g, torch.float32, kind={"rkl": 0.5, "teacher_ce": 0.1, "ce": 0.2}),
+    "divergence, sums first": lambda g: divergence(g, torch.float16, kind={"jsd": 0.5, "lk": 1.0, "ce": 0.2}),
+    "divergence, transformed": lambda g: divergence(g, torch.float32, kind={"kl": 1.0, "ce": 0.2}, **TRANSFORM),
+    "linear_divergence": lambda g: linear_divergence(g, torch.float32, kind="l1"),
+    "corrupt_uniform": corrupted("corrupt_uniform", MASK),
+    "corrupt_uniform, exact": corrupted("corrupt_uniform", MASK, level=torch.linspace(0.1, 0.9, B), exact=True),
+    "corrupt_blockwise": corrupted("corrupt_blockwise", MASK),
+    "corrupt_blockwise, blocks": corrupted("corrupt_blockwise", MASK, 8, level=torch.linspace(0, 1, 3 * B).view(B, 3)),
+    "corrupt_uniform_random": corrupted("corrupt_uniform_random", MASK, 5),
+    "corrupt_all_masked": corrupted("corrupt_all_masked", MASK),
+    "corrupt_mix": corrupted(
+        "corrupt_mix", MASK, MASK + 1, mask_prob=torch.linspace(0, 0.5, B), uniform_prob=torch.linspace(0.4, 0.1, B)
+    ),
+    "complementary": lambda g: corruption.complementary(ids_and_mask(g)[1], ids_and_mask(g)[1], backend="triton"),
+    "gumbel_topk": gumbel_topk,
+    "gumbel_topk, given draws": lambda g: gumbel_topk(g, uniform=torch.rand(N, V).clamp(1e-6, 1 - 1e-6)),
+}
+
+
+def in_a_child(function):
+    """How a process of its own ends that calls it: a number of signals below 0."""
+
+    def quietly():
+        faulthandler.disable()
+        torch.set_num_threads(1)  # others do not come with a fork: whoever waits for them waits forever
+        function()
+
+    process = multiprocessing.get_context("fork").Process(target=quietly)
+    process.start()
+    process.join(120)
+    process.kill()
+    return process.exitcode
+
+
+@pytest.fixture(params=["at the end", pytest.param("at the start", marks=pytest.mark.exhaustive)])
+def guarded(request, monkeypatch):
+    """Memory for what a test makes, and for what ``torch.empty`` and its like make for the kernels."""
+    found = Guarded(request.param == "at the end")
+    empty = torch.empty
+
+    def made(*size, **options):
+        return found.like(empty(*size, **options))
+
+    monkeypatch.setattr(torch, "empty", made)
+    monkeypatch.setattr(torch, "empty_like", lambda t, **options: made(t.shape, **({"dtype": t.dtype} | options)))
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_beside_a_tensor_is_touched(name, guarded, monkeypatch):
+    small_tiles(monkeypatch, splits=3 if "split" in name else 1)
+    torch.manual_seed(0)
+    assert in_a_child(lambda: RUNS[name](guarded)) == 0
+
+
+@pytest.mark.parametrize("past", [-1, V * N])
+def test_what_lies_beside_is_closed(past):
+    guarded = Guarded(at_end=past > 0)
+    x = guarded.like(torch.randn(N, V))
+    read = ctypes.c_float.from_address
+    assert math.isfinite(read(x.data_ptr() + 4 * (past - 1 if past > 0 else 0)).value)
+    assert in_a_child(lambda: read(x.data_ptr() + 4 * past).value) < 0

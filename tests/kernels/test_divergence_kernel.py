@@ -1,0 +1,347 @@
+"""The Triton kernel over pairs of rows: every kind, on rows that go wrong where a kernel is careless, wherever they lie.
+
+What the public functions make of it stands in ``test_divergence.py``.
+"""
+
+import itertools
+import math
+import operator
+
+import pytest
+import torch
+
+import reference
+from dllm_kernels._core._recipes import ALIASES, NAMES, checked_recipe
+from dllm_kernels._utils._transform import Transform
+from tests.conftest import DEVICE, every_time
+from tests.support.parity import assert_as_good_as_plain, assert_same_specials, largest, largest_error, poison_empty
+
+kernel = pytest.importorskip("dllm_kernels._backends.triton.divergence")
+tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+pytestmark = pytest.mark.indices
+
+INF, NAN = math.inf, math.nan
+TILE = 512  # of one warp: two or four 16-byte accesses a thread
+N = 6
+KINDS = {name: {"kind": name} for name in NAMES if name not in ALIASES} | {
+    "jsd, beta 0.9": {"kind": "jsd", "beta": 0.9},
+    "lk from soft_ce": {"kind": "lk", "base": "soft_ce", "eta": 0.0, "kl_scale": 0.5},
+    "lk, eta of 1e6": {"kind": "lk", "eta": 1e6},
+    "lk, negative eta": {"kind": "lk", "eta": -1.5},
+    "0.1 ce + 0.9 l1": {"kind": {"ce": 0.1, "l1": 0.9}},
+    "kl less tv": {"kind": {"kl": 1.0, "tv": -0.5}},
+    "kl and rkl": {"kind": {"kl": 0.5, "rkl": 0.3}},
+    "rkl beside sums": {"kind": {"rkl": 1.0, "jsd": 2.0, "teacher_ce": 0.3, "ce": 0.5}},
+    "all": {"kind": {name: 0.5 for name in NAMES if name not in ALIASES}},
+}
+STEPS = {
+    "as they are": ({}, {}),
+    "temperature": ({"scale": 1 / 0.7}, {"scale": 1 / 0.7}),
+    "all, of either side": ({"softcap": 5.0, "scale": 0.7, "skip_id": 2}, {"softcap": 9.0, "scale": 1.5, "skip_id": 2}),
+    "the student's alone": ({"softcap": 5.0}, {}),
+}
+
+
+@pytest.fixture(autouse=True)
+def _several_accesses_a_thread(monkeypatch):
+    poison_empty(monkeypatch)
+    tile_of(TILE, monkeypatch)
+
+
+def tile_of(columns, monkeypatch):
+    monkeypatch.setattr(tiles, "divergence_rows", lambda V, itemsize, **_: tiles.Tile(columns, 1))
+
+
+def drawn(V, dtype, seed=0):
+    """(logits ``[2, N / 2, V]``, teacher ``[1, N, V]``, the rest); row 4 has weight 0, and all of it is NaN."""
+    torch.manual_seed(seed)
+    z, t = ((3 * torch.randn(s, device=DEVICE)).to(dtype) for s in ((2, N // 2, V), (1, N, V)))
+    rest = {
+        "weights": torch.rand(N, device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) + 0.5,
+        "targets": torch.tensor([V - 1, -100, 0, V // 2, 0, V], device=DEVICE),
+        "teacher_rows": torch.tensor([2, 0, 5, 5, 4, 1], device=DEVICE),
+    }
+    rest["weights"][4] = 0
+    z.view(N, V)[4], t[0, 4] = NAN, NAN
+    return z, t, rest
+
+
+def launched(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, rows=True):
+    """(value, alpha, gradient, agree) of the kernel: in place on a copy, or to ``out`` by a launch of its own."""
+    recipe = checked_recipe(**options)
+    skip, y = steps[0].get("skip_id"), rest["targets"]
+    given = {
+        "teacher_rows": rest["teacher_rows"] if rows else None,
+        "targets": (y if skip is None else y.masked_fill(y == skip, -1)) if recipe.wants_targets else None,
+        "mean_alpha": rest.get("mean_alpha"), "transform": Transform(**steps[0]), "teacher_transform": Transform(**steps[1]),
+    }  # fmt: skip
+    in_place = with_grad and out is None
+    into = z.clone() if in_place else z
+    value, alpha, agree, kept = kernel.divergence(into, t, rest["weights"], recipe, **given, with_grad=in_place)
+    if out is not None:
+        kernel.divergence_grad(z, t, rest["weights"], recipe, kept, out, **given)
+    return value, alpha, into if in_place else out, agree
+
+
+def of_oracle(z, t, rest, options, steps, dtype, rows=True):
+    """The same of the oracle, in another dtype."""
+    z = z.to(dtype).requires_grad_()
+    n = z[..., 0].numel()
+    found = reference.divergence(
+        z.reshape(n, -1), t.to(dtype).reshape(-1, t.shape[-1]), rest["weights"].to(dtype), targets=rest["targets"],
+        teacher_rows=rest["teacher_rows"] if rows else None, **options, **steps[0], teacher_transform=steps[1],
+    )  # fmt: skip
+    (grad,) = torch.autograd.grad(found.loss, z)
+    return found.value.detach(), found.acceptance_rate, grad, found.agree
+
+
+LABELS = ("value", "alpha", "gradient")
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("V", [2 * TILE, 4 * TILE + 203, 2 * TILE - 5, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind, dtype, V, steps):
+    options, steps = KINDS[kind], STEPS[steps]
+    acc = torch.promote_types(dtype, torch.float32)
+    draws = [drawn(V, dtype, seed) for seed in range(6)]
+    exact, plain = ([of_oracle(*draw, options, steps, d) for draw in draws] for d in (torch.float64, acc))
+    ours = [launched(*draw, options, steps) for draw in draws[:1]]
+    both = [
+        reference.transformed(t.double(), **of_side) for draw in draws for t, of_side in zip(draw, steps, strict=False)
+    ]
+    terms = max(map(largest, both))
+    for place, label in enumerate(LABELS):
+        got, e, p = ([run[place] for run in runs] for runs in (ours, exact, plain))
+        sums = [V] * 3  # of the softmax of either side, and of the divergence
+        assert_as_good_as_plain(got, e, largest_error(p, e), label, sums, terms)
+    for o, e in zip(ours, exact, strict=False):
+        assert torch.equal(o[3], e[3])
+
+
+@pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
+def test_the_numbers_are_the_same_without_a_gradient(kind):
+    draw = drawn(TILE + 203, torch.float32)
+    value, alpha, grad, agree = launched(*draw, KINDS[kind], with_grad=False)
+    assert grad is None
+    for o, e in zip((value, alpha, agree), operator.itemgetter(0, 1, 3)(launched(*draw, KINDS[kind])), strict=True):
+        assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("steps", ["as they are", "all, of either side"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_gradient_from_kept_statistics_has_the_same_bits(kind, steps):
+    draw = drawn(2 * TILE + 203, torch.float32)
+    whole = launched(*draw, KINDS[kind], STEPS[steps])
+    kept = launched(*draw, KINDS[kind], STEPS[steps], out=torch.full_like(draw[0], NAN))
+    for o, e in zip(kept, whole, strict=True):
+        assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("V", [32000, 32768, 32769, 151936])
+def test_short_rows_leave_room_for_a_second_program(V, monkeypatch):
+    monkeypatch.undo()
+    warps = 8 if V <= 32768 else 16
+    for rule in (tiles.divergence_rows, tiles.linear_nll_rows):
+        assert rule(2 * V, 2).num_warps == rule(V, 4).num_warps == warps
+
+
+def pairs(V, dtype):
+    """(names, logits, teacher) of rows that go wrong somewhere."""
+    torch.manual_seed(V)
+    info = torch.finfo(dtype)
+    first, middle, last = 0, V // 2, V - 1
+
+    def tame():
+        return 2 * torch.randn(V, dtype=torch.float64)
+
+    def with_(value, *columns, row=None):
+        row = tame() if row is None else row.clone()
+        row[list(columns)] = value
+        return row
+
+    low, same = torch.full((V,), -INF, dtype=torch.float64), tame()
+    made = {
+        "tame": (tame(), tame()),
+        "the same": (same, same),
+        "the same but for a constant": (same, same + 4),
+        "two peaks": (with_(9.0, first, last), with_(10.0, last, row=with_(9.0, first))),
+        "two peaks, far": (with_(40.0, first, last), with_(41.0, last, row=with_(40.0, first))),
+        "far up and far down": (tame() + 1e4, tame() - 1e4),
+        "far apart": (with_(40.0, first), with_(40.0, last)),
+        "the student's far spread": (30 * tame(), tame()),
+        "the teacher's far spread": (tame(), 30 * tame()),
+        "far higher from its middle on": (tame() + 30.0 * (torch.arange(V) >= middle), tame()),
+        "one column each": (with_(0.0, middle, row=low), with_(1.0, middle, row=low)),
+        "other columns each": (with_(0.0, first, row=low), with_(0.0, last, row=low)),
+        "some -inf in both": (with_(-INF, *range(0, V, 3)), with_(-INF, *range(0, V, 3))),
+        "some -inf in the student": (with_(-INF, *range(middle)), tame()),
+        "some -inf in the teacher": (tame(), with_(-INF, *range(middle))),
+        "-inf and the lowest": (with_(info.min, last, row=low), with_(info.min, last, row=low)),
+        "all equal": (torch.ones(V, dtype=torch.float64), torch.zeros(V, dtype=torch.float64)),
+        "tie, the same lowest": (with_(9.0, first, last), with_(9.0, first, middle)),
+        "tie, another lowest": (with_(9.0, middle, last), with_(9.0, first, last)),
+        "nan": (with_(NAN, middle), tame()),
+        "the teacher's nan": (tame(), with_(NAN, last)),
+        "inf": (with_(INF, first), tame()),
+        "the teacher's inf": (tame(), with_(INF, first)),
+        "all -inf": (low, tame()),
+        "the teacher's all -inf": (tame(), low),
+    }
+    z, t = (torch.stack([pair[i] for pair in made.values()]).to(dtype).to(DEVICE) for i in (0, 1))
+    return list(made), z, t
+
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+OFTEN = [
+    ("kl", torch.bfloat16),
+    ("rkl", torch.float32),
+    ("all", torch.float32),
+    ("lk", torch.float16),
+    ("nla", torch.float64),
+]
+# Of the three that are computed in float32, one each.
+EACH = [pair for kind, dtype in zip(KINDS, itertools.cycle(DTYPES[:3])) for pair in ((kind, dtype), (kind, DTYPES[3]))]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), every_time(OFTEN, dict.fromkeys([*OFTEN, *EACH])))
+def test_every_kind_of_row(kind, dtype):
+    V = TILE + 203 if dtype in (torch.float32, torch.float16) else 2 * TILE
+    options, names = KINDS[kind], pairs(V, dtype)[0]
+    _, z, t = pairs(V, dtype)
+    acc = torch.promote_types(dtype, torch.float32)
+    rest = {
+        "weights": torch.rand(len(names), device=DEVICE, dtype=acc) + 0.5,
+        "targets": torch.full((len(names),), V // 2, device=DEVICE),
+    }
+    exact, plain = (of_oracle(z[None], t, rest, options, ({}, {}), d, rows=False) for d in (torch.float64, acc))
+    ours = launched(z[None], t[None], rest, options, rows=False)
+    assert torch.equal(ours[3], exact[3])
+    lost = exact[1].isnan()  # either row has no distribution
+    assert [name for name, of_row in zip(names, lost, strict=True) if of_row] == names[-6:]
+    assert all(found[lost].isnan().all() for found in (*ours[:2], ours[2][0]))
+    assert_same_specials(ours[0][~lost], exact[0][~lost])
+    assert_same_specials(ours[1][~lost], exact[1][~lost])
+    assert torch.equal(ours[2][0, ~lost].isnan().any(1), exact[2][0, ~lost].isnan().any(1))
+    finite = ~lost & exact[0].isfinite() & exact[2][0].isfinite().all(1)
+    near = torch.maximum(z.abs().nan_to_num(0, 0, 0).amax(1), t.abs().nan_to_num(0, 0, 0).amax(1)) < 12
+    for these in (finite & near, finite & ~near):
+        for o, e, p, label in zip(ours, exact, plain, LABELS, strict=False):
+            o, e, p = (x[0][these] if x.dim() == 3 else x[these] for x in (o, e, p))
+            sums = 1 if label == "alpha" else 3  # both softmaxes, and over what is made of them
+            assert_as_good_as_plain([o], [e], largest_error([p], [e]), f"{label} of {these}", sizes=[V] * sums)
+
+
+def in_memory_of_its_own(t, offset):
+    """The same rows at a distance of an odd number of columns, beginning ``offset`` columns into their memory."""
+    memory = torch.full((*t.shape[:-1], t.shape[-1] + 5 + t.shape[-1] % 2), NAN, dtype=t.dtype, device=DEVICE)
+    return memory[..., offset : offset + t.shape[-1]].copy_(t)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["kl", "rkl", "0.1 ce + 0.9 l1"])
+@pytest.mark.parametrize("V", [TILE, TILE + 13])
+def test_a_row_has_its_bits_wherever_it_lies(kind, V):
+    """And nothing beside it is written: in place, in other memory, at any offset, between other rows."""
+    z, t, rest = drawn(V, torch.bfloat16)
+    expected = launched(z, t, rest, KINDS[kind])
+    order = torch.tensor([3, 0, 5], device=DEVICE)
+    some = {"teacher_rows": rest["teacher_rows"], **{name: rest[name][order] for name in ("weights", "targets")}}
+    some["teacher_rows"] = some["teacher_rows"][order]
+    for offset in (0, 3):
+        its = in_memory_of_its_own(t, offset)
+        mine = in_memory_of_its_own(z.view(1, N, V)[:, order], 3 - offset)
+        out = in_memory_of_its_own(torch.zeros_like(mine), offset)
+        elsewhere = launched(mine, its, some, KINDS[kind], out=out)
+        in_place = launched(mine.clone(memory_format=torch.preserve_format), its, some, KINDS[kind])
+        for found in (elsewhere, in_place):
+            for o, e in zip(found[:2], expected[:2], strict=True):
+                assert torch.equal(o.nan_to_num(7.0), e[order].nan_to_num(7.0))
+            assert torch.equal(found[2].view(-1, V).nan_to_num(7.0), expected[2].view(-1, V)[order].nan_to_num(7.0))
+            assert torch.equal(found[3], expected[3][order])
+        assert torch.equal(mine, z.view(1, N, V)[:, order])
+        for view in (mine, its, out):
+            beside = view._base.clone()
+            beside[..., view.storage_offset() : view.storage_offset() + V] = NAN
+            assert beside.isnan().all()
+
+
+def test_rows_between_others_are_worked_on_where_they_lie():
+    z, t, rest = drawn(TILE + 13, torch.float32)
+    expected = launched(z, t, rest, KINDS["tv"])
+    wider = torch.full((2, N // 2 + 2, TILE + 13), NAN, device=DEVICE)
+    mine, its = (
+        wider.clone()[:, 1:-1].copy_(z),
+        torch.full((N, 2, TILE + 13), NAN, device=DEVICE)[:, :1].copy_(t.transpose(0, 1)),
+    )
+    recipe = checked_recipe("tv")
+    found = kernel.divergence(mine, its, rest["weights"], recipe, teacher_rows=rest["teacher_rows"], with_grad=True)
+    for o, e in zip((*found[:3], mine), (expected[0], expected[1], expected[3], expected[2]), strict=True):
+        assert torch.equal(o, e)
+    assert mine._base[:, [0, -1]].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["kl", "tv"])
+@pytest.mark.parametrize("offset", [0, 3])
+def test_rows_of_weight_0_are_written_as_zeros(kind, offset):
+    V = TILE + 13
+    z = in_memory_of_its_own(torch.full((1, N, V), NAN, device=DEVICE), offset)
+    z[0, 1] = torch.randn(V)
+    t = torch.randn(1, N, V, device=DEVICE)
+    weights = torch.zeros(N, device=DEVICE)
+    weights[1] = 0.5
+    value, alpha, agree, _ = kernel.divergence(z, t, weights, checked_recipe(kind), with_grad=True)
+    off = torch.arange(N, device=DEVICE) != 1
+    for found in (value[off], alpha[off], agree[off], z[0, off]):
+        assert (found == 0).all()
+    assert value[1] > 0 < alpha[1]
+    assert (z[0, 1] != 0).all()
+
+
+@pytest.mark.parametrize("count", [N, 0])
+def test_a_row_that_the_teacher_has_not_is_lost(count):
+    V = 2 * TILE
+    z, t, weights = (
+        torch.randn(1, 4, V, device=DEVICE),
+        torch.randn(1, count, V, device=DEVICE),
+        torch.ones(4, device=DEVICE),
+    )
+    rows = torch.tensor([-1, count, count + 2**40, 2**62], device=DEVICE)
+    value, alpha, agree, _ = kernel.divergence(z, t, weights, checked_recipe("kl"), teacher_rows=rows, with_grad=True)
+    assert value.isnan().all()
+    assert alpha.isnan().all()
+    assert not agree.any()
+    assert z.isnan().all()
+
+
+def test_lam_is_made_from_the_mean_where_it_is_given():
+    z, t, rest = drawn(TILE, torch.float32)
+    options = {"kind": {"lk": 0.5, "kl": 0.2}, "eta": 2.0, "alpha": "mean"}
+    exact, plain = (of_oracle(z, t, rest, options, ({}, {}), dtype) for dtype in (torch.float64, torch.float32))
+    on = rest["weights"] * (rest["weights"] != 0)
+    mean = (on * exact[1]).sum() / on.sum()
+    ours = launched(z, t, rest | {"mean_alpha": mean.float()}, options)
+    for o, e, p, label in zip(ours, exact, plain, LABELS, strict=False):
+        assert_as_good_as_plain([o], [e], largest_error([p], [e]), label, sizes={TILE, N})
+    other = launched(z, t, rest | {"mean_alpha": mean.float()}, options | {"alpha": "row"})
+    assert not torch.equal(other[0], ours[0])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("V", [1, 3, 16, 53])
+@pytest.mark.parametrize("kind", ["kl", "jsd", "0.1 ce + 0.9 l1"])
+def test_tiles_of_16_columns(kind, V, monkeypatch):
+    tile_of(16, monkeypatch)
+    test_every_kind(kind, torch.float32, V, "all, of either side" if V > 3 else "temperature")
+
+
+@pytest.mark.parametrize("kind", ["kl", "jsd", "0.1 ce + 0.9 l1"])
+def test_products_may_be_fused(kind, fused_products, monkeypatch):
+    """One column has probability 1 on both sides: what is left of z - z is the rounding of a scaled logit."""
+    test_tiles_of_16_columns(kind, 1, monkeypatch)
+
+
+def test_programs_run_in_any_order(last_program_first):
+    test_every_kind("0.1 ce + 0.9 l1", torch.float32, TILE + 203, "as they are")

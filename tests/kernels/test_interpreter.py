@@ -1,0 +1,212 @@
+"""The quicker interpreter against Triton's own: every kernel, to the bit."""
+
+import contextlib
+import functools
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import INTERPRETED
+from tests.support.parity import poison_empty, small_tiles
+
+if not INTERPRETED:
+    pytest.skip("kernels are compiled here", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from triton.language.semantic import TritonSemantic
+from triton.runtime.interpreter import GridExecutor, InterpreterError
+
+from dllm_kernels import corruption, ops
+from dllm_kernels._backends import triton as kernels
+from dllm_kernels._backends.triton import _corruption_tiles, divergence
+from dllm_kernels._core._recipes import checked_recipe
+from tests.kernels.test_bounds import RUNS, B, N, V
+from tests.support import interpreter
+
+
+class AsTheyCome:
+    """In place of memory between closed pages."""
+
+    like = staticmethod(lambda t: t)
+
+
+def backward_of_a_multiple(_):
+    h, w = (torch.randn(s, requires_grad=True) for s in ((N, 6), (V, 6)))
+    (3 * ops.weighted_linear_nll(h, w, torch.arange(N), torch.rand(N), backend="triton").loss).backward()
+
+
+def token_nll_in_place(_):
+    x = torch.randn(N, V, requires_grad=True)
+    nll = ops.token_nll(x * 1, torch.arange(N), inplace_backward=True, backend="triton").nll
+    nll.sum().backward()
+
+
+def linear_row_stats(_):
+    h, w = (torch.randn(s, requires_grad=True) for s in ((N, 6), (V, 6)))
+    mix = torch.rand(N), torch.rand(N) + 0.1
+    out = ops.linear_row_stats(h, w, torch.arange(N), entropy=True, mix=mix, chunk_size=2, backend="triton")
+    sum(t.sum() for t in out[:4] if t is not None).backward()
+
+
+def divergence_without_teacher_rows(_):
+    """In place: every row of the student names a row that the teacher does not have."""
+    z, no_rows, known = torch.randn(1, N, V), torch.empty(1, 0, V), torch.zeros(N, dtype=torch.int64)
+    divergence.divergence(z, no_rows, torch.ones(N), checked_recipe("kl"), teacher_rows=known, with_grad=True)
+
+
+CALLS = RUNS | {
+    "divergence, no row of the teacher": divergence_without_teacher_rows,
+    "token_nll, in place": token_nll_in_place,
+    "linear_row_stats, in place": linear_row_stats,
+    "corrupt_blockwise, keys in memory": RUNS["corrupt_blockwise"],
+    "gumbel_topk, keys in memory": RUNS["gumbel_topk"],
+    "weighted_linear_nll, times 3": backward_of_a_multiple,
+    "sample_level": lambda _: corruption.sample_level(B, seeds=torch.arange(B), backend="triton"),
+}
+
+
+def launches(name, monkeypatch):
+    """The kernel of each launch of a call, and the bits that its tensors hold afterwards."""
+    found, call = [], GridExecutor.__call__
+
+    def launch(self, *arguments, **options):
+        call(self, *arguments, **options)
+        tensors = [t for t in (*arguments, *options.values()) if torch.is_tensor(t)]
+        found.append((self.fn.__name__, [t.detach().contiguous().view(-1).view(torch.uint8).clone() for t in tensors]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(GridExecutor, "__call__", launch)
+        small_tiles(patch, splits=3 if "split" in name else 1)
+        poison_empty(patch)
+        if "in memory" in name:
+            patch.setattr(_corruption_tiles, "select", lambda *_: _corruption_tiles.SelectTile(1, 8, 1, True))
+        torch.manual_seed(0)
+        CALLS[name](AsTheyCome)
+    return found
+
+
+def launched_somewhere():
+    """The names that stand before ``[grid](...)`` in a launcher."""
+    sources = [Path(m.module_finder.path, f"{m.name}.py").read_text() for m in pkgutil.iter_modules(kernels.__path__)]
+    return {name for source in sources for name in re.findall(r"(\w+)\[(?:grid|\(.*\))\]\(", source)}
+
+
+def assert_same_bits(name, monkeypatch):
+    """With Triton's own interpreter as with the quick one; the kernels that the call launches."""
+    quick = launches(name, monkeypatch)
+    with interpreter.tritons_own():
+        own = launches(name, monkeypatch)
+    assert [kernel for kernel, _ in quick] == [kernel for kernel, _ in own], name
+    for (kernel, ours), (_, theirs) in zip(quick, own, strict=True):
+        assert len(ours) > 0
+        assert all(map(torch.equal, ours, theirs)), (name, kernel)
+    return {kernel for kernel, _ in quick}
+
+
+@pytest.mark.parametrize("name", ["token_nll, split rows", "weighted_linear_nll, torch.float32", "corrupt_mix"])
+def test_a_kernel_leaves_the_same_bits(name, monkeypatch):
+    assert assert_same_bits(name, monkeypatch)
+
+
+@pytest.mark.exhaustive  # Triton's own is slow
+def test_every_kernel_leaves_the_same_bits(monkeypatch):
+    launched = set().union(*(assert_same_bits(name, monkeypatch) for name in CALLS))
+    assert launched == launched_somewhere()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_program_touches_what_another_one_writes(name, monkeypatch):
+    with interpreter.programs_apart() as apart:
+        kernels_of_call = {kernel for kernel, _ in launches(name, monkeypatch)}
+    assert apart == kernels_of_call != set()
+
+
+@triton.jit
+def _neighbours(x_ptr, out_ptr, first, STEP: tl.constexpr):
+    n = tl.program_id(0)
+    tl.store(out_ptr + n * STEP, tl.load(x_ptr + first + n))
+
+
+@pytest.mark.parametrize(
+    ("first", "in_place", "step", "race"),
+    [(0, True, 1, False), (1, True, 1, True), (1, False, 1, False), (0, False, 0, True)],
+)
+def test_programs_that_share_an_address_are_found(first, in_place, step, race):
+    x = torch.zeros(4)
+    expected = pytest.raises(AssertionError, match="programs of _neighbours") if race else contextlib.nullcontext()
+    with expected, interpreter.programs_apart():
+        _neighbours[(3,)](x, x if in_place else torch.zeros(3), first, STEP=step)
+
+
+@triton.jit
+def _doubled(x):
+    return tl.sum(x, 0) * 2
+
+
+@triton.jit
+def _at(out_ptr, n, SIZE: tl.constexpr):
+    i = tl.arange(0, SIZE)
+    for k in range(n):
+        tl.store(out_ptr + k, _doubled(i * n))
+
+
+def test_a_launch_puts_back_what_it_replaced():
+    owners = tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.block_type, TritonSemantic, interpreter.triton_interpreter
+    before = [dict(vars(owner)) for owner in owners]
+    out = torch.zeros(3, dtype=torch.int32)
+    for _ in range(2):
+        _at[(1,)](out, 3, SIZE=4)
+        assert out.tolist() == [36, 36, 36]
+        assert [dict(vars(owner)) for owner in owners] == before
+
+
+def test_a_launch_that_fails_puts_back_what_it_replaced():
+    with pytest.raises(InterpreterError):
+        _at[(1,)](torch.zeros(3), None, SIZE=4)
+    test_a_launch_puts_back_what_it_replaced()
+
+
+def test_internals_that_are_not_known_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(interpreter.triton_interpreter, "_patch_lang", interpreter.THEIRS)
+    monkeypatch.setattr(interpreter, "KNOWN", {})
+    interpreter.install()
+    assert interpreter.triton_interpreter._patch_lang is interpreter.THEIRS
+
+
+def test_types_that_are_not_known_are_made_by_triton(monkeypatch):
+    monkeypatch.setattr(interpreter, "KNOWN_TYPES", {})
+    monkeypatch.setattr(interpreter.triton_interpreter, "_patch_lang", interpreter.patched_once())
+    monkeypatch.setattr(tl.block_type, "__init__", made := counted(tl.block_type.__init__))
+    test_a_launch_puts_back_what_it_replaced()
+    assert made.calls > 0
+
+
+def counted(function):
+    @functools.wraps(function)
+    def call(*arguments):
+        call.calls += 1
+        return function(*arguments)
+
+    call.calls = 0
+    return call
+
+
+@triton.jit
+def _far(out_ptr, n):
+    tl.store(out_ptr + tl.program_id(0) * n * 0, 1)
+
+
+@pytest.mark.indices
+def test_an_index_that_leaves_32_bits_is_an_error():
+    out = torch.zeros(1, dtype=torch.int32)
+    _far[(2,)](out, 2**30)
+    with pytest.raises(InterpreterError, match="int32 overflow"):
+        _far[(5,)](out, 2**30)
+
+
+def test_elsewhere_it_is_not_looked_at():
+    _far[(5,)](torch.zeros(1, dtype=torch.int32), 2**30)

@@ -1,0 +1,217 @@
+"""The row kernels on rows that go wrong where a kernel is careless, in tiles that hold several accesses of a thread.
+
+One batch holds every kind of row, so that none may disturb another; vocabularies end within and at the edge of a tile.
+"""
+
+import math
+
+import pytest
+import torch
+
+import reference
+from dllm_kernels import ops
+from tests.conftest import DEVICE
+from tests.support.parity import (
+    assert_as_good_as_plain,
+    assert_same_specials,
+    largest_error,
+    poison_empty,
+    value_and_grads,
+)
+
+pytestmark = pytest.mark.indices
+
+token_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.token_nll")
+linear_nll_kernels = pytest.importorskip("dllm_kernels._backends.triton.linear_nll")
+tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
+
+INF, NAN = math.inf, math.nan
+TILE = 512  # of one warp: four 16-byte accesses a thread for float32, two for 16 bits
+VOCABULARIES = (2 * TILE, 2 * TILE + 203, TILE - 5, 3)
+
+
+@pytest.fixture(autouse=True)
+def _several_accesses_a_thread(monkeypatch):
+    poison_empty(monkeypatch)
+    monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(TILE, 1))
+    monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(TILE, 1, 2))
+    monkeypatch.setattr(tiles, "linear_nll_rows", lambda V, itemsize, **_: tiles.Tile(TILE, 1))
+
+
+def rows(V, dtype):
+    """(logits, targets) by the name of the row."""
+    torch.manual_seed(V)
+    info = torch.finfo(dtype)
+    high = 1e4
+    first, middle, last = 0, V // 2, V - 1
+
+    def drawn():
+        return 2 * torch.randn(V, dtype=torch.float64)
+
+    def with_(values, *columns, row=None):
+        row = drawn() if row is None else row
+        row[list(columns)] = values
+        return row
+
+    peak = 9.0  # little above the others: its NLL is of the size of the logits
+    made = {
+        "tame": (drawn(), middle),
+        "up": (drawn() + high, first),
+        "down": (drawn() - high, last),
+        "up at some": (with_(high, *range(0, V, 7)), last),
+        "far higher from its middle on": (drawn() + 40.0 * (torch.arange(V) >= middle), last),
+        "far higher at its end": (with_(60.0, *range(V - V // 50, V)), first),
+        "one of all": (with_(high, first, row=torch.full((V,), -high, dtype=torch.float64)), first),
+        "first half -inf": (with_(-INF, *range(middle)), last),
+        "all -inf but the last": (with_(0.0, last, row=torch.full((V,), -INF, dtype=torch.float64)), last),
+        "all -inf": (torch.full((V,), -INF, dtype=torch.float64), first),
+        "-inf and the lowest": (with_(info.min, last, row=torch.full((V,), -INF, dtype=torch.float64)), last),
+        "all the lowest": (torch.full((V,), info.min, dtype=torch.float64), middle),
+        "all the largest": (torch.full((V,), info.max / 2, dtype=torch.float64), first),
+        "largest beside lowest": (with_(info.max, middle, row=torch.full((V,), info.min, dtype=torch.float64)), middle),
+        "nan": (with_(NAN, middle), first),
+        "inf": (with_(INF, middle), first),
+        "argmax": (with_(peak, middle), middle),
+        "tie, lower in the first tile": (with_(peak, first, last), last),
+        "tie, higher in the last tile": (with_(peak, first, last), first),
+        "tie, just below": (with_(peak, max(middle - 1, 0), middle), middle),
+        "tie, just above": (with_(peak, middle, min(middle + 1, last)), middle),
+        "all equal, first": (torch.ones(V, dtype=torch.float64), first),
+        "all equal, last": (torch.ones(V, dtype=torch.float64), last),
+        "target too large": (drawn(), V + 3),
+        "target far too large": (drawn(), 2**32 + 1),
+        "target negative": (drawn(), -5),
+    }
+    logits = torch.stack([row for row, _ in made.values()]).to(dtype)
+    return list(made), logits.to(DEVICE), torch.tensor([y for _, y in made.values()], device=DEVICE)
+
+
+def exact_and_plain(logits, targets, scale):
+    """(nll, gradient) in float64 and in the dtype of the sums, and the argmax-match."""
+    acc = torch.promote_types(logits.dtype, torch.float32)
+    both = (
+        value_and_grads(lambda x: reference.token_nll(x, targets), [logits.to(dtype)], scale)
+        for dtype in (torch.float64, acc)
+    )
+    return (*both, reference.argmax_match(logits, targets))
+
+
+def in_rows_of_their_own(logits, offset):
+    """The same rows at a distance of an odd number of columns, beginning ``offset`` columns into their memory."""
+    N, V = logits.shape
+    memory = torch.full((N, V + 5 + (V % 2)), NAN, dtype=logits.dtype, device=DEVICE)
+    view = memory[:, offset : offset + V]
+    return view.copy_(logits)
+
+
+# Each gives (nll, gradient, argmax-match, factor of the gradient that is still to come).
+
+
+def forward_and_backward(logits, targets, scale):
+    nll, row_max, log_sum, correct = token_nll_kernels.row_stats(logits[None], targets, with_correct=True)
+    grad = torch.empty_like(logits)
+    token_nll_kernels.row_grad(logits[None], targets, scale, row_max, log_sum, grad[None])
+    return nll, grad, correct, torch.ones_like(scale).unsqueeze(1)
+
+
+def over_a_chunk(logits, targets, scale):
+    nll, _, _, correct = linear_nll_kernels.row_nll_grad_(logits, targets, scale, with_correct=True)
+    return nll, logits, correct, torch.ones_like(scale).unsqueeze(1)
+
+
+PATHS = {
+    "whole rows": forward_and_backward,
+    "split rows": forward_and_backward,
+    "chunk": over_a_chunk,
+}
+
+
+DTYPES = {
+    "whole rows": (torch.bfloat16, torch.float16, torch.float32, torch.float64),
+    "split rows": (torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    "chunk": (torch.float64, torch.bfloat16, torch.float16, torch.float32),
+}
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("V", VOCABULARIES)
+@pytest.mark.parametrize(("path", "dtype"), [(p, dtype) for p in PATHS for dtype in DTYPES[p]], ids=str)
+def test_every_kind_of_row(path, V, dtype, monkeypatch):
+    if path == "split rows":
+        monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(TILE, 1, 3))
+    names, logits, targets = rows(V, dtype)
+    scale = torch.rand(len(names), device=DEVICE, dtype=torch.promote_types(dtype, torch.float32)) + 0.5
+    exact, plain, matches = exact_and_plain(logits, targets, scale)
+    ordinary = logits.abs().amax(1) < 10
+    for offset in (None, 3):
+        theirs = logits.clone() if offset is None else in_rows_of_their_own(logits, offset)
+        nll, grad, correct, factor = PATHS[path](theirs, targets, scale)
+        for i, name in enumerate(names):
+            assert_same_specials(nll[i], exact[0][i], name)
+            assert correct[i] == (matches[i] & ~exact[0][i].isnan()), name
+            assert (grad[i] * factor[i]).isnan().any() == exact[0][i].isnan(), name
+        one_by_one = (~ordinary & ~exact[0].isnan()).nonzero().tolist()
+        for these in (ordinary & ~exact[0].isnan(), *one_by_one):
+            for ours, e, p in ((nll, exact[0], plain[0]), (grad, exact[1] / factor, plain[1] / factor)):
+                error = largest_error([p[these].double()], [e[these]])
+                assert_as_good_as_plain([ours[these]], [e[these]], error, f"{these}, offset {offset}", sizes={V})
+
+
+@pytest.mark.parametrize("path", [forward_and_backward, over_a_chunk])
+@pytest.mark.parametrize(("V", "offset"), [(TILE, 0), (TILE + 13, 1)])
+def test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(path, V, offset):
+    """And what lies beside the rows is not written at all."""
+    skipped, weightless, read = [1, 4, 5], [2, 8, 9], [0, 3, 6, 7]  # beginning wherever a row may, of 16 bytes
+    logits = in_rows_of_their_own(torch.full((10, V), NAN, device=DEVICE), offset)
+    logits[read] = torch.randn(len(read), V, device=DEVICE)
+    targets, scale = torch.full((10,), 4, device=DEVICE), torch.full((10,), 2.0, device=DEVICE)
+    targets[skipped], scale[weightless] = -100, 0
+    nll, grad, correct, factor = path(logits, targets, scale)
+    grad = grad * factor
+    assert (nll[skipped] == 0).all()
+    assert nll[weightless].isnan().all()
+    assert not correct[skipped + weightless].any()
+    assert (grad[skipped + weightless] == 0).all()
+    assert (grad[read] != 0).all()
+    beside = logits._base.clone()
+    beside[:, offset : offset + V] = NAN
+    assert beside.isnan().all()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_programs_run_in_any_order(path, last_program_first, monkeypatch):
+    test_every_kind_of_row(path, TILE + 13, torch.float32, monkeypatch)
+    test_what_is_skipped_or_weighs_nothing_is_written_as_zeros(PATHS[path], TILE, 0)
+
+
+def without_rows(op, *of_rows, **options):
+    """A call of an op on logits ``[0, 7]``, forward and backward."""
+
+    def call():
+        x = torch.zeros(0, 7, device=DEVICE, requires_grad=True)
+        found = op(x, *(t.to(DEVICE) for t in of_rows), backend="triton", **options)[0]
+        (gradient,) = torch.autograd.grad(found.sum(), x)
+        assert gradient.shape == x.shape
+
+    return call
+
+
+NO_IDS, NONE = torch.empty(0, dtype=torch.int64), torch.empty(0)
+NO_ROWS = {
+    "token_nll": without_rows(ops.token_nll, NO_IDS, with_correct=True),
+    "weighted_nll": without_rows(ops.weighted_nll, NO_IDS, NONE),
+    "row_stats": without_rows(ops.row_stats, NO_IDS, entropy=True),
+    "divergence": without_rows(ops.divergence, torch.empty(0, 7)),
+    "gumbel_topk": lambda: ops.gumbel_topk_mask(torch.empty(0, 7, device=DEVICE), 1, backend="triton"),
+}
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="counts what Triton's interpreter launches")
+@pytest.mark.parametrize("name", NO_ROWS)
+def test_without_rows_nothing_is_launched(name, monkeypatch):
+    from triton.runtime import interpreter
+
+    launches = []
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", lambda *args, **options: launches.append(args))
+    NO_ROWS[name]()
+    assert not launches

@@ -1,0 +1,706 @@
+"""Distillation of a drafter: its trainers' objectives by their own code and by their formulas, what it costs, bad input."""
+
+import importlib
+import math
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels import DraftDistillationLoss, acceptance_length, dpace_weights, linear_divergence
+from tests.conftest import DEVICE
+from tests.support import trainers
+from tests.support.parity import value_and_grads
+
+NAN = math.nan
+B, N, BLOCK, V, D = 2, 3, 4, 19, 8  # blocks of BLOCK rows, the anchor's with them
+T = N * BLOCK
+forms = pytest.mark.parametrize("form", ["logits", "hidden"])
+
+
+def drawn(seed=0, dtype=torch.float32):
+    """Hidden states of both models, their head, targets, rows that count (no anchor does), logits of a confidence head."""
+    torch.manual_seed(seed)
+    mask = torch.rand(B, T) < 0.7
+    mask[:, ::BLOCK] = False
+    drawn = {
+        "hidden": torch.randn(B, T, D, dtype=dtype),
+        "head": torch.randn(V, D, dtype=dtype),
+        "teacher": torch.randn(B, T, D, dtype=dtype),
+        "targets": torch.randint(0, V, (B, T)),
+        "mask": mask,
+        "confidence": torch.randn(B, T, dtype=dtype),
+    }
+    return SimpleNamespace(**{name: t.to(DEVICE) for name, t in drawn.items()})
+
+
+def total(loss, form, i, h, w, **given):
+    """From either form, of a teacher that shares the head."""
+    if form == "logits":
+        teacher = F.linear(i.teacher, w).detach()
+        return loss(F.linear(h, w), teacher, i.targets, i.mask, **given)
+    return loss.forward_fused(h, w, i.teacher, i.targets, i.mask, **given)
+
+
+def assert_same(ours, theirs, *leaves):
+    """The value and all gradients."""
+    one = torch.ones((), device=DEVICE)
+    for a, b in zip(value_and_grads(ours, leaves, one), value_and_grads(theirs, leaves, one), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def labelled(value):
+    """The name of a parameter in a test's: the same in each process, whatever random numbers it holds."""
+    if isinstance(value, dict):
+        return ",".join(f"{k}={labelled(v)}" for k, v in value.items()) or "default"
+    return f"tensor{list(value.shape)}" if isinstance(value, torch.Tensor) else str(value)
+
+
+# The trainers' objectives --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def specforge():
+    with trainers.loaded(trainers.SPECFORGE, "algorithms.common.dflash_family_model") as modules:
+        yield modules.dflash_family_model
+
+
+@pytest.fixture(scope="module")
+def speculators():
+    metrics = "speculators.models.dflash.metrics", "speculators.models.dspark.metrics"
+    with trainers.loaded(trainers.SPECULATORS, "losses.utils", "losses.eager") as losses:
+        dflash, dspark = map(importlib.import_module, metrics)
+        yield SimpleNamespace(losses=losses.utils, eager=losses.eager, dflash=dflash, dspark=dspark)
+
+
+def specforge_model(owner, w, **settings):
+    """A training wrapper of that class without a draft model: its objective is a function of hidden states and the head."""
+    model = owner.__new__(owner)
+    torch.nn.Module.__init__(model)
+    model.lm_head = lambda h: F.linear(h, w)
+    model.block_size, model.objective_chunk_blocks = BLOCK, 0
+    for name, value in settings.items():
+        setattr(model, name, value)
+    return model
+
+
+def in_blocks(t):
+    return t.reshape(B, N, BLOCK, *t.shape[2:])
+
+
+def specforge_dflash(specforge, i, h, w, loss_type="dflash", gamma=None, alpha=0.5):
+    """What its forward pass does after the draft model, over the chunks of blocks."""
+    model = specforge_model(
+        specforge.OnlineDFlashModel, w, loss_type=loss_type, loss_decay_gamma=gamma, dpace_alpha=alpha
+    )
+    rows = (in_blocks(t) for t in (h, i.targets, i.mask.to(h.dtype)))
+    numerator, denominator, *_ = specforge.checkpointed_chunk_reduce(
+        model._dflash_objective_chunk_terms, *rows, chunk_size=2, dim=1
+    )
+    return numerator / (denominator if loss_type == "dflash" else float(B))
+
+
+def formula_of_dflash(i, h, w, loss_type="dflash", gamma=None, alpha=0.5):
+    nll = F.cross_entropy(F.linear(h, w).flatten(0, 1), i.targets.flatten(), reduction="none").reshape(B, T)
+    mask = i.mask.to(h.dtype)
+    if loss_type == "dflash":
+        k = torch.arange(T, device=h.device) % BLOCK
+        weights = mask * (torch.exp(-(k - 1).clamp(min=0) / gamma) if gamma else 1.0)
+        return (weights * nll).sum() / weights.sum()
+    q = torch.exp(-nll.detach())
+    weights = reference.dpace_weights(in_blocks(q), in_blocks(mask), alpha, loss_type).reshape(B, T)
+    return (weights * nll).sum() / B
+
+
+def specforge_dspark(specforge, i, h, w, s, gamma, teacher_rows):
+    """Its teacher's hidden states are those of the sequence, of which each row is given the one before its label's."""
+    draft_model = SimpleNamespace(
+        apply_logits_head=lambda base, **_: base, predict_confidence=lambda *_, **__: in_blocks(s), confidence_head=True
+    )
+    model = specforge_model(
+        specforge.OnlineDSparkModel, w, loss_decay_gamma=gamma, dspark_ce_loss_alpha=0.1, dspark_l1_loss_alpha=0.9,
+        dspark_confidence_head_alpha=1.0,
+    )  # fmt: skip
+    vars(model)["draft_model"] = draft_model
+    loss, metrics = model._compute_dspark_loss(
+        output_hidden=h, target_ids=in_blocks(i.targets), eval_mask=in_blocks(i.mask),
+        prev_token_ids=in_blocks(i.targets), safe_label_indices=in_blocks(teacher_rows % T) + 1,
+        target_last_hidden_states=F.pad(i.teacher, (0, 0, 0, 1)),
+    )  # fmt: skip
+    return loss, metrics["ratio_metrics"]
+
+
+def formula_of_dspark(i, h, w, s, gamma, teacher_rows):
+    z, t = F.linear(h, w), F.linear(i.teacher, w).detach().flatten(0, 1)[teacher_rows]
+    p, q = z.softmax(-1), t.softmax(-1)
+    nll = F.cross_entropy(z.flatten(0, 1), i.targets.flatten(), reduction="none").reshape(B, T)
+    l1 = (p - q).abs().sum(-1)
+    bce = F.binary_cross_entropy_with_logits(s, (1 - l1 / 2).detach().clamp(0, 1), reduction="none")
+    weights = i.mask * (torch.exp(-(torch.arange(T, device=h.device) % BLOCK) / gamma) if gamma else 1.0)
+    return (weights * (0.1 * nll + 0.9 * l1 + bce)).sum() / weights.sum()
+
+
+LABELS = ("dpace", "dpace-cumulative-confidence-only", "dpace-continuation-value-only")
+DFLASH = [("dflash", None), ("dflash", 5.0), *((name, None) for name in LABELS)]
+OWN_NAMES = dict(zip(LABELS, ("dpace", "prefix", "continuation"), strict=True))
+
+
+def ours_of_dflash(form, loss_type, gamma, i):
+    if loss_type == "dflash":
+        loss = DraftDistillationLoss.preset("specforge-dflash", loss_gamma=gamma)
+    else:
+        loss = DraftDistillationLoss.preset("specforge-dpace", position_weights=loss_type)
+    given = {"num_sequences": B, "block_size": BLOCK}
+    if form == "logits":
+        return lambda h, w: loss(F.linear(h, w), None, i.targets, i.mask, **given).total_loss
+    return lambda h, w: loss.forward_fused(h, w, None, i.targets, i.mask, **given).total_loss
+
+
+@forms
+@pytest.mark.parametrize(("loss_type", "gamma"), DFLASH)
+def test_the_formulas_of_specforge_without_a_teacher(form, loss_type, gamma):
+    i = drawn()
+    ours, name = ours_of_dflash(form, loss_type, gamma, i), OWN_NAMES.get(loss_type, loss_type)
+    assert_same(ours, lambda h, w: formula_of_dflash(i, h, w, name, gamma), i.hidden, i.head)
+
+
+@pytest.mark.parametrize(("loss_type", "gamma"), DFLASH)
+def test_specforge_without_a_teacher(specforge, loss_type, gamma):
+    i = drawn()
+    ours = ours_of_dflash("hidden", loss_type, gamma, i)
+    assert_same(ours, lambda h, w: specforge_dflash(specforge, i, h, w, loss_type, gamma), i.hidden, i.head)
+
+
+def rows_of_a_teacher():
+    """Each row's, in a sequence of its own, in any order and more than once."""
+    torch.manual_seed(1)
+    return (torch.randint(0, T, (B, T)) + T * torch.arange(B)[:, None]).to(DEVICE)
+
+
+def ours_of_dspark(i, gamma, teacher_rows, found=None):
+    loss = DraftDistillationLoss.preset("specforge-dspark", loss_gamma=gamma)
+
+    def value(h, w, s):
+        out = loss.forward_fused(
+            h, w, i.teacher, i.targets, i.mask, block_size=BLOCK, teacher_rows=teacher_rows, confidence_logits=s
+        )
+        if found is not None:
+            found.append(out)
+        return out.total_loss
+
+    return value
+
+
+@pytest.mark.parametrize("gamma", [None, 3.0])
+def test_the_formula_of_dspark(gamma):
+    """The teacher's rows are read where they are."""
+    i, rows = drawn(), rows_of_a_teacher()
+    theirs = lambda h, w, s: formula_of_dspark(i, h, w, s, gamma, rows)  # noqa: E731
+    assert_same(ours_of_dspark(i, gamma, rows), theirs, i.hidden, i.head, i.confidence)
+
+
+@pytest.mark.parametrize("gamma", [None, 3.0])
+def test_dspark_of_specforge(specforge, gamma):
+    """And its metrics: agreement with the teacher, and what sampling accepts of a block, a bonus token with it.
+
+    There a row that is not valid ends the block, as all behind it are not valid either.
+    """
+    i, rows, found, metrics = drawn(), rows_of_a_teacher(), [], []
+    i.mask = in_blocks(torch.rand(B, T, device=DEVICE) < 0.8).int().cumprod(-1).bool().reshape(B, T)
+
+    def theirs(h, w, s):
+        loss, of_call = specforge_dspark(specforge, i, h, w, s, gamma, rows)
+        metrics.append(of_call)
+        return loss
+
+    assert_same(ours_of_dspark(i, gamma, rows, found), theirs, i.hidden, i.head, i.confidence)
+    agreed, counted = metrics[0]["teacher_agreement"]
+    assert found[0].draft_correct.sum() == agreed
+    assert i.mask.sum() == counted
+    lengths, blocks = metrics[0]["tau_probabilistic"]
+    length = acceptance_length(found[0], i.mask, BLOCK, anchor_row=True, bonus=True, sampling=True)
+    torch.testing.assert_close(length, (lengths / blocks).float())
+
+
+# (preset, changes, its loss function, how it weighs, whether the anchor predicts)
+SPECULATORS = {
+    "dflash, as trained": ("speculators-dflash", {}, "ce", "dpace", False),
+    "dflash, as its function": (
+        "speculators-dflash", {"kind": "kl", "position_weights": "decay"}, "kl_div", "fixed-exp-decay", False,
+    ),
+    "dspark": ("speculators-dspark", {}, "kl_div", "fixed-exp-decay", True),
+    "dspark, two kinds": (
+        "speculators-dspark", {"kind": {"teacher_ce": 0.1, "tv": 0.9}}, '{"ce": 0.1, "tv": 0.9}', "fixed-exp-decay", True,
+    ),
+}  # fmt: skip
+
+
+def plain_speculators(i, h, w, s, loss_fn, weighting, from_anchor):
+    """All sequences of the batch one after the other in one, as it packs them."""
+    z, t, mask = (
+        F.linear(h, w).flatten(0, 1),
+        F.linear(i.teacher, w).detach().flatten(0, 1),
+        i.mask.flatten().to(h.dtype),
+    )
+    log_p, log_q, k = z.log_softmax(-1), t.log_softmax(-1), torch.arange(B * T, device=h.device) % BLOCK
+    a = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
+    ce = F.cross_entropy(z, t.argmax(-1), reduction="none")
+    value = {"ce": ce, "kl_div": F.kl_div(log_p, log_q, reduction="none", log_target=True).sum(-1)}.get(loss_fn)
+    value = 0.1 * ce + 0.9 * (1 - a) if value is None else value
+    decay = torch.exp(-k / 4.0) if from_anchor else torch.exp(-(k - 1).clamp(min=0) / 4.0) * (k > 0)
+    weights = mask * decay
+    if weighting == "dpace":
+        q = torch.exp(-ce.detach()).reshape(-1, BLOCK)
+        weights = reference.dpace_weights(q, mask.reshape(-1, BLOCK)).flatten()
+    bce = (
+        0.0 if s is None else F.binary_cross_entropy_with_logits(s.flatten(), a.detach().clamp(0, 1), reduction="none")
+    )
+    return (weights * (value + bce)).sum() / (mask.sum() + 1e-5)
+
+
+def speculators_metrics(speculators, i, h, w, s, loss_fn, weighting, from_anchor):
+    config = speculators.losses.resolve_loss_config(loss_fn, "eager")
+    z, t, mask = (
+        F.linear(h, w).reshape(1, B * T, V),
+        F.linear(i.teacher, w).detach().reshape(1, B * T, V),
+        i.mask.reshape(1, -1),
+    )
+    settings = {
+        "block_size": BLOCK, "gamma": 4.0, "loss_config": config, "per_position_loss_weight": weighting,
+        "sample_from_anchor": from_anchor,
+    }  # fmt: skip
+    if s is None:
+        return speculators.dflash.compute_metrics(z, t, mask, **settings)
+    return speculators.dspark.compute_metrics(
+        z, t, s.reshape(1, -1), mask, tv_loss_fn=speculators.eager.tv_loss, **settings
+    )
+
+
+def speculators_case(name, form, i, found=None):
+    """(ours, the inputs that both take, their arguments behind these)."""
+    preset, changes, *theirs = SPECULATORS[name]
+    loss = DraftDistillationLoss.preset(preset, **changes)
+    if theirs[-1]:
+        i.mask[:, ::BLOCK] = True
+    leaves = [i.hidden, i.head] + ([i.confidence] if preset == "speculators-dspark" else [])
+
+    def ours(h, w, s=None):
+        given = {"num_tokens": i.mask.sum() + 1e-5, "block_size": BLOCK, "confidence_logits": s}
+        out = total(loss, form, i, h, w, **given)
+        if found is not None:
+            found.append(out)
+        return out.total_loss
+
+    return ours, leaves, theirs
+
+
+@forms
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_the_formulas_of_speculators(name, form):
+    i = drawn()
+    ours, leaves, theirs = speculators_case(name, form, i)
+    assert_same(ours, lambda h, w, s=None: plain_speculators(i, h, w, s, *theirs), *leaves)
+
+
+@pytest.mark.parametrize("name", SPECULATORS)
+def test_speculators(speculators, name):
+    """And its metrics: accuracy at each position, the length of the greedy prefix, and by sampling.
+
+    There a row that is not valid ends the block, as all behind it are not valid either.
+    """
+    i, found, metrics = drawn(), [], []
+    i.mask = in_blocks(i.mask | (torch.arange(T, device=DEVICE) % BLOCK == 0)).int().cumprod(-1).bool().reshape(B, T)
+    i.mask[:, ::BLOCK] = False
+    ours, leaves, theirs = speculators_case(name, "hidden", i, found)
+
+    def value(h, w, s=None):
+        loss, of_call = speculators_metrics(speculators, i, h, w, s, *theirs)
+        metrics.append(of_call)
+        return loss
+
+    assert_same(ours, value, *leaves)
+    out, of_call, first = found[0], metrics[0], 0 if theirs[-1] else 1
+    for k in range(first, BLOCK):
+        assert out.draft_correct_per_pos[k] == of_call[f"position_{k}_acc_sum"]
+        assert out.draft_count_per_pos[k] == of_call[f"position_{k}_acc_total"]
+    given = {"anchor_row": True, "bonus": True}
+    torch.testing.assert_close(
+        acceptance_length(out, i.mask, BLOCK, **given), of_call["eal_sum"] / of_call["eal_total"]
+    )
+    if "accept_len_sum" in of_call:
+        by_sampling = acceptance_length(out, i.mask, BLOCK, sampling=True, **given)
+        torch.testing.assert_close(by_sampling, of_call["accept_len_sum"] / of_call["accept_len_total"])
+        torch.testing.assert_close(out.acceptance_rate.sum(), of_call["accept_rate_sum"])
+
+
+@pytest.mark.parametrize(
+    ("name", "anchor"), [("specforge-dflash", 0), ("speculators-dflash", 0), ("specforge-dspark", 1)]
+)
+@pytest.mark.parametrize("loss_gamma", [None, 4.0])
+def test_what_an_anchor_weighs_that_is_not_masked(name, anchor, loss_gamma):
+    i = drawn()
+    loss = DraftDistillationLoss.preset(name, position_weights="decay", loss_gamma=loss_gamma, reduction="none")
+    given = {"confidence_logits": i.confidence} if name == "specforge-dspark" else {}
+    weights = loss.forward_fused(
+        i.hidden, i.head, i.teacher, i.targets, torch.ones_like(i.mask), block_size=BLOCK, **given
+    ).row_weights.view(B, N, BLOCK)
+    second = math.exp(-1 / loss_gamma) if loss_gamma and anchor else 1.0
+    torch.testing.assert_close(weights[..., 1] / second, torch.ones_like(weights[..., 1]))
+    assert (weights[..., 0] == anchor).all()
+
+
+def test_an_unknown_preset():
+    message = (
+        "name must be one of specforge-dflash, specforge-dpace, specforge-dspark, speculators-dflash, speculators-dspark, "
+        "got 'dspark'"
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        DraftDistillationLoss.preset("dspark")
+
+
+# What it is made of --------------------------------------------------------------------------------------------------
+
+
+@forms
+def test_the_teacher_is_a_constant_and_the_rest_as_the_op_has_it(form):
+    """A smaller vocabulary, a temperature, transforms of each side, a head of the teacher's own with its bias."""
+    i, columns = drawn(), torch.randperm(V + 5, device=DEVICE)[:V]
+    own = torch.randn(V + 5, 6, device=DEVICE, requires_grad=True), torch.randn(V + 5, device=DEVICE)
+    teacher = torch.randn(B, T, 6, device=DEVICE, requires_grad=True)
+    options = {"softcap": 9.0, "teacher_transform": {"scale": 0.5}, "temperature": 2.0}
+    loss = DraftDistillationLoss({"lk": 0.5, "nla": 0.5}, None, eta=2.0, floor=1e-3, kl_scale=0.7, **options)
+    h = i.hidden.clone().requires_grad_()
+    asked = {"kind": loss.kind, "eta": 2.0, "floor": 1e-3, "kl_scale": 0.7, "draft_to_target": columns, **options}
+    if form == "hidden":
+        out = loss.forward_fused(
+            h, i.head, teacher, None, i.mask, teacher_weight=own[0], teacher_bias=own[1], draft_to_target=columns
+        )
+    else:
+        out = loss(F.linear(h, i.head), F.linear(teacher, *own), None, i.mask, draft_to_target=columns)
+    expected = reference.divergence(F.linear(h, i.head), F.linear(teacher, *own), i.mask.float(), **asked)
+    torch.testing.assert_close(out.total_loss, expected.loss)
+    torch.testing.assert_close(out.acceptance_rate, expected.acceptance_rate)
+    assert torch.equal(out.draft_correct, expected.agree)
+    (grad,) = torch.autograd.grad(out.total_loss, h)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.loss, h)[0])
+    again = loss(F.linear(h, i.head), F.linear(teacher, *own), None, i.mask, draft_to_target=columns).total_loss
+    assert torch.autograd.grad(again, [teacher, own[0]], allow_unused=True) == (None, None)
+
+
+def test_a_markov_head_of_either_side():
+    """Thin products that are added to the logits; only the draft's has a gradient."""
+    i = drawn()
+    u, second, its_u, its_second = (torch.randn(*size, 3, device=DEVICE) for size in ((B, T), (V,), (B, T), (V,)))
+    loss = DraftDistillationLoss.preset("specforge-dspark")
+
+    def fused(h, u, second):
+        both = {"extra": (u, second), "teacher_extra": (its_u, its_second)}
+        return loss.forward_fused(h, i.head, i.teacher, i.targets, i.mask, **both).total_loss
+
+    def unfused(h, u, second):
+        teacher = F.linear(i.teacher, i.head) + F.linear(its_u, its_second)
+        return loss(F.linear(h, i.head) + F.linear(u, second), teacher, i.targets, i.mask).total_loss
+
+    assert_same(fused, unfused, i.hidden, u, second)
+
+
+def test_the_mean_of_a_in_lk():
+    i = drawn()
+    z, t = F.linear(i.hidden, i.head), F.linear(i.teacher, i.head)
+    out = DraftDistillationLoss("lk", None, alpha="mean", base="soft_ce")(z, t, None, i.mask)
+    expected = reference.divergence(z, t, i.mask.float(), kind="lk", alpha="mean", base="soft_ce")
+    torch.testing.assert_close(out.total_loss, expected.loss)
+
+
+@forms
+@pytest.mark.parametrize(
+    ("settings", "alike"),
+    [
+        ({"normalize": "mean", "decay_from": 1}, False),
+        ({"normalize": "sequence_blocks"}, False),
+        ({"position_weights": "prefix"}, True),
+        ({"position_weights": "dpace", "confidence": "acceptance"}, True),
+    ],
+    ids=labelled,
+)
+def test_the_mean_of_a_is_the_same_whatever_is_returned(form, settings, alike):
+    """Of rows by their decay, or with D-PACE's weights of all valid rows alike."""
+    i = drawn(1)
+    found = []
+    for reduction in ("total", "none"):
+        h, w = (t.clone().requires_grad_() for t in (i.hidden, i.head))
+        loss = DraftDistillationLoss("lk", 2.0, anchor_row=True, alpha="mean", reduction=reduction, **settings)
+        out = total(loss, form, i, h, w, block_size=BLOCK, confidence_logits=i.confidence)
+        found.append((out, *torch.autograd.grad(out.total_loss, (h, w))))
+    (out, *grads), (rows, *grads_of_rows) = found
+    torch.testing.assert_close(rows.total_loss, out.total_loss)
+    torch.testing.assert_close(grads_of_rows, grads)
+    a = out.acceptance_rate
+    shares = torch.where(i.mask, 1.0, 0.0) if alike else rows.row_weights
+    if settings.get("normalize") == "sequence_blocks":
+        shares = shares / i.mask.view(B, N, BLOCK).any(-1).sum(1, keepdim=True)
+    z, t = F.linear(i.hidden, i.head), F.linear(i.teacher, i.head)
+    kl, tv = (reference.divergence(z, t, i.mask.float(), kind=kind).value for kind in ("kl", "tv"))
+    lam = torch.exp(-3 * (a * shares).sum() / shares.sum())
+    bce = F.binary_cross_entropy_with_logits(i.confidence, a, reduction="none")
+    expected = rows.row_weights * (lam * kl + (1 - lam) * tv + bce)
+    torch.testing.assert_close(rows.row_losses, expected)
+
+
+@forms
+@pytest.mark.parametrize("kind", ["kl", "ce"])
+@pytest.mark.parametrize("reduction", ["total", "none"])
+def test_rows_before_the_decay_predict_nothing(form, kind, reduction):
+    """Also where they are not masked: they are no misses, and have no acceptance rate."""
+    i = drawn(2)
+    loss = DraftDistillationLoss(kind, 2.0, normalize="mean", anchor_row=True, decay_from=1, reduction=reduction)
+    expected = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
+    i.mask[:, ::BLOCK] = True
+    out = total(loss, form, i, i.hidden, i.head, block_size=BLOCK)
+    for name in ("total_loss", "draft_correct", "draft_correct_per_pos", "draft_count_per_pos", "acceptance_rate"):
+        torch.testing.assert_close(getattr(out, name), getattr(expected, name))
+
+
+@forms
+@pytest.mark.parametrize("settings", [{}, {"position_weights": "dpace", "confidence": "acceptance"}], ids=labelled)
+def test_the_confidence_learns_the_acceptance_rate_alone(form, settings):
+    """Its logits get no gradient through a, and what is not valid is not looked at."""
+    i = drawn()
+    loss = DraftDistillationLoss("tv", confidence_weight=0.3, reduction="none", anchor_row=True, **settings)
+    s = i.confidence.masked_fill(~i.mask, NAN).requires_grad_()
+    h = i.hidden.clone().requires_grad_()
+    out = total(loss, form, i, h, i.head, block_size=BLOCK, confidence_logits=s)
+    weights, a = out.row_weights, out.acceptance_rate
+    bce = F.binary_cross_entropy_with_logits(i.confidence, a.clamp(0, 1), reduction="none")
+    torch.testing.assert_close(out.row_losses, torch.where(i.mask, weights * (1 - a + 0.3 * bce), 0.0))
+    torch.testing.assert_close(out.total_loss, out.row_losses.sum())
+    torch.testing.assert_close(out.dllm_loss, (weights * (1 - a))[i.mask].sum())
+    of_s, of_h = torch.autograd.grad(out.row_losses.sum(), (s, h))
+    torch.testing.assert_close(of_s, torch.where(i.mask, 0.3 * weights * (i.confidence.sigmoid() - a), 0.0))
+    without = total(loss, form, i, h, i.head, block_size=BLOCK)
+    torch.testing.assert_close(of_h, torch.autograd.grad(without.total_loss, h)[0])
+
+
+def test_sampling_accepts_by_hand():
+    rates = torch.tensor([[0.5, 0.5, 1.0, 0.25, 1.0, 1.0]], device=DEVICE)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 1]], device=DEVICE)
+    length = acceptance_length(rates, mask, 4, sampling=True)
+    assert length.item() == pytest.approx((0.5 + 0.25 + 0.25 + 0.25 + 0.25) / 2)
+    assert acceptance_length(rates, mask, 4, sampling=True, bonus=True).item() == pytest.approx(1.75)
+    with pytest.raises(ValueError, match=r"^output must have acceptance_rate, which DraftDistillationLoss returns"):
+        acceptance_length(DraftDistillationLoss("ce")(torch.randn(1, 6, V), None, mask, mask), mask, 4, sampling=True)
+
+
+@forms
+def test_parts_of_a_step_add_up(form):
+    """Blocks in two micro-batches, given the counts of the whole; the mean of weights too."""
+    i = drawn()
+    i.mask[:, 1] = True
+    valid = in_blocks(i.mask).any(-1)
+    for normalize, counts in {
+        "tokens": {"num_tokens": 7}, "rows": {"num_tokens": i.mask.sum()}, "blocks": {"num_blocks": valid.sum()},
+        "sequences": {"num_sequences": B}, "sequence_blocks": {"num_blocks": valid.sum(1), "num_sequences": B},
+        "mean": {},
+    }.items():  # fmt: skip
+        for settings in ({}, {"position_weights": "dpace", "confidence": "acceptance"}):
+            loss = DraftDistillationLoss("kl", normalize=normalize, anchor_row=True, **settings)
+            whole = total(loss, form, i, i.hidden, i.head, block_size=BLOCK, **counts)
+            given = {"total_weight": whole.weight_sum} if normalize == "mean" else counts
+
+            def part(columns, loss=loss, given=given):
+                cut = SimpleNamespace(**{n: t if n == "head" else t[:, columns] for n, t in vars(i).items()})
+                return total(loss, form, cut, cut.hidden, i.head, block_size=BLOCK, **given).total_loss
+
+            parts = part(slice(0, BLOCK)) + part(slice(BLOCK, None))
+            torch.testing.assert_close(parts, whole.total_loss, msg=normalize)
+
+
+PRODUCTS = [
+    ("kl", {}, 3),
+    ({"ce": 0.1, "l1": 0.9}, {}, 3),
+    ("kl", {"position_weights": "dpace", "confidence": "acceptance"}, 3),
+    ("teacher_ce", {"position_weights": "dpace", "confidence": "teacher"}, 3),
+    ("kl", {"position_weights": "dpace"}, 4),
+    ("kl", {"position_weights": "dpace", "confidence": "teacher"}, 5),
+    ("kl", {"reduction": "none"}, 3),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "products"), PRODUCTS, ids=labelled)
+def test_products_with_a_frozen_head(kind, settings, products):
+    i = drawn()
+    i.mask = torch.ones_like(i.mask)
+    loss = DraftDistillationLoss(kind, chunk_size=5, backend="torch", **settings)
+    in_place = lambda c, a, b, **_: 2 * a[0] * a[1] * b[1]  # noqa: E731
+    h = i.hidden.clone().requires_grad_()
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
+        total(loss, "hidden", i, h, i.head).total_loss.backward()
+    assert counter.get_total_flops() == products * 2 * B * T * D * V
+
+
+@pytest.mark.parametrize("form", ["hidden", pytest.param("logits", marks=pytest.mark.exhaustive)])
+def test_compiled(form):
+    """Without a break, and with another count."""
+    i = drawn()
+    loss = DraftDistillationLoss.preset("specforge-dspark", loss_gamma=3.0)
+
+    def step(h, s, weight):
+        return total(loss, form, i, h, i.head, block_size=BLOCK, confidence_logits=s, total_weight=weight).total_loss
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for weight in (3.5, torch.tensor(7.25)):
+        leaves, one = (i.hidden, i.confidence), torch.ones(())
+        found = value_and_grads(lambda h, s: compiled(h, s, weight), leaves, one)  # noqa: B023
+        expected = value_and_grads(lambda h, s: step(h, s, weight), leaves, one)  # noqa: B023
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_rows_without_weight_are_not_read_on_the_teachers_side_either():
+    i = drawn()
+    expected = total(DraftDistillationLoss(), "hidden", i, i.hidden, i.head)
+    i.teacher = i.teacher.masked_fill(~i.mask[..., None], NAN)
+    assert torch.equal(total(DraftDistillationLoss(), "hidden", i, i.hidden, i.head).total_loss, expected.total_loss)
+
+
+# Bad input -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "settings"),
+    [
+        (ValueError, "kind must be one of kl, ", {"kind": "js"}),
+        (TypeError, "kind must be a name or a dict of names and coefficients, got list", {"kind": ["kl"]}),
+        (ValueError, "beta is of kind 'jsd', got it with kind='kl'", {"beta": 0.5}),
+        (ValueError, "confidence must be one of target, teacher, acceptance, got 'draft'", {"confidence": "draft"}),
+        (ValueError, "temperature must be positive, from ", {"temperature": 0.0}),
+        (TypeError, "temperature must be a number, got NoneType", {"temperature": None}),
+        (TypeError, "confidence_weight must be a number, got str", {"confidence_weight": "1"}),
+        (ValueError, "confidence_weight must not be negative, and finite, got -1.0", {"confidence_weight": -1.0}),
+        (
+            ValueError,
+            "confidence_weight must not be negative, and finite, got nan",
+            {"confidence_weight": float("nan")},
+        ),
+        (TypeError, "decay_from must be an int, got float", {"decay_from": 1.0}),
+        (ValueError, "decay_from must be at least 0, got -1", {"decay_from": -1}),
+        (ValueError, "normalize must be one of tokens, rows, mean, blocks, ", {"normalize": "sum"}),
+        (ValueError, "loss_gamma must be a number other than 0, or None, got 0.0", {"loss_gamma": 0.0}),
+    ],
+    ids=labelled,
+)
+def test_bad_settings(error, message, settings):
+    """At construction, and at a call for what was assigned since."""
+    with pytest.raises(error, match="^" + re.escape(message)):
+        DraftDistillationLoss(**settings)
+    loss = DraftDistillationLoss()
+    for name, value in settings.items():
+        setattr(loss, name, value)
+    i = drawn()
+    with pytest.raises(error, match="^" + re.escape(message)):
+        total(loss, "hidden", i, i.hidden, i.head)
+
+
+X, Y, ON, W = torch.randn(2, 3, 5), torch.zeros(2, 3, dtype=torch.long), torch.ones(2, 3), torch.randn(5, 4)
+H = torch.randn(2, 3, 4)
+NEEDED = [
+    ("target_ids must be given for kind='ce', got None", {"kind": "ce"}, {"target_ids": None}),
+    ("target_ids must be given for confidence='target', got None", {"position_weights": "dpace"}, {"target_ids": None}),
+    ("teacher_{} must be given for kind='kl', got None", {}, {"teacher": None}),
+    (
+        "teacher_{} must be given for confidence='acceptance', got None",
+        {"kind": "ce", "position_weights": "dpace", "confidence": "acceptance"}, {"teacher": None},
+    ),
+    ("teacher_{} must be given for confidence_logits, got None", {"kind": "ce"}, {"teacher": None, "confidence_logits": ON}),
+    ("teacher_{} must be given for temperature=2.0, got None", {"kind": "ce", "temperature": 2.0}, {"teacher": None}),
+    ("teacher_{} must be given with teacher_rows, got None", {"kind": "ce"}, {"teacher": None, "teacher_rows": Y}),
+]  # fmt: skip
+WRONG = [
+    (ValueError, "confidence_logits must have shape (2, 3) (that of block_mask), got (2,)", {"confidence_logits": ON[:, 0]}),
+    (ValueError, "confidence_logits must have dtype float16, ", {"confidence_logits": Y}),
+    (ValueError, "confidence_logits must be on cpu like block_mask, got meta", {"confidence_logits": ON.to("meta")}),
+    (TypeError, "total_weight must be a number or a 0-d tensor, got ", {"total_weight": "3"}),
+    (ValueError, "total_weight must not be negative, got -1", {"total_weight": -1}),
+    (ValueError, "total_weight must not be negative, got -0.5", {"total_weight": torch.tensor(-0.5)}),
+    (TypeError, "block_mask must be a torch.Tensor, got list", {"target_ids": None, "block_mask": [1]}),
+    (ValueError, "{} must have shape (2, 2, {}) to go with block_mask of shape (2, 2), got (2, 3, {})",
+        {"target_ids": None, "block_mask": ON[:, :2]}),
+    (ValueError, "block_size must be", {"block_size": 0}),
+    (ValueError, "T must be a multiple of block_size - 1 ", {"block_size": 3}),
+    (ValueError, "teacher_rows must have shape (2, 3) ", {"teacher_rows": Y[0]}),
+    (TypeError, "teacher_{} must be a torch.Tensor, got list", {"teacher": [1]}),
+]  # fmt: skip
+
+
+def call(form, settings, **changes):
+    """From rows of either form, with these changes."""
+    loss = DraftDistillationLoss(**settings)
+    given = {"teacher": X if form == "logits" else H, "target_ids": Y, "block_mask": ON} | changes
+    given[f"teacher_{form}"] = given.pop("teacher")
+    return loss(X, **given) if form == "logits" else loss.forward_fused(H, W, **given)
+
+
+@forms
+def test_targets_that_are_not_given_are_none_that_is_wrong(form, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    assert call(form, {}, target_ids=None).total_loss.isfinite()
+
+
+@forms
+@pytest.mark.parametrize(("message", "settings", "changes"), NEEDED, ids=labelled)
+def test_what_the_settings_need(form, message, settings, changes):
+    with pytest.raises(ValueError, match="^" + re.escape(message.format(form))):
+        call(form, settings, **changes)
+
+
+@forms
+@pytest.mark.parametrize(("error", "message", "changes"), WRONG, ids=labelled)
+def test_bad_arguments(form, error, message, changes):
+    size = X.shape[-1] if form == "logits" else H.shape[-1]
+    message = message.format(form) if "teacher_{}" in message else message.format(form, size, size)
+    with pytest.raises(error, match="^" + re.escape(message)):
+        call(form, {}, **changes)
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        (
+            "teacher_hidden must have shape [..., 4] to go with lm_head_weight [V, D] = (5, 4), got (2, 3, 5)",
+            {"teacher": X},
+        ),
+        ("teacher_hidden must have dtype float16, ", {"teacher": Y}),
+        ("teacher_bias must be None without teacher_weight", {"teacher_bias": W[:, 0]}),
+        ("teacher_weight must have shape [V, D]", {"teacher_weight": W[0]}),
+    ],
+    ids=labelled,
+)
+def test_a_wrong_teacher(message, changes):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        call("hidden", {}, **changes)
+
+
+@forms
+def test_a_negative_total_weight_that_nobody_may_read_makes_the_loss_nan(form):
+    """In a compiled step, as on a GPU, where reading it would be a host sync."""
+    step = torch.compile(
+        lambda n: call(form, {"normalize": "mean"}, total_weight=n), backend="aot_eager", fullgraph=True
+    )
+    assert step(torch.tensor(-1.0)).total_loss.isnan()
+    torch.testing.assert_close(
+        step(torch.tensor(2.0)).total_loss, call(form, {"normalize": "mean"}, total_weight=2).total_loss
+    )
+
+
+def test_its_parts_are_those_of_the_package():
+    """One sequence of one block: D-PACE of a times the divergence, from the two ops."""
+    i = drawn()
+    each = linear_divergence(i.hidden, i.head, i.teacher, i.mask, reduction="none")
+    weights = dpace_weights(each.acceptance_rate, i.mask)
+    out = total(DraftDistillationLoss(position_weights="dpace", confidence="acceptance"), "hidden", i, i.hidden, i.head)
+    torch.testing.assert_close(out.total_loss, (weights * each.loss).sum())
+    assert out.draft_correct_per_pos is None

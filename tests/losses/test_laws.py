@@ -1,0 +1,180 @@
+"""Laws that hold for every op and loss, whatever the inputs: hypothesis looks for the counterexample."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import strategies as st
+
+from tests.conftest import DEVICE, drawn, every_time
+from tests.support.cases import BY_NAME, CASES, ROWS, SUMS
+from tests.support.parity import assert_as_good_as_plain, reduction_sizes, value_and_grads
+
+V, D = 11, 4
+EPS = torch.finfo(torch.float32).eps
+
+seeds = st.integers(0, 2**16)
+sizes = st.tuples(st.integers(1, 3), st.sampled_from([3, 6, 9]))  # B, L: whole blocks of DFlash
+forms = st.sampled_from(["logits", "hidden"])
+scales = st.floats(-3, 3, width=16)  # float64's would reach numbers so small that their products are subnormal
+garbage = st.sampled_from([math.nan, math.inf, -math.inf, 1e38, 0.0])
+
+
+def cases(selection=CASES):
+    """What a loss adds up has no laws of its own: its rows, but for one loss, in ``make test-exhaustive``.
+
+    Of those, as many examples as of any other case every time.
+    """
+
+    def parametrized(test):
+        some = [c for c in selection if not (c in ROWS and c.variant)]
+        pairs = [(c, n) for c in selection for n in (8, 32) if n == 8 or c in some]
+        every = every_time([(c, 8) for c in some], pairs, name=lambda pair: f"{pair[1]}-{pair[0].name}")
+        return pytest.mark.parametrize(("case", "examples"), every)(test)
+
+    return parametrized
+
+
+def draw(case, seed, size, dtype=torch.float32):
+    """Small inputs, the leaves of either form, and a seeded upstream gradient."""
+    torch.manual_seed(seed)
+    B, L = size
+    inputs = {name: t.to(DEVICE) for name, t in case.draw(B, L, V).items()}
+    logits = 3 * torch.randn(B, L * case.width, V, dtype=dtype, device=DEVICE)
+    hidden = [torch.randn(s, dtype=dtype, device=DEVICE) for s in ((B, L * case.width, D), (V, D), (V,))]
+    return inputs, {"logits": [logits], "hidden": hidden}
+
+
+def value_of(case, form, inputs):
+    if form == "logits":
+        return lambda x: case.logits_form(x, inputs, backend="torch")
+    return lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=4, backend="torch")
+
+
+def ones_like_value(case, size):
+    return torch.ones((size[0], size[1] * case.width) if case.per_row else (), device=DEVICE)
+
+
+def rows_that_count(case, inputs, logits):
+    """Which positions of the logits the value depends on: those with a gradient in the oracle."""
+    x = logits.double().requires_grad_()
+    (grad,) = torch.autograd.grad(case.oracle(x, inputs).sum(), x)
+    return grad.ne(0).any(-1)
+
+
+@cases()
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, value=garbage)
+def test_rows_without_weight_are_inert_whatever_they_hold(case, seed, size, form, value):
+    inputs, leaves = draw(case, seed, size)
+    idle = ~rows_that_count(case, inputs, leaves["logits"][0])
+    function, upstream = value_of(case, form, inputs), ones_like_value(case, size)
+    expected = value_and_grads(function, leaves[form], upstream)
+    leaves[form][0][idle] = value
+    got = value_and_grads(function, leaves[form], upstream)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+    assert got[1][idle].eq(0).all()
+
+
+@cases([case for case in CASES if case.linear_in])
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, a=scales, b=scales)
+def test_linear_in_the_weights(case, seed, size, form, a, b):
+    inputs, leaves = draw(case, seed, size, torch.float64)
+    name = case.linear_in
+    first = inputs[name].double()
+    second = torch.rand_like(first)
+    v1, v2, both, terms = (
+        value_of(case, form, inputs | {name: weights})(*leaves[form])
+        for weights in (first, second, a * first + b * second, (a * first).abs() + (b * second).abs())
+    )
+    assert_as_good_as_plain([both], [a * v1 + b * v2, terms], 0.0, sizes=reduction_sizes(leaves[form]))
+
+
+@cases([case for case in CASES if not case.transform])  # else the transformed logits differ in rounding
+@drawn(exhaustive=None, seed=seeds, size=sizes, shift=st.floats(-1e3, 1e3))
+def test_adding_a_constant_to_a_row_changes_nothing(case, seed, size, shift):
+    inputs, leaves = draw(case, seed, size, torch.float64)
+    (logits,) = (leaf.mul(1024).round() / 1024 for leaf in leaves["logits"])  # so that the shifted ones are exact
+    function, upstream = value_of(case, "logits", inputs), ones_like_value(case, size)
+    shifts = (1024 * shift * torch.rand(*logits.shape[:-1], 1, dtype=torch.float64, device=DEVICE)).round() / 1024
+    expected = value_and_grads(function, [logits], upstream)
+    for a, b in zip(value_and_grads(function, [logits + shifts], upstream), expected, strict=True):
+        assert_as_good_as_plain([a], [b], 0.0, sizes=reduction_sizes([logits]))
+
+
+@cases()
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
+def test_permuting_the_sequences_permutes_the_gradients(case, seed, size, form):
+    inputs, leaves = draw(case, seed, size, torch.float64)
+    order = torch.randperm(size[0], device=DEVICE)
+    permuted = {name: t[order] if t.dim() else t for name, t in inputs.items()}
+    upstream = ones_like_value(case, size)
+    expected = value_and_grads(value_of(case, form, inputs), leaves[form], upstream)
+    rows, *rest = leaves[form]
+    got = value_and_grads(value_of(case, form, permuted), [rows[order], *rest], upstream)
+    torch.testing.assert_close(got[0], expected[0][order] if case.per_row else expected[0])
+    torch.testing.assert_close(got[1], expected[1][order])
+    for a, b in zip(got[2:], expected[2:], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@drawn(seed=seeds, size=sizes)
+def test_permuting_rows_permutes_the_nll(form, seed, size):
+    case = BY_NAME["token_nll"]
+    inputs, leaves = draw(case, seed, size, torch.float64)
+    order = torch.randperm(size[1], device=DEVICE)
+    rows, *rest = leaves[form]
+    permuted = {name: t[:, order] for name, t in inputs.items()}
+    got = value_of(case, form, permuted)(rows[:, order], *rest)
+    torch.testing.assert_close(got, value_of(case, form, inputs)(rows, *rest)[:, order])
+
+
+@cases()
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms)
+def test_inputs_are_never_modified(case, seed, size, form):
+    inputs, leaves = draw(case, seed, size)
+    tensors = [*inputs.values(), *leaves[form]]
+    before = [t.clone() for t in tensors]
+    versions = [t._version for t in tensors]
+    live = [leaf.requires_grad_() for leaf in leaves[form]]
+    value = value_of(case, form, inputs)(*live)
+    value.sum().backward()
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
+    assert [t._version for t in tensors] == versions
+
+
+@cases()
+@drawn(exhaustive=None, seed=seeds, size=sizes, chunk=st.integers(1, 40))
+def test_the_hidden_form_is_the_logits_form_of_the_projection(case, seed, size, chunk):
+    inputs, leaves = draw(case, seed, size, torch.float64)
+    upstream = ones_like_value(case, size)
+    ours = value_and_grads(
+        lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=chunk, backend="torch"), leaves["hidden"], upstream
+    )
+    unfused = value_and_grads(
+        lambda h, w, b: case.logits_form(torch.nn.functional.linear(h, w, b), inputs, backend="torch"),
+        leaves["hidden"],
+        upstream,
+    )
+    for a, b in zip(ours, unfused, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@cases(SUMS)
+@drawn(exhaustive=None, seed=seeds, size=sizes, form=forms, factor=st.floats(-5, 5, width=32))
+def test_gradients_are_linear_in_the_upstream_gradient(case, seed, size, form, factor):
+    inputs, leaves = draw(case, seed, size, torch.float64)
+    function = value_of(case, form, inputs)
+    unit, scaled = (value_and_grads(function, leaves[form], torch.tensor(f)) for f in (1.0, factor))
+    for a, b in zip(scaled[1:], unit[1:], strict=True):
+        torch.testing.assert_close(a, factor * b)
+
+
+@drawn(seed=seeds, size=sizes)
+def test_nll_is_at_least_zero_and_softmax_gradients_sum_to_zero(seed, size):
+    case = BY_NAME["token_nll"]
+    inputs, leaves = draw(case, seed, size)
+    nll, grad = value_and_grads(value_of(case, "logits", inputs), leaves["logits"], ones_like_value(case, size))
+    assert (nll >= -EPS).all()
+    assert grad.sum(-1).abs().max() <= V * EPS

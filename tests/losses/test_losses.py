@@ -1,0 +1,881 @@
+"""Every loss in both forms against the oracle, and what the contract says of each."""
+
+import itertools
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    DLLMLossOutput,
+    DraftDistillationLoss,
+    HybridDiffusionLLMLoss,
+    IDLMLoss,
+    MDLMCrossEntropyLoss,
+    SCDDLoss,
+    acceptance_length,
+    compute_per_token_nll,
+    draft_accuracy,
+    encoder_ar_loss,
+    scdd_schedule,
+)
+from tests.conftest import DEVICE
+from tests.support.cases import BLOCK, BY_NAME, CASES, FEWER, LOSSES, MASK_ID, SUMS, to_device, upstream_for
+from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, value_and_grads
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# the losses are torch code over two primitives, whose own tests run the kernels in every dtype
+PATHS = [("torch", d) for d in DTYPES] + [("triton", d) for d in (DTYPES if DEVICE == "cuda" else (torch.float32,))]
+NAN = math.nan
+V, D = 19, 8
+forms = pytest.mark.parametrize("form", ["logits", "hidden"])
+
+
+def cases(selection=CASES):
+    return pytest.mark.parametrize("case", selection, ids=lambda case: case.name)
+
+
+def later(case, dtype):
+    """What differs from another loss in an option alone goes through float32 and bfloat16 each time."""
+    return case.variant and dtype in (torch.float16, torch.float64)
+
+
+def parity_of_every_path(function):
+    """Of the losses that differ from another in an option, through the interpreter, in ``make test-exhaustive``."""
+    selection = [
+        pytest.param(
+            case, *path, marks=pytest.mark.exhaustive if (path[0] == "triton" and case not in FEWER) or later(case, path[1]) else (),
+            id="-".join(map(str, (case.name, *path))),
+        )
+        for case in CASES for path in PATHS
+    ]  # fmt: skip
+    return pytest.mark.parametrize(("case", "backend", "dtype"), selection)(function)
+
+
+def draw(case, B=2, L=6, device=DEVICE, seed=0):
+    torch.manual_seed(seed)
+    return to_device(case.draw(B, L, V), device)
+
+
+def leaves_of_hidden_form(case, dtype, B=2, L=6, device=DEVICE):
+    shapes = (B, L * case.width, D), (V, D), (V,)
+    return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+
+def logits_of(case, B=2, L=6, dtype=torch.float32, device=DEVICE):
+    return (3 * torch.randn(B, L * case.width, V, device=device)).to(dtype)
+
+
+@parity_of_every_path
+def test_parity_of_the_logits_form(case, dtype, backend):
+    inputs = draw(case)
+    assert_parity(
+        lambda x: case.logits_form(x, inputs, backend=backend),
+        lambda x: case.oracle(x, inputs),
+        lambda _: ([logits_of(case, dtype=dtype)], upstream_for(case, 2, 6).to(DEVICE)),
+    )
+
+
+@parity_of_every_path
+def test_parity_of_the_hidden_form(case, dtype, backend):
+    inputs = draw(case)
+    assert_parity(
+        lambda h, w, b: case.hidden_form(h, w, b, inputs, chunk_size=5, backend=backend),
+        lambda h, w, b: case.oracle(F.linear(h, w, b), inputs),
+        lambda _: (leaves_of_hidden_form(case, dtype), upstream_for(case, 2, 6).to(DEVICE)),
+    )
+
+
+def leaves_with_logits_of_0_and_minus_64(case, dtype):
+    """Every NLL is log k or 64 + log k in whatever order it is summed, and none so near to the middle of two numbers of
+    the dtype that the last bit of a logarithm decides how it is rounded.
+    """
+    noise = 4 * torch.finfo(torch.float32).eps
+    for nll in (torch.arange(1, V + 1).double().log(), 64 + torch.arange(1, V + 1).double().log()):
+        assert torch.equal((nll * (1 - noise)).to(dtype), (nll * (1 + noise)).to(dtype))
+    hidden = F.one_hot(torch.randint(0, D, (1, 4 * case.width)), D)
+    weight = -64.0 * (torch.rand(V, D) < 0.5)
+    return [t.to(DEVICE, dtype) for t in (hidden, weight, torch.zeros(V))]
+
+
+@cases([case for case in CASES if case.rounds])
+@forms
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_without_the_upcast_each_nll_is_rounded_to_the_input_dtype(case, form, dtype):
+    inputs = draw(case, 1, 4)
+    h, w, b = leaves_with_logits_of_0_and_minus_64(case, dtype)
+    x = F.linear(h, w, b)
+    if form == "logits":
+        rounded, exact = (case.logits_form(x, inputs, fp32_upcast=upcast) for upcast in (False, True))
+    else:
+        rounded, exact = (case.hidden_form(h, w, b, inputs, fp32_upcast=upcast) for upcast in (False, True))
+    assert rounded.dtype == torch.float32
+    assert not torch.equal(rounded, exact)
+    oracle = case.oracle(x, inputs, fp32_upcast=False)
+    assert_as_good_as_plain([rounded], [oracle.double()], 0.0, sizes=(x[..., 0].numel(),))
+
+
+@cases(SUMS)
+@forms
+def test_no_weight_at_all_gives_a_zero_that_carries_zero_gradients(case, form, backend):
+    masks = {"weights"} | {name for name, role in case.roles.items() if role in ("mask", "weight")}
+    inputs = {name: torch.zeros_like(t) if name in masks else t for name, t in draw(case).items()}
+    if form == "logits":
+        results = value_and_grads(
+            lambda x: case.logits_form(x, inputs, backend=backend),
+            [torch.full_like(logits_of(case), NAN)],
+            torch.ones(()),
+        )
+    else:
+        leaves = leaves_of_hidden_form(case, torch.float32)
+        leaves[0].fill_(NAN)
+        results = value_and_grads(
+            lambda h, w, b: case.hidden_form(h, w, b, inputs, backend=backend), leaves, torch.ones(())
+        )
+    assert all(t.eq(0).all() for t in results)
+
+
+def diffusion(B=2, L=6, seed=0):
+    torch.manual_seed(seed)
+    return to_device(BY_NAME["mdlm"].draw(B, L, V), DEVICE)
+
+
+def output_of(case, form, inputs):
+    """What the loss returns of rows that are drawn here and want a gradient."""
+    leaves = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    return case.output(form, case.arguments(form, leaves[0], inputs, tuple(leaves[1:])))
+
+
+CLASSES = [case for case in LOSSES if isinstance(case.loss, type)]
+WITHOUT_AR = replace(BY_NAME["hybrid, one tensor"], name="hybrid without AR", draw=BY_NAME["mdlm"].draw, width=1)
+
+
+@forms
+@cases([*CLASSES, WITHOUT_AR])
+def test_the_logged_loss_is_detached_and_aliases_nothing(case, form):
+    out = output_of(case, form, draw(case))
+    assert isinstance(out, DLLMLossOutput)
+    assert out.total_loss.requires_grad
+    assert not out.dllm_loss.requires_grad
+    assert out.total_loss.dim() == out.dllm_loss.dim() == 0
+    before = out.dllm_loss.clone()
+    assert torch.equal(out.total_loss, out.dllm_loss) == (case.width == 1)  # of one part, or of two
+    with torch.no_grad():
+        out.total_loss.fill_(7.0)
+    assert torch.equal(out.dllm_loss, before)
+
+
+def counted_as_one(case):
+    """Inputs with a target in every row, and each count of the call 1."""
+    inputs = draw(case)
+    targets = {case.targets: inputs[case.targets].clamp(min=0)}
+    of_each = {"num_blocks": torch.ones(2, device=DEVICE)} if case.name == "dflash, sequence blocks" else {}
+    return inputs | targets | of_each | {name: 1 for name, role in case.roles.items() if role == "count"}
+
+
+def denominator_of(case, out):
+    """What the sum was divided by where every count is 1."""
+    return out.weight_sum + 1e-6 if case.settings.get("normalize") == "mean" else 1.0
+
+
+@forms
+@cases([case for case in CLASSES if case.loss not in (SCDDLoss, DraftDistillationLoss)])
+def test_the_loss_its_denominator_and_the_sum_of_the_weights_go_together(case, form):
+    """Where all tokens are as likely, every NLL is log V, and the sum of weights * NLL that of the weights times it."""
+    inputs = counted_as_one(case)
+    rows = torch.zeros(2, 6 * case.width, V if form == "logits" else D, device=DEVICE)
+    head = (torch.zeros(V, D, device=DEVICE), torch.zeros(V, device=DEVICE))
+    out = case.output(form, case.arguments(form, rows, inputs, head if form == "hidden" else ()))
+    assert out.weight_sum > 0
+    torch.testing.assert_close(out.total_loss * denominator_of(case, out), out.weight_sum * math.log(V))
+
+
+@forms
+@cases(CLASSES)
+def test_the_sum_of_the_weights_adds_up_and_knows_no_count(case, form):
+    inputs = draw(case)
+    rows, *head = [logits_of(case)] if form == "logits" else leaves_of_hidden_form(case, torch.float32)
+    rows.requires_grad_()
+
+    def weight_sum(changes, part=slice(None)):
+        of_part = {name: t[part] if isinstance(t, torch.Tensor) and t.dim() else t for name, t in changes.items()}
+        return case.output(form, case.arguments(form, rows[part], of_part, tuple(head))).weight_sum
+
+    whole = weight_sum(inputs)
+    assert whole.dim() == 0
+    assert whole.dtype == torch.float32
+    assert not whole.requires_grad
+    counts = {name for name, role in case.roles.items() if role == "count"}
+    if case.settings.get("auto_balance"):  # the clean part weighs what the losses of the call say
+        torch.testing.assert_close(weight_sum(inputs | dict.fromkeys(counts, 7)), whole)
+    else:
+        assert torch.equal(weight_sum(inputs | dict.fromkeys(counts, 7)), whole)
+        torch.testing.assert_close(weight_sum(inputs, slice(1)) + weight_sum(inputs, slice(1, 2)), whole)
+
+
+@pytest.mark.parametrize("max_ratio", [0.0, 0.3])
+def test_the_weights_of_scdd_are_its_steps(max_ratio):
+    i = draw(BY_NAME["scdd"])
+    out = SCDDLoss(MASK_ID, num_timesteps=50, max_ratio=max_ratio)(torch.randn(2, 6, V, device=DEVICE), **i)
+    assert out.weight_sum == 50 * i["loss_mask"].sum()
+
+
+COUNTS = {
+    "int": 5,
+    "float": 5.0,
+    "int64": torch.tensor(5),
+    "float32": torch.tensor(5.0),
+    "float64": torch.tensor(5.0, dtype=torch.float64),
+    "one element": torch.tensor([5]),
+    "numpy": np.int64(5),
+}
+
+
+def divided(case, form, count):
+    """The loss with all its counts this one."""
+    inputs = draw(case) | dict.fromkeys(case.counts, count)
+    torch.manual_seed(1)
+    output = output_of(case, form, inputs)
+    return output if isinstance(output, torch.Tensor) else output.total_loss
+
+
+@forms
+@pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
+@cases([case for case in LOSSES if case.counts and not case.counted_locally])
+def test_counts_are_numbers_or_tensors(case, count, form):
+    value = divided(case, form, count)
+    assert value.dtype == torch.float32
+    assert value.dim() == 0
+    torch.testing.assert_close(value, divided(case, form, 1) / 5)
+
+
+@pytest.mark.parametrize("count", [0, torch.tensor(0), -3], ids=str)
+@cases([case for case in LOSSES if case.counts and not case.counted_locally])
+def test_a_count_below_one_divides_by_one(case, count):
+    torch.testing.assert_close(divided(case, "logits", count), divided(case, "logits", 1))
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int32, torch.uint8, torch.float32, torch.bfloat16], ids=str)
+def test_masks_of_any_dtype_mean_the_same(kind, backend):
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    expected = MDLMCrossEntropyLoss(backend=backend)(x, **i).total_loss
+    masks = {name: i[name].to(kind) * (3 if kind != torch.bool else 1) for name in ("noise_mask", "loss_mask")}
+    for loss, oracle in (
+        (MDLMCrossEntropyLoss(backend=backend), expected),
+        (BlockDiffusionCrossEntropyLoss(backend=backend), BlockDiffusionCrossEntropyLoss()(x, **i).total_loss),
+        (HybridDiffusionLLMLoss(backend=backend), expected),
+    ):
+        torch.testing.assert_close(loss(x, **(i | masks)).total_loss, oracle)
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.uint8, torch.float16, torch.bfloat16], ids=str)
+def test_dflash_masks_of_any_dtype_mean_the_same(kind, backend):
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, 6, V, device=DEVICE), torch.tensor([[1, 0, 1, 1, 1, 0]] * 2, device=DEVICE)
+    y = torch.randint(0, V, (2, 6), device=DEVICE)
+    out = DFlashDecayLoss(backend=backend)(x, y, mask.to(kind), block_size=BLOCK)
+    expected = reference.dflash_loss(x, y, mask, block_size=BLOCK)
+    torch.testing.assert_close(out.total_loss, expected)
+    torch.testing.assert_close(out.draft_count_per_pos, torch.tensor([4.0, 2.0, 2.0], device=DEVICE))
+
+
+def test_rows_of_p_zero_are_clamped_and_p_outside_the_masks_is_not_looked_at():
+    x = torch.zeros(1, 3, 2, device=DEVICE)  # every NLL is ln 2
+    y, on = torch.zeros(1, 3, dtype=torch.long, device=DEVICE), torch.ones(1, 3, device=DEVICE)
+    p, noise = torch.tensor([[0.5, NAN, 0.25]], device=DEVICE), torch.tensor([[1, 0, 1]], device=DEVICE)
+    out = MDLMCrossEntropyLoss()(x, y, noise, p, on)
+    assert out.total_loss.item() == pytest.approx(6 * math.log(2))
+    out = MDLMCrossEntropyLoss()(x, y, on, torch.zeros(1, 3, device=DEVICE), on)
+    assert out.total_loss.item() == pytest.approx(3e8 * math.log(2))
+
+
+def test_block_diffusion_ignores_what_it_does_not_use():
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    expected = BlockDiffusionCrossEntropyLoss()(x, **i).total_loss
+    i["noise_mask"], i["p_mask"] = torch.zeros_like(i["noise_mask"]), torch.full_like(i["p_mask"], NAN)
+    rest = {
+        "loss_mask_ar": torch.full_like(i["p_mask"], NAN),
+        "num_ar_tokens": 3,
+        "causal_logits": x[:1],
+        "noisy_input_ids": i["target_ids"],
+    }
+    assert torch.equal(BlockDiffusionCrossEntropyLoss()(x, **i, **rest).total_loss, expected)
+
+
+def test_block_diffusion_without_a_supervised_token_is_zero():
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    i["loss_mask"] = torch.zeros_like(i["loss_mask"])
+    assert BlockDiffusionCrossEntropyLoss()(x, **i).total_loss.item() == 0
+
+
+def test_hybrid_runs_ar_only_with_ar_logits_and_an_ar_mask():
+    i, x = diffusion(), torch.randn(2, 6, V, device=DEVICE)
+    causal, ar = torch.randn(2, 6, V, device=DEVICE), torch.rand(2, 6, device=DEVICE)
+    loss = HybridDiffusionLLMLoss(alpha=0.25)
+    mdlm = MDLMCrossEntropyLoss()(x, **i).total_loss
+    both = torch.cat([x, causal], 1)
+    for without in (loss(x, **i), loss(x, **i, causal_logits=causal), loss(x, **i, loss_mask_ar=ar), loss(both, **i)):
+        torch.testing.assert_close(without.total_loss, 0.25 * mdlm)
+        torch.testing.assert_close(without.dllm_loss, 0.25 * mdlm)
+    next_token = (reference.token_nll(causal[:, :-1], i["target_ids"][:, 1:]) * ar[:, 1:]).sum()
+    for out in (loss(x, **i, causal_logits=causal, loss_mask_ar=ar), loss(both, **i, loss_mask_ar=ar)):
+        torch.testing.assert_close(out.total_loss, 0.25 * mdlm + next_token)
+        torch.testing.assert_close(out.dllm_loss, 0.25 * mdlm)
+
+
+def test_hybrid_divides_each_part_by_its_own_count():
+    i, x, ar = diffusion(), torch.randn(2, 12, V, device=DEVICE), torch.rand(2, 6, device=DEVICE)
+    loss = HybridDiffusionLLMLoss(alpha=0.5)
+    diff = loss(x, **i).total_loss
+    next_token = loss(x, **i, loss_mask_ar=ar).total_loss - diff
+    out = loss(x, **i, loss_mask_ar=ar, num_diffusion_tokens=4, num_ar_tokens=torch.tensor(7))
+    torch.testing.assert_close(out.total_loss, diff / 4 + next_token / 7)
+    torch.testing.assert_close(out.dllm_loss, diff / 4)
+
+
+@pytest.mark.parametrize("form", ["separate", "one tensor", "hidden"])
+def test_an_alpha_of_zero_makes_the_diffusion_rows_inert(form):
+    i, x, ar = diffusion(), torch.randn(2, 6, V, device=DEVICE), torch.rand(2, 6, device=DEVICE)
+    bad = torch.full_like(x, NAN)
+    loss = HybridDiffusionLLMLoss(alpha=0.0)
+    if form == "separate":
+        out = loss(bad, **i, causal_logits=x, loss_mask_ar=ar)
+    elif form == "one tensor":
+        out = loss(torch.cat([bad, x], 1), **i, loss_mask_ar=ar)
+    else:
+        out = loss.forward_fused(bad, torch.eye(V, device=DEVICE), **i, causal_hidden=x, loss_mask_ar=ar)
+    expected = (reference.token_nll(x[:, :-1], i["target_ids"][:, 1:]) * ar[:, 1:]).sum()
+    torch.testing.assert_close(out.total_loss, expected)
+    assert out.dllm_loss == 0
+
+
+@forms
+@pytest.mark.parametrize("auto_balance", [False, True])
+def test_idlm_is_two_calls_of_plain_cross_entropy(form, auto_balance, backend):
+    """On slices of the logits, which ours does not make; the masked copy's part is logged."""
+    i, h, w = draw(BY_NAME["idlm"]), torch.randn(2, 12, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    loss = IDLMLoss(0.3, auto_balance, backend=backend)
+    scored = (i["answer_mask"] & (i["valid_mask"] != 0))[:, 1:]
+
+    def plain(h, w):
+        halves = F.linear(h, w).chunk(2, 1)
+        losses = [F.cross_entropy(z[:, :-1][scored], i["target_ids"][:, 1:][scored], reduction="sum") for z in halves]
+        noisy, clean = (z / scored.sum() for z in losses)
+        return noisy + (noisy / clean).detach() * clean if auto_balance else noisy + 0.3 * clean
+
+    def fused(h, w):
+        form_ = loss(F.linear(h, w), **i, seq_len=6) if form == "logits" else loss.forward_fused(h, w, **i, seq_len=6)
+        return form_.total_loss
+
+    one = torch.ones((), device=DEVICE)
+    for a, b in zip(value_and_grads(fused, [h, w], one), value_and_grads(plain, [h, w], one), strict=True):
+        torch.testing.assert_close(a, b)
+    noisy = IDLMLoss(0.0)(F.linear(h, w), **i, seq_len=6)
+    torch.testing.assert_close(loss(F.linear(h, w), **i, seq_len=6).dllm_loss, noisy.total_loss)
+    torch.testing.assert_close(loss.forward_fused(h, w, **i, seq_len=6).dllm_loss, noisy.total_loss)
+
+
+@pytest.mark.parametrize("margin", [12.0, 60.0])
+def test_the_balance_of_idlm_where_the_clean_copy_is_sure(margin, backend):
+    """Its loss is 1e-4, or nothing: alpha is what makes the terms alike, or noisy / 1e-6."""
+    i = draw(BY_NAME["idlm"])
+    i["target_ids"] = i["target_ids"].clamp(min=0)
+    sure = margin * F.one_hot(F.pad(i["target_ids"][:, 1:], (0, 1)), V)
+    x = torch.cat([torch.randn(2, 6, V, device=DEVICE), sure], 1).double()
+    loss, one = IDLMLoss(auto_balance=True, backend=backend), torch.ones((), device=DEVICE)
+    found = value_and_grads(lambda x: loss(x, **i, seq_len=6).total_loss, [x], one)
+    expected = value_and_grads(lambda x: reference.idlm_loss(x, **i, auto_balance=True).total_loss, [x], one)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@forms
+def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
+    i, x = draw(BY_NAME["idlm"]), torch.randn(2, 6, V, device=DEVICE)
+    x = torch.cat([x, torch.full_like(x, NAN)], 1)
+    loss, eye = IDLMLoss(clean_loss_weight=0.0), torch.eye(V, device=DEVICE)
+    out = loss(x, **i, seq_len=6) if form == "logits" else loss.forward_fused(x, eye, **i, seq_len=6)
+    assert out.total_loss.isfinite()
+    torch.testing.assert_close(out.total_loss, out.dllm_loss)
+
+
+@pytest.mark.parametrize("settings", [(0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2), (0.3, 0.0, 0.5)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_schedule_of_scdd(settings, dtype):
+    """The masses are probabilities, as near to float64's as float32 allows; with a broad peak gamma and rho never grow."""
+    t = torch.cat([torch.tensor([-0.5]), torch.linspace(0, 1, 257), torch.tensor([1.5])]).to(DEVICE, dtype)
+    options = dict(zip(("max_ratio", "gamma_shape", "t_peak"), settings, strict=True))
+    ours, exact = scdd_schedule(t, **options), reference.scdd_schedule(t.double(), **options)
+    plain = reference.scdd_schedule(t, **options)
+    for name in exact._fields:
+        one, acc = getattr(ours, name), torch.promote_types(dtype, torch.float32)
+        assert one.dtype == acc
+        error = largest_error([getattr(plain, name)], [getattr(exact, name)])
+        assert_as_good_as_plain([one], [getattr(exact, name)], error, name, sizes=(1,))
+    torch.testing.assert_close(ours.clean_mass + ours.uniform_mass + ours.absorbed_mass, torch.ones_like(ours.gamma))
+    for falls in (ours.gamma, ours.rho) if settings[1] <= 1 else ():
+        assert (falls.diff() <= 4 * torch.finfo(falls.dtype).eps).all()
+    assert (ours.gamma[0], ours.rho[0], ours.gamma[-1], ours.rho[-1]) == (1, 1, 0, 0) or settings[1] == 0
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_scdd_without_uniform_noise_is_mdlm_to_the_bit(form, dtype):
+    """Of the masked tokens, with the weight 1 / t, the column of MASK skipped; nothing else is read."""
+    i = draw(BY_NAME["scdd, counted"])
+    mdlm, scdd = MDLMCrossEntropyLoss(skip_id=MASK_ID), SCDDLoss(MASK_ID, max_ratio=0.0, chunk_size=None)
+    masked = i["noisy_input_ids"] == MASK_ID
+    h, w = torch.randn(2, 6, D, device=DEVICE).to(dtype), torch.randn(V, D, device=DEVICE).to(dtype)
+    x = torch.where((masked & (i["loss_mask"] != 0))[..., None], F.linear(h, w), NAN)
+
+    def value(loss, inputs):
+        if form == "logits":
+            return lambda x: loss(x, **inputs).total_loss
+        return lambda h, w: loss.forward_fused(h, w, **inputs).total_loss
+
+    leaves, one = ([x] if form == "logits" else [h, w]), torch.ones((), device=DEVICE)
+    expected = value_and_grads(value(mdlm, i | {"noise_mask": masked}), leaves, one)
+    assert all(torch.equal(a, b) for a, b in zip(value_and_grads(value(scdd, i), leaves, one), expected, strict=True))
+    i["num_diffusion_tokens"], count = None, i["loss_mask"].count_nonzero()
+    mean = mdlm(x, **(i | {"noise_mask": masked, "num_diffusion_tokens": count})).total_loss
+    assert torch.equal(scdd(x, **i).total_loss, mean)  # the supervised tokens, masked or not
+
+
+def test_the_first_and_the_last_moment_of_scdd(backend):
+    """Where a mass is 0 the loss is finite and its gradient too, also for tokens that cannot be seen then."""
+    i = draw(BY_NAME["scdd"], 4)
+    i["p_mask"] = torch.tensor([0.0, 1e-6, 0.2, 1.0], device=DEVICE)[:, None].expand(4, 6).contiguous()
+    x = torch.randn(4, 6, V, device=DEVICE)
+    x[:, 1, 5:], i["loss_mask"][:] = -300.0, 1  # as good as impossible
+    i["noisy_input_ids"][:, 0], i["target_ids"][:, 2] = i["target_ids"][:, 0].clamp(min=0), 7
+    i["noisy_input_ids"][1, 1] = i["target_ids"][1, 1] = 7  # kept, and impossible in the last step
+    for loss in (SCDDLoss(MASK_ID, 5, backend=backend), SCDDLoss(MASK_ID, 1000, max_ratio=0.5, backend=backend)):
+        value, grad = value_and_grads(lambda x, loss=loss: loss(x, **i).total_loss, [x], torch.ones((), device=DEVICE))
+        assert value.isfinite()
+        assert grad.isfinite().all()
+        assert grad[..., MASK_ID].eq(0).all()
+    only = {name: t[:1] for name, t in i.items()}
+    loss = SCDDLoss(MASK_ID, 5, backend=backend)
+    assert loss(x[:1], **only).total_loss == 0  # nothing has happened yet, so there is nothing to learn
+
+
+def test_scdd_takes_the_time_from_the_first_column(backend):
+    i, x, loss = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE), SCDDLoss(MASK_ID, backend=backend)
+    expected = loss(x, **i).total_loss
+    i["p_mask"][:, 1:] = torch.where(i["loss_mask"] == 0, NAN, i["p_mask"])[:, 1:]
+    assert torch.equal(loss(x, **i).total_loss, expected)
+    i["p_mask"] += 0.1
+    assert not torch.isclose(loss(x, **i).total_loss, expected)
+
+
+def test_scdd_with_any_token_as_mask(backend):
+    """Also the first: the same loss with the tokens under other numbers."""
+    i, x = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE)
+    other = torch.arange(V, device=DEVICE)
+    other[[0, MASK_ID]] = other[[MASK_ID, 0]]
+    renamed = {
+        name: torch.where(i[name] < 0, i[name], other[i[name].clamp(min=0)])
+        for name in ("target_ids", "noisy_input_ids")
+    }
+    expected = SCDDLoss(MASK_ID, 5, backend=backend)(x, **i).total_loss
+    got = SCDDLoss(0, 5, backend=backend)(x[..., other], **(i | renamed)).total_loss
+    torch.testing.assert_close(got, expected)
+
+
+def test_scdd_of_a_clean_mask_is_finite_and_one_of_a_bad_token_is_not(backend):
+    """The one cannot be predicted, the other is a mistake in the data."""
+    i, x, loss = draw(BY_NAME["scdd"]), torch.randn(2, 6, V, device=DEVICE), SCDDLoss(MASK_ID, 5, backend=backend)
+    i["loss_mask"][:] = 1
+    i["target_ids"][0, 0] = i["noisy_input_ids"][0, 0] = MASK_ID
+    value, grad = value_and_grads(lambda x: loss(x, **i).total_loss, [x], torch.ones((), device=DEVICE))
+    reference_i = {name: t for name, t in i.items() if name != "noise_mask"}
+    torch.testing.assert_close(value, reference.scdd_loss(x, **reference_i, mask_token_id=MASK_ID, num_timesteps=5))
+    assert grad.isfinite().all()
+    for name, bad in (("target_ids", V), ("target_ids", -1), ("noisy_input_ids", V), ("noisy_input_ids", -100)):
+        worse = i[name].clone()
+        worse[1, 2] = bad
+        assert loss(x, **(i | {name: worse})).total_loss.isnan()
+
+
+def test_scdd_of_no_position():
+    i = {name: t[:, :0] for name, t in draw(BY_NAME["scdd"]).items()}
+    for max_ratio in (0.0, 0.1):
+        loss = SCDDLoss(MASK_ID, max_ratio=max_ratio)
+        assert loss(torch.randn(2, 0, V, device=DEVICE), **i).total_loss == 0
+        hidden, head = torch.randn(2, 0, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+        assert loss.forward_fused(hidden, head, **i).total_loss == 0
+
+
+def test_hybrid_from_hidden_states_logs_the_rounded_diffusion_part():
+    i = diffusion()
+    h, w = torch.randn(2, 6, D, device=DEVICE).bfloat16(), torch.randn(V, D, device=DEVICE).bfloat16()
+    out = HybridDiffusionLLMLoss(fp32_upcast=False).forward_fused(h, w, **i)
+    torch.testing.assert_close(out.dllm_loss, out.total_loss)
+
+
+def test_next_token_losses_of_one_position_are_zero(backend):
+    x = torch.randn(2, 1, V, device=DEVICE, requires_grad=True)
+    ids = torch.zeros(2, 1, dtype=torch.long, device=DEVICE)
+    loss = encoder_ar_loss(x, ids, backend=backend)
+    loss.backward()
+    assert loss.item() == 0
+    assert x.grad.eq(0).all()
+
+
+def test_the_last_position_predicts_nothing(backend):
+    x = torch.randn(2, 4, V, device=DEVICE)
+    x[:, -1] = NAN
+    x.requires_grad_()
+    ids = torch.randint(0, V, (2, 4), device=DEVICE)
+    loss = encoder_ar_loss(x, ids, backend=backend)
+    loss.backward()
+    torch.testing.assert_close(loss, reference.encoder_ar_loss(x.detach(), ids))
+    assert x.grad[:, -1].eq(0).all()
+
+
+@pytest.mark.parametrize("ids_dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_token_ids_of_any_integer_dtype(ids_dtype):
+    i, d = draw(BY_NAME["encoder AR"]), diffusion()
+    d["target_ids"] = d["target_ids"].clamp(min=0)
+    x = torch.randn(2, 6, V, device=DEVICE)
+    ar = torch.ones(2, 6, device=DEVICE)
+    expected = encoder_ar_loss(x, **i), HybridDiffusionLLMLoss()(x, **d, causal_logits=x, loss_mask_ar=ar).total_loss
+    i["input_ids"], d["target_ids"] = i["input_ids"].to(ids_dtype), d["target_ids"].to(ids_dtype)
+    got = encoder_ar_loss(x, **i), HybridDiffusionLLMLoss()(x, **d, causal_logits=x, loss_mask_ar=ar).total_loss
+    assert got == expected
+
+
+@forms
+def test_draft_accuracy_counts(form, backend):
+    torch.manual_seed(0)
+    h, w = torch.randn(3, 9, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    x = F.linear(h, w)
+    y = torch.where(torch.rand(3, 9, device=DEVICE) < 0.5, x.argmax(-1), torch.randint(0, V, (3, 9), device=DEVICE))
+    y[0, 0] = -100
+    mask = torch.rand(3, 9, device=DEVICE) * (torch.rand(3, 9, device=DEVICE) < 0.7)
+    loss = DFlashDecayLoss(chunk_size=4, backend=backend)
+    out = (
+        loss(x, y, mask, block_size=BLOCK) if form == "logits" else loss.forward_fused(h, w, y, mask, block_size=BLOCK)
+    )
+    hits, count = reference.draft_accuracy_per_position(reference.argmax_match(x, y, active=mask), mask, BLOCK)
+    torch.testing.assert_close(out.draft_correct_per_pos, hits)
+    torch.testing.assert_close(out.draft_count_per_pos, count)
+    assert out.draft_correct_per_pos.dtype == out.draft_count_per_pos.dtype == torch.float32
+    metrics = draft_accuracy(out)
+    assert list(metrics) == ["draft_acc", "draft_acc_k1", "draft_acc_k2", "draft_acc_k3"]
+    torch.testing.assert_close(metrics["draft_acc"], hits.sum() / count.sum())
+    torch.testing.assert_close(metrics["draft_acc_k2"], hits[1] / count[1])
+
+
+@forms
+@pytest.mark.parametrize("anchor_row", [False, True])
+@pytest.mark.parametrize("bonus", [False, True])
+def test_acceptance_length(form, anchor_row, bonus, backend):
+    torch.manual_seed(0)
+    h, w = torch.randn(3, 12, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    x, size = F.linear(h, w), BLOCK - anchor_row
+    y = torch.where(torch.rand(3, 12, device=DEVICE) < 0.7, x.argmax(-1), torch.randint(0, V, (3, 12), device=DEVICE))
+    y[0, 0] = -100
+    mask = (torch.rand(3, 12, device=DEVICE) < 0.7).float()
+    mask[1, :3] = 0
+    loss = DFlashDecayLoss(anchor_row=anchor_row, chunk_size=4, backend=backend)
+    out = loss(x, y, mask, None, size) if form == "logits" else loss.forward_fused(h, w, y, mask, None, size)
+    assert torch.equal(out.draft_correct, reference.argmax_match(x, y, active=mask))
+    assert out.draft_count_per_pos.shape == (3,)
+    expected = reference.acceptance_length(out.draft_correct, mask, BLOCK - 1, bonus)
+    assert bonus < expected < BLOCK - 1 + bonus
+    options = {"anchor_row": anchor_row, "bonus": bonus}
+    torch.testing.assert_close(acceptance_length(out, mask, size, **options), expected)
+    for kind in (torch.bool, torch.int64, torch.float32):
+        correct, valid = out.draft_correct.to(kind), mask.to(kind)
+        torch.testing.assert_close(acceptance_length(correct, valid, size, **options), expected)
+
+
+def test_acceptance_length_by_hand():
+    """All right; wrong at the second; the second masked, which ends nothing; wrong at once; nothing to predict."""
+    correct = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1]], device=DEVICE)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]], device=DEVICE)
+    assert acceptance_length(correct, mask, BLOCK) == (3 + 1 + 2 + 0) / 4
+    assert acceptance_length(correct, mask, BLOCK, bonus=True) == (4 + 2 + 3 + 1) / 4
+    assert acceptance_length(correct, 0 * mask, BLOCK, bonus=True) == 0
+
+
+def test_draft_accuracy_where_nothing_was_counted():
+    out = DFlashDecayLoss()(
+        torch.randn(1, 3, V), torch.zeros(1, 3, dtype=torch.long), torch.tensor([[1, 1, 0]]), block_size=BLOCK
+    )
+    assert draft_accuracy(out)["draft_acc_k3"] == 0
+    assert draft_accuracy(DFlashDecayLoss()(torch.randn(1, 3, V), torch.zeros(1, 3).long(), torch.ones(1, 3))) == {}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@forms
+def test_the_lowest_index_wins_a_tie(dtype, form, backend):
+    y, mask = torch.tensor([[1, 3, 4]], device=DEVICE), torch.ones(1, 3, device=DEVICE)
+    loss = DFlashDecayLoss(backend=backend)
+    if form == "logits":
+        x = torch.tensor([0.0, 2.0, 1.0, 2.0, 2.0], device=DEVICE).expand(1, 3, 5)
+        out = loss(x.to(dtype), y, mask, block_size=BLOCK)
+        expected = [1.0, 0.0, 0.0]
+    else:
+        h = torch.ones(1, 3, 2, device=DEVICE)
+        w = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 0.0], [2.0, 2**-9], [2.0, 0.0]], device=DEVICE)
+        out = loss.forward_fused(h.to(dtype), w.to(dtype), y, mask, block_size=BLOCK)
+        # float32 sees 2 + 2**-9 in column 3; bfloat16 steps by 2**-6 there and sees three columns of 2
+        expected = [1.0, 0.0, 0.0] if dtype == torch.bfloat16 else [0.0, 1.0, 0.0]
+    assert out.draft_correct_per_pos.tolist() == expected
+
+
+def test_dflash_counts_are_none_without_whole_blocks():
+    x, y, mask = torch.randn(1, 7, V), torch.zeros(1, 7, dtype=torch.long), torch.ones(1, 7)
+    flat = DFlashDecayLoss(loss_gamma=None)
+    for out in (flat(x, y, mask), flat(x, y, mask, block_size=1), flat(x, y, mask, block_size=BLOCK)):
+        assert out.draft_correct_per_pos is None
+        assert out.draft_count_per_pos is None
+        torch.testing.assert_close(out.total_loss, reference.token_nll(x, y).sum())
+
+
+@pytest.mark.parametrize("block_size", [BLOCK, 1])
+def test_decay_needs_whole_blocks(block_size):
+    x, y, mask = torch.randn(1, 7, V), torch.zeros(1, 7, dtype=torch.long), torch.ones(1, 7)
+    with pytest.raises(ValueError, match=f"multiple of block_size - 1 .* got T=7 and block_size={block_size}"):
+        DFlashDecayLoss()(x, y, mask, block_size=block_size)
+
+
+@pytest.mark.parametrize(
+    ("T", "block_size", "gamma"), [(6, 4, 7.0), (6, None, 2.0), (6, 4, None), (0, 4, 7.0), (5, 2, 1.0)]
+)
+def test_decay_weights(T, block_size, gamma):
+    weights = DFlashDecayLoss(loss_gamma=gamma)._decay_weights(T, block_size, "cpu", torch.float64)
+    expected = reference.decay_weights(T, block_size, gamma, torch.float64)
+    torch.testing.assert_close(weights, expected)
+
+
+def test_dflash_tokens_and_mean():
+    d, x = draw(BY_NAME["dflash"]), torch.randn(2, 6, V, device=DEVICE)
+    d["num_tokens"] = None
+    decay = reference.decay_weights(6, BLOCK, 7.0, device=DEVICE)
+    terms = reference.token_nll(x, d["target_ids"]) * decay * d["block_mask"]
+    torch.testing.assert_close(DFlashDecayLoss()(x, **d, block_size=BLOCK).total_loss, terms.sum())
+    mean = DFlashDecayLoss(normalize="mean")(x, **(d | {"num_tokens": 1000}), block_size=BLOCK).total_loss
+    torch.testing.assert_close(mean, terms.sum() / ((decay * d["block_mask"]).sum() + 1e-6))
+
+
+FAMILY = [case for case in LOSSES if case.loss is DFlashDecayLoss]
+
+
+@cases(FAMILY)
+def test_a_frozen_head_costs_two_products_whatever_the_weights(case):
+    inputs, (h, w, _) = draw(case), leaves_of_hidden_form(case, torch.float32)
+    inputs["block_mask"] = torch.ones_like(inputs["block_mask"])
+    inputs["target_ids"] = inputs["target_ids"].clamp(min=0)
+    in_place = lambda c, a, b, **_: 2 * a[0] * a[1] * b[1]  # noqa: E731
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place}) as counter:
+        case.hidden_form(h.requires_grad_(), w, None, inputs, chunk_size=5, backend="torch").backward()
+    assert counter.get_total_flops() == 2 * 2 * (2 * 6) * D * V
+
+
+@forms
+def test_parts_of_a_step_add_up(form):
+    """Pieces of sequences, given the counts of the whole: by blocks, by sequences, and by the blocks of each."""
+    d = draw(BY_NAME["dflash"], 2, 12) | {"num_tokens": None}
+    d["block_mask"][1, 3:] = 0
+    x, w = torch.randn(2, 12, V if form == "logits" else D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    valid = (d["block_mask"] != 0).reshape(2, -1, BLOCK - 1).any(-1)
+    counts = {
+        "blocks": {"num_blocks": valid.sum()},
+        "sequences": {"num_sequences": 2},
+        "sequence_blocks": {"num_blocks": valid.sum(1), "num_sequences": 2},
+    }
+    for variant, normalize in itertools.product(("decay", "dpace", "prefix", "continuation"), counts):
+        loss = DFlashDecayLoss(normalize=normalize, position_weights=variant)
+
+        def value(part, loss=loss, **given):
+            i = {name: t[:, part] if isinstance(t, torch.Tensor) else t for name, t in d.items()}
+            rows = (x[:, part],) if form == "logits" else (x[:, part], w)
+            return (loss if form == "logits" else loss.forward_fused)(*rows, **i, block_size=BLOCK, **given)
+
+        whole = value(slice(None)).total_loss
+        parts = [value(part, **counts[normalize]) for part in (slice(3), slice(3, 9), slice(9, 12))]
+        torch.testing.assert_close(sum(part.total_loss for part in parts), whole)
+
+
+def test_dflash_methods_of_the_original():
+    d, x = draw(BY_NAME["dflash"]), torch.randn(2, 6, V, device=DEVICE, requires_grad=True)
+    h, w = torch.randn(6, D, device=DEVICE, requires_grad=True), torch.randn(V, D, device=DEVICE)
+    loss = DFlashDecayLoss(loss_gamma=3.0)
+    nll = compute_per_token_nll(x, d["target_ids"])
+    counts = loss._draft_acc_per_pos(x.argmax(-1) == d["target_ids"], d["block_mask"], BLOCK)
+    reduced = loss._reduce(nll, d["block_mask"], d["num_tokens"], BLOCK, *counts)
+    whole = loss(x, **d, block_size=BLOCK)
+    for name in set(whole._fields) - {"draft_correct"}:  # of which a sum of NLLs knows nothing
+        torch.testing.assert_close(getattr(reduced, name), getattr(whole, name))
+    (a,), (b,) = torch.autograd.grad(reduced.total_loss, x), torch.autograd.grad(whole.total_loss, x)
+    torch.testing.assert_close(a, b)
+    nll, correct = DFlashDecayLoss._chunk_nll(h, w, None, d["target_ids"][0])
+    torch.testing.assert_close(nll, reference.token_nll(F.linear(h, w), d["target_ids"][0]))
+    assert torch.equal(correct, reference.argmax_match(F.linear(h, w), d["target_ids"][0]))
+    upstream = torch.randn(6, device=DEVICE)
+    (a,) = torch.autograd.grad(nll, h, upstream)
+    (b,) = torch.autograd.grad(reference.token_nll(F.linear(h, w), d["target_ids"][0]), h, upstream)
+    torch.testing.assert_close(a, b)
+
+
+def test_dflash_reduce_keeps_nan_of_masked_rows_out():
+    nll, mask = torch.tensor([[1.0, NAN]]), torch.tensor([[1.0, 0.0]])
+    assert DFlashDecayLoss()._reduce(nll, mask, None, None).total_loss.item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("nll", "mask", "message"),
+    [
+        (torch.ones(1, 4), torch.ones(4), "block_mask must have shape (1, 4) (that of token_nll), got (4,)"),
+        (torch.ones(2, 4), torch.ones(1, 4), "block_mask must have shape (2, 4) (that of token_nll), got (1, 4)"),
+        (torch.ones(4), torch.ones(4), "token_nll must have shape [B, T], got (4,)"),
+        (torch.ones(1, 4, dtype=torch.int64), torch.ones(1, 4), "token_nll must have dtype float16, "),
+    ],
+)
+@pytest.mark.parametrize("position_weights", ["decay", "dpace"])
+def test_dflash_reduce_takes_one_nll_and_one_mask_entry_per_position(nll, mask, message, position_weights):
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        DFlashDecayLoss(position_weights=position_weights)._reduce(nll, mask, None, None)
+
+
+def test_dflash_attributes():
+    loss = DFlashDecayLoss(loss_gamma=5, use_fused_linear_ce=1, chunk_size=64, normalize="mean")
+    assert (loss.loss_gamma, loss.use_fused_linear_ce, loss.chunk_size, loss.normalize) == (5.0, True, 64, "mean")
+    assert isinstance(loss.loss_gamma, float)
+    assert DFlashDecayLoss(None).loss_gamma is None
+
+
+@forms
+@cases()
+def test_activation_checkpointing(case, form):
+    inputs = draw(case)
+    upstream = upstream_for(case, 2, 6).to(DEVICE)
+    if form == "logits":
+        leaves = [logits_of(case)]
+
+        def function(x):
+            return case.logits_form(x, inputs)
+    else:
+        leaves = leaves_of_hidden_form(case, torch.float32)
+
+        def function(h, w, b):
+            return case.hidden_form(h, w, b, inputs, chunk_size=5)
+
+    def checkpointed(*leaves):
+        return torch.utils.checkpoint.checkpoint(function, *leaves, use_reentrant=False)
+
+    for a, b in zip(
+        value_and_grads(function, leaves, upstream), value_and_grads(checkpointed, leaves, upstream), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+@cases()
+def test_empty_batches(case, backend):
+    inputs = draw(case, 0, 6)
+    x = logits_of(case, 0).requires_grad_()
+    value = case.logits_form(x, inputs, backend=backend)
+    value.sum().backward()
+    assert value.sum().item() == 0
+    assert x.grad.shape == x.shape
+    leaves = [t.requires_grad_() for t in leaves_of_hidden_form(case, torch.float32, 0)]
+    value = case.hidden_form(*leaves, inputs, backend=backend)
+    value.sum().backward()
+    assert value.sum().item() == 0
+    assert all(leaf.grad.eq(0).all() for leaf in leaves)
+
+
+@cases()
+def test_sequences_of_no_position(case):
+    inputs = draw(case, 2, 0)
+    assert case.logits_form(logits_of(case, 2, 0), inputs).sum().item() == 0
+    assert case.hidden_form(*leaves_of_hidden_form(case, torch.float32, 2, 0), inputs).sum().item() == 0
+
+
+@pytest.mark.parametrize("extra", [1, 4, 6, 9])
+def test_hybrid_without_an_ar_part_takes_any_number_of_rows_after_the_diffusion_ones(extra):
+    inputs = draw(BY_NAME["hybrid, one tensor"])
+    ids, masks = inputs["target_ids"], {k: inputs[k] for k in ("noise_mask", "p_mask", "loss_mask")}
+    B, L = ids.shape
+    loss = HybridDiffusionLLMLoss(alpha=0.3)
+    x, head = torch.randn(B, L + extra, V, device=DEVICE), torch.randn(V, V, device=DEVICE)
+    for function in (lambda t: loss(t, ids, **masks), lambda t: loss.forward_fused(t, head, ids, **masks)):
+        expected, got = x[:, :L].clone().requires_grad_(), x.clone().requires_grad_()
+        outputs = [function(t) for t in (expected, got)]
+        for a, b in zip(*(out[:2] for out in outputs), strict=True):
+            torch.testing.assert_close(a, b)
+        for out in outputs:
+            out.total_loss.backward()
+        torch.testing.assert_close(got.grad[:, :L], expected.grad)
+        assert got.grad[:, L:].count_nonzero() == 0
+    ar = torch.ones_like(masks["p_mask"])
+    if extra != L:
+        with pytest.raises(ValueError, match="logits must have shape"):
+            loss(x, ids, **masks, loss_mask_ar=ar)
+
+
+def test_draft_accuracy_of_fractions():
+    """``correct`` may be a float, a share of hits, as the documentation has it; nothing counts where nothing is valid."""
+    correct = torch.tensor([[0.5, 1.0, NAN, 0.25, 0.0, 1.0]])
+    valid = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.5, 0.5]])
+    hits, count = DFlashDecayLoss._draft_acc_per_pos(correct, valid, 4)
+    assert hits.tolist() == [0.75, 1.0, 0.5]
+    assert count.tolist() == [2.0, 1.5, 0.5]
+
+
+NO_ALPHA = "alpha must be a number or a 0-d tensor, got "
+
+
+@pytest.mark.parametrize(
+    ("alpha", "error", "message"),
+    [
+        (torch.ones(2, 1, 1), ValueError, f"{NO_ALPHA}a tensor of shape (2, 1, 1), torch.float32"),
+        (torch.ones(2), ValueError, f"{NO_ALPHA}a tensor of shape (2,), torch.float32"),
+        (torch.tensor(1j), ValueError, f"{NO_ALPHA}a tensor of shape (), torch.complex64"),
+        (None, TypeError, f"{NO_ALPHA}NoneType"),
+        (NAN, ValueError, "alpha must be finite, got nan"),
+        (math.inf, ValueError, "alpha must be finite, got inf"),
+    ],
+)
+def test_an_alpha_that_is_no_weight_is_refused_also_when_assigned(alpha, error, message):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        HybridDiffusionLLMLoss(alpha)
+    loss, case = HybridDiffusionLLMLoss(), BY_NAME["hybrid"]
+    loss.alpha = alpha
+    with pytest.raises(error, match="^" + re.escape(message)):
+        loss(logits_of(case), **draw(case))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_an_alpha_that_is_a_tensor(dtype):
+    case = BY_NAME["hybrid"]
+    rows, inputs = logits_of(case), draw(case)
+    for reduction in ("total", "none"):
+        expected, got = (
+            HybridDiffusionLLMLoss(a, reduction=reduction)(rows, **inputs)
+            for a in (2, torch.full((1,), 2, dtype=dtype))
+        )
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_dflash_reduces_a_narrow_nll_in_float32(dtype):
+    loss, count = DFlashDecayLoss(loss_gamma=None), 100_001
+    nll = torch.full((1, 70_001), 2.0, dtype=dtype, device=DEVICE, requires_grad=True)
+    for n in (count, torch.tensor(count, device=DEVICE)):
+        out = loss._reduce(nll, torch.ones(1, 70_001, device=DEVICE), n, None)
+        torch.testing.assert_close(out.total_loss, torch.tensor(2 * 70_001 / count, device=DEVICE))
+        assert out.weight_sum == 70_001
+        assert torch.autograd.grad(out.total_loss, nll)[0].dtype == dtype

@@ -1,0 +1,211 @@
+"""``reduction="none"``: what each row of a loss adds, for trainers with denominators of their own."""
+
+import math
+from dataclasses import replace
+from itertools import cycle
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    IDLMLoss,
+    MDLMCrossEntropyLoss,
+    encoder_ar_loss,
+    encoder_ar_loss_fused,
+)
+from tests.conftest import DEVICE, every_time
+from tests.support.cases import BLOCK, BY_NAME, LOSSES, ROWS
+
+V, D = 19, 8
+CLASSES = [case for case in ROWS if isinstance(case.loss, type)]
+forms = pytest.mark.parametrize("form", ["logits", "hidden"])
+
+
+def leaves_of(case, form, B=2, L=6):
+    shapes = [(B, L * case.width, V)] if form == "logits" else [(B, L * case.width, D), (V, D), (V,)]
+    return [torch.randn(shape, device=DEVICE).requires_grad_() for shape in shapes]
+
+
+def output_and_grads(case, form, leaves, inputs, value):
+    rows, *head = leaves
+    out = case.output(form, case.arguments(form, rows, inputs, tuple(head)))
+    return out, torch.autograd.grad(value(out), leaves, retain_graph=True)
+
+
+@forms
+@pytest.mark.parametrize("case", CLASSES, ids=lambda case: case.name)
+def test_the_loss_is_the_same_with_its_rows_beside_it(case, form):
+    torch.manual_seed(0)
+    inputs = {name: t.to(DEVICE) for name, t in case.draw(2, 6, V).items()}
+    leaves = leaves_of(case, form)
+    plain = replace(case, settings=case.settings | {"reduction": "total"})
+    (expected, grads), (out, of_rows) = (
+        output_and_grads(c, form, leaves, inputs, lambda out: out.total_loss) for c in (plain, case)
+    )
+    assert expected.row_losses is expected.row_weights is None
+    torch.testing.assert_close(out[:6], expected[:6])
+    torch.testing.assert_close(of_rows, grads)
+    assert not out.dllm_loss.requires_grad
+    assert out.row_losses.shape == out.row_weights.shape == leaves[0].shape[:2]
+    assert out.row_losses.requires_grad
+    assert not out.row_weights.requires_grad
+    torch.testing.assert_close(out.row_weights.sum(), out.weight_sum)
+    assert out.row_losses[out.row_weights == 0].eq(0).all()
+
+
+@forms
+@pytest.mark.parametrize("case", [case for case in CLASSES if case.counts], ids=lambda case: case.name)
+def test_rows_are_not_divided(case, form):
+    torch.manual_seed(0)
+    inputs, leaves = case.draw(2, 6, V), leaves_of(case, form)
+    once, again = (
+        case.output(form, case.arguments(form, leaves[0], inputs | dict.fromkeys(case.counts, n), tuple(leaves[1:])))
+        for n in (3, 50)
+    )
+    assert torch.equal(once.row_losses, again.row_losses)
+    assert not torch.equal(once.total_loss, again.total_loss)
+
+
+def drawn(name, B=2, L=6):
+    torch.manual_seed(0)
+    return BY_NAME[name].draw(B, L, V), torch.randn(B, L, D), torch.randn(V, D)
+
+
+def test_the_mean_of_each_sequence_and_then_of_the_batch():
+    """As trainers of masked diffusion normalise by sequence, here in plain torch."""
+    i, h, w = drawn("mdlm", 3, 8)
+    i["target_ids"] = i["target_ids"].clamp(min=0)
+    supervised, masked = i["loss_mask"].bool(), i["noise_mask"] & i["loss_mask"].bool()
+    loss = MDLMCrossEntropyLoss(reduction="none")
+
+    def ours(h, w):
+        out = loss.forward_fused(h, w, **i)
+        return (out.row_losses.sum(1) / supervised.sum(1).clamp(min=1)).mean()
+
+    def plain(h, w):
+        nll = F.cross_entropy(F.linear(h, w)[masked], i["target_ids"][masked], reduction="none")
+        of_each = supervised.sum(1, keepdim=True).expand_as(masked)[masked]
+        return (nll / i["p_mask"][masked] / of_each).sum() / len(masked)
+
+    results = []
+    for function in (ours, plain):
+        leaves = [t.clone().requires_grad_() for t in (h, w)]
+        value = function(*leaves)
+        results.append((value.detach(), *torch.autograd.grad(value, leaves)))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("position_weights", ["decay", "dpace"])
+def test_numerators_and_denominators_of_micro_batches(position_weights):
+    """As trainers of draft models add them up; the same from sums and from rows."""
+    d, h, w = drawn("dflash", 4, 6)
+    numerator = denominator = rows = row_weights = right = valid = 0.0
+    for part in (slice(0, 1), slice(1, 4)):
+        of_part = {name: t[part] for name, t in d.items() if t.dim()}
+        out = DFlashDecayLoss(position_weights=position_weights).forward_fused(h[part], w, **of_part, block_size=BLOCK)
+        numerator, denominator = numerator + out.total_loss, denominator + out.weight_sum
+        loss = DFlashDecayLoss(position_weights=position_weights, reduction="none")
+        out = loss.forward_fused(h[part], w, **of_part, block_size=BLOCK)
+        rows, row_weights = rows + out.row_losses.sum(), row_weights + out.row_weights.sum()
+        right, valid = right + (out.draft_correct * of_part["block_mask"]).sum(), valid + out.draft_count_per_pos.sum()
+    whole = DFlashDecayLoss(normalize="mean", position_weights=position_weights)
+    expected = whole.forward_fused(h, w, d["target_ids"], d["block_mask"], block_size=BLOCK)
+    torch.testing.assert_close(numerator / denominator, expected.total_loss)
+    torch.testing.assert_close(rows / row_weights, expected.total_loss)
+    torch.testing.assert_close(right / valid, expected.draft_correct_per_pos.sum() / expected.draft_count_per_pos.sum())
+
+
+@forms
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_rounded_row_keeps_its_gradient_and_its_infinity(form, dtype):
+    i, h, w = drawn("mdlm")
+    i["target_ids"] = i["target_ids"].clamp(min=0)
+    on, results = torch.ones(2, 6), []
+    for upcast in (True, False):
+        leaf = (h if form == "hidden" else F.linear(h, w)).to(dtype).requires_grad_()
+        loss = BlockDiffusionCrossEntropyLoss(upcast, reduction="none")
+        args = i["target_ids"], on, on, on
+        out = loss.forward_fused(leaf, w.to(dtype), *args) if form == "hidden" else loss(leaf, *args)
+        upstream = 1 + torch.arange(12.0).view(2, 6) / 1000  # which a cast of the gradient would round
+        results.append((out.row_losses.detach(), *torch.autograd.grad(out.row_losses, leaf, upstream)))
+    (exact, gradient), (rounded, other) = results
+    assert torch.equal(rounded, exact.to(dtype).float())
+    assert torch.equal(other, gradient)
+    x = torch.zeros(1, 2, V, dtype=dtype)
+    x[0, 0, 3] = -math.inf
+    out = BlockDiffusionCrossEntropyLoss(False, reduction="none")(x, torch.full((1, 2), 3), *[torch.ones(1, 2)] * 3)
+    assert out.row_losses.tolist() == [[math.inf, torch.tensor(V).log().to(dtype).item()]]
+
+
+def test_a_copy_that_weighs_nothing_is_not_read():
+    i, x = BY_NAME["idlm"].draw(2, 6, V), torch.randn(2, 12, V)
+    x[:, 6:] = math.nan
+    out = IDLMLoss(0.0, reduction="none")(x, **i, seq_len=6)
+    torch.testing.assert_close(out.total_loss, IDLMLoss(0.0)(x, **i, seq_len=6).total_loss)
+    assert out.row_losses[:, 6:].eq(0).all()
+    assert out.row_weights[:, 6:].eq(0).all()
+
+
+def test_rows_beyond_the_diffusion_part_without_an_ar_part_are_left_out():
+    case = BY_NAME["hybrid, one tensor, rows"]
+    i, x = BY_NAME["mdlm"].draw(2, 6, V), torch.randn(2, 9, V)
+    out, cut = (case.loss(**case.settings)(y, **i) for y in (x, x[:, :6]))
+    torch.testing.assert_close(out, cut)
+    assert out.row_losses.shape == (2, 6)
+
+
+NOT_ONE = ("mean", None, True)
+MESSAGE = "^reduction must be one of total, none, got "
+
+
+@pytest.mark.parametrize("value", NOT_ONE, ids=str)
+@pytest.mark.parametrize("case", [case for case in LOSSES if isinstance(case.loss, type)], ids=lambda case: case.name)
+def test_a_word_that_is_none_is_refused_also_when_assigned(case, value):
+    with pytest.raises(ValueError, match=MESSAGE):
+        case.loss(**case.settings | {"reduction": value})
+    loss = case.loss(**case.settings)
+    loss.reduction = value
+    for form in ("logits", "hidden"):
+        torch.manual_seed(0)
+        rows, *head = leaves_of(case, form)
+        arguments = case.arguments(form, rows, case.draw(2, 6, V), tuple(head))
+        with pytest.raises(ValueError, match=MESSAGE):
+            case._of(loss, form)(**arguments)
+
+
+@pytest.mark.parametrize("value", NOT_ONE, ids=str)
+def test_a_word_that_is_none_is_refused_by_the_function(value):
+    x, ids = torch.randn(2, 6, V), torch.zeros(2, 6, dtype=torch.long)
+    with pytest.raises(ValueError, match=MESSAGE):
+        encoder_ar_loss(x, ids, reduction=value)
+    with pytest.raises(ValueError, match=MESSAGE):
+        encoder_ar_loss_fused(x, torch.randn(V, V), ids, reduction=value)
+
+
+# Either form in turn: both of each loss are compiled where it is a sum.
+COMPILED = every_time(["hybrid, one tensor, rows"], [case.name for case in ROWS])
+COMPILED = [pytest.param(*p.values, form, marks=p.marks) for p, form in zip(COMPILED, cycle(("hidden", "logits")))]
+
+
+@pytest.mark.parametrize(("name", "form"), COMPILED)
+def test_rows_of_a_compiled_step(name, form):
+    """A trainer's own quotient, in one graph with the loss."""
+    torch.compiler.reset()
+    case = BY_NAME[name]
+    torch.manual_seed(0)
+    inputs, leaves = case.draw(2, 6, V), leaves_of(case, form)
+
+    def step(rows, *head):
+        out = case.output(form, case.arguments(form, rows, inputs, head))
+        losses = out if isinstance(out, torch.Tensor) else out.row_losses
+        return (losses.sum(1) / (losses != 0).sum(1).clamp(min=1)).mean()
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        value = function(*leaves)
+        results.append((value.detach(), *torch.autograd.grad(value, leaves)))
+    torch.testing.assert_close(*results)
+    torch.compiler.reset()

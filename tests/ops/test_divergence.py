@@ -1,0 +1,589 @@
+"""Divergences to a teacher: against float64 autograd of the oracle, with three products, and at every edge of the definitions."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from benchmarks import measure
+from dllm_kernels.ops import divergence, linear_divergence
+from tests.conftest import DEVICE, every_time
+from tests.support.kinds import ALIASES, HALVES, NAMES
+from tests.support.parity import assert_as_good_as_plain, assert_parity, largest_error, poison_empty, small_blocks
+
+V, D, R = 23, 6, 7
+NAN, INF = math.nan, math.inf
+SUM = {"ce": 0.1, "l1": 0.9}
+MANY = {"rkl": 0.3, "jsd": 1.0, "nla": 0.2, "soft_ce": 0.1, "teacher_ce": 0.4, "kl": 0.5, "lk": 0.7}
+ALL = {
+    **{name: {"kind": name} for name in NAMES},
+    **{f"{name}, halves": {"kind": name, **halves} for name, halves in HALVES.items()},
+    "jsd of 0": {"kind": "jsd", "beta": 0.0},
+    "jsd of 1": {"kind": "jsd", "beta": 1.0},
+    "nla, high floor": {"kind": "nla", "floor": 0.5},
+    "lk, mean": {"kind": "lk", "alpha": "mean", "eta": 2.0},
+    "lk, soft_ce": {"kind": "lk", "base": "soft_ce", "kl_scale": 0.5},
+    "lk, eta of 1e6": {"kind": "lk", "eta": 1e6},
+    "lk, negative eta": {"kind": "lk", "eta": -1.5},
+    "a difference": {"kind": {"kl": 1.0, "tv": -0.5}},
+    "ce and l1": {"kind": SUM},
+    "many": {"kind": MANY, "alpha": "mean"},
+}
+every_kind = pytest.mark.parametrize("name", ALL)
+TRANSFORMS = {
+    "": {},
+    "transformed": {"softcap": 4.0, "scale": 0.7, "skip_id": 3, "temperature": 1.6},
+    "the teacher otherwise": {"scale": 1.3, "skip_id": 2, "teacher_transform": {"softcap": 3.0, "skip_id": 2}},
+    "the teacher plain": {"softcap": 5.0, "teacher_transform": {}},
+}
+
+
+def options_of(name, *rows):
+    """(ours, the oracle's): the second knows no aliases."""
+    ours = dict(ALL[name])
+    if "ce" in (ours["kind"] if isinstance(ours["kind"], dict) else (ours["kind"],)):
+        y = torch.randint(4, V, rows, device=DEVICE)
+        y.view(-1)[1] = -100
+        ours["targets"] = y
+    kind = ours["kind"]
+    return ours, ours | {"kind": ALIASES.get(kind, kind) if isinstance(kind, str) else kind}
+
+
+def drawn(*rows):
+    """Weights with zeros among them, and rows of a teacher with R, in any order and more than once."""
+    torch.manual_seed(0)
+    weights = torch.rand(rows, device=DEVICE).masked_fill_(torch.rand(rows, device=DEVICE) < 0.3, 0)
+    weights.view(-1)[0] = 0.5
+    return weights, torch.randint(0, R, rows, device=DEVICE)
+
+
+TEACHER = (V, V)  # the sums of its softmax and of the divergence
+
+
+def logits_draw(dtype, reduction, rows=(2, 5)):
+    def draw(seed):
+        torch.manual_seed(seed + 100)
+        up = torch.randn(rows if reduction == "none" else (), device=DEVICE)
+        return [(2 * torch.randn(*rows, V, device=DEVICE)).to(dtype)], up
+
+    return draw
+
+
+def hidden_draw(dtype, reduction):
+    def draw(seed):
+        torch.manual_seed(seed + 100)
+        leaves = [torch.randn(s, device=DEVICE).to(dtype) for s in ((2, 5, D), (V, D), (V,))]
+        return leaves, torch.randn((2, 5) if reduction == "none" else (), device=DEVICE)
+
+    return draw
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@every_kind
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("transform", "reduction"), list(zip(TRANSFORMS, ("sum", "none", "sum", "none"), strict=True)))
+def test_parity_from_logits(name, dtype, transform, reduction, backend):
+    weights, rows = drawn(2, 5)
+    ours, oracle = options_of(name, 2, 5)
+    same = {**TRANSFORMS[transform], "reduction": reduction, "teacher_rows": rows}
+    teacher = (2 * torch.randn(R, V, device=DEVICE)).to(dtype)
+    assert_parity(
+        lambda z: divergence(z, teacher, weights, backend=backend, **ours, **same).loss,
+        lambda z: reference.divergence(z, teacher.to(z), weights, **oracle, **same).loss,
+        logits_draw(dtype, reduction),
+        TEACHER,
+    )
+
+
+SETTINGS = {  # of hidden states: (chunk_size, num_active, reduction, the teacher's head)
+    "chunks of a row": (1, None, "sum", "shared"),
+    "of a prime, a bound": (3, 10, "none", "its own"),
+    "one chunk": (None, None, "sum", "some of its columns"),
+    "a longer one": (64, None, "none", "shared"),
+}
+
+
+@every_kind
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_parity_from_hidden_states(name, dtype, setting):
+    parity_from_hidden_states(name, dtype, setting, "torch")
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_parity_from_hidden_states_through_the_kernel(dtype, setting):
+    parity_from_hidden_states("many", dtype, setting, "triton")
+
+
+def parity_from_hidden_states(name, dtype, setting, backend):
+    chunk_size, num_active, reduction, head = SETTINGS[setting]
+    weights, rows = drawn(2, 5)
+    ours, oracle = options_of(name, 2, 5)
+    teacher = torch.randn(R, D, device=DEVICE).to(dtype)
+    same = {"reduction": reduction, "teacher_rows": rows}
+    its = {}
+    if head != "shared":
+        columns = V if head == "its own" else 2 * V
+        its = {"teacher_weight": (columns, D), "teacher_bias": (columns,)}
+        its = {key: torch.randn(shape, device=DEVICE).to(dtype) for key, shape in its.items()}
+        u, second = (torch.randn(s, device=DEVICE).to(dtype) for s in ((R, 2), (columns, 2)))
+        its["teacher_extra"] = (u, second)
+    if head == "some of its columns":
+        same["draft_to_target"] = torch.randperm(2 * V, device=DEVICE)[:V]
+
+    def plain(h, w, b):
+        own = {k: tuple(t.to(h) for t in v) if isinstance(v, tuple) else v.to(h) for k, v in its.items()}
+        return reference.linear_divergence(h, w, teacher.to(h), weights, bias=b, **own, **oracle, **same).loss
+
+    sizes = {"chunk_size": chunk_size, "num_active": num_active}
+    assert_parity(
+        lambda h, w, b: (
+            linear_divergence(h, w, teacher, weights, bias=b, backend=backend, **its, **ours, **same, **sizes).loss
+        ),
+        plain,
+        hidden_draw(dtype, reduction),
+        (D, *TEACHER),
+    )
+
+
+@every_kind
+@pytest.mark.parametrize("path", ["at once", "a row at a time", "on three threads"])
+def test_what_is_beside_the_loss(name, path, monkeypatch):
+    """Value, a and agreement: those of the oracle, detached, 0 where a row is off, the same bits from however many blocks."""
+    if path != "at once":
+        small_blocks(monkeypatch, threads=3 if "three" in path else 1)
+    poison_empty(monkeypatch)
+    weights, rows = drawn(11)
+    ours, oracle = options_of(name, 11)
+    z = torch.randn(11, V, device=DEVICE, requires_grad=True)
+    teacher = torch.randn(R, V, device=DEVICE)
+    teacher[rows[0]] = z[0].detach()
+    out = divergence(z, teacher, weights, teacher_rows=rows, backend="torch", **ours)
+    exact = reference.divergence(z.double(), teacher.double(), weights, teacher_rows=rows, **oracle)
+    plain = reference.divergence(z, teacher, weights, teacher_rows=rows, **oracle)
+    for got, want, same_dtype in zip(out[1:3], exact[1:3], plain[1:3], strict=True):
+        assert not got.requires_grad
+        error = largest_error([same_dtype.detach()], [want.detach()])
+        assert_as_good_as_plain([got], [want.detach()], error, name, (V, V))
+    assert torch.equal(out.agree, exact.agree)
+    assert out.agree[0]
+    assert (out.value[weights == 0] == 0).all()
+    torch.testing.assert_close(out.loss.detach(), (weights * out.value).sum())
+
+
+def test_the_same_bits_from_however_many_blocks(monkeypatch):
+    weights, rows = drawn(11)
+    z, teacher = torch.randn(11, V, device=DEVICE), torch.randn(R, V, device=DEVICE)
+    results = []
+    for threads in (0, 1, 3):
+        if threads:
+            small_blocks(monkeypatch, threads)
+        leaf = z.clone().requires_grad_()
+        out = divergence(leaf, teacher, weights, teacher_rows=rows, kind=MANY, backend="torch")
+        results.append((*out[1:], *torch.autograd.grad(out.loss, leaf)))
+    for others in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], others, strict=True))
+
+
+def test_identical_rows(backend):
+    """Nothing is to be learnt: kl and its kin give 0 to the bit, what is a difference of sums the rounding of these."""
+    torch.manual_seed(0)
+    z = 3 * torch.randn(5, V, device=DEVICE)
+    for name in ("kl", "rkl", "soft_ce", "jsd", "tv", "nla", "lk"):
+        leaf = z.clone().requires_grad_()
+        out = divergence(leaf, z.clone(), kind=name, backend=backend)
+        (grad,) = torch.autograd.grad(out.loss, leaf)
+        torch.testing.assert_close(out.acceptance_rate, torch.ones(5, device=DEVICE))
+        assert out.agree.all()
+        assert grad.abs().max() <= (0 if name in ("kl", "soft_ce") else 1e-6), name
+        assert name == "soft_ce" or out.value.abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["tv", "l1", "nla", "lk", "jsd", "kl", "rkl", "soft_ce"])
+def test_rows_without_a_column_in_common(kind, backend):
+    z = torch.tensor([[2.0, 1.0, -INF, -INF]], device=DEVICE, requires_grad=True)
+    t = torch.tensor([[-INF, -INF, 1.0, 1.0]], device=DEVICE)
+    out = divergence(z, t, kind=kind, backend=backend)
+    want = {"tv": 1, "l1": 2, "nla": 5 * math.log(10), "jsd": math.log(2)}.get(kind, INF)
+    assert out.value.item() == pytest.approx(want)
+    assert out.acceptance_rate.item() == 0
+    (grad,) = torch.autograd.grad(out.loss, z)
+    if kind == "rkl":
+        assert grad[0, :2].isnan().all()
+    elif kind in ("kl", "soft_ce", "lk"):
+        p = z.detach().softmax(-1)
+        torch.testing.assert_close(grad, p - t.softmax(-1))
+    else:
+        torch.testing.assert_close(grad, torch.zeros_like(grad), atol=1e-7, rtol=0)
+
+
+def test_ties_of_p_and_q_count_as_below(backend):
+    """p and q are the same but for the rounding of their sums: -p (1 - sum p) is nothing, all of them above would be too."""
+    torch.manual_seed(0)
+    z = torch.randn(40, 700, device=DEVICE)
+    t = z + 5 * torch.rand(40, 1, device=DEVICE)  # as probabilities the same
+    t[20:, 0] += 3  # one column above, which moves all others below or above by far more than rounding
+    leaf = z.clone().requires_grad_()
+    out = divergence(leaf, t, kind="tv", backend=backend)
+    (grad,) = torch.autograd.grad(out.loss, leaf)
+    assert grad[:20].abs().max() < 1e-6
+    exact = z.double().requires_grad_()
+    (want,) = torch.autograd.grad(reference.divergence(exact, t.double(), kind="tv").loss, exact)
+    torch.testing.assert_close(grad.double(), want, atol=1e-6, rtol=1e-4)
+
+
+def test_rows_of_weight_0_and_nan(backend):
+    """Of either side: inert where the weight is 0, else NaN in their own row alone."""
+    torch.manual_seed(0)
+    h, w, th = torch.randn(6, D, device=DEVICE), torch.randn(V, D, device=DEVICE), torch.randn(6, D, device=DEVICE)
+    weights = torch.tensor([0.0, 1, 0, 1, 1, 1], device=DEVICE)
+    h[0], th[2], h[4], th[5] = NAN, NAN, NAN, NAN
+    for kind in ("kl", "tv", "teacher_ce", MANY):
+        leaves = [t.clone().requires_grad_() for t in (h, w)]
+        out = linear_divergence(*leaves, th, weights, kind=kind, reduction="none", backend=backend)
+        assert out.value.isnan().tolist() == out.acceptance_rate.isnan().tolist() == [False] * 4 + [True] * 2
+        assert out.agree[4:].tolist() == [False, False]
+        grads = torch.autograd.grad(out.loss[:4].sum(), leaves, retain_graph=True)
+        assert all(g.isfinite().all() for g in grads)
+        assert (grads[0][[0, 2]] == 0).all()
+        assert torch.autograd.grad(out.loss.sum(), leaves[0])[0][4:].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["kl", "l1"])
+def test_the_teacher_may_share_memory_with_the_logits(kind, backend):
+    """The gradient has memory of its own: rows of the same tensor, in another order, are as good as a copy of them."""
+    torch.manual_seed(0)
+    z = 2 * torch.randn(R, V, device=DEVICE)
+    before, rows = z.clone(), torch.arange(R, device=DEVICE).roll(1)
+    grads = []
+    for teacher in (before, z):
+        leaf = z.detach().requires_grad_()
+        loss = divergence(leaf, teacher, kind=kind, teacher_rows=rows, backend=backend).loss
+        grads.append(torch.autograd.grad(loss, leaf)[0])
+    assert torch.equal(*grads)
+    assert torch.equal(z, before)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_a_row_that_the_teacher_has_not(form, backend):
+    rows = torch.tensor([0, -1, R, 2], device=DEVICE)
+    w = torch.randn(V, D, device=DEVICE)
+    h, th = torch.randn(4, D, device=DEVICE, requires_grad=True), torch.randn(R, D, device=DEVICE)
+    weights = torch.tensor([1.0, 1, 1, 0], device=DEVICE)
+    if form == "logits":
+        out = divergence(h @ w.t(), th @ w.t(), weights, teacher_rows=rows, backend=backend)
+        check = lambda: divergence(h @ w.t(), th @ w.t(), weights, teacher_rows=rows, check_targets=True)  # noqa: E731
+    else:
+        out = linear_divergence(h, w, th, weights, teacher_rows=rows, backend=backend)
+        check = lambda: linear_divergence(h, w, th, weights, teacher_rows=rows, check_targets=True)  # noqa: E731
+    assert out.value.isnan().tolist() == [False, True, True, False]
+    (grad,) = torch.autograd.grad(out.loss, h)
+    assert grad.isnan().any(1).tolist() == [False, True, True, False]
+    with pytest.raises(IndexError, match=r"^teacher_rows must lie in \[0, 7\), got -1 at position \(1,\)$"):
+        check()
+    weights[1:], th = 0, th[:1]  # nobody looks where a row that weighs nothing points
+    check()
+
+
+def test_num_active_too_small_gives_nan():
+    h, w = torch.randn(4, D, device=DEVICE), torch.randn(V, D, device=DEVICE)
+    out = linear_divergence(h, w, 2 * h, num_active=2)
+    assert out.loss.isnan()
+    assert out.value.isnan().all()
+    assert out.acceptance_rate.isnan().all()
+    assert linear_divergence(h, w, 2 * h, num_active=4).acceptance_rate.isfinite().all()
+
+
+def test_targets(backend):
+    """-100 has no cross-entropy, another that no column has NaN, in its own row; the other kinds do not mind."""
+    torch.manual_seed(0)
+    z, t = torch.randn(4, V, device=DEVICE, requires_grad=True), torch.randn(4, V, device=DEVICE)
+    y = torch.tensor([2, -100, V, 3], device=DEVICE)
+    out = divergence(z, t, kind=SUM, targets=y, skip_id=3, reduction="none", backend=backend)
+    (grad,) = torch.autograd.grad(out.loss.sum(), z)
+    assert out.value.isnan().tolist() == grad.isnan().any(1).tolist() == [False, False, True, True]
+    l1 = divergence(z, t, kind="l1", skip_id=3, backend=backend)
+    torch.testing.assert_close(out.value[1], 0.9 * l1.value[1])
+
+
+FROZEN, TRAINED, NOTHING = (True, False), (True, True), (False, False)
+
+
+@pytest.mark.parametrize(
+    ("needs", "options", "products"),
+    [
+        (FROZEN, {}, 3), (FROZEN, {"reduction": "none"}, 3), (TRAINED, {}, 4), (TRAINED, {"reduction": "none"}, 6),
+        (NOTHING, {}, 2), ((False, True), {}, 3), (FROZEN, {"kind": "lk", "alpha": "mean"}, 5),
+        (FROZEN, {"kind": SUM, "targets": torch.zeros(9, dtype=torch.long)}, 3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_products(needs, options, products, backend):
+    """Three with a frozen head that both share; counted on the rows that have a weight."""
+    weights, rows = drawn(9)
+    h, w = (torch.randn(s, device=DEVICE, requires_grad=need) for s, need in zip(((9, D), (V, D)), needs, strict=True))
+    options = {k: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    with FlopCounterMode(display=False) as counter:
+        out = linear_divergence(
+            h, w, torch.randn(R, D, device=DEVICE), weights, teacher_rows=rows, backend=backend, **options
+        )
+        if any(needs):
+            out.loss.sum().backward()
+    assert counter.get_total_flops() == products * 2 * int((weights != 0).sum()) * w.numel()
+    assert [t.grad is not None for t in (h, w)] == list(needs)
+
+
+def test_gradients_only_for_what_requires_them():
+    """Nothing is made for a teacher that was forgotten under grad, for a head of its own, or for the second part of it."""
+    h, w, th, own, u, second = (
+        torch.randn(s, device=DEVICE, requires_grad=True) for s in ((4, D), (V, D), (4, D), (V, D), (4, 2), (V, 2))
+    )
+    loss = linear_divergence(
+        h, w, th, extra=(u, second), teacher_weight=own, teacher_extra=(u, second), kind="jsd", backend="torch"
+    ).loss
+    grads = torch.autograd.grad(loss, (h, w, th, own, u, second), allow_unused=True)
+    assert [g is not None for g in grads] == [True, True, False, False, True, True]
+    with torch.no_grad():
+        assert not linear_divergence(h, w, th, kind="kl").loss.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_memory_of_two_chunks(dtype):
+    """Two chunks of logits, the gradient of the hidden states, and blocks that stay in cache: never [N, V]."""
+    N, V, chunk = 2048, 4096, 64
+    h, th = (torch.randn(N, D).to(dtype) for _ in range(2))
+    h.requires_grad_()
+    w = torch.randn(V, D).to(dtype)
+    y = torch.zeros(N, dtype=torch.long)
+
+    def step(_):
+        linear_divergence(h, w, th, kind=SUM, targets=y, chunk_size=chunk, backend="torch").loss.backward()
+
+    peak, whole = measure.peak_memory(step, torch.device("cpu")), N * V * h.element_size()
+    assert 2 * chunk * V * h.element_size() < peak < whole / 4, (peak, whole)
+
+
+def test_autocast():
+    """A float32 student and a bfloat16 head, as autocast takes them for F.linear."""
+    h, th = (torch.randn(5, D, device=DEVICE) for _ in range(2))
+    w = torch.randn(V, D, device=DEVICE, dtype=torch.bfloat16)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        out = linear_divergence(h.requires_grad_(), w, th, backend="torch")
+    want = linear_divergence(h.detach().bfloat16(), w, th.bfloat16(), backend="torch")
+    torch.testing.assert_close(out.value, want.value)
+    assert torch.autograd.grad(out.loss, h)[0].dtype == torch.float32
+
+
+def test_a_second_backward():
+    """Of hidden states it says what to do; of logits, and of rows, it works."""
+    h, w, th = torch.randn(4, D, requires_grad=True), torch.randn(V, D), torch.randn(4, D)
+    loss = linear_divergence(h, w, th).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r'linear_divergence computes its gradients .* use reduction="none"'):
+        loss.backward()
+    for out in (divergence(h @ w.t(), th @ w.t()).loss, linear_divergence(h, w, th, reduction="none").loss.sum()):
+        first, second = (torch.autograd.grad(out, h, retain_graph=True)[0] for _ in range(2))
+        torch.testing.assert_close(first, second)
+
+
+def test_logits_are_left_alone(backend):
+    z, t = torch.randn(2, 5, V, device=DEVICE, requires_grad=True), torch.randn(2, 5, V, device=DEVICE)
+    before = [x.detach().clone() for x in (z, t)]
+    divergence(z, t, kind=MANY, backend=backend).loss.backward()
+    assert torch.equal(z.detach(), before[0])
+    assert torch.equal(t, before[1])
+
+
+LAYOUTS = {
+    "positions sliced": lambda: (torch.randn(2, 6, V)[:, :-1], torch.randn(2, 6, V)[:, 1:]),
+    "transposed": lambda: (torch.randn(5, 2, V).transpose(0, 1), torch.randn(2, 5, V)),
+    "columns apart": lambda: (torch.randn(2, 5, 2 * V)[..., ::2], torch.randn(2, V, 5).transpose(1, 2)),
+    "expanded": lambda: (torch.randn(2, 5, V), torch.randn(1, 1, V).expand(2, 5, V)),
+    "four dimensions": lambda: (torch.randn(2, 5, 1, V), torch.randn(2, 5, 1, V)),
+    "none": lambda: (torch.randn(2, 0, V), torch.randn(2, 0, V)),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("columns", [False, True])
+def test_layouts(layout, columns, backend):
+    torch.manual_seed(0)
+    z, t = (x.to(DEVICE) for x in LAYOUTS[layout]())
+    weights = torch.rand(z.shape[:-1], device=DEVICE).round()
+    same = {"targets": torch.randint(0, V, weights.shape, device=DEVICE)}
+    if columns:
+        same["draft_to_target"] = torch.randperm(V, device=DEVICE)
+    results = []
+    for function in (divergence, reference.divergence):
+        leaf = z.detach().requires_grad_()
+        out = function(
+            leaf,
+            t,
+            weights,
+            kind={"jsd": 1.0, "ce": 0.5},
+            **same,
+            **({"backend": backend} if function is divergence else {}),
+        )
+        results.append((*(x.detach() for x in out), torch.autograd.grad(out.loss, leaf)[0]))
+    torch.testing.assert_close(*results)
+
+
+def test_a_column_that_the_teacher_has_not():
+    z, t = torch.randn(3, V), torch.randn(3, V)
+    columns = torch.arange(V) + 1
+    with pytest.raises(IndexError, match=r"^draft_to_target must lie in \[0, 23\), got 23 at position \(22,\)$"):
+        divergence(z, t, draft_to_target=columns)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize(
+    "options", [{"kind": "kl"}, {"kind": SUM, "reduction": "none"}, {"kind": "lk", "alpha": "mean"}], ids=str
+)
+def test_one_graph_under_compile(form, options):
+    weights, rows = drawn(9)
+    h, w, th = (torch.randn(s, device=DEVICE) for s in ((9, D), (V, D), (R, D)))
+    if isinstance(options["kind"], dict):
+        options = options | {"targets": torch.zeros(9, dtype=torch.long, device=DEVICE)}
+
+    def step(h, w, th):
+        if form == "logits":
+            return divergence(h @ w.t(), th @ w.t(), weights, teacher_rows=rows, temperature=1.5, **options).loss.sum()
+        return linear_divergence(h, w, th, weights, teacher_rows=rows, temperature=1.5, **options).loss.sum()
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (h, w)]
+        loss = function(*leaves, th)
+        results.append((loss.detach(), *torch.autograd.grad(loss, leaves)))
+    torch.testing.assert_close(*results)
+
+
+def test_coefficients_that_change_from_step_to_step_are_one_graph():
+    z, t = torch.randn(4, V, requires_grad=True), torch.randn(4, V)
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    step = torch.compile(lambda c: divergence(z, t, kind={"kl": c, "tv": 1.0}).loss, backend=backend, fullgraph=True)
+    for c in (0.9, 0.8, 0.7, 0.6):
+        torch.testing.assert_close(step(c), divergence(z, t, kind={"kl": c, "tv": 1.0}).loss)
+    assert len(graphs) <= 2
+
+
+@pytest.mark.parametrize("kinds", every_time([{"jsd": 0.5, "kl": 1.0}], [{"jsd": 1.0}, {"jsd": 0.5, "kl": 1.0}]))
+def test_a_beta_that_comes_to_an_end_in_one_graph(kinds):
+    """It is kl at 0 and rkl at 1, whose limits jsd's own formula does not have."""
+    torch.manual_seed(0)
+    z, t = (torch.randn(4, 9, device=DEVICE) for _ in range(2))
+    step = torch.compile(
+        lambda z, beta: divergence(z, t, kind=kinds, beta=beta).loss, backend="aot_eager", fullgraph=True
+    )
+    for beta in (0.5, 0.25, 0.0, 1.0):
+        found = []
+        for function in (step, lambda z, beta: divergence(z, t, kind=kinds, beta=beta).loss):
+            x = z.clone().requires_grad_()
+            loss = function(x, beta)
+            found.append((loss.detach(), *torch.autograd.grad(loss, x)))
+        torch.testing.assert_close(*found)
+
+
+def test_meta_tensors():
+    z, t = (torch.empty(2, 5, V, device="meta") for _ in range(2))
+    out = divergence(z.requires_grad_(), t, kind="tv")
+    assert out.loss.shape == ()
+    assert out.value.shape == out.agree.shape == (2, 5)
+
+
+LOGITS = lambda *a, **o: divergence(torch.zeros(3, V), *(a or (torch.zeros(3, V),)), **o)  # noqa: E731
+HIDDEN = lambda *a, **o: linear_divergence(torch.zeros(3, D), torch.zeros(V, D), *(a or (torch.zeros(3, D),)), **o)  # noqa: E731
+THREE = torch.zeros(3, dtype=torch.long)
+BAD = {
+    "a kind that there is not": (LOGITS, (), {"kind": "hinge"}, ValueError, r"^kind must be one of kl, rkl, .*, got 'hinge'$"),
+    "a list of kinds": (LOGITS, (), {"kind": ["kl"]}, TypeError, r"^kind must be a name or a dict"),
+    "a word for a coefficient": (LOGITS, (), {"kind": {"kl": "1"}}, TypeError, r"^kind\['kl'\] must be a number, got str$"),
+    "an infinite coefficient": (LOGITS, (), {"kind": {"kl": INF}}, ValueError, r"^kind\['kl'\] must be finite, got inf$"),
+    "no coefficient": (LOGITS, (), {"kind": {"kl": 0}}, ValueError, r"^kind must have a coefficient that is not 0"),
+    "an option of another kind": (LOGITS, (), {"beta": 0.5}, ValueError, r"^beta is of kind 'jsd', got it with kind='kl'$"),
+    "alpha of another kind": (LOGITS, (), {"alpha": "row"}, ValueError, r"^alpha is of kind 'lk', got it with kind='kl'$"),
+    "an option out of range": (LOGITS, (), {"kind": "jsd", "beta": 2}, ValueError, r"^beta must lie in \[0.0, 1.0\], got 2.0$"),
+    "a word for an option": (LOGITS, (), {"kind": "nla", "floor": "low"}, TypeError, r"^floor must be a number, got str$"),
+    "another alpha": (LOGITS, (), {"kind": "lk", "alpha": "max"}, ValueError, r"^alpha must be one of row, mean, got 'max'$"),
+    "another base": (LOGITS, (), {"kind": "lk", "base": "tv"}, ValueError, r"^base must be one of kl, soft_ce, got 'tv'$"),
+    "no targets": (LOGITS, (), {"kind": "ce"}, ValueError, r"^targets must be given for kind 'ce', got None$"),
+    "targets for nothing": (LOGITS, (), {"targets": THREE}, ValueError, r"^targets must be None without kind 'ce'"),
+    "targets of another shape": (
+        LOGITS, (), {"kind": "ce", "targets": THREE[:2]}, ValueError, r"^targets must have shape \(3,\)",
+    ),
+    "weights of another shape": (LOGITS, (), {"weights": torch.ones(4)}, ValueError, r"^weights must have shape \(3,\)"),
+    "no logits": (divergence, (None, torch.zeros(3, V)), {}, TypeError, r"^logits must be a torch.Tensor, got NoneType$"),
+    "no hidden states": (
+        linear_divergence, (None, torch.zeros(V, D), torch.zeros(3, D)), {}, TypeError,
+        r"^hidden must be a torch.Tensor, got NoneType$",
+    ),
+    "no teacher": (LOGITS, (None,), {}, TypeError, r"^teacher_logits must be a torch.Tensor, got NoneType$"),
+    "a teacher of another dtype": (
+        LOGITS, (torch.zeros(3, V, dtype=torch.float64),), {}, ValueError, r"^teacher_logits must have dtype float32, got float64$",
+    ),
+    "a teacher without columns": (LOGITS, (torch.zeros(3, 0),), {}, ValueError, r"^teacher_logits must have shape \[..., V\]"),
+    "other rows": (
+        LOGITS, (torch.zeros(4, V),), {}, ValueError,
+        r"^teacher_logits must have shape \(3, '\*'\), the rows of logits, unless teacher_rows is given, got \(4, 23\)$",
+    ),
+    "other columns": (
+        LOGITS, (torch.zeros(3, V + 1),), {}, ValueError,
+        r"^teacher_logits must have the vocabulary of logits, 23 columns, unless draft_to_target is given, got 24$",
+    ),
+    "no row": (
+        LOGITS, (torch.zeros(0, V),), {"teacher_rows": THREE}, ValueError, r"^teacher_logits must have at least one row",
+    ),
+    "rows of another shape": (LOGITS, (), {"teacher_rows": THREE[:2]}, ValueError, r"^teacher_rows must have shape \(3,\)"),
+    "fractions of rows": (LOGITS, (), {"teacher_rows": torch.ones(3)}, ValueError, r"^teacher_rows must have dtype"),
+    "columns of another length": (
+        LOGITS, (), {"draft_to_target": THREE}, ValueError, r"^draft_to_target must have shape \(23,\)",
+    ),
+    "another reduction": (LOGITS, (), {"reduction": "mean"}, ValueError, r"^reduction must be sum or none, got 'mean'$"),
+    "no temperature": (LOGITS, (), {"temperature": None}, TypeError, r"^temperature must be a number, got NoneType$"),
+    "a temperature of 0": (LOGITS, (), {"temperature": 0.0}, ValueError, r"^temperature must be positive"),
+    "a transform that is none": (LOGITS, (), {"teacher_transform": 3.0}, TypeError, r"^teacher_transform must be a dict or None"),
+    "a transform's key": (
+        LOGITS, (), {"teacher_transform": {"cap": 3.0}}, ValueError, r"^teacher_transform must have no keys but softcap, scale, ",
+    ),
+    "a skipped column that there is not": (
+        LOGITS, (), {"teacher_transform": {"skip_id": V}}, ValueError, r"^skip_id must lie in \[0, 23\), got 23$",
+    ),
+    "a bias without its head": (HIDDEN, (), {"teacher_bias": torch.zeros(V)}, ValueError, r"^teacher_bias must be None without"),
+    "hidden states of another size": (
+        HIDDEN, (torch.zeros(3, D + 1),), {}, ValueError, r"^teacher_hidden must have shape \[..., 6\] to go with weight",
+    ),
+    "a head of another size": (
+        HIDDEN, (), {"teacher_weight": torch.zeros(V, D + 1)}, ValueError,
+        r"^teacher_hidden must have shape \[..., 7\] to go with teacher_weight",
+    ),
+    "a teacher in another dtype": (
+        HIDDEN, (torch.zeros(3, D).double(),), {"teacher_weight": torch.zeros(V, D).double()}, ValueError,
+        r"^teacher_hidden must have the dtype of hidden, torch.float32, got torch.float64$",
+    ),
+    "a second part of another size": (
+        HIDDEN, (), {"teacher_extra": (torch.zeros(3, 2), torch.zeros(V, 3))}, ValueError,
+        r"^teacher_extra\[0\] must have shape \(3, 3\)",
+    ),
+    "no chunk": (HIDDEN, (), {"chunk_size": 0}, ValueError, r"^chunk_size must be at least 1, got 0$"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    function, given, options, error, message = BAD[name]
+    with pytest.raises(error, match=message):
+        function(*given, **options)

@@ -1,0 +1,897 @@
+"""Bad input: each message names the argument, what was expected and what came, before any kernel runs."""
+
+import functools
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from dllm_kernels import (
+    BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    FusedLinearCrossEntropy,
+    IDLMLoss,
+    MaskedCrossEntropy,
+    SCDDLoss,
+    acceptance_length,
+    calculate_mtp_loss,
+    compute_per_token_nll,
+    corrupt_uniform,
+    scdd_schedule,
+)
+from dllm_kernels.ops import (
+    linear_row_stats,
+    linear_token_nll,
+    row_stats,
+    token_nll,
+    weighted_linear_nll,
+    weighted_nll,
+)
+from tests.support.cases import BY_NAME, FIRSTS, LOSSES, Case
+
+B, L, V, D = 2, 3, 5, 4
+X, H, W, BIAS = torch.randn(B, L, V), torch.randn(B, L, D), torch.randn(V, D), torch.randn(V)
+Y, ON = torch.zeros(B, L, dtype=torch.long), torch.ones(B, L)
+META = torch.device("meta")
+
+
+def raises(error, message, function, *args, **options):
+    with pytest.raises(error, match="^" + re.escape(message)):
+        function(*args, **options)
+
+
+LOGITS_OPS = {
+    "token_nll": lambda x, y, **o: token_nll(x, y, **o),
+    "weighted_nll": lambda x, y, **o: weighted_nll(x, y, ON, **o),
+}
+LINEAR_OPS = {
+    "linear_token_nll": lambda h, w, y, **o: linear_token_nll(h, w, y, **o),
+    "weighted_linear_nll": lambda h, w, y, **o: weighted_linear_nll(h, w, y, ON, **o),
+}
+logits_ops = pytest.mark.parametrize("op", LOGITS_OPS.values(), ids=LOGITS_OPS)
+linear_ops = pytest.mark.parametrize("op", LINEAR_OPS.values(), ids=LINEAR_OPS)
+FLOATS = "float16, bfloat16, float32, float64"
+INTS = "int64, int32, int16, int8, uint8"
+
+
+@logits_ops
+def test_logits_ops(op):
+    raises(TypeError, "logits must be a torch.Tensor, got list", op, [[0.0]], Y)
+    raises(TypeError, "targets must be a torch.Tensor, got list", op, X, [0])
+    raises(ValueError, f"logits must have dtype {FLOATS}, got int64", op, X.long(), Y)
+    raises(ValueError, f"targets must have dtype {INTS}, got float32", op, X, Y.float())
+    raises(ValueError, f"targets must have dtype {INTS}, got bool", op, X, Y.bool())
+    raises(
+        ValueError,
+        "targets must have shape (3, 3) (that of logits without its last dimension), got (2, 3)",
+        op, torch.randn(3, 3, V), Y,
+    )  # fmt: skip
+    raises(ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", op, X[..., :0], Y)
+    raises(TypeError, "active must be a torch.Tensor, got int", op, X, Y, active=1)
+    raises(ValueError, "active must have shape (2, 3) (that of targets), got (2, 1)", op, X, Y, active=ON[:, :1])
+    raises(ValueError, "active must have dtype bool, ", op, X, Y, active=ON.to(torch.complex64))
+    raises(ValueError, "active must be on cpu like logits, got meta", op, X, Y, active=ON.to(META))
+    raises(ValueError, "backend must be one of auto, triton, torch, got 'cuda'", op, X, Y, backend="cuda")
+
+
+STATISTICS = {
+    "row_stats": ("logits", lambda y, **o: row_stats(X, y, **o)),
+    "linear_row_stats": ("hidden", lambda y, **o: linear_row_stats(H, W, y, **o)),
+}
+
+
+@pytest.mark.parametrize(("rows", "op"), STATISTICS.values(), ids=STATISTICS)
+def test_row_statistics(rows, op):
+    raises(TypeError, "ids must be a torch.Tensor, got list", op, [0])
+    raises(ValueError, f"ids must have dtype {INTS}, got float32", op, Y.float())
+    raises(ValueError, f"ids must be on cpu like {rows}, got meta", op, Y.to(META))
+    shape = f"ids must have shape (2, 3) or (2, 3, 'K') (that of {rows} without its last dimension, or one more of K >= 1 ids)"
+    for bad in (Y[:, 1:], Y[..., None][..., :0], Y[..., None, None], Y[0]):
+        raises(ValueError, f"{shape}, got {tuple(bad.shape)}", op, bad)
+    raises(TypeError, "active must be a torch.Tensor, got int", op, Y, active=1)
+    raises(ValueError, "active must have shape (2, 3) (that of ids), got (2, 1)", op, Y, active=ON[:, :1])
+    raises(TypeError, "mix must be a tuple of two tensors (a, b), got torch.Tensor", op, Y, mix=ON)
+    raises(TypeError, "mix must be a tuple of two tensors (a, b), got 1 of them", op, Y, mix=(ON,))
+    raises(TypeError, "mix[1] must be a torch.Tensor, got float", op, Y, mix=(ON, 1.0))
+    raises(ValueError, f"mix[0] must have dtype {FLOATS}, got int64", op, Y, mix=(Y, ON))
+    of = f"(that of {rows} without its last dimension)"
+    raises(ValueError, f"mix[1] must have shape (2, 3) {of}, got (2, 2)", op, Y, mix=(ON, ON[:, 1:]))
+    raises(ValueError, f"mix[1] must be on cpu like {rows}, got meta", op, Y, mix=(ON, ON.to(META)))
+    wants = ON.clone().requires_grad_()
+    raises(ValueError, "mix[0] must not require a gradient, since it is taken as a constant", op, Y, mix=(wants, ON))
+    raises(ValueError, f"skip_id must lie in [0, {V}), got {V}", op, Y, skip_id=V)
+    raises(ValueError, "softcap must be positive", op, Y, softcap=0.0)
+    raises(ValueError, "backend must be one of auto, triton, torch, got 'cuda'", op, Y, backend="cuda")
+    raises(IndexError, "ids", op, torch.stack([Y, Y + V], -1), check_targets=True)
+    raises(IndexError, "ids", op, Y, check_targets=True, skip_id=0)
+
+
+def test_row_statistics_of_bad_rows():
+    raises(ValueError, "logits must have shape [..., V] with V >= 1, got (2, 3, 0)", row_stats, X[..., :0], Y)
+    raises(TypeError, "logits must be a torch.Tensor, got list", row_stats, [[0.0]], Y)
+    raises(ValueError, "weight must have shape [V, D], got (4,)", linear_row_stats, H, W[0], Y)
+    raises(
+        ValueError,
+        "bias must have shape (5,) (one entry per row of weight), got (4,)",
+        linear_row_stats,
+        H,
+        W,
+        Y,
+        bias=BIAS[1:],
+    )
+    raises(ValueError, "chunk_size must be at least 1, got 0", linear_row_stats, H, W, Y, chunk_size=0)
+    raises(ValueError, "num_active must be an int in [0, 6], got 7", linear_row_stats, H, W, Y, num_active=7)
+
+
+def test_a_scalar_is_no_row_of_logits():
+    raises(ValueError, "logits must have shape [..., V] with V >= 1, got ()", token_nll, torch.tensor(1.0), Y)
+
+
+def test_targets_on_another_device():
+    raises(ValueError, "targets must be on cpu like logits, got meta", token_nll, X, Y.to(META))
+    raises(ValueError, "targets must be on cpu like hidden, got meta", linear_token_nll, H, W, Y.to(META))
+
+
+@pytest.mark.parametrize(
+    "op", [lambda w: weighted_nll(X, Y, w), lambda w: weighted_linear_nll(H, W, Y, w)], ids=["logits", "linear"]
+)
+def test_weights(op):
+    raises(TypeError, "weights must be a torch.Tensor, got float", op, 1.0)
+    raises(ValueError, "weights must have shape (2, 3) (that of targets), got (3,)", op, ON[0])
+    raises(ValueError, "weights must have dtype bool, ", op, ON.to(torch.complex64))
+    raises(ValueError, "weights must be on cpu like targets, got meta", op, ON.to(META))
+
+
+@linear_ops
+def test_linear_ops(op):
+    raises(TypeError, "hidden must be a torch.Tensor, got NoneType", op, None, W, Y)
+    raises(
+        TypeError, "weight must be a torch.Tensor, got torch.nn.modules.linear.Linear", op, H, torch.nn.Linear(2, 2), Y
+    )
+    raises(ValueError, f"hidden must have dtype {FLOATS}, got int64", op, H.long(), W, Y)
+    raises(ValueError, f"weight must have dtype {FLOATS}, got int64", op, H, W.long(), Y)
+    raises(ValueError, f"targets must have dtype {INTS}, got float32", op, H, W, Y.float())
+    raises(ValueError, "weight must have shape [V, D], got (4,)", op, H, W[0], Y)
+    raises(
+        ValueError, "hidden must have shape [..., 5] to go with weight [V, D] = (4, 5), got (2, 3, 4)", op, H, W.t(), Y
+    )
+    raises(ValueError, "weight must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", op, H, W[:0], Y)
+    raises(ValueError, "weight must have shape [V, D] with V >= 1 and D >= 1, got (5, 0)", op, H[..., :0], W[:, :0], Y)
+    raises(
+        ValueError,
+        "targets must have shape (3, 3) (that of hidden without its last dimension), got (2, 3)",
+        op, torch.randn(3, 3, D), W, Y,
+    )  # fmt: skip
+    raises(TypeError, "bias must be a torch.Tensor, got float", op, H, W, Y, bias=0.0)
+    raises(ValueError, "bias must have shape (5,) (one entry per row of weight), got (4,)", op, H, W, Y, bias=BIAS[1:])
+    raises(ValueError, f"bias must have dtype {FLOATS}, got int64", op, H, W, Y, bias=BIAS.long())
+    raises(ValueError, "active must have shape (2, 3) (that of targets), got (3,)", op, H, W, Y, active=ON[0])
+    raises(ValueError, "weight must be on cpu like hidden, got meta", op, H, W.to(META), Y)
+    raises(ValueError, "bias must be on cpu like hidden, got meta", op, H, W, Y, bias=BIAS.to(META))
+    for name, options in (("weight", {}), ("bias", {"bias": BIAS.bfloat16()})):
+        raises(
+            ValueError,
+            f"{name} must have the dtype of hidden, torch.float32, unless torch.autocast is on, got torch.bfloat16",
+            op, H, W if options else W.bfloat16(), Y, **options,
+        )  # fmt: skip
+    raises(ValueError, "chunk_size must be at least 1, got 0", op, H, W, Y, chunk_size=0)
+    raises(TypeError, "chunk_size must be an int, got float", op, H, W, Y, chunk_size=2.0)
+    raises(TypeError, "chunk_size must be an int, got bool", op, H, W, Y, chunk_size=True)
+    raises(ValueError, "num_active must be an int in [0, 6], got 7", op, H, W, Y, num_active=7)
+    raises(ValueError, "num_active must be an int in [0, 6], got -1", op, H, W, Y, num_active=-1)
+    raises(ValueError, "num_active must be an int in [0, 6], got 2.0", op, H, W, Y, num_active=2.0)
+    raises(ValueError, "num_active must be an int in [0, 6], got True", op, H, W, Y, num_active=True)
+    raises(ValueError, "backend must be one of auto, triton, torch, got None", op, H, W, Y, backend=None)
+
+
+BAD_TARGETS = ((-1, (1, 2)), (-99, (0, 0)), (V, (0, 1)), (10**12, (1, 0)))
+
+
+@pytest.mark.parametrize(("bad", "where"), BAD_TARGETS)
+@pytest.mark.parametrize("by", ["argument", "environment"])
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda y, **o: token_nll(X, y, **o),
+        lambda y, **o: weighted_nll(X, y, ON, **o),
+        lambda y, **o: linear_token_nll(H, W, y, **o),
+        lambda y, **o: weighted_linear_nll(H, W, y, ON, **o),
+    ],
+    ids=["token_nll", "weighted_nll", "linear_token_nll", "weighted_linear_nll"],
+)
+def test_targets_out_of_range_are_named_on_request(op, by, bad, where, monkeypatch):
+    y = Y.clone()
+    y[where] = bad
+    y[1, 1] = -100
+    message = f"targets must lie in [0, 5) or be -100, got {bad} at position {where}"
+    monkeypatch.delenv("DLLM_KERNELS_CHECK", raising=False)
+    op(y)  # not asked for: NaN, tested elsewhere
+    if by == "argument":
+        raises(IndexError, message, op, y, check_targets=True)
+    else:
+        monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+        raises(IndexError, message, op, y)
+        op(y, check_targets=False)
+    op(Y, check_targets=True)
+
+
+def test_a_bad_target_of_a_single_row():
+    message = f"targets must lie in [0, {V}) or be -100, got 7 at position ()"
+    raises(IndexError, message, token_nll, X[0, 0], torch.tensor(7), check_targets=True)
+
+
+SIZES = ((TypeError, "must be an int, got str", "8"), (TypeError, "must be an int, got float", 1.5),
+         (TypeError, "must be an int, got bool", True), (ValueError, "must be at least 1, got 0", 0))  # fmt: skip
+forms = pytest.mark.parametrize("form", ["logits", "hidden"])
+
+
+# Losses. Every call below has good arguments but for one; what is wrong with it goes by its role in
+# ``tests/support/cases.py``.
+
+
+def _per_token(logits, target_ids, **options):
+    return compute_per_token_nll(logits, target_ids, **options)
+
+
+def _chunk(hidden_chunk, lm_head_weight, lm_head_bias, target_chunk):
+    return DFlashDecayLoss._chunk_nll(hidden_chunk, lm_head_weight, lm_head_bias, target_chunk)[0]
+
+
+def _masked(logits, labels, **options):
+    return MaskedCrossEntropy()(logits, labels, **options)
+
+
+def _linear(hidden_states, labels, lm_weight, lm_bias=None, **options):
+    return FusedLinearCrossEntropy()(hidden_states, labels, lm_weight, lm_bias=lm_bias, **options)
+
+
+def any_shape(name, loss, targets, rows, roles=(), head=("lm_head_weight", "lm_head_bias")):
+    """What is no loss of ``dllm_kernels.losses``, and takes rows of any shape."""
+    draw = lambda B, L, V: {targets: torch.randint(0, V, (B, L))}  # noqa: E731
+    return Case(name, loss, draw, None, roles={targets: "targets", **dict(roles)}, rows=rows, head=head)
+
+
+MTP_ROLES = {"loss_weights": "weight", "num_label_tokens": "count"}
+OTHERS = (
+    (any_shape("compute_per_token_nll", (_per_token, None), "target_ids", ("logits", "")), "logits"),
+    (any_shape("chunk of DFlash", (None, _chunk), "target_chunk", ("", "hidden_chunk")), "hidden"),
+    (any_shape("masked cross-entropy", (_masked, None), "labels", ("logits", ""), MTP_ROLES), "logits"),
+    (
+        any_shape(
+            "linear cross-entropy",
+            (None, _linear),
+            "labels",
+            ("", "hidden_states"),
+            MTP_ROLES,
+            ("lm_weight", "lm_bias"),
+        ),
+        "hidden",
+    ),
+)
+FORMS = [(case, form) for case in LOSSES for form in ("logits", "hidden")]
+every_loss = pytest.mark.parametrize(("case", "form"), [*FORMS, *OTHERS], ids=lambda v: getattr(v, "name", v))
+losses_alone = pytest.mark.parametrize(("case", "form"), FORMS, ids=lambda v: getattr(v, "name", v))
+
+
+def having(*roles):
+    """The losses, in both forms, with an argument of one of these roles."""
+    chosen = [(case, form) for case, form in FORMS if set(roles) & set(case.roles.values())]
+    return pytest.mark.parametrize(("case", "form"), chosen, ids=lambda v: getattr(v, "name", v))
+
+
+class Call:
+    """A call of a loss with good arguments; it takes changes by name."""
+
+    def __init__(self, case, form, **options):
+        torch.manual_seed(0)
+        self.case, self.form, self.options = case, form, options
+        rows = torch.randn(B, case.width * L, V if form == "logits" else D)
+        self.arguments = case.arguments(form, rows, case.draw(B, L, V), (W, BIAS) if form == "hidden" else ())
+        self.rows, self.targets = case.rows[form == "hidden"], case.targets
+
+    def __call__(self, **changes):
+        output = self.case.output(self.form, self.arguments | changes, **self.options)
+        return output if isinstance(output, torch.Tensor) else output.total_loss
+
+    def of(self, *roles):
+        """(name, good value) of the arguments of these roles, those that are not drawn too."""
+        for name, role in self.case.roles.items():
+            name = f"causal_{self.form}" if name == "causal" else name
+            if role in roles and (role != "rows" or name in self.arguments):
+                yield name, self.arguments.get(name, 3 if role == "count" else ON)
+
+
+def wrong_in(role, name, good, call):
+    """(error, how its message begins, values that are wrong in this way)."""
+    if role == "count":
+        return [
+            (TypeError, f"{name} must be a number or a 0-d tensor, got ", ("3", True, [6])),
+            (ValueError, f"{name} must be a number or a 0-d tensor, got a tensor of shape (2,)", (torch.ones(2),)),
+        ]
+    tensor = TypeError, f"{name} must be a torch.Tensor, got ", (6, [0], True)
+    if role == "unused":
+        return [tensor]
+    shape = f"{name} must have shape (2, 3) (that of {call.targets}), got "
+    wrong = [
+        tensor,
+        (ValueError, shape, (good[:, :2], good[:, :1], good[0], torch.tensor(6))),
+        (ValueError, f"{name} must be on cpu like {call.targets}, got meta", (good.to(META),)),
+    ]
+    if role == "ids":
+        return [*wrong, (ValueError, f"{name} must have dtype {INTS}, got bool", (Y.bool(),))]
+    wrong.append((ValueError, f"{name} must have dtype bool, ", (ON.to(torch.complex64),)))
+    if role in ("probability", "time"):
+        swapped = f"{name} must hold probabilities, got bool; are noise_mask and p_mask swapped?"
+        wrong.append((ValueError, swapped, (ON.bool(),)))
+    return wrong
+
+
+@every_loss
+def test_an_argument_that_is_wrong(case, form):
+    call = Call(case, form)
+    assert call().isfinite().all()
+    for role in sorted(set(case.roles.values()) - {"targets", "rows"}):
+        for name, good in call.of(role):
+            for error, message, values in wrong_in(role, name, good, call):
+                for value in values:
+                    raises(error, message, call, **{name: value})
+
+
+@every_loss
+def test_wrong_rows_and_targets(case, form):
+    call = Call(case, form)
+    rows, targets, (_, N, size) = call.rows, call.targets, call.arguments[call.rows].shape
+    for name, *_ in ((rows,), *call.of("rows")):
+        x = call.arguments[name]
+        wrong = functools.partial(lambda value, name: call(**{name: value}), name=name)
+        raises(TypeError, f"{name} must be a torch.Tensor, got list", wrong, [])
+        raises(ValueError, f"{name} must have dtype {FLOATS}, got int64", wrong, x.long())
+        if form == "logits":
+            raises(ValueError, f"{name} must have shape [..., V] with V >= 1, got (2, {N}, 0)", wrong, x[..., :0])
+        if case in LOSSES:
+            fits = f"(2, {N}, {size}) to go with {targets} of shape (2, 3)"
+            for bad in (x[:, 1:], torch.cat([x, x[:, :1]], 1)):
+                raises(ValueError, f"{name} must have shape {fits}, got {tuple(bad.shape)}", wrong, bad)
+    y = call.arguments[targets]
+    raises(TypeError, f"{targets} must be a torch.Tensor, got int", call, **{targets: 3})
+    raises(ValueError, f"{targets} must have dtype {INTS}, got float32", call, **{targets: y.float()})
+    raises(ValueError, f"{targets} must be on cpu like {rows}, got meta", call, **{targets: y.to(META)})
+    if case in LOSSES:
+        layout = "[B, L, V]" if form == "logits" else "[B, L, D]"
+        flat = call.arguments[rows].flatten(0, 1)
+        raises(ValueError, f"{targets} must have shape [B, L], got (6,)", call, **{targets: y.flatten()})
+        raises(ValueError, f"{rows} must have shape {layout}, got ({2 * N}, {size})", call, **{rows: flat})
+    elif case.name != "masked cross-entropy":  # which takes labels of any shape with as many entries
+        message = f"{targets} must have shape (2, 3) (that of {rows} without its last dimension), got (2, 2)"
+        raises(ValueError, message, call, **{targets: y[:, :2]})
+
+
+@pytest.mark.parametrize("case", [case for case, form in (*FORMS, *OTHERS) if form == "hidden"], ids=lambda c: c.name)
+def test_a_wrong_head(case):
+    call = Call(case, "hidden")
+    hidden, (weight, bias), N = call.rows, case.head, call.arguments[call.rows].shape[1]
+    for error, message, value in (
+        (TypeError, "must be a torch.Tensor, got NoneType", None),
+        (ValueError, f"must have dtype {FLOATS}, got int64", W.long()),
+        (ValueError, "must have shape [V, D], got (4,)", W[0]),
+        (ValueError, "must have shape [V, D] with V >= 1 and D >= 1, got (0, 4)", W[:0]),
+        (ValueError, f"must be on cpu like {hidden}, got meta", W.to(META)),
+    ):
+        raises(error, f"{weight} {message}", call, **{weight: value})
+    for error, message, value in (
+        (TypeError, "must be a torch.Tensor, got float", 0.0),
+        (ValueError, f"must have shape (5,) (one entry per row of {weight}), got (4,)", BIAS[1:]),
+        (ValueError, f"must be on cpu like {hidden}, got meta", BIAS.to(META)),
+        (
+            ValueError,
+            f"must have the dtype of {hidden}, torch.float32, unless torch.autocast is on, got torch.bfloat16",
+            BIAS.bfloat16(),
+        ),
+    ):
+        raises(error, f"{bias} {message}", call, **{bias: value})
+    for name, *_ in ((hidden,), *call.of("rows")):
+        h = call.arguments[name]
+        fits = f"[..., 4] to go with {weight} [V, D] = (5, 4), got (2, {N}, 3)"
+        raises(ValueError, f"{name} must have shape {fits}", call, **{name: h[..., :3]})
+        of = f"the dtype of {name}, torch.bfloat16, unless torch.autocast is on, got torch.float32"
+        raises(ValueError, f"{weight} must have {of}", call, **{name: h.bfloat16()})
+
+
+@losses_alone
+def test_what_a_loss_does_not_use_changes_nothing(case, form):
+    """As in the original, which does not look at it; None stands for nothing."""
+    call = Call(case, form)
+    expected = call()
+    for name, good in call.of("unused"):
+        for value in (None, good, good[:1]):
+            assert torch.equal(call(**{name: value}), expected)
+    for name, good in call.of("mask"):
+        if name not in call.arguments:
+            for value in (None, good, good.bool(), good.long()):
+                assert torch.equal(call(**{name: value}), expected)
+
+
+@every_loss
+def test_what_is_taken_as_a_constant_must_not_require_a_gradient(case, form):
+    """The original would give it one."""
+    call = Call(case, form)
+    for name, good in call.of("weight", "probability", "time", "count"):
+        value = torch.as_tensor(good).float().clone().requires_grad_()
+        message = f"{name} must not require a gradient, since it is taken as a constant; detach it"
+        raises(ValueError, message, call, **{name: value})
+        call(**{name: value.detach()})
+        with torch.no_grad():
+            call(**{name: value})
+    for name in case.constants:
+        for value in (torch.tensor(0.5, requires_grad=True), torch.nn.Parameter(torch.tensor(0.5))):
+            call = Call(replace(case, settings={**case.settings, name: value}), form)
+            raises(ValueError, f"{name} must not require a gradient, since it is taken as a constant; detach it", call)
+            with torch.no_grad():
+                call()
+
+
+@having("mask")
+def test_masks_that_are_only_compared_may_require_a_gradient(case, form):
+    """They have none in the original either."""
+    call = Call(case, form)
+    for name, good in call.of("mask"):
+        assert torch.equal(call(**{name: good.float().clone().requires_grad_()}), call(**{name: good}))
+
+
+@losses_alone
+def test_options_that_are_wrong(case, form):
+    arguments = Call(case, form).arguments
+    output = functools.partial(case.output, form, arguments)
+    raises(ValueError, "backend must be one of auto, triton, torch, got 'tpu'", output, backend="tpu")
+    for error, message, size in SIZES if form == "hidden" else ():
+        raises(error, f"chunk_size {message}", output, chunk_size=size)
+
+
+def all_on(call):
+    """Every mask on, so that every target that a loss has counts."""
+    masks = {name: ON for name, _ in call.of("mask", "weight", "noise")}
+    return masks | {name: ON / 2 for name, _ in call.of("probability")}
+
+
+@every_loss
+def test_bad_targets_are_named(case, form, monkeypatch):
+    """By the position in the caller's tensor, also where the loss shifts it and the first token is no target."""
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    call = Call(case, form)
+    name = call.targets
+    message = f"{name} must lie in [0, {V}) or be -100, got 7 at position "
+    for where in ((1, 2), (0, 1)):
+        y = Y.clone()
+        y[where], y[1, 1] = 7, -100
+        raises(IndexError, message + str(where), call, **{name: y})
+    first = Y.clone()
+    first[:, 0] = 7
+    if predicts_the_first_token(call):
+        raises(IndexError, message + "(0, 0)", call, **{name: first})
+    else:
+        call(**{name: first})
+
+
+def predicts_the_first_token(call):
+    """Whether another first token is another loss, with every mask on."""
+    other = Y.clone()
+    other[:, 0] = 1
+    values = [call(**{**all_on(call), call.targets: y}) for y in (Y, other)]
+    return not torch.equal(*values)
+
+
+@having("probability")
+def test_swapped_masks_are_found(case, form):
+    call = Call(case, form)
+    noise, p = torch.tensor([[True, False, True]] * B), torch.full((B, L), 0.5)
+    on = all_on(call) | {"noise_mask": noise, "p_mask": p}
+    expected = call(**on)
+    message = "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?"
+    raises(ValueError, message, call, **(on | {"noise_mask": p, "p_mask": noise}))
+    message = "noise_mask must hold no fractions, got 0.5 at position (0, 0); are noise_mask and p_mask swapped?"
+    for kind in (torch.float32, torch.int64):
+        raises(ValueError, message, call, **(on | {"noise_mask": p, "p_mask": noise.to(kind)}))
+    for kind in (torch.bool, torch.int64, torch.float32, torch.bfloat16):
+        assert call(**(on | {"noise_mask": noise.to(kind)})) == expected
+    whole = torch.tensor([[1.0, 0.5, 3.0]] * B)  # where it is supervised
+    assert call(**(on | {"noise_mask": whole, "loss_mask": noise})) == expected
+
+
+def test_swapped_masks_of_a_loss_that_uses_neither():
+    call = Call(BY_NAME["block diffusion"], "logits")
+    raises(
+        ValueError, "p_mask must hold probabilities, got bool; are noise_mask and p_mask swapped?", call, p_mask=ON > 0
+    )
+    assert call(noise_mask=ON, p_mask=ON * 7) == call()
+
+
+@pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf"), 2])
+@having("probability")
+def test_probabilities_lie_between_0_and_1_where_they_are_used(case, form, bad):
+    call = Call(case, form)
+    p = ON.clone() if isinstance(bad, float) else ON.long()
+    p[1, 2] = bad
+    on = all_on(call) | {"p_mask": p}
+    message = f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 2)"
+    raises(ValueError, message, call, **on)
+    off = ON.clone()
+    off[1, 2] = 0
+    assert call(**(on | {"noise_mask": off})).isfinite()
+    assert call(**(on | {"loss_mask": off})).isfinite()
+    for good in (torch.zeros(B, L), ON, ON.long(), ON.half()):
+        assert call(**(on | {"p_mask": good})).isfinite()
+
+
+PROBABLE = [case for case in FIRSTS if "probability" in case.roles.values()]
+probable = pytest.mark.parametrize("case", PROBABLE, ids=lambda case: case.name)
+
+
+@probable
+def test_no_value_is_looked_at_while_compiling(case):
+    call = Call(case, "logits")
+    on = all_on(call)
+    compiled = torch.compile(lambda p: call(**(on | {"p_mask": p})), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ON / 2), call(**(on | {"p_mask": ON / 2})))
+    compiled(ON * 2)
+
+
+@forms
+def test_seq_len_of_idlm(form):
+    call = Call(BY_NAME["idlm"], form)
+    raises(ValueError, "seq_len must be the length of target_ids, 3, got 6", call, seq_len=6)
+    raises(TypeError, "seq_len must be an int, got float", call, seq_len=3.0)
+    raises(TypeError, "seq_len must be an int, got bool", call, seq_len=True)
+    one = call.arguments[form][:, :L]
+    fits = f"(2, 6, {one.shape[2]}) to go with target_ids of shape (2, 3)"
+    raises(ValueError, f"{form} must have shape {fits}, got (2, 3, {one.shape[2]})", call, **{form: one})
+    assert call(seq_len=np.int64(3)).isfinite()
+
+
+def test_a_type_is_named_with_its_module():
+    """Other libraries have classes of the same name."""
+    message = "generator must be a torch.Generator or None, got numpy.random._generator.Generator"
+    raises(TypeError, message, corrupt_uniform, Y, ON, 0, generator=np.random.default_rng(0))
+
+
+def test_idlm_settings():
+    raises(TypeError, "clean_loss_weight must be a number, got str", IDLMLoss, "0.2")
+    raises(TypeError, "clean_loss_weight must be a number, got bool", IDLMLoss, True)
+    raises(
+        TypeError,
+        "clean_loss_weight must be a number, got torch.nn.parameter.Parameter",
+        IDLMLoss,
+        torch.nn.Parameter(torch.ones(())),
+    )
+    raises(ValueError, "clean_loss_weight must be finite, got nan", IDLMLoss, float("nan"))
+    loss = IDLMLoss(np.float32(0.5), 1)
+    assert loss.auto_balance is True
+    assert IDLMLoss(Fraction(1, 2))(X.repeat(1, 2, 1), Y, ON, ON, seq_len=L).total_loss.isfinite()
+    loss.clean_loss_weight = float("inf")
+    raises(ValueError, "clean_loss_weight must be finite, got inf", loss, X.repeat(1, 2, 1), Y, ON, ON, seq_len=L)
+
+
+SCDD = [case for case in LOSSES if case.loss is SCDDLoss]
+scdd = pytest.mark.parametrize("case", SCDD, ids=lambda case: case.name)
+
+
+@forms
+@scdd
+def test_scdd_needs_the_noisy_tokens(case, form):
+    message = "noisy_input_ids must be given, got None; pass the tokens that the model received"
+    raises(ValueError, message, Call(case, form), noisy_input_ids=None)
+
+
+@forms
+@scdd
+@pytest.mark.parametrize("bad", [-0.5, 1.5, float("nan"), float("inf")])
+def test_times_of_scdd_lie_between_0_and_1_where_they_are_used(case, form, bad):
+    call, p, off = Call(case, form), ON / 2, ON.clone()
+    on = all_on(call)
+    p[1], off[1] = bad, 0
+    message = f"p_mask must lie in [0, 1] where it is used, got {bad} at position (1, 0)"
+    raises(ValueError, message, call, **on, p_mask=p)
+    assert call(**(on | {"loss_mask": off}), p_mask=p).isfinite()  # of a sequence that is not supervised
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"mask_token_id": 1.0}, TypeError, "mask_token_id must be an int, got float"),
+        ({"mask_token_id": True}, TypeError, "mask_token_id must be an int, got bool"),
+        ({"mask_token_id": -1}, ValueError, "mask_token_id must be at least 0, got -1"),
+        ({"num_timesteps": 1}, ValueError, "num_timesteps must be at least 2, got 1"),
+        ({"num_timesteps": 10.0}, TypeError, "num_timesteps must be an int, got float"),
+        ({"max_ratio": 1.0}, ValueError, "max_ratio must lie in [0, 1), got 1.0"),
+        ({"gamma_shape": None}, TypeError, "gamma_shape must be a number, got NoneType"),
+        ({"t_peak": 1.0}, ValueError, "t_peak must lie in (0, 1), got 1.0"),
+        ({"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
+        ({"chunk_size": "8"}, TypeError, "chunk_size must be an int, got str"),
+    ],
+)
+def test_scdd_settings(setting, error, message):
+    """At construction, and of attributes assigned since."""
+    raises(error, message, SCDDLoss, **({"mask_token_id": 1} | setting))
+    for form in (SCDDLoss.forward, functools.partial(SCDDLoss.forward_fused, lm_head_weight=W)):
+        loss = SCDDLoss(1)
+        for name, value in setting.items():
+            setattr(loss, name, value)
+        x = {"logits": X} if form is SCDDLoss.forward else {"hidden": H}
+        batch = {"target_ids": Y, "noise_mask": ON, "p_mask": ON, "loss_mask": ON, "noisy_input_ids": Y}
+        raises(error, message, form, self=loss, **x, **batch)
+
+
+@forms
+def test_the_mask_of_scdd_lies_in_the_vocabulary(form):
+    message = f"mask_token_id must lie in [0, {V}), got {V}"
+    case = replace(BY_NAME["scdd"], settings={"mask_token_id": V})
+    raises(ValueError, message, Call(case, form))
+
+
+@pytest.mark.parametrize(
+    ("setting", "error", "message"),
+    [
+        ({"max_ratio": 1.0}, ValueError, "max_ratio must lie in [0, 1), got 1.0"),
+        ({"max_ratio": -0.1}, ValueError, "max_ratio must lie in [0, 1), got -0.1"),
+        ({"max_ratio": float("nan")}, ValueError, "max_ratio must lie in [0, 1), got nan"),
+        ({"max_ratio": "0.1"}, TypeError, "max_ratio must be a number, got str"),
+        ({"gamma_shape": float("nan")}, ValueError, "gamma_shape must be finite, got nan"),
+        ({"gamma_shape": float("inf")}, ValueError, "gamma_shape must be finite, got inf"),
+        ({"gamma_shape": True}, TypeError, "gamma_shape must be a number, got bool"),
+        ({"t_peak": 0.0}, ValueError, "t_peak must lie in (0, 1), got 0.0"),
+        ({"t_peak": 1}, ValueError, "t_peak must lie in (0, 1), got 1"),
+        ({"t_peak": None}, TypeError, "t_peak must be a number, got NoneType"),
+    ],
+)
+def test_scdd_schedule_settings(setting, error, message):
+    good = {"max_ratio": 0.1, "gamma_shape": 1.0, "t_peak": 0.5}
+    raises(error, message, scdd_schedule, torch.rand(2), **(good | setting))
+
+
+def test_scdd_schedule_times():
+    good = {"max_ratio": 0.1, "gamma_shape": 1.0, "t_peak": 0.5}
+    raises(TypeError, "t must be a torch.Tensor, got float", scdd_schedule, 0.5, **good)
+    raises(ValueError, f"t must have dtype {FLOATS}, got int64", scdd_schedule, torch.tensor([1]), **good)
+
+
+@forms
+def test_blocks_of_dflash(form):
+    call = Call(BY_NAME["dflash"], form)
+    raises(ValueError, "block_size must be at least 1, got 0", call, block_size=0)
+    raises(TypeError, "block_size must be an int, got float", call, block_size=4.0)
+    raises(ValueError, "T must be a multiple of block_size - 1", call, block_size=3)
+
+
+@forms
+@pytest.mark.parametrize(
+    "settings",
+    [{"position_weights": "dpace"}, {"loss_gamma": None, "normalize": "blocks"}, {"loss_gamma": 2.0}],
+    ids=str,
+)
+def test_whatever_goes_by_blocks_needs_whole_ones(form, settings):
+    call = Call(replace(BY_NAME["dflash"], settings=settings), form)
+    raises(ValueError, "T must be a multiple of block_size - 1 for ", call, block_size=3)
+    call = Call(replace(BY_NAME["dflash"], settings=settings | {"anchor_row": True}), form)
+    raises(ValueError, "T must be a multiple of block_size for ", call, block_size=4)
+
+
+@forms
+def test_the_blocks_of_each_sequence(form):
+    call = Call(BY_NAME["dflash, sequence blocks"], form)
+    shape = "num_blocks must have shape (2,) (one entry per sequence), got "
+    raises(ValueError, shape + "()", call, num_blocks=torch.tensor(3))
+    raises(ValueError, shape + "(3,)", call, num_blocks=torch.ones(3))
+    raises(TypeError, "num_blocks must be a torch.Tensor, got int", call, num_blocks=3)
+    raises(ValueError, "num_blocks must be on cpu like target_ids, got meta", call, num_blocks=torch.ones(2).to(META))
+    wants = torch.ones(2, requires_grad=True)
+    raises(ValueError, "num_blocks must not require a gradient", call, num_blocks=wants)
+
+
+def test_acceptance_length_arguments():
+    correct, on = torch.ones(2, 6).bool(), torch.ones(2, 6)
+    raises(TypeError, "correct must be a torch.Tensor, got float", acceptance_length, 0.5, on, 4)
+    raises(ValueError, "correct must have shape [B, T], got (6,)", acceptance_length, correct[0], on[0], 4)
+    raises(
+        ValueError, "mask must have shape (2, 6) (that of correct), got (2,)", acceptance_length, correct, on[:, 0], 4
+    )
+    raises(ValueError, "mask must be on cpu like correct, got meta", acceptance_length, correct, on.to(META), 4)
+    raises(ValueError, "block_size must be at least 1, got 0", acceptance_length, correct, on, 0)
+    raises(TypeError, "block_size must be an int, got NoneType", acceptance_length, correct, on, None)
+    raises(ValueError, "T must be a multiple of block_size - 1 for ", acceptance_length, correct, on, 6)
+    raises(ValueError, "T must be a multiple of block_size for ", acceptance_length, correct, on, 4, anchor_row=True)
+    raises(TypeError, "bonus must be a bool, got str", acceptance_length, correct, on, 4, bonus="yes")
+    raises(TypeError, "anchor_row must be a bool, got str", acceptance_length, correct, on, 4, anchor_row="yes")
+    other = BlockDiffusionCrossEntropyLoss()(X, Y, ON, ON, ON)
+    raises(ValueError, "output must have draft_correct, which DFlashDecayLoss returns", acceptance_length, other, ON, 4)
+
+
+def test_dflash_settings():
+    raises(
+        ValueError,
+        "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'",
+        DFlashDecayLoss,
+        normalize="sum",
+    )
+    raises(ValueError, "loss_gamma must be a number other than 0, or None, got 0.0", DFlashDecayLoss, 0)
+    raises(ValueError, "loss_gamma must be a number other than 0, or None, got nan", DFlashDecayLoss, float("nan"))
+    for word in ("7", True):
+        raises(TypeError, f"loss_gamma must be a number or None, got {type(word).__name__}", DFlashDecayLoss, word)
+    raises(ValueError, "position_weights must be one of decay, dpace, ", DFlashDecayLoss, position_weights="linear")
+    raises(ValueError, "dpace_alpha must lie in [0, 1], got 2", DFlashDecayLoss, dpace_alpha=2)
+    raises(TypeError, "dpace_alpha must be a number, got NoneType", DFlashDecayLoss, dpace_alpha=None)
+    raises(TypeError, "anchor_row must be a bool, got str", DFlashDecayLoss, anchor_row="no")
+    raises(ValueError, "chunk_size must be at least 1, got 0", DFlashDecayLoss, chunk_size=0)
+
+
+@pytest.mark.parametrize(("error", "message", "size"), SIZES, ids=str)
+def test_chunk_sizes_of_the_constructor(error, message, size):
+    """And where the attribute is assigned after construction."""
+    message = f"chunk_size {message}"
+    raises(error, message, DFlashDecayLoss, chunk_size=size)
+    raises(error, message, FusedLinearCrossEntropy, chunk_size=size)
+    dflash, linear = DFlashDecayLoss(), FusedLinearCrossEntropy()
+    dflash.chunk_size = linear.chunk_size = size
+    raises(error, message, dflash.forward_fused, H, W, Y, ON)
+    raises(error, message, dflash, X, Y, ON)
+    raises(error, message, linear, H, Y, W)
+
+
+def test_dflash_settings_assigned_after_construction():
+    for name, value, message in (
+        (
+            "normalize",
+            "sum",
+            "normalize must be one of tokens, rows, mean, blocks, sequences, sequence_blocks, got 'sum'",
+        ),
+        ("loss_gamma", 0.0, "loss_gamma must be a number other than 0, or None, got 0.0"),
+        ("position_weights", None, "position_weights must be one of decay, dpace, "),
+        ("dpace_alpha", -1, "dpace_alpha must lie in [0, 1], got -1"),
+        ("loss_gamma", torch.nn.Parameter(torch.tensor(2.0)), "loss_gamma must not require a gradient"),
+    ):
+        loss = DFlashDecayLoss()
+        setattr(loss, name, value)
+        raises(ValueError, message, loss, X, Y, ON)
+        raises(ValueError, message, loss.forward_fused, H, W, Y, ON)
+
+
+@pytest.mark.parametrize("integer", [np.int64, np.int32, np.uint8])
+def test_integers_of_numpy_are_integers(integer):
+    sizes = {"num_active": 6, "chunk_size": 2}
+    numpys = {name: integer(min(size, 255)) for name, size in sizes.items()}
+    for op in (LINEAR_OPS["linear_token_nll"], LINEAR_OPS["weighted_linear_nll"]):
+        torch.testing.assert_close(op(H, W, Y, **numpys).nll, op(H, W, Y, **sizes).nll)
+    loss = DFlashDecayLoss(chunk_size=integer(2))
+    torch.testing.assert_close(loss.forward_fused(H, W, Y, ON)[:2], DFlashDecayLoss().forward_fused(H, W, Y, ON)[:2])
+
+
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lm_head = torch.nn.Linear(D, V)
+
+
+class Subclass(FusedLinearCrossEntropy):
+    def forward(self, hidden_states, labels, lm_weight, **options):
+        return super().forward(hidden_states, labels, lm_weight, **options)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize(
+    ("loss_fn", "made_from"),
+    [
+        (MaskedCrossEntropy(), "logits"),
+        (MaskedCrossEntropy(), "h"),
+        (FusedLinearCrossEntropy(), "h"),
+        (Subclass(), "h"),
+    ],
+    ids=["masked, logits", "masked", "fused", "subclass"],
+)
+def test_bad_labels_of_mtp_are_named_where_the_caller_has_them(loss_fn, made_from, flat, monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_CHECK", "1")
+    depths = [torch.randn(1, 6, D if made_from == "h" else V) for _ in range(2)]
+
+    def call(labels, **options):
+        labels = labels.flatten() if flat else labels
+        return calculate_mtp_loss(
+            loss_fn, labels=labels, model=Head(), **{f"mtp_per_depth_{made_from}": depths}, **options
+        )
+
+    for place in (1, 4, 5):
+        labels = torch.zeros(1, 6, dtype=torch.long)
+        labels[0, place] = 7
+        where = (place,) if flat else (0, place)
+        raises(IndexError, f"labels must lie in [0, {V}) or be -100, got 7 at position {where}", call, labels)
+        given = [torch.zeros_like(labels), labels]
+        given = [t.flatten() for t in given] if flat else given
+        message = f"mtp_per_depth_targets[1] must lie in [0, {V}) or be -100, got 7 at position {where}"
+        raises(IndexError, message, call, torch.zeros_like(labels), mtp_per_depth_targets=given)
+    labels = torch.full((1, 6), -100)
+    labels[0, 0] = 7  # no depth has it as a target
+    assert call(labels).item() == 0
+
+
+def test_mtp_calls_its_arguments_as_the_caller_does():
+    h, labels = [torch.randn(B, L, D)] * 2, Y
+    fused = functools.partial(calculate_mtp_loss, FusedLinearCrossEntropy(), labels=labels, model=Head())
+    masked = functools.partial(calculate_mtp_loss, MaskedCrossEntropy(), labels=labels, model=Head())
+    raises(TypeError, "labels must be a torch.Tensor, got list", fused, mtp_per_depth_h=h, labels=[0])
+    raises(TypeError, "mtp_per_depth_h[1] must be a torch.Tensor, got list", fused, mtp_per_depth_h=[h[0], []])
+    for call in (fused, masked):
+        raises(
+            ValueError, f"mtp_per_depth_h[0] must have dtype {FLOATS}, got int64", call, mtp_per_depth_h=[h[0].long()]
+        )
+    logits = [torch.zeros(B, L, V).long()]
+    raises(
+        ValueError, f"mtp_per_depth_logits[0] must have dtype {FLOATS}, got int64", masked, mtp_per_depth_logits=logits
+    )
+    raises(ValueError, "lm_weight must have shape [V, D], got (4,)", fused, mtp_per_depth_h=h, lm_weight=W[0])
+    raises(
+        ValueError, "mtp_per_depth_h[1] must have shape [..., 4] to go with lm_weight [V, D] = (5, 4), got (2, 3, 3)",
+        fused, mtp_per_depth_h=[h[0], h[1][..., :3]],
+    )  # fmt: skip
+    targets = [Y, Y.float()]
+    raises(
+        ValueError, f"mtp_per_depth_targets[1] must have dtype {INTS}, got float32",
+        fused, mtp_per_depth_h=h, mtp_per_depth_targets=targets,
+    )  # fmt: skip
+    raises(
+        ValueError, "mtp_per_depth_targets[1] must be on cpu like mtp_per_depth_h[1], got meta",
+        fused, mtp_per_depth_h=h, mtp_per_depth_targets=[Y, Y.to("meta")],
+    )  # fmt: skip
+
+
+def test_an_unknown_backend_in_the_environment(monkeypatch):
+    monkeypatch.setenv("DLLM_KERNELS_BACKEND", "fast")
+    raises(ValueError, "DLLM_KERNELS_BACKEND must be one of auto, triton, torch, got 'fast'", token_nll, X, Y)
+
+
+def test_inplace_backward_under_compile():
+    def step(x):
+        return token_nll(x, Y, inplace_backward=True).nll.sum()
+
+    with pytest.raises(Exception, match=r"inplace_backward must be False under torch.compile and torch.func, got True"):
+        torch.compile(step, backend="eager", fullgraph=True)(X.clone().requires_grad_())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the tensors lie on the CPU on purpose")
+@pytest.mark.parametrize("by", ["argument", "environment"])
+def test_triton_on_cpu_tensors_without_the_interpreter(by, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    source, options = "DLLM_KERNELS_BACKEND", {}
+    if by == "argument":
+        source, options = "backend", {"backend": "triton"}
+    else:
+        monkeypatch.setenv("DLLM_KERNELS_BACKEND", "triton")
+    raises(
+        ValueError,
+        f"{source}='triton' needs a CUDA or ROCm tensor, got one on cpu; set TRITON_INTERPRET=1",
+        token_nll,
+        X,
+        Y,
+        **options,
+    )
+
+
+def test_triton_that_is_not_installed():
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from dllm_kernels.ops import token_nll
+try:
+    token_nll(torch.zeros(1, 2), torch.zeros(1, dtype=torch.long), backend="triton")
+except ValueError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "backend='triton' was asked for, but triton is not installed"
+
+
+def test_an_ignore_index_is_an_int():
+    for op in (token_nll, weighted_nll):
+        others = (ON,) if op is weighted_nll else ()
+        raises(TypeError, "ignore_index must be an int, got float", op, X, Y, *others, ignore_index=-100.0)

@@ -1,0 +1,467 @@
+"""A head of two parts: every linear op and loss with ``extra`` against the same from whole logits, what it costs, bad input."""
+
+import functools
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from benchmarks.measure import peak_memory
+from dllm_kernels import ops
+from dllm_kernels.losses import DFlashDecayLoss, HybridDiffusionLLMLoss
+from tests.conftest import DEVICE, every_time
+from tests.support.cases import BY_NAME, FEWER, FIRSTS, to_device, upstream_for, value_of
+from tests.support.parity import assert_parity, value_and_grads
+from tests.support.rows import HEAD_PATHS, on_head_path
+
+B, L, V, D, R = 2, 6, 37, 5, 3
+NAN = math.nan
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# All that has a form from hidden states, but for the one whose second branch is a tensor of its own.
+CASES = [case for case in FEWER if case.name not in ("hybrid", "hybrid, softcap skip_id")]
+OPS = ("token_nll", "weighted_nll", "row_stats", "row_objective")
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.fixture(params=HEAD_PATHS)
+def path(request, monkeypatch):
+    return on_head_path(request.param, monkeypatch)
+
+
+def draw_leaves(seed, dtype=torch.float64, width=1):
+    """(hidden, weight, bias, u, U)."""
+    torch.manual_seed(seed)
+    shapes = (B, width * L, D), (V, D), (V,), (B, width * L, R), (V, R)
+    return [torch.randn(shape).to(DEVICE, dtype) for shape in shapes]
+
+
+def drawn(case):
+    torch.manual_seed(0)
+    return to_device(case.draw(B, L, V), DEVICE)
+
+
+def ours(case, inputs, **options):
+    """The value, of all five leaves."""
+
+    def value(h, w, b, u, second):
+        arguments = case.arguments("hidden", h, inputs, (w, b)) | {"extra": (u, second)}
+        return value_of(case.output("hidden", arguments, **options))
+
+    return value
+
+
+def plain(case, inputs):
+    return lambda h, w, b, u, second: case.oracle(reference.linear_logits(h, w, b, extra=(u, second)), inputs)
+
+
+def draw(case, dtype):
+    return lambda seed: (draw_leaves(seed, dtype, case.width), upstream_for(case, B, L).to(DEVICE))
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("chunk", [1, 3, 7, 100, None])
+@pytest.mark.parametrize("case", [BY_NAME[name] for name in OPS], ids=lambda case: case.name)
+def test_parity_of_the_ops(case, chunk, dtype, path):
+    if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
+    inputs = drawn(case)
+    assert_parity(ours(case, inputs, chunk_size=chunk, backend=path), plain(case, inputs), draw(case, dtype))
+
+
+@pytest.mark.parametrize("case", every_time([c for c in FIRSTS if c in CASES], CASES, name=lambda case: case.name))
+def test_parity_of_every_loss(case, backend):
+    inputs = drawn(case)
+    assert_parity(ours(case, inputs, chunk_size=5, backend=backend), plain(case, inputs), draw(case, torch.float64))
+
+
+def test_token_log_probs():
+    leaves, ids = draw_leaves(0), torch.randint(0, V, (B, L), device=DEVICE)
+
+    def log_probs(h, w, b, u, second):
+        return ops.token_log_probs(h, ids, weight=w, bias=b, extra=(u, second), temperature=0.7, chunk_size=4).log_probs
+
+    def expected(h, w, b, u, second):
+        logits = (F.linear(h, w, b) + F.linear(u, second)) / 0.7
+        return torch.log_softmax(logits, -1).gather(-1, ids[..., None]).squeeze(-1)
+
+    upstream = torch.randn(B, L, device=DEVICE)
+    for got, wanted in zip(*(value_and_grads(f, leaves, upstream) for f in (log_probs, expected)), strict=True):
+        torch.testing.assert_close(got, wanted)
+
+
+def test_every_option_beside_it(backend):
+    """What is returned beside the loss, of transformed logits, in a call that is told how many rows are active."""
+    h, w, b, u, second = draw_leaves(0)
+    case = BY_NAME["weighted_nll"]
+    targets, weights = drawn(case).values()
+    targets = torch.where(targets == 2, 3, targets)
+    transform = {"softcap": 3.0, "scale": 1.3, "skip_id": 2}
+    options = {"with_lse": True, "with_correct": True, "backend": backend, **transform}
+    logits = F.linear(h, w, b) + F.linear(u, second)
+    wanted = ops.weighted_nll(logits, targets, weights, **options)
+    for more in ({"num_active": B * L}, {"num_active": 9}, {"chunk_size": 2}):
+        got = ops.weighted_linear_nll(h, w, targets, weights, bias=b, extra=[u, second], **options, **more)
+        for ours_, theirs in zip(got, wanted, strict=True):
+            torch.testing.assert_close(ours_, theirs)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 1, 3), (0,)])
+def test_any_leading_shape_and_strides(shape, backend):
+    torch.manual_seed(0)
+    hidden, u = torch.randn(*shape, D, device=DEVICE), torch.randn(*shape, 2 * R, device=DEVICE)[..., ::2]
+    weight, second = torch.randn(V, D, device=DEVICE), torch.randn(R, V, device=DEVICE).t()
+    targets, weights = torch.randint(0, V, shape, device=DEVICE), torch.rand(shape, device=DEVICE)
+    leaves = hidden, weight, u, second
+    for op, of_weights in ((ops.weighted_linear_nll, (weights,)), (ops.linear_token_nll, ())):
+        got = value_and_grads(
+            lambda h, w, u, s, op=op, o=of_weights: op(h, w, targets, *o, extra=(u, s), backend=backend)[0].sum(),
+            leaves,
+            torch.tensor(2.0),
+        )
+        theirs = reference.weighted_linear_nll if of_weights else reference.linear_token_nll
+        wanted = value_and_grads(
+            lambda h, w, u, s, f=theirs, o=of_weights: f(h, w, targets, *o, extra=(u, s)).sum(),
+            leaves,
+            torch.tensor(2.0),
+        )
+        for a, e in zip(got, wanted, strict=True):
+            torch.testing.assert_close(a, e)
+
+
+TRAINS = [
+    (1, 0, 0, 1, 1),
+    (1, 0, 0, 0, 1),
+    (0, 0, 0, 1, 0),
+    (0, 1, 0, 1, 0),
+    (0, 0, 0, 0, 1),
+    (1, 1, 1, 0, 0),
+    (0,) * 5,
+]
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("trains", TRAINS, ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_a_gradient_only_where_one_is_required(name, trains, backend):
+    case = BY_NAME[name]
+    inputs = drawn(case)
+    leaves, upstream = draw_leaves(0), upstream_for(case, B, L).to(DEVICE)
+    wanted = value_and_grads(plain(case, inputs), leaves, upstream)[1:]
+    leaves = [leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True)]
+    value = ours(case, inputs, chunk_size=4, backend=backend)(*leaves)
+    assert value.requires_grad == any(trains)
+    if any(trains):
+        value.backward(upstream.to(value.dtype))
+    for leaf, grad, train in zip(leaves, wanted, trains, strict=True):
+        assert (leaf.grad is not None) == bool(train)
+        if train:
+            torch.testing.assert_close(leaf.grad, grad)
+
+
+def products(function, rows):
+    """(large, thin) products of all active rows that were made; the hidden size is no multiple of the thin one's."""
+    mapping = {torch.ops.aten.addmm_: lambda _, a, b, **__: 2 * a[0] * a[1] * b[1]}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        function()
+    total = counter.get_total_flops() / (2 * rows * V)
+    return next((large, (total - large * 101) / R) for large in range(9) if 0 <= total - large * 101 < 101)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize(
+    ("trains", "weighted", "per_row", "objective"),
+    [
+        # large products and thin ones, of which one makes the logits
+        ((0, 0, 0, 0, 0), (1, 1), (1, 1), (1, 1)),
+        ((1, 0, 0, 0, 0), (2, 1), (2, 1), (2, 1)),
+        ((1, 0, 0, 1, 0), (2, 2), (2, 2), (2, 2)),  # rows of u: nothing is made again
+        ((1, 0, 0, 1, 1), (2, 3), (3, 4), (2, 3)),  # a frozen head whose second part trains
+        ((0, 0, 0, 0, 1), (1, 2), (2, 3), (1, 2)),
+        ((1, 1, 0, 1, 1), (3, 3), (4, 4), (3, 3)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_the_large_products_are_no_more_than_without_it(trains, weighted, per_row, objective, chunk, backend):
+    torch.manual_seed(0)
+    rows, wide = 8, 101
+    leaves = [torch.randn(shape, device=DEVICE) for shape in ((12, wide), (V, wide), (V,), (12, R), (V, R))]
+    h, w, _, u, second = (leaf.requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True))
+    y, weights = torch.arange(12, device=DEVICE), (torch.arange(12, device=DEVICE) % 3 != 0).float()
+    options = {"extra": (u, second), "chunk_size": chunk, "backend": backend}
+
+    def step(value):
+        if value.requires_grad:
+            value.backward()
+
+    def focal(stats):
+        return -((1 - stats.log_probs.exp()) ** 2) * stats.log_probs
+
+    weigh = functools.partial(ops.weighted_linear_nll, h, w, y, weights, **options)
+    each = functools.partial(ops.linear_token_nll, h, w, y, active=weights, **options)
+    own = functools.partial(ops.linear_row_objective, h, w, y, focal, active=weights, **options)
+    assert products(lambda: step(weigh().loss), rows) == weighted
+    assert products(lambda: step(each().nll.sum()), rows) == per_row
+    assert products(lambda: step(own().loss), rows) == objective
+    with torch.no_grad():
+        assert products(weigh, rows) == products(each, rows) == (1, 1)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nothing_of_the_length_of_the_vocabulary_is_added(dtype, monkeypatch):
+    """But U's gradient, where it trains: the thin product adds to the chunk where it lies."""
+    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    N, many, wide, chunk = 512, 16384, 8, 128
+    torch.manual_seed(0)
+    hidden, weight, u, second = (torch.randn(shape).to(dtype) for shape in ((N, wide), (many, wide), (N, 2), (many, 2)))
+    hidden.requires_grad_()
+    targets, weights = torch.randint(0, many, (N,)), torch.ones(N)
+
+    def peak(trains, **options):
+        second.requires_grad_(trains)
+
+        def run(_):
+            ops.weighted_linear_nll(hidden, weight, targets, weights, chunk_size=chunk, **options).loss.backward()
+            hidden.grad = second.grad = None
+
+        run(0)
+        return peak_memory(run, "cpu")
+
+    without, frozen, trained = peak(False), peak(False, extra=(u, second)), peak(True, extra=(u, second))
+    assert frozen - without <= 64 * N
+    slab = 4 * chunk * 4096 if dtype != torch.float32 else 0  # of the gradient, widened for the sum in float32
+    assert trained - without <= 64 * N + 2 * many * (4 + dtype.itemsize) + slab
+    assert 64 * N + 2 * many * 8 < chunk * many * dtype.itemsize  # so another chunk would have shown
+
+
+@pytest.mark.parametrize("num_active", [None, 9])
+@pytest.mark.parametrize("name", OPS)
+def test_a_row_that_does_not_count_is_inert_even_when_its_second_part_is_nan(name, num_active, backend):
+    case = BY_NAME[name]
+    inputs = drawn(case)
+    off = inputs["weights"] == 0
+    assert 0 < off.sum() < off.numel()
+    num_active = None if num_active is None else int((~off).sum()) + 1
+    options = {"num_active": num_active, "chunk_size": 4, "backend": backend}
+    leaves, upstream = draw_leaves(0), upstream_for(case, B, L).to(DEVICE)
+    wanted = value_and_grads(ours(case, inputs, **options), leaves, upstream)
+    leaves[3][off] = NAN
+    for got, expected in zip(value_and_grads(ours(case, inputs, **options), leaves, upstream), wanted, strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_a_row_without_an_upstream_gradient_keeps_its_nan_to_itself(backend):
+    h, w, _, u, second = draw_leaves(0)
+    u[0, 1] = NAN
+    u, second = u.requires_grad_(), second.requires_grad_()
+    nll = ops.linear_token_nll(
+        h, w, torch.ones(B, L, dtype=torch.long, device=DEVICE), extra=(u, second), backend=backend
+    ).nll
+    assert nll.isnan().sum() == 1
+    torch.where(nll.isnan(), 0.0, nll).sum().backward()
+    assert u.grad.isfinite().all()
+    assert second.grad.isfinite().all()
+
+
+def test_the_gradient_of_the_second_part_is_summed_in_float32():
+    """One entry of 1 and 300 of 1/4096, in chunks of 20: bfloat16 would stay at 1."""
+    N = 301
+    u = torch.full((N, 1), 1 / 4096, device=DEVICE, dtype=torch.bfloat16)
+    u[0] = 1.0
+    hidden, weight = (torch.zeros(n, 1, device=DEVICE, dtype=torch.bfloat16) for n in (N, 2))
+    second = torch.zeros(2, 1, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    y = torch.zeros(N, dtype=torch.long, device=DEVICE)
+    for value in (
+        ops.weighted_linear_nll(
+            hidden, weight, y, torch.ones(N, device=DEVICE), extra=(u, second), chunk_size=20, backend="torch"
+        ).loss,
+        ops.linear_token_nll(hidden, weight, y, extra=(u, second), chunk_size=20, backend="torch").nll.sum(),
+    ):
+        (grad,) = torch.autograd.grad(value, second)
+        exact = torch.tensor([-0.5, 0.5], device=DEVICE) * (1 + 300 / 4096)
+        torch.testing.assert_close(grad.flatten().float(), exact, rtol=2**-8, atol=0)
+
+
+def test_small_weights_do_not_underflow_in_float16(backend):
+    inputs = drawn(BY_NAME["weighted_nll"])
+    weights = inputs["weights"] * 1e-7
+
+    def loss(h, w, b, u, second):
+        options = {"bias": b, "extra": (u, second), "chunk_size": 5, "backend": backend}
+        return ops.weighted_linear_nll(h, w, inputs["targets"], weights, **options).loss * 1e7
+
+    assert_parity(loss, plain(BY_NAME["weighted_nll"], inputs), draw(BY_NAME["weighted_nll"], torch.float16))
+
+
+def test_autocast():
+    """As F.linear of each part would honour it: float32 states with a bfloat16 head, or all in float32."""
+    h, w, _, u, second = draw_leaves(0, torch.float32)
+    y = torch.randint(0, V, (B, L), device=DEVICE)
+    narrow = [t.bfloat16() for t in (h, w, u, second)]
+    wanted = ops.linear_token_nll(narrow[0], narrow[1], y, extra=(narrow[2], narrow[3])).nll
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for leaves in ((h, w, u, second), (h, narrow[1], narrow[2], second)):
+            leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+            value = ops.linear_token_nll(*leaves[:2], y, extra=(leaves[2], leaves[3])).nll
+            assert torch.equal(value, wanted)
+            value.sum().backward()
+            assert all(leaf.grad.dtype == leaf.dtype for leaf in leaves)
+
+
+def test_backward_a_second_time():
+    """Gradients that were made in the forward pass are given away once; per row they are kept."""
+    h, w, _, u, second = draw_leaves(0)
+    second.requires_grad_()
+    y, weights = torch.randint(0, V, (B, L), device=DEVICE), torch.rand(B, L, device=DEVICE)
+    loss = ops.weighted_linear_nll(h, w, y, weights, extra=(u, second)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="frees them in the first backward"):
+        loss.backward()
+    nll = ops.linear_token_nll(h, w, y, extra=(u, second)).nll.sum()
+    first, again = (torch.autograd.grad(nll, second, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_second_part_that_was_changed_is_kept_from_backward(changed):
+    h, w, _, u, second = draw_leaves(0)
+    extra = u.requires_grad_() * 1.0, second.requires_grad_() * 1.0
+    nll = ops.linear_token_nll(h, w, torch.randint(0, V, (B, L), device=DEVICE), extra=extra).nll
+    extra[changed].zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        nll.sum().backward()
+
+
+@pytest.mark.parametrize("upstream", [1.0, -1.7])
+def test_inputs_are_left_alone(upstream, backend):
+    case = BY_NAME["weighted_nll"]
+    leaves = draw_leaves(0)
+    before = [leaf.clone() for leaf in leaves]
+    value = ours(case, drawn(case), chunk_size=4, backend=backend)(*(leaf.requires_grad_() for leaf in leaves))
+    value.backward(torch.tensor(upstream, dtype=value.dtype, device=DEVICE))
+    assert all(torch.equal(a, e) for a, e in zip(leaves, before, strict=True))
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.usefixtures("_fresh_dynamo")
+@pytest.mark.parametrize("trains", [(1, 1, 1, 1, 1), (1, 0, 0, 1, 1), (1, 0, 0, 1, 0)], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_compiled_is_eager(name, trains):
+    case = BY_NAME[name]
+    inputs, (leaves, upstream) = drawn(case), draw(case, torch.float64)(0)
+
+    def step(h, w, b, u, second):
+        return ours(case, inputs, chunk_size=5)(h.tanh(), w, b, u.tanh(), second)
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        fresh = [leaf.detach().clone().requires_grad_(bool(train)) for leaf, train in zip(leaves, trains, strict=True)]
+        value = function(*fresh)
+        value.backward(upstream.to(value.dtype))
+        results.append([value.detach(), *(leaf.grad for leaf in fresh)])
+    for eager, compiled in zip(*results, strict=True):
+        assert (eager is None) == (compiled is None)
+        if eager is not None:
+            torch.testing.assert_close(compiled, eager)
+
+
+def test_a_markov_head_of_a_drafter():
+    """u is a row of a trained table, looked up by the token before; the head is frozen. As in plain PyTorch."""
+    torch.manual_seed(0)
+    table = torch.randn(V, R, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    second = torch.randn(V, R, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    hidden, weight = (torch.randn(s, dtype=torch.float64, device=DEVICE) for s in ((B, L, D), (V, D)))
+    ids, mask = torch.randint(0, V, (B, L + 1), device=DEVICE), torch.ones(B, L, device=DEVICE)
+    loss, targets = DFlashDecayLoss(chunk_size=5), ids[:, 1:]
+    fused = loss.forward_fused(hidden, weight, targets, mask, 7, 4, extra=(F.embedding(ids[:, :-1], table), second))
+    logits = F.linear(hidden, weight) + F.embedding(ids[:, :-1], table) @ second.T
+    whole = loss(logits, targets, mask, 7, 4)
+    torch.testing.assert_close(fused.total_loss, whole.total_loss)
+    assert torch.equal(fused.draft_correct, whole.draft_correct)
+    for got, wanted in zip(
+        *(torch.autograd.grad(out.total_loss, (table, second)) for out in (fused, whole)), strict=True
+    ):
+        torch.testing.assert_close(got, wanted)
+
+
+CALLS = {
+    "weighted_linear_nll": lambda h, w, y, **o: ops.weighted_linear_nll(h, w, y, torch.ones(B, L), **o),
+    "linear_token_nll": ops.linear_token_nll,
+    "linear_row_stats": ops.linear_row_stats,
+    "linear_row_objective": lambda h, w, y, **o: ops.linear_row_objective(h, w, y, lambda s: s.log_probs, **o),
+    "token_log_probs": lambda h, w, y, **o: ops.token_log_probs(h, y, weight=w, **o),
+    "DFlashDecayLoss": lambda h, w, y, **o: DFlashDecayLoss().forward_fused(h, w, y, torch.ones(B, L), **o),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bad_input(name):
+    h, w, _, u, second = (t.to("cpu") for t in draw_leaves(0))
+    y = torch.zeros(B, L, dtype=torch.long)
+    rows = {"token_log_probs": "logits_or_hidden"}.get(name, "hidden")
+    head = {"DFlashDecayLoss": "lm_head_weight"}.get(name, "weight")
+
+    def raises(error, message, extra):
+        with pytest.raises(error, match="^" + re.escape(message)):
+            CALLS[name](h, w, y, extra=extra)
+
+    raises(TypeError, "extra must be a tuple of two tensors (u, U), got torch.Tensor", u)
+    raises(TypeError, "extra must be a tuple of two tensors (u, U), got 1 of them", (u,))
+    raises(TypeError, "extra[0] must be a torch.Tensor, got NoneType", (None, second))
+    raises(TypeError, "extra[1] must be a torch.Tensor, got list", (u, [1.0]))
+    raises(ValueError, "extra[0] must have dtype float16, bfloat16, float32, float64, got int64", (u.long(), second))
+    raises(ValueError, "extra[1] must have shape [V, r], got (37,)", (u, second[:, 0]))
+    raises(
+        ValueError,
+        f"extra[1] must have shape (37, r) with r >= 1, as many rows as {head}, got (36, 3)",
+        (u, second[1:]),
+    )
+    raises(
+        ValueError, f"extra[1] must have shape (37, r) with r >= 1, as many rows as {head}, got (37, 0)",
+        (u[..., :0], second[:, :0]),
+    )  # fmt: skip
+    shape = f"extra[0] must have shape (2, 6, 3) (the rows of {rows}, the columns of extra[1]), got "
+    raises(ValueError, shape + "(2, 6, 2)", (u[..., 1:], second))
+    raises(ValueError, shape + "(2, 5, 3)", (u[:, 1:], second))
+    dtype = f"must have the dtype of {rows}, torch.float64, unless torch.autocast is on, got torch.float32"
+    raises(ValueError, f"extra[0] {dtype}", (u.float(), second))
+    raises(ValueError, f"extra[1] {dtype}", (u, second.float()))
+    raises(ValueError, f"extra[0] must be on cpu like {rows}, got meta", (u.to("meta"), second))
+    raises(ValueError, f"extra[1] must be on cpu like {rows}, got meta", (u, second.to("meta")))
+
+
+def test_float64_beside_autocast():
+    h, w, _, u, second = draw_leaves(0, torch.float32)
+    y = torch.zeros(B, L, dtype=torch.long, device=DEVICE)
+    with (
+        torch.autocast(DEVICE, torch.bfloat16),
+        pytest.raises(ValueError, match=re.escape("extra[0] must have the dtype of hidden, torch.float32")),
+    ):
+        ops.linear_token_nll(h, w, y, extra=(u.double(), second))
+
+
+def test_where_it_does_not_belong():
+    h, w, _, u, second = draw_leaves(0)
+    y = torch.zeros(B, L, dtype=torch.long, device=DEVICE)
+    with pytest.raises(ValueError, match=r"^extra must be None without weight, got a second part"):
+        ops.token_log_probs(h, y, extra=(u, second))
+    masks = [torch.ones(B, L, device=DEVICE)] * 2
+    with pytest.raises(
+        ValueError, match=r"^extra must be None with causal_hidden, got both; pass both branches as one"
+    ):
+        HybridDiffusionLLMLoss().forward_fused(
+            h, w, y, masks[0].bool(), masks[1], masks[0], masks[0], causal_hidden=h, extra=(u, second)
+        )

@@ -1,0 +1,672 @@
+"""Linear NLL: parity, who gets a gradient and at what cost, chunks, compaction, memory, autocast."""
+
+import functools
+import gc
+import itertools
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels.ops import linear_token_nll, weighted_linear_nll
+from tests.conftest import DEVICE
+from tests.support.parity import (
+    assert_as_good_as_plain,
+    assert_parity,
+    largest_error,
+    reduction_sizes,
+    value_and_grads,
+)
+from tests.support.rows import HEAD_PATHS, on_head_path
+
+NAN = math.nan
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.fixture(params=HEAD_PATHS)
+def path(request, monkeypatch):
+    return on_head_path(request.param, monkeypatch)
+
+
+def inputs(N=9, V=37, D=5, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    hidden, weight, bias = torch.randn(N, D), torch.randn(V, D), torch.randn(V)
+    targets = torch.where(torch.rand(N) < 0.15, -100, torch.randint(0, V, (N,)))
+    weights = torch.randn(N) * (torch.rand(N) < 0.7)
+    return [t.to(DEVICE, dtype) for t in (hidden, weight, bias)], targets.to(DEVICE), weights.to(DEVICE)
+
+
+def oracle(targets, weights):
+    return lambda h, w, b: reference.weighted_linear_nll(h, w, targets, weights, b)
+
+
+def token_oracle(targets, active=None):
+    return lambda h, w, b: reference.linear_token_nll(h, w, targets, b, active=active)
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("N", "V", "D", "chunk"), [(1, 1, 1, 1), (2, 2, 3, 1), (9, 37, 5, 4), (7, 53, 8, None), (3, 3, 2, 50)]
+)
+def test_parity(N, V, D, chunk, dtype, path):
+    if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
+    _, targets, weights = inputs(N, V, D)
+    assert_parity(
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=chunk, backend=path).loss,
+        oracle(targets, weights),
+        lambda seed: (inputs(N, V, D, dtype, seed)[0], torch.tensor(-1.7)),
+    )
+    active = weights != 0
+    assert_parity(
+        lambda h, w, b: linear_token_nll(h, w, targets, bias=b, active=active, chunk_size=chunk, backend=path).nll,
+        token_oracle(targets, active),
+        lambda seed: (inputs(N, V, D, dtype, seed)[0], torch.randn(N, device=DEVICE)),
+    )
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 3)])
+def test_any_leading_shape_and_strides(shape, path):
+    torch.manual_seed(0)
+    weight = torch.randn(5, 11, device=DEVICE).t()  # columns of an embedding: not contiguous
+    hidden = torch.randn(*shape, 10, device=DEVICE)[..., ::2]
+    targets = torch.randint(0, 11, shape, device=DEVICE)
+    weights = torch.rand(shape, device=DEVICE)
+    ours = value_and_grads(
+        lambda h, w: weighted_linear_nll(h, w, targets, weights, backend=path).loss, [hidden, weight], torch.tensor(2.0)
+    )
+    plain = value_and_grads(
+        lambda h, w: reference.weighted_linear_nll(h, w, targets, weights), [hidden, weight], torch.tensor(2.0)
+    )
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+    rows = weighted_linear_nll(hidden, weight, targets, weights, with_lse=True, with_correct=True, backend=path)
+    logits = F.linear(hidden, weight)
+    torch.testing.assert_close(rows.nll, reference.token_nll(logits, targets))
+    torch.testing.assert_close(rows.lse, reference.token_lse(logits))
+    assert torch.equal(rows.correct, reference.argmax_match(logits, targets))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("trains", [(h, w, b) for h in (0, 1) for w in (0, 1) for b in (0, 1)], ids=str)
+def test_frozen_and_trainable_in_every_combination(trains, path):
+    leaves, targets, weights = inputs()
+    upstream = torch.randn(9, device=DEVICE)
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    expected_rows = value_and_grads(token_oracle(targets), leaves, upstream)
+    for leaf, train in zip(leaves, trains, strict=True):
+        leaf.requires_grad_(bool(train))
+    loss = weighted_linear_nll(*leaves[:2], targets, weights, bias=leaves[2], chunk_size=4, backend=path).loss
+    rows = linear_token_nll(*leaves[:2], targets, bias=leaves[2], chunk_size=4, backend=path).nll
+    assert loss.requires_grad == rows.requires_grad == any(trains)
+    for value, seed, wanted in ((loss, torch.ones_like(loss), expected), (rows, upstream, expected_rows)):
+        torch.testing.assert_close(value.detach(), wanted[0])
+        for leaf in leaves:
+            leaf.grad = None
+        if any(trains):
+            value.backward(seed)
+        for leaf, grad, train in zip(leaves, wanted[1:], trains, strict=True):
+            assert (leaf.grad is not None) == bool(train)
+            if train:
+                torch.testing.assert_close(leaf.grad, grad)
+
+
+def in_place_product(_, a, b, **__):
+    """Operations of ``addmm_``, which torch's counter does not know by itself."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+def products(function):
+    """How many times the product of all active rows with the whole head was made."""
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place_product}) as counter:
+        function()
+    return counter.get_total_flops() / (2 * ACTIVE * 37 * 5)
+
+
+ACTIVE = 6
+
+
+@pytest.mark.parametrize(
+    ("trains_hidden", "trains_head", "weighted_products", "token_products"),
+    [(False, False, 1, 1), (True, False, 2, 2), (True, True, 3, 4), (False, True, 2, 3)],
+)
+@pytest.mark.parametrize("chunk", [None, 4])
+def test_matrix_products_run_on_the_active_rows_and_no_oftener_than_needed(
+    trains_hidden, trains_head, weighted_products, token_products, chunk, backend
+):
+    (hidden, weight, _), _, _ = inputs()
+    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
+    hidden.requires_grad_(trains_hidden)
+    weight.requires_grad_(trains_head)
+
+    def weighted():
+        loss = weighted_linear_nll(hidden, weight, targets, weights, chunk_size=chunk, backend=backend).loss
+        if loss.requires_grad:
+            loss.backward()
+
+    def rows():
+        nll = linear_token_nll(hidden, weight, targets, active=weights, chunk_size=chunk, backend=backend).nll
+        if nll.requires_grad:
+            nll.sum().backward()
+
+    assert products(weighted) == weighted_products
+    assert products(rows) == token_products
+
+
+def test_without_grad_mode_only_the_first_product_runs(backend):
+    (hidden, weight, bias), _, _ = inputs()
+    targets, weights = torch.arange(9, device=DEVICE), (torch.arange(9, device=DEVICE) % 3 != 0).float()
+    for leaf in (hidden, weight, bias):
+        leaf.requires_grad_()
+    with torch.no_grad():
+        assert products(lambda: weighted_linear_nll(hidden, weight, targets, weights, backend=backend)) == 1
+        assert products(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend=backend)) == 1
+
+
+class Made(TorchDispatchMode):
+    """The operations in order: name, and shape of the result if it is a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        shape = tuple(result.shape) if isinstance(result, torch.Tensor) else None
+        self.operations.append((function._schema.name.removeprefix("aten::"), shape))
+        return result
+
+
+def around_the_sync(call):
+    """List the operations before and after the number of active rows is read, under autocast to bfloat16."""
+    with torch.autocast(DEVICE, torch.bfloat16), Made() as made:
+        call()
+    sync = next(i for i, (name, _) in enumerate(made.operations) if name == "nonzero")
+    return made.operations[:sync], made.operations[sync + 1 :]
+
+
+def test_what_does_not_depend_on_the_number_of_active_rows_comes_before_it_is_read():
+    """A GPU is idle after that until the first product."""
+    (hidden, weight, bias), targets, weights = inputs()
+    (V, D), N = weight.shape, len(hidden)
+    bias.requires_grad_()
+    before, after = around_the_sync(
+        lambda: weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="torch")
+    )
+    for made in (("_to_copy", (V, D)), ("_to_copy", (V,)), ("zeros", (V,))):
+        assert made in before
+        assert made not in after
+    hidden.requires_grad_()
+    before, after = around_the_sync(lambda: linear_token_nll(hidden, weight, targets, active=weights, backend="torch"))
+    assert ("ones", (N,)) in before
+    assert ("ones", (N,)) not in after
+
+
+@pytest.mark.parametrize("extra", [0, 1, None], ids=["exact", "one more", "all rows"])
+def test_num_active_as_an_upper_bound(extra, path):
+    leaves, targets, weights = inputs()
+    weights[-1] = 0
+    leaves[0][weights == 0] = NAN
+    count = int(((weights != 0) & (targets != -100)).sum())
+    bound = targets.numel() if extra is None else count + extra
+    leaves[0][targets == -100] = NAN
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    got = value_and_grads(
+        lambda h, w, b: (
+            weighted_linear_nll(h, w, targets, weights, bias=b, num_active=bound, chunk_size=4, backend=path).loss
+        ),
+        leaves,
+        torch.tensor(1.0),
+    )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    upstream = torch.randn(9, device=DEVICE)
+    got = value_and_grads(
+        lambda h, w, b: (
+            linear_token_nll(h, w, targets, bias=b, active=weights, num_active=bound, chunk_size=4, backend=path).nll
+        ),
+        leaves,
+        upstream,
+    )
+    for a, b in zip(got, value_and_grads(token_oracle(targets, weights), leaves, upstream), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_num_active_too_small_gives_nan(bound, path):
+    (hidden, weight, _), targets, weights = inputs()
+    out = weighted_linear_nll(hidden, weight, targets, weights, num_active=bound, backend=path)
+    assert out.loss.isnan()
+    assert linear_token_nll(hidden, weight, targets, num_active=bound, backend=path).nll.isnan().all()
+
+
+@pytest.mark.parametrize("bad", [-5, 40, 41])
+def test_a_bad_target_hurts_its_own_row_alone(bad, path):
+    """Also where the gradient is written over the logits."""
+    torch.manual_seed(0)
+    h, w = torch.randn(4, 3, device=DEVICE), torch.randn(40, 3, device=DEVICE)
+    targets = torch.tensor([1, bad, 3, 5], device=DEVICE)
+    others = torch.arange(4, device=DEVICE) != 1
+    leaves = [t.clone().requires_grad_() for t in (h, w)]
+    nll = linear_token_nll(*leaves, targets, backend=path).nll
+    assert nll.isnan().tolist() == [False, True, False, False]
+    (grad,) = torch.autograd.grad(nll.sum(), leaves[:1], retain_graph=True)
+    exact = h[others].double().requires_grad_()
+    plain = torch.nn.functional.cross_entropy(exact @ w.double().t(), targets[others], reduction="sum")
+    torch.testing.assert_close(grad[others].double(), torch.autograd.grad(plain, exact)[0], atol=1e-5, rtol=1e-4)
+    assert grad[1].isnan().all()
+
+
+def test_num_active_of_zero_without_an_active_row(path):
+    (hidden, weight, _), targets, weights = inputs()
+    got = value_and_grads(
+        lambda h, w: weighted_linear_nll(h, w, targets, 0 * weights, num_active=0, backend=path).loss,
+        [hidden, weight],
+        torch.tensor(1.0),
+    )
+    assert all(t.eq(0).all() for t in got)
+
+
+def test_rows_read_beyond_the_weights_are_inert_in_every_gradient(path):
+    """``active`` asks for NLL and argmax-match of rows of weight 0; their NaN stays in their own NLL."""
+    leaves, targets, weights = inputs()
+    weights[0], weights[1], weights[2] = 0, 0, 1.5
+    targets[:3] = torch.tensor([1, 99, 2])
+    leaves[0][0] = NAN
+    expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))
+    seen = []
+
+    def ours(h, w, b):
+        out = weighted_linear_nll(
+            h, w, targets, weights, bias=b, active=torch.ones_like(weights), chunk_size=4, backend=path
+        )
+        seen.append(out.nll)
+        return out.loss
+
+    for a, b in zip(value_and_grads(ours, leaves, torch.tensor(1.0)), expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert seen[0][:2].isnan().all()
+    assert seen[0][2:].isfinite().all()
+
+
+def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
+    leaves, targets, _ = inputs()
+    targets[0], targets[1] = 1, 99
+    leaves[0][0] = NAN
+    good = torch.arange(9, device=DEVICE) > 1
+    got = value_and_grads(
+        lambda h, w, b: torch.where(good, linear_token_nll(h, w, targets, bias=b, chunk_size=4, backend=path).nll, 0.0),
+        leaves,
+        torch.ones(9, device=DEVICE),
+    )
+    expected = value_and_grads(token_oracle(targets, good), leaves, torch.ones(9, device=DEVICE))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("kind", ["expanded", "strided", "zero"])
+def test_any_upstream_gradient_per_row(kind, trains_head, path):
+    (hidden, weight, bias), targets, _ = inputs()
+    upstream = {
+        "expanded": torch.tensor(0.37).expand(9),
+        "strided": torch.randn(18)[::2],
+        "zero": torch.zeros(9),
+    }[kind].to(DEVICE)
+    leaves = [hidden, weight, bias] if trains_head else [hidden]
+    rest = [] if trains_head else [weight, bias]
+
+    def ours(*leaves):
+        h, w, b = *leaves, *rest
+        return linear_token_nll(h, w, targets, bias=b, chunk_size=4, backend=path).nll
+
+    def plain(*leaves):
+        return token_oracle(targets)(*leaves, *rest)
+
+    for a, b in zip(*(value_and_grads(f, leaves, upstream) for f in (ours, plain)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_upstream_gradient_of_zero(path):
+    leaves, targets, weights = inputs()
+    functions = (
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, backend=path).loss,
+        oracle(targets, weights),
+    )
+    for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(0.0)) for f in functions), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_second_backward(backend):
+    (hidden, weight, _), targets, weights = inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    loss = weighted_linear_nll(hidden, weight, targets, weights, backend=backend).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="recompute the loss to run backward again, or use linear_token_nll"):
+        loss.backward()
+    for head in (weight, weight.detach()):
+        nll = linear_token_nll(hidden, head, targets, backend=backend).nll
+        upstream = torch.randn_like(nll)
+        (first,) = torch.autograd.grad(nll, hidden, upstream, retain_graph=True)
+        (other,) = torch.autograd.grad(nll, hidden, 2 * upstream, retain_graph=True)
+        (again,) = torch.autograd.grad(nll, hidden, upstream)
+        assert torch.equal(first, again)
+        torch.testing.assert_close(other, 2 * first)
+
+
+def test_one_head_used_twice_in_a_graph(path):
+    leaves, targets, weights = inputs()
+
+    def twice(loss):
+        def function(h, w, b):
+            return loss(h, w, b) + 0.5 * loss(2 * h, w, b)
+
+        return function
+
+    functions = (
+        twice(lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, backend=path).loss),
+        twice(oracle(targets, weights)),
+    )
+    for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(1.3)) for f in functions), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_what_is_returned_beside_the_loss_is_detached(backend):
+    (hidden, weight, _), targets, weights = inputs()
+    hidden.requires_grad_()
+    rows = weighted_linear_nll(hidden, weight, targets, weights, with_lse=True, backend=backend)
+    assert not rows.nll.requires_grad
+    assert not rows.lse.requires_grad
+
+
+def test_nll_can_be_written_to(backend):
+    (hidden, weight, _), targets, _ = inputs()
+    for weight_trains, num_active in itertools.product((False, True), (None, 9)):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_(weight_trains)
+        nll = linear_token_nll(h, w, targets, num_active=num_active, backend=backend).nll
+        nll[0] = 0.0
+        nll.mul_(2.0)
+        nll.sum().backward()
+        upstream = torch.full((9,), 2.0, device=DEVICE)
+        upstream[0] = 0
+        expected = value_and_grads(lambda h: reference.linear_token_nll(h, weight, targets), [hidden], upstream)
+        torch.testing.assert_close(h.grad, expected[1])
+
+
+def test_gradcheck(path):
+    leaves, targets, _ = inputs(3, 5, 2, torch.float64)
+    for leaf in leaves:
+        leaf.requires_grad_()
+    rows = {"chunk_size": 2, "backend": path}
+    assert torch.autograd.gradcheck(lambda h, w, b: linear_token_nll(h, w, targets, bias=b, **rows).nll, leaves)
+    frozen = leaves[1].detach()
+    assert torch.autograd.gradcheck(lambda h: linear_token_nll(h, frozen, targets, **rows).nll, leaves[:1])
+
+
+def test_bitwise_the_same_twice(path):
+    leaves, targets, weights = inputs()
+    function = lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss  # noqa: E731
+    runs = [value_and_grads(function, leaves, torch.tensor(0.7)) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("trains_head", [False, True])
+@pytest.mark.parametrize("form", ["weighted", "token", "compiled"])
+def test_float16_rows_of_low_weight_keep_their_gradient_beside_high_ones(form, trains_head):
+    """Each row is judged by itself, that of a hidden state by what plain PyTorch makes of it at weight 1."""
+    N, V, D = 14, 32_000, 16
+    torch.manual_seed(0)
+    leaves = [torch.randn(N, D).half(), (torch.randn(V, D) / D**0.5).half(), torch.zeros(V).half()]
+    targets, weights = torch.randint(0, V, (N,)), torch.logspace(0, -6, N)
+    weights = weights[
+        [1, 2, 3, 4, 11, 5, 6, 7, 8, 12, 9, 10, 13, 0]
+    ]  # a very low one in each chunk, the highest in the last
+
+    def ours(h, w, b):
+        w, b = (w, b) if trains_head else (w.detach(), b.detach())
+        if form == "token":
+            return (linear_token_nll(h, w, targets, bias=b, chunk_size=5).nll * weights).sum()
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5).loss
+
+    def plain(h, w, b, weights=weights):
+        nll = torch.nn.functional.cross_entropy(
+            torch.nn.functional.linear(h, w, b).to(torch.promote_types(h.dtype, torch.float32)),
+            targets,
+            reduction="none",
+        )
+        return (nll * weights.to(nll.dtype)).sum()
+
+    function = torch.compile(ours, backend="aot_eager", fullgraph=True) if form == "compiled" else ours
+    fresh = [leaf.clone().requires_grad_() for leaf in leaves]
+    function(*fresh).backward()
+
+    def row_errors(got, exact):
+        got, exact = (t.double().reshape(t.shape[0], -1) for t in (got, exact))
+        least = torch.finfo(torch.float16).tiny  # below it float16 itself rounds more coarsely
+        return ((got - exact).abs().amax(1) / exact.abs().amax(1).clamp(min=least)).max()
+
+    for place in range(3 if trains_head else 1):
+        at_one = {"weights": torch.ones(N)} if place == 0 else {}
+        function = functools.partial(plain, **at_one)
+        exact, wide = (
+            value_and_grads(f, [leaf.double() for leaf in leaves], torch.tensor(1.0))[1:] for f in (plain, function)
+        )
+        theirs = row_errors(value_and_grads(function, leaves, torch.tensor(1.0))[1:][place], wide[place])
+        assert row_errors(fresh[place].grad, exact[place]) <= 2 * theirs + torch.finfo(torch.float16).eps, place
+    assert (fresh[1].grad is None) is not trains_head
+
+
+def test_float16_gradients_neither_underflow_nor_overflow(path):
+    """w / N times a probability is below float16's smallest number, and 1 / p above its largest."""
+    _, targets, weights = inputs()
+    for factor in (1e-7, 1e7):
+        assert_parity(
+            lambda h, w, b, f=factor: weighted_linear_nll(h, w, targets, weights * f, bias=b, backend=path).loss / f,
+            oracle(targets, weights),
+            lambda seed: (inputs(dtype=torch.float16, seed=seed)[0], torch.tensor(1.0)),
+        )
+
+
+def test_the_gradient_of_a_low_precision_head_is_summed_in_float32_over_chunks():
+    N, V, D = 512, 64, 16
+    torch.manual_seed(0)
+    hidden = (1 + torch.rand(N, D)).bfloat16()
+    weight = torch.randn(V, D).bfloat16()
+    targets, weights = torch.zeros(N, dtype=torch.long), torch.rand(N)
+    exact = value_and_grads(
+        lambda h, w: reference.weighted_linear_nll(h, w, targets, weights),
+        [hidden.double(), weight.double()],
+        torch.tensor(1.0),
+    )[2]
+    plain, ours, chunk_by_chunk = (
+        value_and_grads(f, [hidden, weight], torch.tensor(1.0))[2]
+        for f in (
+            lambda h, w: reference.weighted_linear_nll(h, w, targets, weights),
+            lambda h, w: weighted_linear_nll(h, w, targets, weights, chunk_size=4).loss,
+            lambda h, w: sum(
+                reference.weighted_linear_nll(h[i : i + 4], w, targets[i : i + 4], weights[i : i + 4])
+                for i in range(0, N, 4)
+            ),
+        )
+    )
+    error, sizes = largest_error([plain], [exact]), reduction_sizes([hidden, weight])
+    assert_as_good_as_plain([ours], [exact], error, sizes=sizes)
+    with pytest.raises(AssertionError, match="is allowed"):
+        assert_as_good_as_plain([chunk_by_chunk], [exact], error, sizes=sizes)
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("hidden_dtype", "weight_dtype"),
+    [(torch.float32, torch.bfloat16), (torch.float32, torch.float32), (torch.bfloat16, torch.float32)],
+)
+def test_autocast_is_honoured_as_linear_honours_it(hidden_dtype, weight_dtype, bias_dtype):
+    _, targets, weights = inputs(N=16)
+
+    def draw(seed):
+        leaves = (leaf.bfloat16() for leaf in inputs(N=16, seed=seed)[0])
+        dtypes = (hidden_dtype, weight_dtype, bias_dtype)
+        return [leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True)], torch.tensor(1.0)
+
+    with torch.autocast(DEVICE, torch.bfloat16):  # which leaves float64 alone
+        assert_parity(
+            lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=5, backend="torch").loss,
+            lambda h, w, b: reference.weighted_nll(F.linear(h, w, b), targets, weights),
+            draw,
+        )
+
+
+def test_float64_is_left_alone_by_autocast(backend):
+    leaves, targets, weights = inputs(dtype=torch.float64)
+    function = lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, backend=backend).loss  # noqa: E731
+    expected = value_and_grads(function, leaves, torch.tensor(1.0))
+    with torch.autocast(DEVICE, torch.bfloat16):
+        got = value_and_grads(function, leaves, torch.tensor(1.0))
+        with pytest.raises(ValueError, match=r"weight must have the dtype of hidden, torch.float32"):
+            weighted_linear_nll(leaves[0].float(), leaves[1], targets, weights)
+    for a, b in zip(got, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_backward_after_autocast_has_ended(backend):
+    _, targets, _ = inputs()
+
+    def ours(h, w):
+        with torch.autocast(DEVICE, torch.float16):
+            return linear_token_nll(h, w, targets, backend=backend).nll
+
+    def plain(h, w):
+        with torch.autocast(DEVICE, torch.float16):
+            return reference.token_nll(F.linear(h, w), targets)
+
+    assert_parity(ours, plain, lambda seed: (inputs(seed=seed)[0][:2], torch.ones(9, device=DEVICE)))
+
+
+def test_no_reference_cycle_keeps_anything_alive(backend):
+    (hidden, weight, _), targets, weights = inputs()
+    gc.collect()
+    gc.disable()
+    try:
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        refs = [weakref.ref(h), weakref.ref(w)]
+        weighted_linear_nll(h, w, targets, weights, backend=backend).loss.backward()
+        loss = linear_token_nll(h, w, targets, backend=backend).nll.sum()
+        loss.backward()
+        unused = weighted_linear_nll(h, w, targets, weights, backend=backend)
+        del h, w, loss, unused
+        assert [ref() for ref in refs] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_targets_out_of_range_give_nan_in_their_own_row(path):
+    leaves, targets, _ = inputs()
+    targets[:4] = torch.tensor([37, -1, -101, 10**12])
+    out = linear_token_nll(*leaves[:2], targets, with_correct=True, chunk_size=4, backend=path)
+    assert out.nll[:4].isnan().all()
+    assert out.nll[4:].isfinite().all()
+    assert not out.correct[:4].any()
+    hidden = leaves[0].requires_grad_()
+    linear_token_nll(hidden, leaves[1], targets, chunk_size=4, backend=path).nll.sum().backward()
+    assert hidden.grad[:4].isnan().all()
+    assert hidden.grad[4:].isfinite().all()
+
+
+def test_an_infinite_bias_bans_a_token(path):
+    leaves, targets, weights = inputs()
+    leaves[2][5] = -math.inf
+    targets[targets == 5] = 6
+    functions = (
+        lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss,
+        oracle(targets, weights),
+    )
+    for a, b in zip(*(value_and_grads(f, leaves, torch.tensor(1.0)) for f in functions), strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture_of_the_weighted_form():
+    (hidden, weight, bias), targets, weights = inputs(N=256, V=1000, D=64, dtype=torch.bfloat16)
+    for leaf in (hidden, weight, bias):
+        leaf.requires_grad_()
+
+    def step():
+        loss = weighted_linear_nll(hidden, weight, targets, weights, bias=bias, backend="triton").loss
+        return loss, *torch.autograd.grad(loss, (hidden, weight, bias))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        hidden.copy_(torch.randn_like(hidden))
+        weights.copy_(weights.roll(1))
+    graph.replay()
+    draws = [hidden, weight, bias]
+    plain = value_and_grads(oracle(targets, weights), draws, torch.tensor(1.0, device="cuda"))
+    exact = value_and_grads(oracle(targets, weights), [t.double() for t in draws], torch.tensor(1.0, device="cuda"))
+    for a, p, e in zip(captured, plain, exact, strict=True):
+        assert_as_good_as_plain([a], [e], largest_error([p], [e]), sizes=reduction_sizes(draws))
+
+
+@pytest.mark.gpu
+def test_no_host_sync_when_the_number_of_active_rows_is_given():
+    (hidden, weight, bias), targets, weights = inputs(N=256, V=1000, D=64, dtype=torch.bfloat16)
+    hidden.requires_grad_()
+    weighted_linear_nll(hidden, weight, targets, weights, bias=bias, num_active=256).loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weighted_linear_nll(hidden, weight, targets, weights, bias=bias, num_active=256).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("layout", ["every second", "expanded"])
+def test_weights_of_any_stride(layout, path):
+    """With all rows active nothing is compacted, so nothing copies the weights on the way to the kernel."""
+    (hidden, weight, bias), targets, _ = inputs()
+    targets = targets.clamp(min=0)
+    weights = torch.rand(2 * len(targets), device=DEVICE)[::2] + 0.1
+    if layout == "expanded":
+        weights = weights[:1].expand(len(targets))
+
+    def gradients(w):
+        loss = lambda *leaves: weighted_linear_nll(*leaves[:2], targets, w, bias=leaves[2], backend=path).loss  # noqa: E731
+        return value_and_grads(loss, [hidden, weight, bias], torch.ones((), device=DEVICE))
+
+    for strided, dense in zip(gradients(weights), gradients(weights.contiguous()), strict=True):
+        assert torch.equal(strided, dense)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 100, 1200])  # the last holds all rows, and its product is the gradient
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_float16_sums_that_only_fit_once_they_are_scaled_down(chunk_size, compiled):
+    """Rows are scaled up to a largest weight of 1: their sum passes 65504, the mean that is asked for does not."""
+    N, V, D = 1200, 8, 3
+    hidden = torch.full((N, D), 64.0, dtype=torch.float16, device=DEVICE)
+    weight, bias = torch.zeros(V, D, device=DEVICE).half(), torch.zeros(V, device=DEVICE).half()
+    targets, weights = torch.zeros(N, dtype=torch.long, device=DEVICE), torch.full((N,), 1 / N, device=DEVICE)
+
+    def loss(h, w, b):
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=chunk_size, backend="torch").loss
+
+    function = torch.compile(loss, backend="aot_eager", fullgraph=True) if compiled else loss
+    assert_parity(
+        function, oracle(targets, weights), lambda _: ([hidden, weight, bias], torch.tensor(0.5, device=DEVICE))
+    )

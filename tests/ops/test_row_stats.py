@@ -1,0 +1,522 @@
+"""Row statistics: parity of every output and their gradients together, extreme and bad rows, both forms, memory."""
+
+import gc
+import math
+import weakref
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels.ops import linear_row_stats, row_stats
+from tests.conftest import DEVICE
+from tests.support.parity import (
+    PLAIN_DRAWS,
+    assert_as_good_as_plain,
+    largest_error,
+    reduction_sizes,
+)
+from tests.support.rows import (
+    LAYOUTS,
+    PATHS,
+    SHAPES,
+    SPREAD,
+    around_a_transform,
+    between_tame_ones,
+    extreme_rows,
+    laid_out,
+    on_path,
+)
+
+NAN, INF = math.nan, math.inf
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OUTPUTS = ("log_probs", "lse", "entropy", "mix")
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    return on_path(request.param, monkeypatch)
+
+
+def options(shape, V, K, dtype=torch.float32, *, mix=True, skip_id=None, seed=0):
+    """Ids (a sixth of them -100), a and b (some of them 0) and active rows."""
+    torch.manual_seed(seed)
+    acc = torch.promote_types(dtype, torch.float32)
+    per_id = shape if K is None else (*shape, K)
+    ids = torch.randint(0, V, per_id)
+    if skip_id is not None:
+        ids = torch.where(ids == skip_id, (skip_id + 1) % V, ids)
+    ids = torch.where(torch.rand(per_id) < 1 / 6, -100, ids)
+    a = 10 ** (-4 * torch.rand(shape)) * (torch.rand(shape) < 0.8)
+    b = torch.rand(shape) + 0.1
+    b = b * ((torch.rand(shape) < 0.8) | (a == 0))
+    given = {"mix": (a.to(DEVICE, acc), b.to(DEVICE, acc)) if mix else None}
+    return ids.to(DEVICE), given | {"active": (torch.rand(shape) < 0.7).to(DEVICE)}
+
+
+def differentiable(out):
+    return [t for t in out[:4] if t is not None]
+
+
+def upstream(out, seed=1):
+    """A random gradient for each output, some of them zero."""
+    torch.manual_seed(seed)
+    return [(torch.randn(t.shape) * (torch.rand(t.shape) < 0.8)).to(t.device, t.dtype) for t in out]
+
+
+def run(function, leaves, **kwargs):
+    """Outputs and gradients for :func:`upstream` of all of them together."""
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
+    out = differentiable(function(*leaves, **kwargs))
+    return [*(t.detach() for t in out), *torch.autograd.grad(out, leaves, upstream(out))]
+
+
+def assert_parity(ours, oracle, draw):
+    """Every output and gradient against the oracle (``tests/support/parity.py``); ``draw(seed)``: (leaves, options)."""
+    draws = [draw(seed) for seed in range(PLAIN_DRAWS)]
+
+    def wide(options):
+        return {name: tuple(t.double() for t in o) if name == "mix" and o else o for name, o in options.items()}
+
+    results = [run(ours, leaves, **given) for leaves, given in draws[:2]]
+    exact = [run(oracle, [leaf.double() for leaf in leaves], **wide(given)) for leaves, given in draws]
+    plain = [run(oracle, leaves, **given) for leaves, given in draws]
+    sizes = reduction_sizes(draws[0][0])
+    for place, got in enumerate(zip(*results, strict=True)):
+        e, p = [r[place] for r in exact], [r[place] for r in plain]
+        assert_as_good_as_plain(got, e, largest_error(p, e), f"{place}", sizes)
+
+
+def of_logits(backend, **fixed):
+    def ours(x, **given):
+        out = row_stats(x, entropy=True, with_correct=True, backend=backend, **given, **fixed)
+        wanted = reference.row_stats(x.detach(), **given, **fixed)
+        assert torch.equal(out.correct, wanted.correct)
+        return out
+
+    return ours, lambda x, **given: reference.row_stats(x, **given, **fixed)
+
+
+SIZES = [(*size, K) for size, K in zip(SHAPES, (None, 1, 2, 5, 2, None), strict=True)]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "V", "K"), SIZES)
+def test_parity(shape, V, K, dtype, path):
+    def draw(seed):
+        ids, given = options(shape, V, K, dtype, seed=seed)
+        return [(4 * torch.randn(*shape, V)).to(DEVICE, dtype)], {"ids": ids, **given}
+
+    assert_parity(*of_logits(path), draw)
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize(
+    "transform", [{"skip_id": 7}, {"softcap": 3.0, "scale": 0.7}, {"scale": 2.0, "skip_id": 0}], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_parity_of_transformed_logits(transform, dtype, path):
+    def draw(seed):
+        ids, given = options((2, 3), 53, 2, dtype, skip_id=transform.get("skip_id"), seed=seed)
+        return [(4 * torch.randn(2, 3, 53)).to(DEVICE, dtype)], {"ids": ids, **given}
+
+    assert_parity(*of_logits(path, **transform), draw)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", SPREAD)
+def test_parity_of_rows_far_apart(kind, path):
+    def draw(seed):
+        ids, given = options((6,), 37, 2, skip_id=4, seed=seed)
+        x = SPREAD[kind](torch.randn(6, 37))
+        given["mix"] = tuple(torch.full((6,), c) for c in (1e-3, 0.9))
+        return [x.to(DEVICE)], {"ids": ids, **given}
+
+    assert_parity(*of_logits(path), draw)
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "asked", [("log_probs",), ("lse",), ("entropy",), ("mix",), ("entropy", "lse"), OUTPUTS], ids=str
+)
+def test_each_output_alone(asked, dtype, path):
+    """The others have no upstream gradient, or are not even asked for."""
+    torch.manual_seed(0)
+    logits = (4 * torch.randn(2, 3, 37)).to(DEVICE, dtype).requires_grad_()
+    ids, given = options((2, 3), 37, 2, dtype)
+    expected = reference.row_stats(logits, ids, **given)
+    expected = [getattr(expected, name) for name in asked]
+    grads = upstream(expected)
+    (wanted,) = torch.autograd.grad(expected, logits, grads)
+    if "mix" not in asked:
+        given["mix"] = None
+    for entropy in {True, "entropy" in asked}:
+        out = row_stats(logits, ids, entropy=entropy, backend=path, **given)
+        assert (out.entropy is None, out.mix is None, out.correct) == (not entropy, given["mix"] is None, None)
+        out = [getattr(out, name) for name in asked]
+        (grad,) = torch.autograd.grad(out, logits, grads)
+        for got, want in zip([*out, grad], [*expected, wanted], strict=True):
+            torch.testing.assert_close(got, want)
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("K", [None, 1, 2, 5])
+@pytest.mark.parametrize("transform", [{}, {"softcap": 2.0, "scale": 1.5, "skip_id": 1}], ids=str)
+def test_gradcheck(K, transform, path):
+    if path == "triton" and (K != 2 or transform):
+        pytest.skip("the interpreter is slow, and parity compares the gradients that are right on this path")
+    torch.manual_seed(0)
+    V = 5 if path == "triton" else 19
+    logits = torch.randn(1, 2, V, dtype=torch.float64, device=DEVICE, requires_grad=True)
+    ids, given = options((1, 2), V, K, torch.float64, skip_id=transform.get("skip_id"))
+    given["active"][0, 0] = True
+
+    def function(x):
+        return differentiable(row_stats(x, ids, entropy=True, backend=path, **given, **transform))
+
+    assert torch.autograd.gradcheck(lambda x: tuple(function(x)), logits)
+    weights = upstream(function(logits))
+    assert torch.autograd.gradcheck(
+        lambda x: sum((w * t).sum() for w, t in zip(weights, function(x), strict=True)), logits
+    )
+
+
+@pytest.mark.parametrize("K", [4, 11])  # a kernel compares a tile's columns with few ids in another loop than with many
+def test_the_same_id_twice_gets_both_gradients(K, path):
+    logits = torch.randn(1, 37, device=DEVICE, requires_grad=True)
+    ids = torch.tensor([[20, 0, 20, -100, 36, 0, 1, 17, 20, 15, 16]], device=DEVICE)[:, :K].contiguous()
+    grads = 2.0 ** torch.arange(K, device=DEVICE)[None]
+    (grad,) = torch.autograd.grad(row_stats(logits, ids, backend=path).log_probs, logits, grads)
+    (wanted,) = torch.autograd.grad(reference.row_stats(logits, ids).log_probs, logits, grads)
+    torch.testing.assert_close(grad, wanted)
+
+
+def test_a_or_b_is_zero(path):
+    """Without a, probabilities that float32 rounds to zero count with their logarithm, and each pulls as hard as any."""
+    logits = torch.tensor([[0.0, -300.0, 2.0]] * 3, device=DEVICE, requires_grad=True)
+    a, b = torch.tensor([0.0, 0.5, 0.25], device=DEVICE), torch.tensor([2.0, 0.0, 4.0], device=DEVICE)
+    ids = torch.zeros(3, dtype=torch.long, device=DEVICE)
+    F = row_stats(logits, ids, mix=(a, b), backend=path).mix
+    exact = logits.detach().double().requires_grad_()
+    wanted = reference.row_stats(exact, ids, (a.double(), b.double())).mix
+    torch.testing.assert_close(F, wanted.float())
+    grads = torch.tensor([1.0, 2.0, 3.0], device=DEVICE)
+    torch.testing.assert_close(
+        torch.autograd.grad(F, logits, grads)[0], torch.autograd.grad(wanted, exact, grads.double())[0].float()
+    )
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_terms_of_a_mixture_of_every_size(dtype, path):
+    """One logarithm may serve several terms, but only where their product is neither too small nor too large."""
+    pairs = [(a, b) for a in (1e-30, 0.9e-9, 1.1e-9, 1e-6, 3.0, 0.9e9, 1e11, 1e30) for b in (0.0, 1e-3, 1.0, 1e9)]
+    pairs += [(1e-6, 1e20), (3.0, 1e20)]
+    a, b = (
+        torch.tensor(pairs, dtype=torch.float64).t().contiguous().to(DEVICE, torch.promote_types(dtype, torch.float32))
+    )
+    torch.manual_seed(7)
+    logits = (20 * torch.randn(len(pairs), 150, device=DEVICE)).clamp(-80, 80).to(dtype)
+    logits[:, 3], logits[:, 4] = -INF, logits[:, 5]
+    ids = torch.zeros(len(pairs), dtype=torch.long, device=DEVICE)
+    F = row_stats(logits, ids, mix=(a, b), backend=path).mix
+    wanted = reference.row_stats(logits.double(), ids, (a.double(), b.double())).mix
+    plain = reference.row_stats(logits.to(F.dtype), ids, (a, b)).mix
+    for i, pair in enumerate(pairs):
+        error = largest_error([plain[i : i + 1]], [wanted[i : i + 1]])
+        assert_as_good_as_plain([F[i : i + 1]], [wanted[i : i + 1]], error, f"a, b = {pair}", sizes={150})
+
+
+def stats_and_gradient(function, logits, ids, mix, steps):
+    """The outputs of special rows and one gradient of all of them; that of the oracle's logsumexp is made of softmax.
+
+    What torch gives for it is wrong far from 0. Of a row with +inf logsumexp and its gradient are NaN.
+    """
+    x = logits.clone().requires_grad_()
+    out = function(x, ids, mix=tuple(t.to(torch.promote_types(x.dtype, torch.float32)) for t in mix), **steps)
+    values = differentiable(out)
+    if function is not reference.row_stats:
+        return (
+            [t.detach() for t in values],
+            torch.autograd.grad(values, x, [torch.ones_like(t) for t in values])[0],
+            out,
+        )
+    z = reference.transformed(x, **steps)
+    values[1] = torch.where(values[1] == INF, NAN, values[1])
+    of_lse = torch.where(values[1].isnan()[:, None], NAN, z.detach().softmax(-1))
+    rest = [values[0], *values[2:]]
+    grad = torch.autograd.grad([*rest, z], x, [*(torch.ones_like(t) for t in rest), of_lse])[0]
+    return [t.detach() for t in values], grad, out
+
+
+def judge_special_rows(rows, dtype, path, **steps):
+    """Special rows between tame ones; what is NaN keeps to its row."""
+    names, logits, targets = between_tame_ones(rows, dtype)
+    ids = torch.stack([targets, torch.zeros_like(targets)], 1)
+    mix = [torch.full(targets.shape, c, device=DEVICE, dtype=torch.float64) for c in (0.25, 0.5)]
+
+    def ours(x, ids, **given):
+        return row_stats(x, ids, entropy=True, with_correct=True, backend=path, **given)
+
+    got, grad, out = stats_and_gradient(ours, logits, ids, mix, steps)
+    plain, plain_grad, oracle = stats_and_gradient(reference.row_stats, logits, ids, mix, steps)
+    exact, exact_grad, _ = stats_and_gradient(reference.row_stats, logits.double(), ids, mix, steps)
+    assert torch.equal(out.correct, oracle.correct)
+    for row, kind in enumerate(names):
+        for name, o, p, e in zip(
+            (*OUTPUTS, "gradient"), (*got, grad), (*plain, plain_grad), (*exact, exact_grad), strict=True
+        ):
+            label, error = f"{name}, {kind}", largest_error([p[row]], [e[row]])
+            if name == "gradient" and e[row].isnan().any():  # in which columns is not promised
+                assert o[row].isnan().any(), label
+            else:
+                assert_as_good_as_plain([o[row]], [e[row]], error, label, sizes={logits.shape[1]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_extreme_rows(dtype, path):
+    judge_special_rows(extreme_rows(40), dtype, path)
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("steps", [{"softcap": 5.0, "skip_id": 17}, {"scale": 0.5, "skip_id": 17}], ids=str)
+def test_rows_around_a_transform(steps, dtype, path):
+    judge_special_rows(around_a_transform(53, 17, 200.0 if "softcap" in steps else 4.0), dtype, path, **steps)
+
+
+def test_inactive_rows_are_not_read(path):
+    logits = torch.randn(3, 37, device=DEVICE)
+    logits[1] = NAN
+    logits.requires_grad_()
+    ids, given = (
+        torch.tensor([[0, 1], [1, 1], [7, -100]], device=DEVICE),
+        {"active": torch.tensor([1, 0, 1], device=DEVICE)},
+    )
+    got, want = (
+        run_on(f, logits, ids, given | {"mix": (torch.full((3,), 0.25, device=DEVICE),) * 2})
+        for f in (ours_of(path), reference.row_stats)
+    )
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+        assert g.isfinite().all()
+
+
+def test_ids_out_of_range_give_nan_in_their_place(path):
+    logits = torch.randn(5, 37, device=DEVICE, requires_grad=True)
+    ids = torch.tensor([[0, 37], [-1, 3], [2**40, 3], [5, 5], [-101, 3]], device=DEVICE)
+    out = row_stats(logits, ids, entropy=True, with_correct=True, skip_id=5, backend=path)
+    bad = torch.tensor([[0, 1], [1, 0], [1, 0], [1, 1], [1, 0]], device=DEVICE, dtype=torch.bool)
+    assert torch.equal(out.log_probs.isnan(), bad)
+    assert not out.entropy.isnan().any()
+    assert not out.correct[1:].any()
+    (grad,) = torch.autograd.grad(out.log_probs, logits, (~bad[:, 1]).unsqueeze(1) * torch.ones_like(out.log_probs))
+    others = torch.arange(37, device=DEVICE) != 5
+    assert grad[1:3, others].isnan().all()
+    assert not grad[3].isnan().any(), "no gradient comes to it"
+    assert not grad[0].isnan().any()
+
+
+def test_a_row_without_an_upstream_gradient_is_inert(path):
+    logits = torch.randn(3, 37, device=DEVICE)
+    logits[1] = NAN
+    logits.requires_grad_()
+    ids, mix = torch.tensor([0, 1, 2], device=DEVICE), (torch.ones(3, device=DEVICE),) * 2
+    out = differentiable(row_stats(logits, ids, entropy=True, mix=mix, backend=path))
+    on = torch.tensor([1.0, 0.0, 1.0], device=DEVICE)
+    (grad,) = torch.autograd.grad(out, logits, [on] * 4)
+    assert not grad[1].any()
+    assert grad[[0, 2]].isfinite().all()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_strides(kind, path):
+    x = laid_out(kind)
+    logits = x.to(DEVICE).detach().requires_grad_()
+    ids, given = options(x.shape[:-1], x.shape[-1], 3)
+    got, want = (run_on(f, logits, ids, given) for f in (ours_of(path), reference.row_stats))
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w)
+
+
+def ours_of(backend):
+    return lambda x, ids, **given: row_stats(x, ids, entropy=True, backend=backend, **given)
+
+
+def run_on(function, logits, ids, given):
+    out = differentiable(function(logits, ids, **given))
+    return [*out, *torch.autograd.grad(out, [logits], upstream(out))]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_ids_of_any_integer_dtype(dtype, backend):
+    logits = torch.randn(3, 300, device=DEVICE)
+    ids = torch.tensor([0, 99, 57], device=DEVICE)
+    got = row_stats(logits, ids.to(dtype), backend=backend).log_probs
+    torch.testing.assert_close(got, reference.row_stats(logits, ids).log_probs)
+
+
+def test_long_bf16_rows(backend):
+    """At the real sizes of tiles and blocks, odd so that a row begins anywhere."""
+    V = 262_145
+    torch.manual_seed(0)
+    x = (3 * torch.randn(2, V)).bfloat16().to(DEVICE)
+    ids = torch.tensor([[V - 1, 0], [77, 131_072]], device=DEVICE)
+    given = {"ids": ids, "mix": (torch.tensor([1e-6, 0.0]).to(DEVICE), torch.tensor([0.9, 1.0]).to(DEVICE))}
+    ours, oracle = of_logits(backend, skip_id=5)
+    exact_given = given | {"mix": tuple(t.double() for t in given["mix"])}
+    got, exact, plain = run(ours, [x], **given), run(oracle, [x.double()], **exact_given), run(oracle, [x], **given)
+    for place, (o, e, p) in enumerate(zip(got, exact, plain, strict=True)):
+        assert_as_good_as_plain([o], [e], largest_error([p], [e]), f"{place}", reduction_sizes([x]))
+
+
+def test_bitwise_the_same_twice(path):
+    logits = torch.randn(6, 53, device=DEVICE)
+    ids, given = options((6,), 53, 2)
+    first, second = (run(ours_of(path), [logits], ids=ids, **given) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_backward_twice(backend):
+    logits = torch.randn(3, 37, device=DEVICE, requires_grad=True)
+    ids, given = options((3,), 37, 2)
+    out = differentiable(row_stats(logits, ids, entropy=True, backend=backend, **given))
+    first = torch.autograd.grad(out, logits, upstream(out), retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(out, logits, upstream(out))[0])
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_nothing_keeps_the_logits_alive(with_grad, backend):
+    gc.collect()
+    gc.disable()
+    try:
+        logits = torch.randn(3, 37, device=DEVICE, requires_grad=with_grad)
+        seen = weakref.ref(logits)
+        out = row_stats(logits, torch.zeros(3, dtype=torch.long, device=DEVICE), entropy=True, backend=backend)
+        if with_grad:
+            out.entropy.sum().backward()
+        del logits, out
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def linear_draw(dtype, *, N=9, V=37, D=5, K=2, skip_id=None):
+    def draw(seed):
+        ids, given = options((N,), V, K, dtype, skip_id=skip_id, seed=seed)
+        leaves = [t.to(DEVICE, dtype) for t in (torch.randn(N, D), torch.randn(V, D), torch.randn(V))]
+        return leaves, {"ids": ids, **given}
+
+    return draw
+
+
+def of_hidden(backend, transform, **sizes):
+    def ours(h, w, b, ids, **given):
+        return linear_row_stats(h, w, ids, bias=b, entropy=True, backend=backend, **sizes, **given, **transform)
+
+    return ours, lambda h, w, b, ids, **given: reference.linear_row_stats(h, w, ids, b, **given, **transform)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("chunk_size", "num_active"), [(4, None), (None, None), (3, 9), (50, 8)])
+@pytest.mark.parametrize("transform", [{}, {"softcap": 4.0, "scale": 0.7, "skip_id": 3}], ids=str)
+def test_parity_of_hidden_states(dtype, chunk_size, num_active, transform, path):
+    if path == "triton" and DEVICE == "cpu" and (chunk_size, bool(transform)) not in {(4, False), (3, True)}:
+        pytest.skip("the interpreter is slow, and its kernels know nothing of chunks")
+    if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
+    sizes = {"chunk_size": chunk_size, "num_active": num_active}
+    assert_parity(*of_hidden(path, transform, **sizes), linear_draw(dtype, skip_id=transform.get("skip_id")))
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("trains", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (0, 1, 1), (1, 1, 1)])
+def test_only_what_requires_it_gets_a_gradient(trains, path):
+    leaves, given = linear_draw(torch.float64)(0)
+    for leaf, train in zip(leaves, trains, strict=True):
+        leaf.requires_grad_(bool(train))
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    ours, oracle = of_hidden(path, {}, chunk_size=4)
+    got, wanted = (differentiable(f(*leaves, **given)) for f in (ours, oracle))
+    for g, w in zip(*(torch.autograd.grad(out, trained, upstream(out)) for out in (got, wanted)), strict=True):
+        torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize(("trains", "forward", "both"), [((), 1, 1), ((0,), 1, 3), ((0, 1), 1, 4), ((1,), 1, 3)])
+def test_products(trains, forward, both, backend):
+    """Of the active rows: one makes the logits, one more makes them again, then one for each gradient."""
+    (hidden, weight, _), given = linear_draw(torch.float32)(0)
+    leaves = (hidden, weight)
+    for i in trains:
+        leaves[i].requires_grad_()
+    one = 2 * int(given["active"].sum()) * weight.numel()
+    counter = FlopCounterMode(display=False)
+    with counter:
+        out = differentiable(linear_row_stats(*leaves, entropy=True, backend=backend, **given))
+        assert counter.get_total_flops() == forward * one
+        if trains:
+            torch.autograd.backward(out, [torch.ones_like(t) for t in out])
+    assert counter.get_total_flops() == both * one
+
+
+def test_rows_without_a_gradient_are_not_projected_again(backend):
+    (hidden, weight, _), given = linear_draw(torch.float32)(0)
+    hidden.requires_grad_()
+    out = linear_row_stats(hidden, weight, given["ids"], backend=backend)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        out.lse[2].backward()
+    assert counter.get_total_flops() == 2 * 2 * weight.numel()
+
+
+def test_a_nan_in_an_inactive_row_reaches_no_gradient(path):
+    (hidden, weight, bias), given = linear_draw(torch.float32)(0)
+    hidden[~given["active"]] = NAN
+    leaves = [t.requires_grad_() for t in (hidden, weight, bias)]
+    out = differentiable(of_hidden(path, {})[0](*leaves, **given))
+    grads = torch.autograd.grad(out, leaves, upstream(out))
+    assert all(g.isfinite().all() for g in grads)
+
+
+def test_no_active_row(path):
+    """Of NaN, none of which is read: every output is 0, and so is the gradient, whatever comes from above."""
+    logits = torch.full((2, 3, 17), NAN, device=DEVICE).requires_grad_()
+    ids, active = torch.zeros(2, 3, dtype=torch.long, device=DEVICE), torch.zeros(2, 3, device=DEVICE)
+    out = row_stats(logits, ids, entropy=True, active=active, with_correct=True, backend=path)
+    (grad,) = torch.autograd.grad(differentiable(out), [logits], [torch.ones_like(t) for t in differentiable(out)])
+    assert all(t.eq(0).all() for t in (*differentiable(out), grad))
+    assert not out.correct.any()
+
+
+def test_too_small_a_bound_gives_nan(backend):
+    (hidden, weight, _), given = linear_draw(torch.float32)(0)
+    given["active"] = torch.ones(9, dtype=torch.bool, device=DEVICE)
+    out = linear_row_stats(hidden, weight, entropy=True, num_active=8, backend=backend, **given)
+    assert all(t.isnan().all() for t in differentiable(out))
+
+
+def test_float16_gradients_do_not_underflow(backend):
+    """Upstream gradients far below float16's least: the products are made before they come in."""
+    leaves, given = linear_draw(torch.float16)(0)
+    leaves = [t.requires_grad_() for t in leaves]
+    out = differentiable(of_hidden(backend, {})[0](*leaves, **given))
+    small = [1e-4 * g for g in upstream(out)]
+    grads = torch.autograd.grad(out, leaves, small)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    wide = given | {"mix": tuple(t.double() for t in given["mix"])}
+    wanted = differentiable(of_hidden(backend, {})[1](*exact, **wide))
+    for got, want in zip(grads, torch.autograd.grad(wanted, exact, [s.double() for s in small]), strict=True):
+        assert (got.double() - want).abs().max() <= 4e-3 * want.abs().max()
+
+
+def test_without_grad_nothing_is_kept(backend):
+    logits = torch.randn(3, 37, device=DEVICE, requires_grad=True)
+    with torch.no_grad():
+        out = row_stats(logits, torch.zeros(3, dtype=torch.long, device=DEVICE), entropy=True, backend=backend)
+    assert not any(t.requires_grad for t in differentiable(out))

@@ -1,0 +1,284 @@
+"""The mean embedding of a row's distribution: parity, bumps, what it costs, rows that are off, compiled, bad input."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels import soft_embedding
+from tests.conftest import DEVICE
+from tests.support.parity import assert_as_good_as_plain, largest_error, reduction_sizes
+from tests.support.rows import PATHS, on_path
+
+B, L, V, D, E = 2, 6, 37, 5, 4
+NAN = math.nan
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TRANSFORMS = ({}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 2.0, "scale": 0.6, "skip_id": 3})
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    return on_path(request.param, monkeypatch)
+
+
+def draw(dtype, seed=0):
+    """(hidden, head, embedding, bias) and (bump, ids), of which one is none."""
+    torch.manual_seed(seed)
+    tensors = [torch.randn(s).to(DEVICE, dtype) for s in ((B, L, D), (V, D), (V, E), (V,))]
+    ids = torch.randint(4, V, (B, L))
+    ids[1, 2] = -100
+    return tensors, (3 * torch.randn(B, L).to(DEVICE), ids.to(DEVICE))
+
+
+def judge(ours, theirs, dtype, label=""):
+    """Both are functions of (hidden, head, embedding, bias), bump and ids."""
+    draws = [draw(dtype, seed) for seed in range(6)]
+    got = [ours(*tensors, *bumps) for tensors, bumps in draws[:2]]
+    exact = [theirs(*(t.double() for t in tensors), *bumps) for tensors, bumps in draws]
+    plain = [theirs(*tensors, *bumps) for tensors, bumps in draws]
+    assert all(g.dtype == dtype and not g.requires_grad for g in got)
+    assert_as_good_as_plain(got, exact, largest_error(plain, exact), label, reduction_sizes(draws[0][0]))
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("chunk", [1, 5, 100, None])
+@pytest.mark.parametrize("bumped", [False, True])
+def test_parity(bumped, chunk, transform, dtype, path):
+    if dtype == torch.bfloat16 and path == "triton" and DEVICE == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
+
+    def ours(h, w, e, b, bump, ids):
+        bumps = {"bump": bump, "bump_ids": ids} if bumped else {}
+        return soft_embedding(h, w, e, bias=b, chunk_size=chunk, backend=path, **bumps, **transform)
+
+    def theirs(h, w, e, b, bump, ids):
+        return reference.soft_embedding(h, w, e, b, *((bump, ids) if bumped else ()), **transform)
+
+    judge(ours, theirs, dtype)
+
+
+def test_by_hand():
+    """Odds (1, 2, 1): the mean of 10, 20, 30 is 20; a bump of ln 6 of the last makes them (1, 2, 6)."""
+    head = torch.tensor([[0.0], [math.log(2.0)], [0.0]], device=DEVICE)
+    table = torch.tensor([[10.0], [20.0], [30.0]], device=DEVICE)
+    one = torch.ones(1, 1, device=DEVICE)
+    assert soft_embedding(one, head, table).item() == pytest.approx(20)
+    last = torch.tensor([2], device=DEVICE)
+    assert soft_embedding(one, head, table, bump=math.log(6), bump_ids=last).item() == pytest.approx(230 / 9)
+    assert soft_embedding(one, head, table, bump=math.log(6), bump_ids=last - 102).item() == pytest.approx(20)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("transform", TRANSFORMS[::3], ids=str)
+@pytest.mark.parametrize("bump", [0.0, 90.0, 1e30, -20.0, -1e30])
+def test_a_bump_of_any_size(bump, transform, backend):
+    (h, w, e, b), (_, ids) = draw(torch.float64)
+    got = soft_embedding(h, w, e, bias=b, bump=bump, bump_ids=ids, backend=backend, **transform)
+    bumps = torch.full((B, L), bump, dtype=torch.float64, device=DEVICE)
+    torch.testing.assert_close(got, reference.soft_embedding(h, w, e, b, bumps, ids, **transform))
+    if bump > 1e3:
+        there = ids != -100
+        torch.testing.assert_close(got[there], e[ids[there]])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("transform", [{}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 60.0, "scale": 0.9}], ids=str)
+def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
+    """Of a token with 1 - 1e-7 of the probability, and beyond what float32 or float64 can tell from 1, as of any other."""
+    table, ids = torch.eye(V, device=DEVICE), torch.tensor([4], device=DEVICE)
+    for t in (-5.0, -20.0, -100.0, -math.inf, 5.0):
+        bump = torch.tensor([t], device=DEVICE)
+        for seed, ahead in enumerate((0.0, 10.0, 20.0, 45.0, 90.0)):
+            torch.manual_seed(seed)
+            h = torch.randn(1, V, device=DEVICE)
+            h[0, 4] += ahead
+            exact, plain = (
+                reference.soft_embedding(h.to(d), table.to(d), table.to(d), None, bump.to(d), ids, **transform)
+                for d in (torch.float64, torch.float32)
+            )
+            got = soft_embedding(h, table, table, bump=bump, bump_ids=ids, backend=path, **transform)
+            assert_as_good_as_plain([got], [exact], largest_error([plain], [exact]), f"{t}, {ahead}", {V})
+            torch.testing.assert_close(got.sum(), torch.ones_like(got.sum()), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_bump_of_the_only_token_there_is(softcap, path):
+    """Nothing else is left of the row: all of it is the token's, whatever its bump."""
+    h, table = torch.randn(3, D, device=DEVICE), torch.randn(1, E, device=DEVICE)
+    zeros = torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    alone = torch.full((V,), -math.inf, device=DEVICE)
+    alone[7] = 1.5
+    for t in (-100.0, 0.0, 100.0):
+        options = {"bump": t, "backend": path, "softcap": softcap}
+        got = soft_embedding(h, torch.randn(1, D, device=DEVICE), table, bump_ids=zeros, **options)
+        torch.testing.assert_close(got, table.expand(3, E))
+        if softcap is None:
+            e = torch.randn(V, E, device=DEVICE)
+            got = soft_embedding(h, torch.zeros(V, D, device=DEVICE), e, bias=alone, bump_ids=zeros + 7, **options)
+            torch.testing.assert_close(got, e[7].expand(3, E))
+
+
+def test_ids_that_no_column_has_are_nan_in_their_own_row(backend):
+    (h, w, e, _), (bump, ids) = draw(torch.float32)
+    ids[0, :4] = torch.tensor([V, -1, -101, 3])
+    got = soft_embedding(h, w, e, bump=bump, bump_ids=ids, skip_id=3, chunk_size=5, backend=backend)
+    expected = reference.soft_embedding(h, w, e, None, bump, ids, skip_id=3)
+    assert torch.equal(got.isnan(), expected.isnan())
+    assert got[0, :4].isnan().all()
+    assert got[0, 4:].isfinite().all()
+    with pytest.raises(IndexError, match=r"^bump_ids"):
+        soft_embedding(h, w, e, bump=bump, bump_ids=ids, check_targets=True, backend=backend)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3), (0,), (2, 0)])
+def test_any_leading_shape_and_strides(shape, backend):
+    torch.manual_seed(0)
+    h = torch.randn(*shape, 2 * D, device=DEVICE)[..., ::2]
+    w, e = torch.randn(D, V, device=DEVICE).t(), torch.randn(E, V, device=DEVICE).t()
+    ids = torch.randint(0, V, shape, device=DEVICE)
+    got = soft_embedding(h, w, e, bump=1.5, bump_ids=ids, backend=backend)
+    assert got.shape == (*shape, E)
+    torch.testing.assert_close(got, reference.soft_embedding(h, w, e, None, torch.full(shape, 1.5, device=DEVICE), ids))
+
+
+def test_special_rows(path):
+    """Logits are the bias: -inf is a probability of 0, a row of nothing else and a NaN are NaN in their own row; with a bump too."""
+    x = torch.randn(5, V, device=DEVICE)
+    x[0, ::2], x[1], x[2, 7], x[3, 7] = -math.inf, -math.inf, NAN, math.inf
+    table = torch.randn(V, E, device=DEVICE)
+    for row in x:
+        one = torch.zeros(2, D, device=DEVICE)
+        got = soft_embedding(one, torch.zeros(V, D, device=DEVICE), table, bias=row, backend=path)
+        torch.testing.assert_close(got, (torch.softmax(row, -1) @ table).expand(2, E), equal_nan=True)
+        for at in (4, 7):
+            ids = torch.full((2,), at, device=DEVICE)
+            got = soft_embedding(
+                one, torch.zeros(V, D, device=DEVICE), table, bias=row, bump=-9.0, bump_ids=ids, backend=path
+            )
+            p = torch.softmax(row - 9 * torch.nn.functional.one_hot(ids[0], V), -1)
+            torch.testing.assert_close(got, (p @ table).expand(2, E), equal_nan=True)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("num_active", [None, 8, 9])
+def test_rows_that_are_off_cost_nothing_and_are_zeros(num_active, path):
+    (h, w, e, b), (bump, ids) = draw(torch.float32)
+    active = (torch.arange(B * L, device=DEVICE) % 3 != 0).view(B, L)
+    expected = reference.soft_embedding(h, w, e, b, bump, ids, active)
+    h[~active], bump[~active], ids[~active] = NAN, NAN, 10**9
+    options = {"bias": b, "bump": bump, "bump_ids": ids, "chunk_size": 3, "backend": path}
+    with FlopCounterMode(display=False) as counter:
+        got = soft_embedding(h, w, e, active=active, num_active=num_active, **options)
+    torch.testing.assert_close(got, expected)
+    assert not got[~active].any()
+    rows = num_active or 8
+    assert counter.get_total_flops() == 2 * rows * V * (D + E)  # two products
+    assert soft_embedding(h, w, e, active=active, num_active=7, **options).isnan().all()
+
+
+def test_no_gradient_and_nothing_is_changed(backend):
+    tensors, (bump, ids) = draw(torch.float32)
+    before = [t.clone() for t in (*tensors, bump, ids)]
+    h, w, e, b = (t.requires_grad_() for t in tensors)
+    got = soft_embedding(h, w, e, bias=b, bump=bump.requires_grad_(), bump_ids=ids, backend=backend)
+    assert not got.requires_grad
+    assert all(torch.equal(a, x) for a, x in zip((h, w, e, b, bump, ids), before, strict=True))
+
+
+def test_a_second_part_of_the_head(backend):
+    (h, w, e, b), (bump, ids) = draw(torch.float64)
+    extra = torch.randn(B, L, 3, device=DEVICE).double(), torch.randn(V, 3, device=DEVICE).double()
+    got = soft_embedding(h, w, e, bias=b, extra=extra, bump=bump, bump_ids=ids, chunk_size=5, backend=backend)
+    torch.testing.assert_close(got, reference.soft_embedding(h, w, e, b, bump, ids, extra=extra))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_autocast(tied):
+    (h, w, e, _), _ = draw(torch.float32)
+    e = w if tied else e
+    narrow = soft_embedding(h.bfloat16(), w.bfloat16(), e.bfloat16())
+    with torch.autocast(DEVICE, torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            head = w.to(dtype)
+            assert torch.equal(soft_embedding(h, head, head if tied else e), narrow)
+        with pytest.raises(ValueError, match=r"^embedding must have the dtype of hidden, torch\.float32"):
+            soft_embedding(h, w, e.double())
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compiled_is_eager():
+    """Self-conditioning: the mean embedding of one pass goes into the next, which alone has a gradient."""
+    (h, w, e, b), (bump, ids) = draw(torch.float64)
+
+    def step(h, w, e, b):
+        mean = soft_embedding(h.tanh(), w, e, bias=b, bump=bump, bump_ids=ids, softcap=2.0, chunk_size=5)
+        return (mean @ e.t()).square().sum() + (h @ w.t()).sum()
+
+    results = []
+    for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (h, w, e, b)]
+        value = function(*leaves)
+        results.append([value.detach(), *torch.autograd.grad(value, leaves[:3])])
+    for eager, compiled in zip(*results, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+def test_without_values():
+    tensors = [torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((B, L, D), (V, D), (V, E))]
+    got = soft_embedding(*tensors)
+    assert (got.shape, got.dtype, got.device.type) == ((B, L, E), torch.bfloat16, "meta")
+
+
+def test_bad_input():
+    (h, w, e, b), (bump, ids) = (tuple(t.cpu() for t in ts) for ts in draw(torch.float32))
+
+    def raises(error, message, *args, **options):
+        with pytest.raises(error, match="^" + re.escape(message)):
+            soft_embedding(*args, **options)
+
+    raises(TypeError, "hidden must be a torch.Tensor, got list", [1.0], w, e)
+    raises(TypeError, "head must be a torch.Tensor, got NoneType", h, None, e)
+    raises(TypeError, "embedding must be a torch.Tensor, got NoneType", h, w, None)
+    raises(
+        ValueError, "hidden must have shape [..., 5] to go with head [V, D] = (37, 5), got (2, 6, 4)", h[..., 1:], w, e
+    )
+    shape = "embedding must have shape (37, E) with E >= 1, as many rows as head, got "
+    raises(ValueError, shape + "(36, 4)", h, w, e[1:])
+    raises(ValueError, shape + "(37,)", h, w, e[:, 0])
+    raises(ValueError, shape + "(37, 0)", h, w, e[:, :0])
+    dtype = "embedding must have the dtype of hidden, torch.float32, unless torch.autocast is on, got torch.bfloat16"
+    raises(ValueError, dtype, h, w, e.bfloat16())
+    raises(ValueError, "embedding must have dtype float16, bfloat16, float32, float64, got int64", h, w, e.long())
+    raises(ValueError, "embedding must be on cpu like hidden, got meta", h, w, e.to("meta"))
+    raises(ValueError, "bump and bump_ids must both be given or neither, got bump alone", h, w, e, bump=1.0)
+    raises(ValueError, "bump and bump_ids must both be given or neither, got bump_ids alone", h, w, e, bump_ids=ids)
+    raises(TypeError, "bump must be a number or a tensor, got str", h, w, e, bump="high", bump_ids=ids)
+    raises(ValueError, "bump must be finite, got inf", h, w, e, bump=math.inf, bump_ids=ids)
+    raises(
+        ValueError, "bump must have shape (2, 6) (that of hidden without its last dimension), got (2, 5)",
+        h, w, e, bump=bump[:, 1:], bump_ids=ids,
+    )  # fmt: skip
+    raises(ValueError, "bump must be on cpu like hidden, got meta", h, w, e, bump=bump.to("meta"), bump_ids=ids)
+    raises(
+        ValueError, "bump_ids must have shape (2, 6) (that of hidden without its last dimension), got (2, 5)",
+        h, w, e, bump=1.0, bump_ids=ids[:, 1:],
+    )  # fmt: skip
+    raises(ValueError, "bias must have shape (37,)", h, w, e, bias=b[1:])
+    raises(ValueError, "active must have shape (2, 6)", h, w, e, active=ids[:, 1:])
+    raises(ValueError, "chunk_size must be at least 1, got 0", h, w, e, chunk_size=0)
+    raises(ValueError, "skip_id must lie in [0, 37), got 37", h, w, e, skip_id=37)
+    raises(ValueError, "backend must be one of", h, w, e, backend="cuda")
+    raises(TypeError, "extra must be a tuple of two tensors (u, U), got torch.Tensor", h, w, e, extra=e)

@@ -1,0 +1,663 @@
+"""Token NLL: parity over dtypes, shapes and strides; extreme and bad rows; the backward pass; memory; in place."""
+
+import gc
+import itertools
+import math
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reference
+from dllm_kernels.ops import token_nll, weighted_nll
+from tests.conftest import DEVICE, every_time
+from tests.support.parity import (
+    assert_as_good_as_plain,
+    assert_parity,
+    assert_same_specials,
+    reduction_sizes,
+    value_and_grads,
+)
+from tests.support.rows import (
+    LAYOUTS,
+    PATHS,
+    SHAPES,
+    SHARED,
+    SPREAD,
+    between_tame_ones,
+    extreme_rows,
+    laid_out,
+    on_path,
+)
+
+NAN, INF = math.nan, math.inf
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.fixture(params=PATHS)
+def path(request, monkeypatch):
+    return on_path(request.param, monkeypatch)
+
+
+def inputs(shape=(9,), V=37, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    logits = (4 * torch.randn(*shape, V)).to(dtype)
+    targets = torch.where(torch.rand(shape) < 0.15, -100, torch.randint(0, V, shape))
+    return logits.to(DEVICE), targets.to(DEVICE)
+
+
+def upstream_like(targets):
+    """A gradient per row, some of them zero."""
+    return torch.randn(targets.shape, device=DEVICE) * (torch.rand(targets.shape, device=DEVICE) < 0.8)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "V"), SHAPES)
+def test_parity(shape, V, dtype, path):
+    _, targets = inputs(shape, V)
+    assert_parity(
+        lambda x: token_nll(x, targets, backend=path).nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([inputs(shape, V, dtype, seed)[0]], upstream_like(targets)),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_parity_at_the_real_tiles_on_a_row_split_over_programs(dtype, backend):
+    shape, V = (2,), 3 * 4 * 8192 // dtype.itemsize + 5
+    _, targets = inputs(shape, V)
+    assert_parity(
+        lambda x: token_nll(x, targets, backend=backend).nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([inputs(shape, V, dtype, seed)[0]], upstream_like(targets)),
+    )
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_strides(kind, path):
+    logits = laid_out(kind).to(DEVICE).detach().requires_grad_()
+    targets = torch.randint(0, logits.shape[-1], logits.shape[:-1], device=DEVICE)
+    upstream = upstream_like(targets)
+    out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
+    (grad,) = torch.autograd.grad(out.nll, logits, upstream)
+    expected = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], upstream)
+    torch.testing.assert_close(out.nll.detach(), expected[0])
+    torch.testing.assert_close(grad, expected[1])
+    torch.testing.assert_close(out.lse, reference.token_lse(logits.detach()))
+    assert torch.equal(out.correct, reference.argmax_match(logits.detach(), targets))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_extreme_rows(dtype, path):
+    """Each beside tame rows, which must not notice, and repeated so that it spans tiles and splits."""
+    _, logits, targets = between_tame_ones(extreme_rows(40), dtype)
+    out = token_nll(logits, targets, with_lse=True, with_correct=True, backend=path)
+    exact, lse = reference.token_nll(logits.double(), targets), reference.token_lse(logits)
+    assert_same_specials(out.nll, exact)
+    torch.testing.assert_close(out.nll, exact.to(dtype), equal_nan=True)
+    assert torch.equal(out.correct, reference.argmax_match(logits, targets))
+    torch.testing.assert_close(out.lse[lse.isfinite()], lse[lse.isfinite()])
+    upstream = torch.linspace(-0.5, 2.0, len(targets), device=DEVICE)
+    ours, plain = (
+        value_and_grads(f, [logits], upstream)[1]
+        for f in (lambda x: token_nll(x, targets, backend=path).nll, lambda x: reference.token_nll(x, targets))
+    )
+    bad = exact.isnan()
+    torch.testing.assert_close(ours[~bad], plain[~bad])
+    assert ours[bad].isnan().any(1).all()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", SPREAD)
+def test_parity_of_rows_far_apart(kind, path):
+    _, targets = inputs((6,))
+    assert_parity(
+        lambda x: token_nll(x, targets, backend=path).nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([SPREAD[kind](inputs((6,), seed=seed)[0].cpu()).to(DEVICE)], upstream_like(targets)),
+    )
+
+
+@pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
+def test_gradients_stay_exact_under_a_large_shift(shift, path):
+    """A float32 log-sum-exp at 1e4 is off by 5e-4, and so would be every probability made from it."""
+    logits, targets = inputs()
+    logits = (logits * 8).round() / 8 + shift  # exact in float32 at either shift
+    upstream = torch.ones(9, device=DEVICE)
+    exact = value_and_grads(lambda x: reference.token_nll(x, targets), [logits.double() - shift], upstream)
+    ours = value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], upstream)
+    for a, b in zip(ours, exact, strict=True):
+        assert_as_good_as_plain([a], [b], 0.0, sizes=reduction_sizes([logits]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_low_precision_with_infinities(dtype, backend):
+    info = torch.finfo(dtype)
+    logits = torch.tensor([[info.max, info.min, 0.0], [-INF, 1.0, 2.0], [info.min] * 3], dtype=dtype, device=DEVICE)
+    targets = torch.tensor([0, 1, 2], device=DEVICE)
+    ours = value_and_grads(lambda x: token_nll(x, targets, backend=backend).nll, [logits], torch.ones(3, device=DEVICE))
+    plain = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], torch.ones(3, device=DEVICE))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("mask", ["bool", "int64", "uint8", "float16", "bfloat16", "float32", "float64"])
+def test_inactive_rows_are_not_read_and_get_zeros(mask, path):
+    logits, targets = inputs((2, 5))
+    active = torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 1]], device=DEVICE)
+    targets[0, 1] = 10**9
+    logits[active == 0] = NAN
+    active = active.bool() if mask == "bool" else active.to(getattr(torch, mask))
+    if active.is_floating_point():
+        active = active / 4
+    logits.requires_grad_()
+    out = token_nll(logits, targets, active=active, with_lse=True, with_correct=True, backend=path)
+    out.nll.sum().backward()
+    idle = active == 0
+    assert out.nll[idle].eq(0).all()
+    assert out.lse[idle].eq(0).all()
+    assert not out.correct[idle].any()
+    assert logits.grad[idle].eq(0).all()
+    torch.testing.assert_close(out.nll, reference.token_nll(logits, targets, active=active))
+    torch.testing.assert_close(out.lse, reference.token_lse(logits, (active != 0) & (targets != -100)))
+    assert logits.grad[~idle].isfinite().all()
+
+
+def test_no_active_row(path):
+    logits, targets = torch.full((2, 3, 17), NAN, device=DEVICE), torch.zeros(2, 3, dtype=torch.long, device=DEVICE)
+    for active, y in ((torch.zeros(2, 3, device=DEVICE), targets), (None, targets - 100)):
+        x = logits.clone().requires_grad_()
+        out = token_nll(x, y, active=active, with_lse=True, with_correct=True, backend=path)
+        out.nll.sum().backward()
+        assert out.nll.eq(0).all()
+        assert out.lse.eq(0).all()
+        assert not out.correct.any()
+        assert x.grad.eq(0).all()
+
+
+def test_nan_stays_in_its_own_row(path):
+    logits, targets = inputs((4,))
+    targets.clamp_(min=0)
+    logits[1, 5] = NAN
+    out = token_nll(logits.requires_grad_(), targets, with_correct=True, backend=path)
+    out.nll.sum().backward()
+    assert out.nll.isnan().tolist() == [False, True, False, False]
+    assert logits.grad.isnan().any(1).tolist() == [False, True, False, False]
+    assert not out.correct[1]
+
+
+def test_targets_out_of_range_give_nan_and_read_nothing_out_of_bounds(path):
+    V = 37
+    bad = [-1, -99, -101, V, V + 1, 2**31, -(2**31), 2**62]
+    memory = torch.full((3 * len(bad), V), NAN, device=DEVICE)
+    logits = memory[len(bad) : 2 * len(bad)]
+    logits.copy_(torch.randn(len(bad), V))
+    targets = torch.tensor(bad, device=DEVICE)
+    x = logits.requires_grad_()
+    out = token_nll(x, targets, with_lse=True, with_correct=True, backend=path)
+    (grad,) = torch.autograd.grad(out.nll.sum(), x)
+    assert out.nll.isnan().all()
+    assert grad.isnan().all()
+    assert not out.correct.any()
+    torch.testing.assert_close(out.lse, logits.detach().logsumexp(-1))
+
+
+@pytest.mark.parametrize("ignore_index", [0, 7, -1, 255])
+def test_another_ignore_index(ignore_index, path):
+    logits, targets = inputs((6,))
+    targets = torch.tensor([0, 7, -1, 255, 3, 7], device=DEVICE)
+    ours = token_nll(logits, targets, ignore_index=ignore_index, backend=path).nll
+    torch.testing.assert_close(ours, reference.token_nll(logits, targets, ignore_index), equal_nan=True)
+    assert ours[targets == ignore_index].eq(0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8], ids=str)
+def test_targets_of_any_integer_dtype(dtype, backend):
+    logits, targets = inputs(V=200)
+    targets = targets.remainder(100)
+    expected = reference.token_nll(logits, targets)
+    torch.testing.assert_close(token_nll(logits, targets.to(dtype), check_targets=True, backend=backend).nll, expected)
+    if dtype != torch.uint8:
+        assert token_nll(logits, (0 * targets - 100).to(dtype), backend=backend).nll.eq(0).all()
+
+
+def test_a_uint8_target_of_156_is_not_minus_100(backend):
+    target = torch.tensor([156], dtype=torch.uint8, device=DEVICE)
+    out = token_nll(torch.zeros(1, 200, device=DEVICE), target, backend=backend)
+    assert out.nll.item() == pytest.approx(math.log(200))
+
+
+@pytest.mark.parametrize("layout", ["aligned", "8 bytes on", "every second"])
+def test_targets_anywhere_in_their_memory(layout, path):
+    logits, targets = inputs()
+    memory = torch.full((20,), 999, dtype=torch.int64, device=DEVICE)
+    start = (memory.data_ptr() // 8) % 2  # the first that lies on 16 bytes
+    where = {
+        "aligned": slice(start, start + 9),
+        "8 bytes on": slice(start + 1, start + 10),
+        "every second": slice(0, 18, 2),
+    }
+    laid = memory[where[layout]]
+    laid.copy_(targets)
+    if layout != "every second":
+        assert laid.data_ptr() % 16 == 8 * (layout == "8 bytes on")
+    torch.testing.assert_close(token_nll(logits, laid, backend=path).nll, reference.token_nll(logits, targets))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_lowest_index_wins_a_tie(dtype, path):
+    x = torch.zeros(6, 40, dtype=dtype, device=DEVICE)
+    x[:, [3, 20, 39]] = 2.0  # in three tiles of 16
+    x[4] = 5.0  # all columns tie
+    x[5, 39] = 2.0 + (2**-9 if dtype == torch.bfloat16 else 2**-4)  # bfloat16 rounds it to the same 2.0
+    targets = torch.tensor([3, 20, 39, 4, 0, 39], device=DEVICE)
+    out = token_nll(x, targets, with_correct=True, backend=path)
+    assert out.correct.tolist() == [True, False, False, False, True, dtype != torch.bfloat16]
+    assert torch.equal(out.correct, reference.argmax_match(x, targets))
+
+
+def test_what_is_not_asked_for_is_none(backend):
+    logits, targets = inputs()
+    out = token_nll(logits, targets, backend=backend)
+    assert out.lse is None
+    assert out.correct is None
+    rows = weighted_nll(
+        logits, targets, torch.ones(9, device=DEVICE), with_lse=True, with_correct=True, backend=backend
+    )
+    assert not rows.nll.requires_grad
+    assert not rows.lse.requires_grad
+    assert rows.correct.dtype == torch.bool
+    assert rows.loss.dim() == 0
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["random", "expanded", "strided", "zero", "transposed"])
+def test_any_upstream_gradient_per_row(kind, path):
+    logits, targets = inputs((3, 4))
+    upstream = {
+        "random": torch.randn(3, 4),
+        "expanded": torch.tensor(-0.37).expand(3, 4),
+        "strided": torch.randn(3, 8)[:, ::2],
+        "zero": torch.zeros(3, 4),
+        "transposed": torch.randn(4, 3).t(),
+    }[kind].to(DEVICE)
+    ours, plain = (
+        value_and_grads(f, [logits], upstream)
+        for f in (lambda x: token_nll(x, targets, backend=path).nll, lambda x: reference.token_nll(x, targets))
+    )
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_row_with_an_upstream_gradient_of_zero_is_inert(path):
+    logits, targets = inputs((4,))
+    targets.clamp_(min=0)
+    logits[1], targets[2] = NAN, 99
+    good = torch.tensor([True, False, False, True], device=DEVICE)
+    logits.requires_grad_()
+    torch.where(good, token_nll(logits, targets, backend=path).nll, 0.0).sum().backward()
+    assert logits.grad[1:3].eq(0).all()
+    assert logits.grad[[0, 3]].isfinite().all()
+
+
+def test_the_one_hot_is_subtracted_before_rounding(path):
+    """At p = 1 - 2**-12 a bfloat16 probability is 1, and 1 - 1 would leave a gradient of 0."""
+    logits = torch.tensor([[12 * math.log(2), 0.0]], device=DEVICE).bfloat16()
+    target = torch.tensor([0], device=DEVICE)
+    assert_parity(
+        lambda x: token_nll(x, target, backend=path).nll,
+        lambda x: reference.token_nll(x, target),
+        lambda _: ([logits], torch.ones(1, device=DEVICE)),
+    )
+
+
+@pytest.mark.parametrize("path", every_time(PATHS[:-1], PATHS), indirect=True)  # which takes as long as all the others
+def test_gradcheck(path):
+    logits, targets = inputs((3,), 17, torch.float64)
+    active = torch.tensor([1, 1, 0], device=DEVICE)
+    weights = torch.tensor([0.5, 0.0, -2.0], dtype=torch.float64, device=DEVICE)
+    logits.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: token_nll(x, targets, active=active, backend=path).nll, logits)
+    assert torch.autograd.gradcheck(
+        lambda x: weighted_nll(x, targets, weights, backend=path).loss, logits, fast_mode=True
+    )
+
+
+def test_bitwise_the_same_twice(path):
+    logits, targets = inputs()
+    upstream = upstream_like(targets)
+    runs = [value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], upstream) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("weights", [torch.bool, torch.int64, torch.bfloat16, torch.float64], ids=str)
+def test_weights_of_any_dtype(weights, path):
+    logits, targets = inputs((4,))
+    w = torch.tensor([0, 1, 2, 1] if weights != torch.float64 else [0, 0.5, -2.25, 1.0]).to(DEVICE, weights)
+    logits[0] = NAN
+    ours, plain = (
+        value_and_grads(f, [logits], torch.tensor(-0.7))
+        for f in (
+            lambda x: weighted_nll(x, targets, w, backend=path).loss,
+            lambda x: reference.weighted_nll(x, targets, w),
+        )
+    )
+    assert ours[0].dtype == torch.float32
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_rows_read_beyond_the_weights_stay_out_of_the_sum(path):
+    logits, targets = inputs((4,))
+    targets = torch.tensor([1, 2, 99, 3], device=DEVICE)
+    logits[0] = NAN
+    weights = torch.tensor([0.0, 2.0, 0.0, 0.5], device=DEVICE)
+    logits.requires_grad_()
+    out = weighted_nll(logits, targets, weights, active=torch.ones(4, device=DEVICE), with_correct=True, backend=path)
+    out.loss.backward()
+    torch.testing.assert_close(out.loss, reference.weighted_nll(logits.detach(), targets, weights))
+    assert out.nll.isnan().tolist() == [True, False, True, False]
+    assert logits.grad[[0, 2]].eq(0).all()
+
+
+@pytest.mark.parametrize("transform", [{}, {"softcap": 3.0, "scale": 0.7}], ids=["plain", "transformed"])
+def test_a_weighted_sum_is_the_product_and_the_sum_to_the_bit(transform, path):
+    """So is its gradient that of the rows for weights times the upstream gradient."""
+    logits, targets = inputs((4, 3))
+    weights = torch.rand(4, 3, device=DEVICE) - 0.3
+    weights[1] = 0
+    options = {"with_lse": True, "with_correct": True, "backend": path, **transform}
+    x, y = (logits.clone().requires_grad_() for _ in range(2))
+    rows, found = token_nll(x, targets, active=weights, **options), weighted_nll(y, targets, weights, **options)
+    assert torch.equal(found.loss, (rows.nll * weights).flatten().sum())
+    assert all(torch.equal(a, b) for a, b in zip(found[1:], rows, strict=True))
+    assert not found.nll.requires_grad
+    rows.nll.backward(0.3 * weights)
+    found.loss.backward(torch.tensor(0.3, device=DEVICE))
+    assert torch.equal(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("upstream", [NAN, math.inf, 0.0])
+def test_an_upstream_gradient_of_any_kind_stays_out_of_rows_of_weight_0(upstream, path):
+    logits, _ = inputs((3,))
+    logits[1] = NAN
+    targets, weights = torch.tensor([1, 2, 3], device=DEVICE), torch.tensor([1.0, 0.0, -2.0], device=DEVICE)
+    x = logits.requires_grad_()
+    weighted_nll(x, targets, weights, backend=path).loss.backward(torch.tensor(upstream, device=DEVICE))
+    assert x.grad[1].eq(0).all()
+    assert x.grad[[0, 2]].eq(0).all() if upstream == 0 else not x.grad[[0, 2]].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_rounded_nll_rounds_no_gradient(dtype, path):
+    """As from hidden states: a float16 weight over a large count would underflow."""
+    logits, targets = (t.to(dtype) if t.is_floating_point() else t for t in inputs((4,)))
+    weights = torch.full((4,), 2.0**-9 / 3, device=DEVICE)
+    x, y = (logits.clone().requires_grad_() for _ in range(2))
+    rounded, plain = (weighted_nll(t, targets, weights, round_nll=r, backend=path) for t, r in ((x, True), (y, False)))
+    rounded.loss.backward()
+    plain.loss.backward()
+    assert torch.equal(rounded.nll, plain.nll.to(dtype).float())
+    assert torch.equal(rounded.loss, (rounded.nll * weights).sum())
+    assert torch.equal(x.grad, y.grad)
+
+
+def test_nll_can_be_written_to(backend):
+    logits, targets = inputs((3, 3))
+    x = logits.clone().requires_grad_()
+    nll = token_nll(x, targets, backend=backend).nll
+    nll[0] = 0.0
+    nll.mul_(2.0)
+    nll.sum().backward()
+    upstream = torch.full((3, 3), 2.0, device=DEVICE)
+    upstream[0] = 0
+    expected = value_and_grads(lambda x: reference.token_nll(x, targets), [logits], upstream)
+    torch.testing.assert_close(x.grad, expected[1])
+
+
+def test_without_grad_nothing_is_kept(backend):
+    logits, targets = inputs()
+    logits.requires_grad_()
+    with torch.no_grad():
+        assert token_nll(logits, targets, backend=backend).nll.grad_fn is None
+    assert token_nll(logits.detach(), targets, backend=backend).nll.grad_fn is None
+    with torch.inference_mode():
+        torch.testing.assert_close(
+            token_nll(logits, targets, backend=backend).nll, reference.token_nll(logits, targets)
+        )
+
+
+def test_two_readers_of_the_same_logits(path):
+    logits, targets = inputs()
+    other = targets.roll(1)
+    ours, plain = (
+        value_and_grads(f, [logits], torch.tensor(1.0))
+        for f in (
+            lambda x: token_nll(x, targets, backend=path).nll.sum() + 2 * token_nll(x, other, backend=path).nll.sum(),
+            lambda x: reference.token_nll(x, targets).sum() + 2 * reference.token_nll(x, other).sum(),
+        )
+    )
+    torch.testing.assert_close(ours[1], plain[1])
+
+
+def test_backward_twice(backend):
+    logits, targets = inputs()
+    logits.requires_grad_()
+    nll = token_nll(logits, targets, backend=backend).nll
+    (first,) = torch.autograd.grad(nll.sum(), logits, retain_graph=True)
+    (second,) = torch.autograd.grad(nll.sum(), logits)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (2, 1, 3)])
+def test_inplace_backward_leaves_the_gradient_in_the_logits(shape, path):
+    logits, targets = inputs(shape)
+    upstream = upstream_like(targets)
+    expected = value_and_grads(lambda x: token_nll(x, targets, backend=path).nll, [logits], upstream)
+    leaf = logits.clone().requires_grad_()
+    z = leaf * 1.0
+    out = token_nll(z, targets, inplace_backward=True, backend=path).nll
+    (grad,) = torch.autograd.grad(out, z, upstream)
+    assert torch.equal(grad, expected[1])
+    assert grad.data_ptr() == z.data_ptr()
+    assert torch.equal(z.detach(), grad)
+
+
+def test_inplace_backward_reaches_the_layers_before(backend):
+    logits, targets = inputs((2, 4))
+    expected = value_and_grads(lambda x: reference.token_nll(2 * x, targets).sum(), [logits], torch.tensor(1.0))
+    ours = value_and_grads(
+        lambda x: token_nll(2 * x, targets, inplace_backward=True, backend=backend).nll.sum(),
+        [logits],
+        torch.tensor(1.0),
+    )
+    torch.testing.assert_close(ours[1], expected[1])
+
+
+def test_inplace_backward_with_a_target_that_no_column_has(backend):
+    logits, targets = inputs()
+    targets.view(-1)[0] = logits.shape[-1]
+    grads = []
+    for inplace in (False, True):
+        leaf = logits.detach().clone().requires_grad_()
+        nll = token_nll(leaf * 1.0, targets, inplace_backward=inplace, backend=backend).nll
+        grads.append(torch.autograd.grad(nll.sum(), leaf)[0])
+    assert torch.equal(*(g.nan_to_num(99.0) for g in grads))
+    assert grads[0].isfinite().any()
+
+
+def test_inplace_backward_on_a_slice_writes_its_rows_alone(backend):
+    leaf, _ = inputs((2, 5))
+    z = leaf.clone().requires_grad_() * 1.0
+    targets = torch.randint(0, 37, (2, 4), device=DEVICE)
+    part = z[:, :-1]
+    out = token_nll(part, targets, inplace_backward=True, backend=backend).nll
+    torch.autograd.grad(out.sum(), part)
+    assert torch.equal(z[:, -1], leaf[:, -1])
+    assert not torch.equal(z[:, 0], leaf[:, 0])
+
+
+def test_a_second_reader_after_inplace_backward_is_an_error(backend):
+    logits, targets = inputs()
+    z = logits.requires_grad_() * 1.0
+    first = token_nll(z, targets, inplace_backward=True, backend=backend).nll.sum()
+    second = token_nll(z, targets, backend=backend).nll.sum()
+    first.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        second.backward()
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_inplace_backward_needs_rows_of_their_own(kind, backend):
+    logits = laid_out(kind).to(DEVICE).requires_grad_()
+    targets = torch.zeros(logits.shape[:-1], dtype=torch.long, device=DEVICE)
+    message = r"inplace_backward=True needs logits whose rows can be written in place, got shape"
+    with pytest.raises(ValueError, match=message):
+        token_nll(logits, targets, inplace_backward=True, backend=backend)
+    with torch.no_grad():  # nothing to write
+        assert token_nll(logits, targets, inplace_backward=True, backend=backend).nll.isfinite().all()
+    assert token_nll(logits.detach(), targets, inplace_backward=True, backend=backend).nll.isfinite().all()
+
+
+def shares_memory(x):
+    """Whether two entries of a tensor are one."""
+    where = sum(torch.arange(n).view(-1, *[1] * (x.dim() - d - 1)) * x.stride(d) for d, n in enumerate(x.shape))
+    return where.unique().numel() < x.numel()
+
+
+@pytest.mark.parametrize("B", [1, 2, 3])
+@pytest.mark.parametrize("L", [1, 2, 4])
+def test_inplace_backward_finds_every_overlap_of_rows(B, L):
+    V, base = 3, torch.randn(64)
+    targets = torch.zeros(B, L, dtype=torch.long)
+    for strides in itertools.product(range(13), range(13)):
+        x = base.as_strided((B, L, V), (*strides, 1)).requires_grad_()
+        try:
+            token_nll(x, targets, inplace_backward=True)
+        except ValueError as error:
+            assert "rows can be written in place" in str(error)  # noqa: PT017
+        else:
+            assert not shares_memory(x)
+
+
+@pytest.mark.parametrize("kind", ["batch slice", "position slice", "every second position", "transposed batch", "no batch",
+                                  "four dimensions", "two, sliced", "one dimension", "one column"])  # fmt: skip
+def test_inplace_backward_takes_every_layout_whose_rows_lie_apart(kind):
+    z = laid_out(kind).requires_grad_()
+    upstream = torch.randn(z.shape[:-1])
+    targets = torch.zeros(z.shape[:-1], dtype=torch.long)
+    (expected,) = torch.autograd.grad(token_nll(z, targets).nll, z, upstream)
+    (grad,) = torch.autograd.grad(token_nll(z, targets, inplace_backward=True).nll, z, upstream)
+    assert torch.equal(grad, expected)
+    assert torch.equal(z.detach(), grad)
+
+
+def test_without_inplace_backward_the_logits_stay(path):
+    logits, targets = inputs()
+    before = logits.clone()
+    token_nll(logits.requires_grad_(), targets, backend=path).nll.sum().backward()
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_no_reference_cycle_keeps_the_logits_alive(with_grad, backend):
+    logits, targets = inputs()
+    gc.collect()
+    gc.disable()
+    try:
+        x = logits.clone().requires_grad_()
+        ref = weakref.ref(x)
+        out = token_nll(x, targets, with_lse=True, with_correct=True, backend=backend)
+        if with_grad:
+            out.nll.sum().backward()
+        del x, out
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+def test_autocast_changes_nothing(backend):
+    logits, targets = inputs()
+    expected = token_nll(logits, targets, backend=backend).nll
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert torch.equal(token_nll(logits, targets, backend=backend).nll, expected)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_logits():
+    """Offsets in elements pass int32 in the last rows, forward and backward."""
+    V = 131_072
+    N = 2**31 // V + 3
+    logits = torch.zeros(1, N, V, dtype=torch.bfloat16, device="cuda")
+    logits[0, -1, 5] = 3.0
+    logits.requires_grad_()
+    targets = torch.full((1, N), -100, device="cuda")
+    targets[0, [0, -2, -1]] = torch.tensor([7, 9, 5], device="cuda")
+    nll = token_nll(logits, targets, backend="triton").nll
+    expected = reference.token_nll(logits.detach()[0, [0, -2, -1]], targets[0, [0, -2, -1]])
+    torch.testing.assert_close(nll[0, [0, -2, -1]].detach(), expected)
+    nll.sum().backward()
+    rows = logits.detach()[0, [0, -2, -1]]
+    plain = value_and_grads(
+        lambda x: reference.token_nll(x, targets[0, [0, -2, -1]]), [rows], torch.ones(3, device="cuda")
+    )
+    torch.testing.assert_close(logits.grad[0, [0, -2, -1]], plain[1])
+    assert logits.grad[0, 1:-2].count_nonzero() == 0
+
+
+@pytest.mark.gpu
+def test_cuda_graph_capture():
+    logits, targets = inputs((256,), 1000, torch.bfloat16)
+    weights = torch.rand(256, device="cuda")
+    logits.requires_grad_()
+
+    def step():
+        loss = weighted_nll(logits, targets, weights, backend="triton").loss
+        return loss, *torch.autograd.grad(loss, logits)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    again = step()
+    assert all(torch.equal(a, b) for a, b in zip(captured, again, strict=True))
+
+
+@pytest.mark.gpu
+def test_no_host_sync():
+    logits, targets = inputs((256,), 1000, torch.bfloat16)
+    weights = torch.rand(256, device="cuda")
+    weighted_nll(logits.requires_grad_(), targets, weights, backend="triton").loss.backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        weighted_nll(logits, targets, weights, backend="triton").loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [50_257, 126_464, 262_144])
+def test_parity_at_the_sizes_of_models(V):
+    _, targets = inputs((33,), V)
+    assert_parity(
+        lambda x: token_nll(x, targets, backend="triton").nll,
+        lambda x: reference.token_nll(x, targets),
+        lambda seed: ([inputs((33,), V, torch.bfloat16, seed)[0]], upstream_like(targets)),
+    )
+
+
+def test_equals_cross_entropy_of_torch(path):
+    logits, targets = inputs((2, 5))
+    ours = token_nll(logits, targets, backend=path).nll
+    torch.testing.assert_close(ours, F.cross_entropy(logits.transpose(1, 2), targets, reduction="none"))

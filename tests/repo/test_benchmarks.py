@@ -1,0 +1,339 @@
+"""The harness measures what it says it measures."""
+
+import importlib
+import json
+import re
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from benchmarks import __main__ as command
+from benchmarks import measure, peers, record
+from benchmarks.result import PEERS
+from benchmarks.shapes import Shape
+from dllm_kernels import ops
+from tests.support import trainers
+from tests.support.parity import Spoilt
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def options(tmp_path):
+    parser = measure.arguments("test")
+    argv = ["--device", "cpu", "--samples", "4", "--warmup", "1", "--out", str(tmp_path / "sub" / "x.json")]
+    return measure.parse(parser, argv)
+
+
+def test_quantiles_interpolate_between_order_statistics():
+    timing = measure.Timing((5.0, 1.0, 4.0, 2.0, 3.0))
+    assert timing.median == 3.0
+    assert timing.quantile(0.2) == pytest.approx(1.8)
+    assert timing.quantile(0.8) == pytest.approx(4.2)
+    assert measure.Timing((7.0,)).quantile(0.8) == 7.0
+
+
+def test_peers_interleave_and_inputs_rotate():
+    calls = []
+    names = {"a": lambda i: calls.append(("a", i)), "b": lambda i: calls.append(("b", i))}
+    timings = measure.measure(names, device=CPU, input_sets=2, samples=2, warmup=1)
+    assert calls == [("a", 0), ("b", 0), ("b", 1), ("a", 1), ("a", 0), ("b", 0)]
+    assert [len(timing.samples) for timing in timings.values()] == [2, 2]
+
+
+def test_hot_runs_the_same_call_untimed_just_before():
+    calls = []
+    measure.measure({"a": calls.append}, device=CPU, input_sets=2, samples=1, warmup=1, cache="hot")
+    assert calls == [0, 0, 1, 1]
+
+
+def test_preparation_is_not_timed():
+    def slow(index):
+        time.sleep(0.05)
+        return index
+
+    timing = measure.measure({"a": measure.Candidate(lambda _: None, slow)}, device=CPU, samples=3)["a"]
+    assert timing.median < 0.05
+
+
+@pytest.mark.parametrize(
+    ("run", "tensors"),
+    [(lambda x: x + 1, 1), (lambda x: (x + 1) * 2, 2), (lambda x: x.mul_(1.0), 0), (lambda x: x[:5], 0)],
+    ids=["one output", "a temporary", "in place", "a view"],
+)
+def test_peak_memory_is_exact_to_the_byte(run, tensors):
+    x = torch.zeros(1000, 100)
+    # the Python scalar of an elementwise op becomes a 0-d tensor for a moment: up to 16 bytes
+    assert 0 <= measure.peak_memory(lambda _: run(x), CPU) - tensors * x.nbytes <= 16
+
+
+def test_peak_memory_sees_inside_composite_ops_and_autograd():
+    logits, targets = torch.randn(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.long)
+    forward = measure.peak_memory(lambda _: F.cross_entropy(logits, targets), CPU)
+    assert 0 <= forward - logits.nbytes <= 64  # log-softmax, and three scalars
+    both = measure.peak_memory(lambda _: F.cross_entropy(logits, targets).backward(), CPU)
+    assert 0 <= both - 3 * logits.nbytes <= 64  # log-softmax, its gradient, the logits' gradient
+
+
+def test_peak_memory_of_a_backward_pass_does_not_count_its_forward_pass():
+    logits, targets = torch.randn(64, 1000, requires_grad=True), torch.zeros(64, dtype=torch.long)
+    backward = measure.Candidate(lambda loss: loss.backward(), lambda _: F.cross_entropy(logits, targets))
+    assert 0 <= measure.peak_memory(backward, CPU) - 2 * logits.nbytes <= 64
+
+
+class FakeGPU:
+    """What ``measure`` asks of torch.cuda, written down."""
+
+    def __init__(self, monkeypatch):
+        self.said = []
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: self.said.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: self.said.append(("sleep", clocks)))
+        monkeypatch.setattr(measure, "_flusher", lambda device: lambda: self.said.append("flush"))
+
+    def record(self):
+        self.said.append("event")
+
+    def elapsed_time(self, other):
+        return 7.0
+
+
+def test_the_device_sleeps_longer_than_the_host_needs_to_queue_a_call(monkeypatch):
+    gpu = FakeGPU(monkeypatch)
+
+    def slow_to_launch(_):
+        gpu.said.append("call")
+        time.sleep(1e-3)
+
+    timing = measure.measure({"a": slow_to_launch}, device="cuda", samples=1, warmup=1)["a"]
+    assert timing.samples == (7e-3,)
+    assert 1e-3 <= timing.host < 1e-2
+    *_, sleep, flush, start, call, end, waited = gpu.said
+    assert (flush, start, call, end, waited) == ("flush", "event", "call", "event", "synchronize")
+    assert sleep[1] >= min(timing.host, measure.SLEEP[1]) * 1.98e9  # clocks of a GPU at its fastest
+    assert gpu.said.count("call") == 5  # one to warm up, three for the host's time, one that counts
+
+
+def test_the_sleep_is_bounded():
+    assert measure._sleep_for(0.0) == int(measure.CLOCK * 50e-6)
+    assert measure._sleep_for(1.0) == int(measure.CLOCK * 2e-3)  # a call that waits, whose sleep it would wait for
+
+
+def test_a_candidate_that_raises_costs_the_others_nothing(options, capsys):
+    """In its first call, or in a later one, which is timed; ours too, but that is a failure."""
+    calls = []
+
+    def later(_):
+        calls.append("later")
+        if len(calls) > 3:
+            raise ValueError("not\nnow")
+
+    def at_once(_):
+        raise torch.OutOfMemoryError("too much")
+
+    def ours(_):
+        raise RuntimeError("broken")
+
+    candidates = {"liger": later, "plain": lambda _: None, "quack": at_once, "ours": ours}
+    results = {r.name: r for r in measure.compare("test", {"N": 1}, "forward", candidates, options)}
+    failed = {name: result.extra.get("failed") for name, result in results.items()}
+    assert failed == {
+        "liger": "ValueError: not", "plain": None, "quack": "out of memory", "ours": "RuntimeError: broken",
+    }  # fmt: skip
+    assert [name for name, result in results.items() if result.timing is not None] == ["plain"]
+    assert len(results["plain"].timing.samples) == options.samples
+    assert "RuntimeError: broken" in capsys.readouterr().err
+    assert record.report(list(results.values()), options) == 1
+    del results["ours"]
+    assert record.report(list(results.values()), options) == 0
+    assert "ValueError: not" in capsys.readouterr().out
+    assert [r["extra"] for r in json.loads(options.out.read_text())["results"]] == [
+        {"failed": "ValueError: not"}, {}, {"failed": "out of memory"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("subject", ["token_nll", "linear_nll", "row_stats"])
+def test_a_peer_that_raises_leaves_the_results_of_the_others(subject, tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise RuntimeError("no kernel image")
+
+    module = importlib.import_module(f"benchmarks.{subject}")
+    name = "statistics" if subject == "row_stats" else "losses"
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *options: {"liger": broken, **real(*options)})
+    out = tmp_path / "out.json"
+    toy = ["--size", "toy", "--samples", "1", "--warmup", "1", "--cache", "hot", "--device", "cpu", "--out", str(out)]
+    assert module.main([*toy, *([] if subject == "row_stats" else ["--phase", "both"])]) == 0
+    results = json.loads(out.read_text())["results"]
+    of_liger, others = ([r for r in results if (r["name"] == "liger") == is_it] for is_it in (True, False))
+    assert {(r["extra"]["failed"], r["timing"]) for r in of_liger} == {("RuntimeError: no kernel image", None)}
+    assert all(r["timing"] is not None for r in others)
+    assert all(0 < r["error"] <= r["allowed_error"] for r in others if r["name"] == "ours")
+
+
+def wrong_last_row(grad):
+    grad.flatten(0, -2)[-1] *= 3
+
+
+@pytest.mark.parametrize("subject", ["token_nll", "linear_nll"])
+def test_errors_are_those_of_all_rows(subject, monkeypatch):
+    """Also of those that a float64 copy has no room for beside the others."""
+    module = importlib.import_module(f"benchmarks.{subject}")
+    monkeypatch.setattr(measure, "ROWS_BYTES", 8 * 257 * 30)  # 30 rows at a time
+    shape = Shape("test", 2, 50, 257, 32, frozen=True)
+    if subject == "token_nll":
+        inputs, plain = module.make_inputs(shape, 1.0, torch.float32, "cpu"), peers.plain_mdlm
+    else:
+        inputs, plain = module.make_inputs(shape, 1.0, torch.float32, "cpu", True), peers.plain_linear
+    candidates = {"ours": plain, "wrong": lambda x, *more: plain(Spoilt.apply(x, wrong_last_row), *more)}
+    found, allowed = module.errors(candidates, inputs, *([shape] if subject == "linear_nll" else []))
+    assert 0 < found["ours"] <= allowed < 1e-5 < found["wrong"]
+
+
+@pytest.mark.gpu
+def test_peak_memory_on_a_gpu():
+    x = torch.zeros(1 << 20, device="cuda")
+    assert measure.peak_memory(lambda _: (x + 1) * 2, "cuda") == 2 * x.nbytes
+
+
+def test_relative_error():
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert measure.relative_error(exact + torch.tensor([0.0, 1.0]), exact) == pytest.approx(0.2)
+    assert measure.relative_error(torch.ones(4), torch.zeros(4)) == 2.0
+
+
+@pytest.mark.parametrize("name", ["plain", "gather"])
+def test_what_errors_are_measured_against_is_float64(name):
+    generator = torch.Generator().manual_seed(0)
+    logits, hidden, head = (torch.randn(*s, generator=generator) for s in ((1, 4, 50), (1, 4, 8), (50, 8)))
+    targets, weights = torch.arange(4)[None], torch.rand(1, 4, generator=generator)
+    arguments = targets, weights.double()
+    found = {
+        "logits": peers.logits_losses("cpu", False)[name](logits.double(), *arguments),
+        "hidden": peers.linear_losses("cpu", False)[name](hidden.double(), head.double(), *arguments, None),
+    }
+    for form, z in {"logits": logits.double(), "hidden": hidden.double() @ head.double().T}.items():
+        nll = z.logsumexp(-1) - z.gather(-1, targets[..., None])[..., 0]
+        torch.testing.assert_close(found[form], (nll * weights.double()).sum(), rtol=1e-14, atol=0)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+def test_the_original_is_the_plain_loss(form):
+    pytest.importorskip(peers.DLLM_LOSS)
+    torch.manual_seed(0)
+    logits, hidden, head = torch.randn(1, 6, 50), torch.randn(1, 6, 8), torch.randn(50, 8)
+    targets, weights = torch.arange(6)[None], torch.tensor([[0.0, 1.0, 2.0, 0.0, 3.0, 4.0]])
+    if form == "logits":
+        losses, given = peers.logits_losses("cpu", False), (logits, targets, weights)
+    else:
+        losses, given = peers.linear_losses("cpu", False), (hidden, head, targets, weights, 4)
+    torch.testing.assert_close(losses["original"](*given), losses["plain"](*given))
+
+
+@pytest.fixture
+def broken_peers(tmp_path, monkeypatch):
+    """quack cannot be imported, liger lacks what is called, and nothing that was imported before is remembered."""
+    (tmp_path / "quack").mkdir()
+    (tmp_path / "quack" / "__init__.py").write_text("raise RuntimeError('no cutlass\\nfor you')")
+    (tmp_path / "liger_kernel").mkdir()
+    for name in ("__init__", "transformers"):
+        (tmp_path / "liger_kernel" / f"{name}.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    peers.module.cache_clear()
+    yield
+    peers.module.cache_clear()
+    for name in [name for name in sys.modules if name.startswith(("quack", "liger_kernel"))]:
+        del sys.modules[name]
+
+
+def test_which_peers_can_be_imported_and_why_not(broken_peers, tmp_path, capsys):
+    assert peers.main(["--out", str(tmp_path / "peers.json")]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"quack +\| quack.cross_entropy +\| no: RuntimeError: no cutlass *\|", printed)
+    assert re.search(r"liger +\| liger_kernel.transformers +\| yes", printed)
+    written = json.loads((tmp_path / "peers.json").read_text())["imports"]
+    assert (written["quack.cross_entropy"], written["liger_kernel.transformers"]) == ("RuntimeError: no cutlass", None)
+    assert "ModuleNotFoundError: " in written["cut_cross_entropy"]
+    assert set(peers.MODULES) <= PEERS
+
+
+def test_a_peer_that_lacks_what_is_called_is_named_and_not_measured(broken_peers, capsys):
+    losses = peers.logits_losses("cuda", False)
+    assert {"plain", "gather"} <= losses.keys()
+    assert not {"liger", "quack"} & losses.keys()
+    assert "liger is not measured: AttributeError: " in capsys.readouterr().err
+
+
+def test_a_trainers_divergences_are_those_they_are_measured_beside():
+    torch.manual_seed(0)
+    hidden, teacher, head, weights = torch.randn(6, 4), torch.randn(6, 4), torch.randn(11, 4), torch.rand(6)
+    try:
+        with trainers.loaded(trainers.SPECULATORS, "losses.eager"):
+            peers.module.cache_clear()
+            for kind in peers.SPECULATORS:
+                found = peers.divergence_losses(kind, "cpu")["speculators, eager"](hidden, teacher, head, weights)
+                torch.testing.assert_close(found, ops.linear_divergence(hidden, head, teacher, weights, kind=kind).loss)
+    finally:
+        peers.module.cache_clear()
+    assert peers.divergence_losses("l1", "cpu") == {}
+
+
+def test_table_and_json(options, capsys):
+    x = torch.randn(100, 100)
+    peers = {"plain": lambda _: (x + 1) * 2, "ours": lambda _: x * 2}
+    results = measure.compare(
+        "test",
+        {"N": 100},
+        "forward",
+        peers,
+        options,
+        errors={"ours": 1e-7},
+        floor_s=1e-9,
+        floor_bytes=x.nbytes,
+    )
+    ceilings = measure.ceilings(CPU, torch.float32, "toy")
+    record.report(results, options, baseline="plain", measured_ceilings=ceilings)
+    printed = capsys.readouterr().out
+    for column in ("median", "20-80 %", "speed / plain", "of floor", "peak / plain", "peak floor", "error"):
+        assert column in printed
+    assert "0.50" in printed  # ours needs half the memory
+    written = json.loads(options.out.read_text())
+    assert {"date", "commit", "sources", "torch", "python", "packages", "cpu", "gpu"} <= written["environment"].keys()
+    assert set(written["ceilings"]) == {"copy_bytes_per_s", "gemm_flop_per_s"}
+    assert written["ceilings"]["copy_bytes_per_s"] > 0
+    (plain, ours) = written["results"]
+    assert (plain["name"], ours["name"]) == ("plain", "ours")
+    assert len(ours["samples_s"]) == 4
+    assert set(ours["timing"]) == {"q20_s", "q50_s", "q80_s"}
+    assert ours["floor_bytes"] == x.nbytes
+
+
+def test_every_subject_has_its_module_and_a_main():
+    for subject in command.SUBJECTS.values():
+        assert callable(importlib.import_module(subject.module).main)
+
+
+def test_command_line_names_its_subjects(capsys):
+    assert command.main([]) == 2
+    assert command.main(["no-such-subject"]) == 2
+    assert "no-such-subject" in capsys.readouterr().err
+    assert command.main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in command.SUBJECTS)
+
+
+def test_smoke_fails_when_a_subject_fails(monkeypatch, capsys):
+    monkeypatch.setattr(command, "SUBJECTS", {"gone": command.Subject("benchmarks.no_such_module", "")})
+    assert command.smoke([]) == 1
+    assert "FAILED: gone" in capsys.readouterr().out
+
+
+def test_smoke_names_subjects_that_there_are_not(capsys):
+    assert command.main(["smoke", "inspekt"]) == 2
+    assert "unknown subjects 'inspekt'" in capsys.readouterr().err
+    assert command.main(["smoke", "--help"]) == 0
+    assert "SUBJECT" in capsys.readouterr().out

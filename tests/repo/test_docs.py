@@ -1,0 +1,526 @@
+"""Every fence of docs runs, as printed, and gives the numbers that the text around it promises.
+
+The fences of a page share their names and run in order; then the page's check, written here, compares what they made
+with plain PyTorch in float64. Those of ``many-gpus.md`` are checks of ``distributed_readme.py``, run by
+``test_distributed.py``.
+"""
+
+import ast
+import importlib.util
+import inspect
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import dllm_kernels as ours
+import reference
+from dllm_kernels.integrations import speculators
+from dllm_kernels.ops import RowStats
+from tests.support import trainers
+from tests.support.distributed_checks import CHECKS
+from tests.support.distributed_workers import distributed_readme
+from tests.support.parity import assert_as_good_as_plain, largest_error, reduction_sizes
+from tests.support.readme import DOCS, ROOT, blocks, fences, python, run
+
+
+def drop_in(code):
+    """The line in the comment is the one replaced: both classes make the same of the same arguments."""
+    found, replaced = {}, {}
+    run(code, found)
+    assert found["MDLMCrossEntropyLoss"] is ours.MDLMCrossEntropyLoss
+    pytest.importorskip("nemo_automodel")
+    run(code.replace("# ", "", 1).splitlines()[0], replaced)
+    assert replaced["MDLMCrossEntropyLoss"] is not ours.MDLMCrossEntropyLoss
+    masks = (torch.rand(2, 8) < 0.5, torch.rand(2, 8).clamp(min=0.1), torch.ones(2, 8))
+    given = torch.randn(2, 8, 11), torch.randint(0, 11, (2, 8)), *masks
+    out, theirs = (f["MDLMCrossEntropyLoss"]()(*given, num_diffusion_tokens=16) for f in (found, replaced))
+    assert out._fields[: len(theirs._fields)] == theirs._fields  # additions come last
+    torch.testing.assert_close(out.total_loss, theirs.total_loss)
+
+
+def framework(code):
+    """What its losses are afterwards, and what the report says."""
+    automodel = pytest.importorskip("dllm_kernels.integrations.nemo_automodel")
+    theirs = pytest.importorskip("nemo_automodel.components.loss.dllm_loss")
+    try:
+        run(code, {})
+        assert theirs.MDLMCrossEntropyLoss is ours.MDLMCrossEntropyLoss
+    finally:
+        automodel.unpatch()
+    assert theirs.MDLMCrossEntropyLoss is not ours.MDLMCrossEntropyLoss
+
+
+def trainer(code):
+    """The class that the examples build on: ``integrations/test_transformers.py`` trains it."""
+    transformers = pytest.importorskip("transformers")
+    names = {}
+    run(code, names)
+    made, mixin = names["DiffusionTrainer"], names["MaskedDiffusionTrainerMixin"]
+    assert issubclass(made, transformers.Trainer)
+    assert made.compute_loss is mixin.compute_loss is not transformers.Trainer.compute_loss
+    assert callable(names["MaskedDiffusionCollator"])
+
+
+def patched_speculators(code):
+    """Its losses are then ours, as its tables hold them."""
+    with trainers.loaded(trainers.SPECULATORS, "losses.utils") as host:
+        theirs = dict(host.utils._EAGER_LOSS_FN_MAP)
+        try:
+            run(code, {})
+            assert not set(theirs.values()) & set(host.utils._EAGER_LOSS_FN_MAP.values())
+        finally:
+            speculators.unpatch()
+        assert theirs == host.utils._EAGER_LOSS_FN_MAP
+
+
+def metrics_of_speculators(code):
+    """KL with the decay from row 1 on, over the valid rows; the acceptance rate of the rows that predict."""
+    torch.manual_seed(0)
+    n = {}
+    run(code, n)
+    h, w = leaf(n["hidden"]), n["head"].double()
+    log_p, q = (h @ w.T).log_softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
+    k = torch.arange(n["T"]) % n["block_size"]
+    kl = F.kl_div(log_p, q, reduction="none").sum(-1)
+    loss = (kl * torch.exp(-(k - 1).double() / 4) * (k > 0)).sum() / (n["T"] + 1e-5)
+    loss.backward()
+    same(n["loss"], loss)
+    same(n["hidden"].grad, h.grad)
+    same(n["metrics"]["accept_rate_sum"], torch.minimum(log_p.exp(), q).sum(-1)[:, k > 0].sum())
+
+
+PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
+CHECK = {}
+WHOLE = {
+    "frameworks.md": (framework, trainer, patched_speculators, metrics_of_speculators),
+    "migrate/nemo-automodel.md": (drop_in,),
+}  # what runs each fence, and judges it
+SHELL = {"sh", "console"}
+
+
+def page(name):
+    """Registers the check of a page: called with the names that its fences have made."""
+    return lambda check: CHECK.setdefault(name, check)
+
+
+def plain_nll(logits, ids):
+    """In float64; -100 gives 0."""
+    return F.cross_entropy(logits.double().flatten(0, -2), ids.flatten(), reduction="none").view(ids.shape)
+
+
+def leaf(t):
+    return t.detach().double().requires_grad_()
+
+
+def same(found, expected):
+    """Float32 against float64, with the defaults of ``assert_close`` for float32."""
+    torch.testing.assert_close(found.detach().float(), expected.detach().float())
+
+
+def mdlm_sum(logits, n):
+    nll = plain_nll(logits, n["ids"])
+    return (nll * (n["noise_mask"] & (n["loss_mask"] != 0)) / n["p_mask"].double()).sum()
+
+
+@page("index.md")
+def start(n):
+    x, h, w = leaf(n["logits"]), leaf(n["hidden"]), leaf(n["head"])
+    assert 0 < n["noise_mask"].sum() < n["ids"].numel()
+    (mdlm_sum(x, n) / n["ids"].numel()).backward()
+    expected = mdlm_sum(h @ w.T, n) / n["ids"].numel()
+    expected.backward()
+    same(n["out"].total_loss, expected)
+    for name, exact in (("logits", x), ("hidden", h), ("head", w)):
+        same(n[name].grad, exact.grad)
+    same(n["loss"], (plain_nll(x, n["ids"]) * n["weights"]).sum())
+    same(n["linear_loss"], (plain_nll(h @ w.T, n["ids"]) * n["weights"]).sum())
+
+
+@page("losses/index.md")
+def quotient(n):
+    weights = (n["noise_mask"] / n["p_mask"]).double()
+    same(n["of_sequences"], (plain_nll(n["logits"], n["ids"]) * weights).sum(1).mean() / 8)
+    same(n["mean"], (plain_nll(n["logits"], n["ids"]) * weights).sum() / weights.sum())
+
+
+@page("losses/mdlm.md")
+def mdlm(n):
+    logits = n["hidden"].double() @ n["head"].double().T
+    logits[..., n["MASK"]] = -math.inf
+    same(n["out"].total_loss, mdlm_sum(logits, n) / n["ids"].numel())
+    assert n["head"].grad[n["MASK"]].count_nonzero() == 0
+
+
+@page("losses/block-diffusion.md")
+def block_diffusion(n):
+    same(n["out"].total_loss, plain_nll(n["logits"], n["ids"]).mean())
+    assert 0 < n["noise_mask"].sum() < n["ids"].numel()
+
+
+@page("losses/hybrid.md")
+def hybrid(n):
+    head = n["head"].double()
+    diffusion = 0.3 * mdlm_sum(n["hidden"].double() @ head.T, n) / 128
+    ar = plain_nll((n["causal_hidden"].double() @ head.T)[:, :-1], n["ids"][:, 1:]).sum() / 124
+    same(n["out"].dllm_loss, diffusion)
+    same(n["out"].total_loss, diffusion + ar)
+    same(n["autoregressive"], ar)
+
+
+@page("losses/idlm.md")
+def idlm(n):
+    noisy, clean = n["logits"].split(n["L"], 1)
+    terms = [plain_nll(z[:, :-1], n["ids"][:, 1:])[:, 3:].mean() for z in (noisy, clean)]
+    same(n["out"].total_loss, terms[0] + 0.2 * terms[1])
+    same(n["out"].dllm_loss, terms[0])
+
+
+@page("losses/scdd.md")
+def scdd(n):
+    inputs = (n["ids"], n["times"], n["loss_mask"], n["noisy"], n["MASK"], None, 1000, *n["schedule"].values())
+    logits = n["logits"].detach()
+    exact = reference.scdd_loss(logits.double(), *inputs)
+    plain = largest_error([reference.scdd_loss(logits, *inputs)], [exact])
+    assert_as_good_as_plain([n["out"].total_loss.detach()], [exact], plain, "loss", reduction_sizes([logits]))
+    assert (n["noisy"] == n["MASK"]).any()
+    (code,) = python(PAGES["losses/scdd.md"])
+    large = {}  # the page's own probabilities, where a uniform draw often gives back the clean token
+    run(code.replace("4, 32, 100, 99", "400, 500, 4, 3"), large)
+    mass = large["mass"]
+    left = (mass.clean_mass + mass.uniform_mass / (large["V"] - 1)).double()
+    variance = (left * (1 - left)).mean() / large["ids"].numel()
+    assert abs((large["noisy"] == large["ids"]).double().mean() - left.mean()) < 5 * variance.sqrt()
+
+
+@page("losses/dflash.md")
+def dflash(n):
+    k = torch.arange(n["T"]) % 7
+    weights = torch.exp(-k.double() / 4).expand(2, -1)
+    logits = n["hidden"].double() @ n["head"].double().T
+    same(n["out"].total_loss, (plain_nll(logits, n["targets"]) * weights).sum() / (weights.sum() + 1e-6))
+    assert list(n["accuracy"]) == ["draft_acc", *(f"draft_acc_k{k}" for k in range(1, 8))]
+    correct = (logits.argmax(-1) == n["targets"]).view(2, 3, 7)
+    same(n["accuracy"]["draft_acc"], correct.double().mean())
+    same(n["accepted"], correct.long().cumprod(-1).sum(-1).double().mean())
+
+
+@page("losses/draft-distillation.md")
+def draft_distillation(n):
+    weights = torch.exp(-(torch.arange(n["T"]) % 7).double() / 4).expand(2, -1)
+    h, w = leaf(n["hidden"]), n["head"].double()
+    log_p, q = (h @ w.T).log_softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
+    kl = F.kl_div(log_p, q, reduction="none").sum(-1)
+    loss = (kl * weights).sum() / (weights.sum() + 1e-6)
+    loss.backward()
+    same(n["out"].total_loss, loss)
+    same(n["hidden"].grad, h.grad)
+    agree, a = log_p.argmax(-1) == q.argmax(-1), torch.minimum(log_p.exp(), q).sum(-1)
+    same(n["greedy"], agree.double().view(2, 3, 7).cumprod(-1).sum(-1).mean())
+    same(n["sampled"], a.view(2, 3, 7).cumprod(-1).sum(-1).mean())
+
+
+@page("losses/encoder-ar.md")
+def encoder_ar(n):
+    pairs = n["valid"][:, :-1] & n["valid"][:, 1:]
+    same(n["loss"], plain_nll(n["logits"][:, :-1], n["ids"][:, 1:])[pairs].mean())
+
+
+@page("losses/mtp.md")
+def mtp(n):
+    weight, labels = n["model"].lm_head.weight.double(), n["labels"]
+    depths = [
+        plain_nll((h.double() @ weight.T)[:, : -k - 1], labels[:, k + 1 :]).mean()
+        for k, h in enumerate(n["hidden_of_depths"])
+    ]
+    same(n["loss"], 0.1 / 2 * sum(depths))
+
+
+@page("ops/nll.md")
+def ops_nll(n):
+    linear = n["hidden"].double() @ n["head"].double().T
+    nll, linear_nll = plain_nll(n["logits"], n["ids"]), plain_nll(linear, n["ids"])
+    same(n["nll"], nll)
+    same(n["linear_nll"], linear_nll)
+    same(n["loss"], (nll * n["weights"]).sum())
+    same(n["linear_loss"], (linear_nll * n["weights"]).sum())
+    two_parts = linear + n["u"].double() @ n["U"].double().T
+    same(n["two_parts"], (plain_nll(two_parts, n["ids"]) * n["weights"]).sum())
+    same(n["focal"], ((1 - (-nll).exp()) ** 2 * nll).sum())
+
+
+@page("ops/row-stats.md")
+def ops_row_stats(n):
+    x, h, w = (leaf(n[name]) for name in ("logits", "hidden", "head"))
+    log_p, linear = F.log_softmax(x, -1), F.log_softmax(h @ w.T, -1)
+    pick = lambda log_p, ids: log_p.gather(-1, ids[..., None])[..., 0]  # noqa: E731
+    entropy = lambda log_p: -(log_p.exp() * log_p).sum(-1)  # noqa: E731
+    same(n["stats"].log_probs, pick(log_p, n["ids"]))
+    same(n["stats"].entropy, entropy(log_p))
+    same(n["stats"].lse, x.logsumexp(-1))
+    same(n["several"], torch.stack([pick(log_p, n["ids"]), pick(log_p, n["ids"].roll(1))], -1))
+    (pick(linear, n["ids"]) + 0.01 * entropy(linear)).sum().backward()
+    same(n["hidden"].grad, h.grad)
+    same(n["head"].grad, w.grad)
+    cooler = F.log_softmax(h @ w.T / 0.7, -1)
+    same(n["out"].log_probs, pick(cooler, n["ids"]))
+    same(n["out"].entropy, entropy(cooler))
+    assert torch.equal(n["old"], n["out"].log_probs)
+
+
+@page("ops/row-objective.md")
+def ops_row_objective(n):
+    h, w = leaf(n["hidden"]), leaf(n["head"])
+    log_p = -plain_nll(h @ w.T / 0.7, n["ids"])
+    ratio = (log_p - log_p.detach()).exp()
+    loss = -torch.minimum(ratio * n["advantages"], ratio.clamp(0.8, 1.2) * n["advantages"]).sum()
+    loss.backward()
+    same(n["policy"].loss, loss)
+    same(n["hidden"].grad, h.grad)
+    same(n["head"].grad, w.grad)
+    stats = RowStats(torch.tensor([3.0, 0.5, 3.0, 0.5]).log(), *[torch.zeros(4)] * 3, None)
+    clipped = n["clipped_ratio"](stats, torch.zeros(4), torch.tensor([1.0, 1.0, -1.0, -1.0]))
+    same(clipped, torch.tensor([-1.2, -0.5, 3.0, 0.8]).double())
+    assert not n["policy"].value.requires_grad
+    assert n["policy"].value.shape == n["ids"].shape
+
+
+@page("ops/divergence.md")
+def ops_divergence(n):
+    x, q = leaf(n["logits"]), (n["teacher_logits"].double() / 2).softmax(-1)
+    loss = 4 * F.kl_div((x / 2).log_softmax(-1), q, reduction="none").sum(-1).mean()
+    loss.backward()
+    same(n["loss"], loss)
+    same(n["logits"].grad, x.grad)
+    h, w = leaf(n["hidden"]), n["head"].double()
+    p, q = (h @ w.T).softmax(-1), (n["teacher_hidden"].double() @ w.T).softmax(-1)
+    mixed = 0.1 * plain_nll(h @ w.T, n["ids"]).mean() + 0.9 * (p - q).abs().sum(-1).mean()
+    mixed.backward()
+    same(n["out"].loss, mixed)
+    same(n["hidden"].grad, h.grad)
+
+
+@page("ops/soft-embedding.md")
+def ops_soft_embedding(n):
+    logits, table = n["hidden"].double() @ n["head"].double().T, n["embedding"].double()
+    skipped = torch.where(torch.arange(100) == 99, -math.inf, logits / 0.8)
+    same(n["guess"], skipped.softmax(-1) @ table)
+    bumped = logits + 20.0 * F.one_hot(n["decided"].clamp(min=0), 100) * (n["decided"] >= 0)[..., None]
+    same(n["certain"], bumped.softmax(-1) @ table)
+
+
+@page("ops/transforms.md")
+def ops_transforms(n):
+    x = leaf(n["logits"])
+    z = 30 * torch.tanh(x / 30) / 0.7
+    z = torch.where(torch.arange(100) == 99, -math.inf, z)
+    loss = plain_nll(z, n["ids"]).sum()
+    loss.backward()
+    same(n["loss"], loss)
+    same(n["logits"].grad, x.grad)
+
+
+@page("corruption.md")
+def corruption(n):
+    supervised = n["loss_mask"] != 0
+    for name in ("noise_mask", "exact_mask", "block_mask", "mixed_mask", "other_mask"):
+        assert not (n[name] & ~supervised).any(), name
+    assert not supervised[:, :12].any()
+    assert supervised[:, 12:].all()
+    for start in range(16, 64, 16):  # whole blocks that are supervised: an exact share
+        m = n["m"][:, start]
+        assert torch.equal(n["block_mask"][:, start : start + 16].sum(1), (16 * m).round().long())
+    assert (n["exact_mask"].sum(1) == round(0.25 * 52)).all()
+    assert torch.equal(n["mixed_mask"], n["mixed"] != n["ids"])
+    assert torch.equal(n["other_mask"], supervised & ~n["noise_mask"])
+    assert torch.equal(n["p_mask"], n["levels"][:, None].expand_as(n["p_mask"]))
+    assert n["chosen"].sum(1).tolist() == [5, 10, 20, 52]
+    assert not (n["chosen"] & ~supervised).any()
+    odds = torch.tensor([1.0, 2.0, 7.0]).log().expand(20_000, 3)
+    one = ours.gumbel_topk_mask(odds, 1, seeds=torch.arange(20_000))
+    torch.testing.assert_close(one.double().mean(0), torch.tensor([0.1, 0.2, 0.7]).double(), atol=0.02, rtol=0)
+    steps = n["levels"].sort().values.diff()
+    torch.testing.assert_close(steps, torch.full((3,), (1 - 1e-3) / 4))
+    large = {}
+    run(python(PAGES["corruption.md"])[0].replace("4, 64, 100, 99", "400, 64, 100, 99"), large)
+    assert 1e-3 <= large["p_mask"].min() < 0.05
+    mixed, tokens = large["mixed"][:, 12:], large["ids"][:, 12:]
+    assert 0.38 < (mixed == large["MASK"]).double().mean() < 0.42
+    assert 0.08 < ((mixed != large["MASK"]) & (mixed != tokens)).double().mean() < 0.12
+    means = {
+        method: torch.stack(
+            [ours.sample_level(8, method=method, seeds=torch.arange(8) + 8 * s).mean() for s in range(400)]
+        )
+        for method in ("uniform", "stratified")
+    }
+    assert 0.8 < means["uniform"].var() * 12 * 8 < 1.2
+    assert 0.8 < means["stratified"].var() * 12 * 8**2 < 1.2
+
+
+@page("collator.md")
+def collator(n):
+    assert n["batch"]["input_lengths"].tolist() == [3, 6]
+
+
+def asserts_by_itself(n):
+    """The page's own code compares."""
+
+
+for name in ("migrate/cut-cross-entropy.md", "migrate/torch.md"):
+    page(name)(asserts_by_itself)
+
+
+@page("migrate/liger.md")
+def liger(n):
+    """The means are compared by the page; a z-loss is 1e-4 times the square of the logsumexp."""
+    assert sum(code.count("torch.testing.assert_close(") for code in python(PAGES["migrate/liger.md"])) == 2
+    logits, on = n["logits"].detach().double(), n["targets"] != -100
+    each = plain_nll(logits, n["targets"].clamp(min=0)) + 1e-4 * logits.logsumexp(-1) ** 2
+    same(n["with_z"], each[on].mean())
+
+
+@pytest.mark.parametrize("name", sorted(CHECK))
+def test_the_code_runs_as_printed(name):
+    if name == "migrate/torch.md" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    torch.manual_seed(0)
+    names = {}
+    for code in python(PAGES[name]):
+        run(code, names)
+    if CHECK[name] is asserts_by_itself:
+        assert sum(code.count("torch.testing.assert_close(") for code in python(PAGES[name])) >= 1
+    CHECK[name](names)
+
+
+# What imports NeMo AutoModel takes longer than all the others; the same line is in integrations/test_nemo.py.
+LONG = {framework: pytest.mark.exhaustive}
+
+
+@pytest.mark.parametrize(
+    ("name", "fence"),
+    [
+        pytest.param(name, i, marks=LONG.get(runner, ()))
+        for name, runners in WHOLE.items()
+        for i, runner in enumerate(runners)
+    ],
+)
+def test_the_code_of_a_framework_runs_as_printed(name, fence):
+    codes = python(PAGES[name])
+    assert len(codes) == len(WHOLE[name])
+    WHOLE[name][fence](codes[fence])
+
+
+def test_no_fence_goes_without_a_test():
+    """Each page with Python has a check, and every fence is Python or a command."""
+    with_python = {name for name, text in PAGES.items() if python(text)}
+    assert with_python == CHECK.keys() | WHOLE.keys() | {"many-gpus.md"}
+    for name, text in PAGES.items():
+        assert {language for language, _ in blocks(text)} <= {"python", *SHELL}, name
+        assert len(blocks(text)) == text.count("```") / 2, name
+
+
+def test_every_fence_for_many_processes_has_a_scenario():
+    found = fences(PAGES["many-gpus.md"])
+    assert found.keys() == distributed_readme.SCENARIOS.keys()
+    for paragraph, codes in found.items():
+        assert len(inspect.signature(distributed_readme.SCENARIOS[paragraph]).parameters) == len(codes), paragraph
+    assert {f"readme[{paragraph}]" for paragraph in found} <= CHECKS[distributed_readme.WORLD].keys()
+
+
+def test_commands_exist():
+    """``make`` targets, modules, files and what is installed."""
+    makefile = (ROOT / "Makefile").read_text()
+    lines = [
+        line
+        for text in PAGES.values()
+        for language, code in blocks(text)
+        if language in SHELL
+        for line in code.splitlines()
+    ]
+    assert lines
+    for line in filter(None, (line.split("#")[0].strip() for line in lines)):
+        command, *rest = line.split()
+        if command == "make":
+            assert re.search(rf"^{rest[0]}:", makefile, re.MULTILINE), line
+        elif command == "python" and rest[0] == "-m":
+            assert importlib.util.find_spec(rest[1]), line
+        elif command in ("python", "torchrun"):
+            assert any((ROOT / word).is_file() for word in rest), line
+        else:
+            assert line.startswith("pip install "), line
+
+
+BUILT = {"site/"}  # by ``make docs``
+
+
+def test_pages_for_contributors_name_only_what_exists():
+    """Files, relative to the root or the package, and identifiers in code font; ``<...>`` stands for a new one."""
+    folders = ("dllm_kernels", "reference", "benchmarks", "tools", "tests")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    words = set().union(*(re.findall(r"\w+", path.read_text()) for path in sources))
+    found, pages = [], {name: text for name, text in PAGES.items() if name.startswith("develop/")}
+    for name, text in pages.items():
+        for code in set(re.findall(r"`([^`<>\n]+)`", text)) - BUILT:
+            if re.fullmatch(r"[\w.*-]*/[\w./*-]*", code):
+                missing = [code] if not any([*base.glob(code)] for base in (ROOT, ROOT / "dllm_kernels")) else []
+            else:
+                names = re.fullmatch(r"@?((?:\w+\.)*\w+)(\(.*\))?", code)
+                missing = [w for w in names[1].split(".") if "_" in w and w not in words] if names else []
+            found += [(name, word) for word in missing]
+    assert len(pages) > 10
+    assert found == []
+
+
+def test_what_the_wrong_count_would_do():
+    """A step of one sequence: sum(1/p over the masked) / masked is 1/p, whose mean over t is ln(1/eps) / (1 - eps)."""
+    assert "`eps=1e-3`, the loss of a model that predicts uniformly averages about seven times log V" in " ".join(
+        PAGES["many-gpus.md"].split()
+    )
+    assert inspect.signature(ours.corrupt_uniform).parameters["eps"].default == 1e-3
+    N, L = 400, 500
+    ids, loss_mask = torch.zeros(N, L, dtype=torch.long), torch.ones(N, L)
+    _, noise_mask, p_mask = ours.corrupt_uniform(ids, loss_mask, 1, seeds=torch.arange(N))
+    weights, masked = (noise_mask / p_mask.double()).sum(1), noise_mask.sum(1)
+    torch.testing.assert_close((weights / masked)[masked > 0], (1 / p_mask[:, 0].double())[masked > 0])
+    right = weights / L
+    assert abs(right.mean() - 1) < 5 * right.std() / math.sqrt(N)
+    t = (torch.arange(100_000).double() + 0.5) / 100_000
+    assert round((1 / ((1 - 1e-3) * t + 1e-3)).mean().item()) == round(math.log(1e3) / (1 - 1e-3)) == 7
+
+
+def as_text(node):
+    """A message as it stands in the code, ``{}`` for what is put into it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return as_text(node.left) + as_text(node.right)
+    return "{}"
+
+
+def messages():
+    """Of every error that the package raises."""
+    errors = {"TypeError", "ValueError", "IndexError", "RuntimeError", "NotImplementedError"}
+    for path in (ROOT / "dllm_kernels").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+                error, arguments = getattr(node.exc.func, "id", ""), node.exc.args
+                if error in errors and arguments:
+                    yield as_text(arguments[0]).replace("\n", "⏎")
+            assert not (isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "warn"), path
+
+
+def test_every_error_is_listed_with_its_cause():
+    """Each message fits a row of troubleshooting, and none of these is out of date."""
+    rows = re.findall(r"^\| (`.*?) \| [^|]+ \| [^|]*\|$", PAGES["troubleshooting.md"], re.MULTILINE)
+    patterns = [
+        p for row in rows for p in re.findall(r"`([^`]+)`", row) if "…" in p or " must " in p or len(p.split()) > 4
+    ]
+    assert len(patterns) > 80
+    found = list(messages())
+    used = {p: re.compile(re.escape(p).replace("…", ".*") + (".*" if p.endswith("…") else "")) for p in patterns}
+    assert [m for m in found if not any(regex.fullmatch(m) for regex in used.values())] == []
+    assert [p for p, regex in used.items() if not any(regex.fullmatch(m) for m in found)] == []

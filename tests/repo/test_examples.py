@@ -1,0 +1,217 @@
+"""Every example runs, is short, and its loss is the one that it says."""
+
+import importlib.util
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dllm_kernels import DLLMCollator, corrupt_uniform, sample_level
+from tests.support import trainers
+from tests.support.distributed_checks import CHECKS
+from tests.support.distributed_workers import distributed_readme  # noqa: F401  (it registers its checks)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# Beside the tests of their integrations, and in several processes.
+ELSEWHERE = {"huggingface_trainer", "nemo_automodel_patch", "fsdp2_tensor_parallel"}
+
+
+def load(name):
+    """The module of an example; the test is skipped where what it is about is not installed."""
+    spec = importlib.util.spec_from_file_location(f"examples.{name}", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except ModuleNotFoundError as error:
+        if error.name.split(".")[0] == "dllm_kernels":
+            raise
+        pytest.skip(f"{error.name} is not installed")
+    return module
+
+
+def test_every_example_is_tested_and_short():
+    names = {path.stem for path in EXAMPLES.glob("*.py")} - {"__init__"}
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert names == ELSEWHERE | (tested & names)
+    assert "example_fsdp2_tensor_parallel" in CHECKS[4]
+    for name in names:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80, name
+
+
+def test_huggingface_encoder():
+    example = load("huggingface_encoder")
+    before, after = example.main(steps=120)
+    assert after < 0.8 * before < torch.inf
+
+
+def test_llada_sft():
+    """The loss is that of LLaDA's guidelines, line by line; training on it answers."""
+    example = load("llada_sft")
+    torch.manual_seed(0)
+    model = example.Denoiser().double()
+    collate = DLLMCollator(pad_token_id=example.EOS, supervise_padding=True)
+    batch = collate([example.chat(random.Random(i)) for i in range(8)])
+    ids, loss_mask, seeds = batch["input_ids"], batch["loss_mask"], torch.arange(8)
+    assert len(set(batch["input_lengths"].tolist())) > 1
+    assert (loss_mask[:, -1] == 1).all()  # the padding is learnt
+    noisy, masked, p_mask = corrupt_uniform(ids, loss_mask, example.MASK, seeds=seeds)
+    logits = model.lm_head(model(noisy))
+    token_loss = F.cross_entropy(logits[masked], ids[masked], reduction="none") / p_mask[masked]
+    answer_lengths = loss_mask.sum(1, keepdim=True).expand_as(ids)
+    expected = (token_loss / answer_lengths[masked]).sum() / len(ids)
+    torch.testing.assert_close(example.loss_of(model, batch, seeds), expected, rtol=1e-6, atol=0)
+    before, after = example.main(steps=60)
+    assert after < 0.5 * before
+
+
+@pytest.mark.parametrize("right_shift", [False, True])
+@pytest.mark.parametrize("norm", ["token", "sequence", "batch"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_dllm_mdlm(schedule, norm, right_shift):
+    """Against the trainer's own steps: logits, shifted, times weights, over the norm."""
+    example = load("dllm_mdlm")
+    torch.manual_seed(0)
+    model, ids = example.Model().double(), torch.randint(0, 49, (4, 16))
+    labels, seeds = ids.masked_fill(torch.rand(4, 16) < 0.3, -100), torch.arange(4)
+    options = {"loss_norm": norm, "right_shift": right_shift, "seeds": seeds}
+    found = example.compute_loss(
+        model, {"input_ids": ids, "labels": labels}, 49, schedule=getattr(example, schedule), **options
+    )
+    t = sample_level(4, low=1e-3, seeds=seeds).double()
+    alpha = 1 - t if schedule == "linear" else 1 - torch.cos(math.pi / 2 * (1 - t))
+    slope = -torch.ones_like(t) if schedule == "linear" else -math.pi / 2 * torch.sin(math.pi / 2 * (1 - t))
+    noisy, masked, _ = corrupt_uniform(ids, labels != -100, 49, level=(1 - alpha).float(), seeds=seeds)
+    assert masked.any()
+    logits = model.lm_head(model(noisy))
+    if right_shift:
+        logits = torch.cat([logits[:, :1], logits[:, :-1]], 1)
+    nll = F.cross_entropy(logits.transpose(1, 2), ids, reduction="none") * masked * (-slope / (1 - alpha))[:, None]
+    if norm == "token":
+        nll = nll / (labels != -100).sum()
+    elif norm == "sequence":
+        nll = nll / (labels != -100).sum(1, keepdim=True) / 4
+    else:
+        nll = nll / 4
+    torch.testing.assert_close(found, nll.sum(), rtol=1e-5, atol=0)  # the levels are float32
+
+
+def test_dllm_mdlm_runs():
+    assert len(load("dllm_mdlm").main()) == 6
+
+
+@pytest.mark.parametrize("loss_type", ["dflash", *load("specforge_dflash").VARIANTS])
+def test_specforge_dflash(loss_type):
+    """All four terms, and the gradient, are those of SpecForge's own method."""
+    example = load("specforge_dflash")
+    torch.manual_seed(0)
+    B, N, block_size, V, D = 2, 3, 5, 11, 8
+    head, ids = torch.randn(V, D), torch.randint(0, V, (B, N, block_size))
+    weight_mask = (torch.rand(B, N, block_size) < 0.7).float()
+    weight_mask[:, :, 0] = 0
+    hidden = torch.randn(B, N, block_size, D, requires_grad=True)
+    found = example.objective_terms(example.loss_fn_of(loss_type, gamma=4.0), hidden, head, ids, weight_mask)
+    (grad,) = torch.autograd.grad(found[0], hidden)
+    with trainers.loaded(trainers.SPECFORGE, "algorithms.common.dflash_family_model") as specforge:
+        model = specforge.dflash_family_model.OnlineDFlashModel
+        lm_head = torch.nn.Linear(D, V, bias=False)
+        lm_head.weight.data.copy_(head)
+        options = {"loss_decay_gamma": 4.0, "loss_type": loss_type, "dpace_alpha": 0.5}
+        theirs = model(None, lm_head, None, mask_token_id=0, block_size=block_size, **options)
+        expected = theirs._dflash_objective_chunk_terms(hidden, ids, weight_mask)
+        (expected_grad,) = torch.autograd.grad(expected[0], hidden)
+    for ours, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, other)
+    torch.testing.assert_close(grad, expected_grad)
+
+
+def test_specforge_dflash_runs():
+    losses = load("specforge_dflash").main()
+    assert all(math.isfinite(loss) and 0 <= accuracy <= 1 for loss, accuracy in losses.values())
+
+
+def test_policy_gradient():
+    """Loss and gradient equal the formula with one ratio per row of the pair (not coupled-GRPO's); the reward rises."""
+    example = load("policy_gradient")
+    torch.manual_seed(0)
+    policy, old_policy, reference = (example.Policy().double() for _ in range(3))
+    for p in (old_policy, reference):
+        p.load_state_dict({k: v + 0.05 * torch.randn_like(v) for k, v in policy.state_dict().items()})
+    ids, rewards = torch.randint(0, example.MASK, (example.GROUP, example.L)), torch.rand(example.GROUP).double()
+    seeds = torch.arange(example.GROUP)
+    found = example.update(policy, old_policy, reference, ids, rewards, seeds)
+    found.backward()
+    found_grads = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+
+    supervised = example.BEHIND.expand_as(ids)
+    level = sample_level(len(ids), low=0.2, high=0.8, seeds=seeds)
+    mask = corrupt_uniform(ids, supervised, example.MASK, level=level, seeds=seeds)[1]
+    advantages, expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4), 0.0
+    clipped = 0
+    for read in (mask, supervised & ~mask):
+        new, old, ref = (
+            p.lm_head(p(ids.masked_fill(read, example.MASK)))[..., : example.MASK].log_softmax(-1)
+            .gather(-1, ids[..., None])[..., 0] for p in (policy, old_policy, reference)
+        )  # fmt: skip
+        ratio, A = (new - old.detach()).exp(), advantages[:, None]
+        clipped += ((ratio < 0.8) | (ratio > 1.2)).logical_and(read).sum()
+        k3 = (ref.detach() - new).exp() - (ref.detach() - new) - 1
+        per_token = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A) - 0.02 * k3
+        expected = expected - (per_token * read).sum() / (len(ids) * (example.L - example.PROMPT))
+    assert clipped > 0
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    for grad, p in zip(found_grads, policy.parameters(), strict=True):
+        torch.testing.assert_close(grad, p.grad)
+    means = example.main(steps=12)
+    assert sum(means[-3:]) > sum(means[:3]) + 0.3
+
+
+def test_llada2_confidence():
+    """The loss and the gradient are those of the formula; the second term lowers the entropy of what is right."""
+    example = load("llada2_confidence")
+    torch.manual_seed(0)
+    ids, noise_mask = torch.randint(0, example.MASK, (4, 16)), torch.rand(4, 16) < 0.6
+    p_mask, head = torch.full((4, 16), 0.6).double(), torch.randn(example.V, 8).double().requires_grad_()
+    hidden = (2 * head.detach()[ids] + torch.randn(4, 16, 8)).requires_grad_()  # right now and then
+    out = example.loss_of(hidden, head, ids, noise_mask, p_mask)
+    grads = torch.autograd.grad(out.loss, (hidden, head))
+    log_p = (hidden @ head.T)[..., : example.MASK].log_softmax(-1)
+    nll = -log_p.gather(-1, ids[..., None])[..., 0]
+    correct, entropy = log_p.argmax(-1) == ids, -(log_p.exp() * log_p).sum(-1)
+    assert 0 < (correct & noise_mask).sum() < noise_mask.sum()
+    expected = ((nll + 0.5 * entropy * correct) * noise_mask / p_mask).sum() / ids.numel()
+    torch.testing.assert_close(out.loss, expected)
+    for found, exact in zip(grads, torch.autograd.grad(expected, (hidden, head)), strict=True):
+        torch.testing.assert_close(found, exact)
+    without, with_it = example.main(steps=60)
+    assert with_it < without
+
+
+def test_speculators_draft():
+    """The acceptance rate rises; ``integrations/test_speculators.py`` holds loss and metrics to speculators' own."""
+    example = load("speculators_draft")
+    first, last = example.main(steps=100, weighting="dpace")
+    assert last > 2 * first
+
+
+def test_speculators_patch():
+    """Its own model's losses, without ours, with both of its tables patched, and from hidden states: one training run."""
+    for needed in ("speculators", "openai", "datasets"):  # its models import the code that makes training data
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip(f"{needed} is not installed")
+    example = load("speculators_patch")
+    theirs = example.main(steps=8, implementation="eager")
+    ours = {"hidden states": example.main(steps=8, step=example.from_hidden_states)}
+    report = example.speculators.patch()
+    try:
+        assert ("speculators.models.dflash.metrics", "kl_div_loss") in report.replaced
+        ours |= {table: example.main(steps=8, implementation=table) for table in ("eager", "fused")}
+    finally:
+        example.speculators.unpatch()
+    for found in ours.values():
+        torch.testing.assert_close(found, theirs, rtol=1e-4, atol=0)
+    assert theirs[-1] < 0.9 * theirs[0]

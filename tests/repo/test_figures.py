@@ -1,0 +1,134 @@
+"""The figures that README and docs print are those of the committed results."""
+
+import json
+import re
+
+import pytest
+
+from examples.demo import train
+from tests.support.readme import DOCS, README, ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+XEON, EPYC = RESULTS / "intel-xeon-2-cores", RESULTS / "amd-epyc-2-cores"
+pytestmark = pytest.mark.skipif(not RESULTS.exists(), reason="a source distribution holds no results")
+SIZES = ({"B": 1, "L": 1024}, {"B": 8, "L": 4096}, {"B": 64, "L": 4096})
+HALF = {"shape": "CPU 2x960", "active": "50%"}
+LINEAR = {"V": 32000, "D": 512, "active": "50%"}
+# A row's first words -> (file, phase, what it is compared with, its cases).
+ROWS = {
+    "MDLM loss": ("token_nll", "both", "original", [HALF | {"V": 32000}]),
+    "DFlash from hidden states, frozen head": ("linear_nll", "both", "original", [LINEAR | {"head": "frozen"}]),
+    "DFlash from hidden states, trainable head": ("linear_nll", "both", "original", [LINEAR | {"head": "trainable"}]),
+    "log-probabilities and entropy": ("row_stats", "both", "plain", [HALF | {"form": "logits", "V": 32000}]),
+    "SCDD loss": ("scdd", "both", "original", [HALF | {"loss": "scdd"}]),
+    "`corrupt_blockwise`": ("corruption", "forward", "original", [s | {"routine": "blockwise", "block": 32} for s in SIZES]),
+    "`corrupt_uniform_random`": (
+        *("corruption", "forward", "original"), [s | {"routine": "uniform_random", "block": 32} for s in SIZES]
+    ),
+    "`corrupt_uniform`": ("corruption", "forward", "original", [s | {"routine": "uniform", "block": "-"} for s in SIZES]),
+    "`corrupt_mix`": ("corruption", "forward", "original", [s | {"routine": "mix", "block": "-"} for s in SIZES]),
+    "`corrupt_all_masked`": ("corruption", "forward", "original", [SIZES[1] | {"routine": "all_masked", "block": "-"}]),
+    "the collator": (
+        *("collate", "collate", "original"), [{"samples": 8, "up to": 1024}, {"samples": 32, "up to": 4096}]
+    ),
+}  # fmt: skip
+
+
+def results(path):
+    return json.loads(path.read_text())
+
+
+def ratios(found, phase, other, case):
+    """(speed, memory) of ours beside the other; of several settings of one size the slower."""
+    of = {}
+    for result in found:
+        if result["phase"] == phase and case.items() <= result["case"].items():
+            of.setdefault(tuple(result["case"].items()), {})[result["name"]] = result
+    assert of, case
+    pairs = [(names["ours"], names[other]) for names in of.values()]
+    speed, ours, theirs = min((b["timing"]["q50_s"] / a["timing"]["q50_s"], a, b) for a, b in pairs)
+    return speed, ours["peak_bytes"] and theirs["peak_bytes"] and ours["peak_bytes"] / theirs["peak_bytes"]
+
+
+def printed(cell):
+    return re.findall(r"([\d.]+)x", cell)
+
+
+def agree(shown, exact):
+    """To as many decimals as are printed."""
+    decimals = len(shown.partition(".")[2])
+    return abs(float(shown) - exact) <= 0.5 * 10**-decimals
+
+
+def table(path):
+    text = path.read_text().split("## Divergences")[0]
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if re.match(r"\| .*\dx", line)]
+    assert rows
+    return rows
+
+
+@pytest.mark.parametrize("page", [README, DOCS / "benchmarks.md"], ids=lambda path: path.name)
+def test_the_table_is_what_was_measured(page):
+    for what, _, speeds, *memory in table(page):
+        (name,) = (name for name in ROWS if re.match(re.escape(name) + r"(\W|$)", what))
+        file, phase, other, cases = ROWS[name]
+        found = results(XEON / f"{file}.json")
+        exact = [ratios(found["results"], phase, other, case) for case in cases]
+        shown = printed(speeds)
+        assert len(shown) >= len(exact)
+        for figure, (speed, _) in zip(shown, exact, strict=False):
+            assert agree(figure, speed), (what, figure, speed)
+        if len(shown) > len(exact):  # beside it, in words, the rows that count alone
+            assert "only the active rows are gathered" in speeds
+            assert agree(shown[1], ratios(found["results"], phase, "gather", cases[0])[0])
+        if memory and printed(memory[0]):
+            assert agree(printed(memory[0])[0], exact[0][1]), what
+        if page.parent == DOCS:
+            samples = re.search(r"medians of (\d+)", what)
+            assert found["options"]["samples"] == int(samples[1] if samples else 20), what
+
+
+def test_the_divergences_are_what_was_measured():
+    text = (DOCS / "benchmarks.md").read_text().split("## Divergences")[1]
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", text, re.MULTILINE)
+    assert [kind for kind, _ in rows] == ["kl", "jsd", "tv", "l1", "nla"]
+    file = results(EPYC / "divergence_kinds.json")
+    assert file["options"]["samples"] == 3
+    found = file["results"]
+    for kind, cells in rows:
+        case = {"shape": "CPU 2x960 frozen", "rows": 960, "V": 32000, "kind": kind}
+        speed, memory = ratios(found, "both", "plain", case)
+        products, _ = ratios(found, "both", "products", case)
+        for figure, exact in zip(printed(cells), (speed, memory, products), strict=True):
+            assert agree(figure, exact), (kind, figure, exact)
+
+
+def test_the_demo_is_what_was_measured():
+    found = results(EPYC / "demo_mdlm.json")
+    assert {name: found["options"][name] for name in train.PRESETS["cpu"]} == train.PRESETS["cpu"]
+    plain, ours = found["table"]
+    assert ours["heldout_last"] < found["frequency_guess"]
+    memory, time = ours["peak_bytes"] / plain["peak_bytes"], ours["step_seconds"] / plain["step_seconds"]
+    text = " ".join(README.read_text().split())
+    (shown,) = re.findall(r"the step takes ([\d.]+)x the memory and ([\d.]+)x the time", text)
+    assert agree(shown[0], memory)
+    assert agree(shown[1], time)
+    (shown,) = re.findall(r"held-out text ends at ([\d.]+) nats, .* alone gives ([\d.]+):", text)
+    assert agree(shown[0], ours["heldout_last"])
+    assert agree(shown[1], found["frequency_guess"])
+    for page in (text, " ".join((DOCS / "examples.md").read_text().split())):
+        shown = f"{found['options']['steps']} steps on two cores of an {found['environment']['cpu']['model']}"
+        assert f"The figure shows {shown}" in page
+    assert f"a vocabulary of {found['options']['vocab']:,}" in text
+    (shown,) = re.findall(r"in (\d+) s of processor time", text)
+    assert agree(shown, found["processor_seconds"])
+    assert found["processor_seconds"] < 150  # two idle cores then need less, whatever part of it runs on one alone
+
+
+def test_what_was_measured_says_of_which_code():
+    """The page names what was measured with changes that are in no commit."""
+    changed = {path.stem for path in XEON.glob("*.json") if results(path)["environment"]["modified"]}
+    assert changed == {"linear_nll", "collate"}
+    assert (
+        "The DFlash and collator results were measured with uncommitted changes" in (DOCS / "benchmarks.md").read_text()
+    )

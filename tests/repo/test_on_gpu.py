@@ -1,0 +1,450 @@
+"""The run on a lent GPU, rehearsed: its plan, every cut, what is left when it is killed, and the verdicts."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks import on_gpu, shapes, verdicts
+from benchmarks.on_gpu import Step
+from tools import predicted
+
+ORDER = ["peers", "verify", "headline", "token_nll", "linear_nll", "trained_head", "corruption", "variants"]
+SECOND = ["gpu_tests", "compile", "parity", "model"]
+NAMES = [step.name for step in on_gpu.steps(Path("work"))]
+
+
+def test_what_decides_most_comes_first():
+    assert NAMES[: len(ORDER + SECOND)] == ORDER + SECOND
+
+
+@pytest.mark.parametrize("minutes", [0.5, 9, 17, 28, 60])
+def test_the_plan_keeps_to_its_minutes(minutes):
+    steps = on_gpu.steps(Path("work"))
+    fits, left = on_gpu.plan(steps, minutes)
+    assert sum(step.minutes for step in fits) <= max(minutes - on_gpu.RESERVE / 60, 0)
+    assert sorted(s.name for s in (*fits, *left)) == sorted(NAMES)
+    assert [s for s in steps if s in fits] == fits
+
+
+def test_a_call_of_9_minutes_holds_what_is_measured_and_the_next_what_is_tested():
+    first, left = on_gpu.plan(on_gpu.steps(Path("work")), 9)
+    second, left = on_gpu.plan(left, 9)
+    assert [s.name for s in first] == ORDER
+    assert [s.name for s in second] == SECOND
+
+
+def test_every_step_has_what_it_needs():
+    by_name = {step.name: step for step in on_gpu.steps(Path("work"))}
+    for name in ("memcheck", "racecheck"):
+        assert by_name[name].settings == {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    words = " ".join(by_name["parity"].command)
+    assert "-n 12 --maxfail=20 -m not exhaustive" in words
+    assert "-v" in words
+    assert all(by_name[name].settings == {"OMP_NUM_THREADS": "1"} for name in ("gpu_tests", "parity"))
+    assert by_name["predicted"].command[-2:] == ("--model", by_name["model"].command[-3])
+    assert by_name["model"].settings["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def shell(name, text, minutes=1.0, **options):
+    return Step(name, minutes, ("sh", "-c", text), ("sh", "-c", text), **options)
+
+
+def quick(work):
+    """All steps, each done at once, with results."""
+    return [shell(name, f"""echo table of {name}; echo '{{"results": []}}' > {work}/{name}.json""") for name in NAMES]
+
+
+def hanging(step, work):
+    """That step, which leaves its group, and never ends."""
+    escaped = f"echo \\$\\$ > {work}/escaped.pid; trap '' TERM; while true; do sleep 0.1; done"
+    text = f"""echo '{{"results": [1]}}' > {work}/{step.name}.json; setsid sh -c "{escaped}" & sleep 60"""
+    return shell(step.name, text, minutes=0.02)
+
+
+@pytest.fixture
+def rehearse(monkeypatch, tmp_path):
+    """(make the steps, arguments) -> (status, folder of results)."""
+    monkeypatch.setattr(on_gpu, "REFRESH", 0.1)
+    monkeypatch.setattr(on_gpu, "RESERVE", 0.0)
+    monkeypatch.setattr(on_gpu, "PATIENCE", 0.3)
+    monkeypatch.setattr(on_gpu, "verdicts", lambda folder, size: ["- a verdict"])
+
+    def run(make, *words):
+        monkeypatch.setattr(on_gpu, "steps", make)
+        out = tmp_path / "out"
+        return on_gpu.main(["--out", str(out), "--rehearse", *words]), out
+
+    return run
+
+
+def contents(out):
+    with tarfile.open(out / "results.tar.gz") as archive:
+        return {member.name: archive.extractfile(member).read().decode() for member in archive.getmembers()}
+
+
+def outcomes(out):
+    return {name: step["outcome"] for name, step in json.loads((out / "summary.json").read_text())["steps"].items()}
+
+
+def alive(pid):
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def test_every_step_runs_and_everything_comes_home_in_three_files(rehearse, capfd):
+    status, out = rehearse(quick)
+    assert status == 0
+    assert sorted(path.name for path in out.iterdir()) == ["results.tar.gz", "summary.json", "verdicts.md"]
+    assert outcomes(out) == dict.fromkeys(NAMES, "ok")
+    found = contents(out)
+    assert {f"{name}{end}" for name in NAMES for end in (".json", ".log")} < set(found)
+    assert found["tune.log"] == "table of tune\n"
+    printed = capfd.readouterr().out
+    assert printed.index("table of peers") < printed.index("=== peers: ok") < printed.index("table of verify")
+    assert "left out for lack of time: nothing" in printed
+
+
+EACH = [
+    pytest.param(place, id=name, marks=[pytest.mark.exhaustive] if name not in (NAMES[0], NAMES[-1]) else [])
+    for place, name in enumerate(NAMES)
+]
+
+
+@pytest.mark.parametrize("place", EACH)
+def test_a_step_past_its_share_is_ended_with_all_it_started(place, rehearse, monkeypatch):
+    seen = []
+
+    def make(work):
+        cut, *rest = quick(work)[place : place + 2]
+        seen.append(work)
+        return [hanging(cut, work), *rest]
+
+    real = on_gpu._of_mark
+    pids = []
+
+    def noted(mark):
+        with_pid = seen[-1] / "escaped.pid"
+        pids.extend([int(with_pid.read_text())] if with_pid.exists() else [])
+        return real(mark)
+
+    monkeypatch.setattr(on_gpu, "_of_mark", noted)
+    status, out = rehearse(make)
+    assert status == 1
+    assert pids
+    assert not any(map(alive, pids))
+    first, *rest = outcomes(out).values()
+    assert first == "ended after its 0.02 minutes"
+    assert set(rest) <= {"ok"}
+    assert json.loads(contents(out)[f"{NAMES[place]}.json"]) == {"results": [1]}  # what was measured before the cut
+
+
+def test_what_does_not_fit_is_named_and_time_that_is_left_is_used(rehearse, capfd):
+    """The second of three is too long; the third fits, though not if the first took its share."""
+
+    def make(work):
+        return [shell("a", "true", 0.9), shell("b", "true", 5), shell("c", "true", 0.9)]
+
+    status, out = rehearse(make, "--minutes", "1")
+    printed = capfd.readouterr().out
+    assert status == 0
+    assert outcomes(out) == {"a": "ok", "c": "ok"}
+    assert "fits: a 0.9 min" in printed
+    assert "fits only if others take less: b, c" in printed
+    assert "left out for lack of time: b" in printed
+
+
+def test_a_resumed_run_goes_on_and_keeps_what_there_is(rehearse, tmp_path):
+    _, out = rehearse(quick, "--steps", "verify", "tune", "--minutes", "28")
+    earlier = out.rename(tmp_path / "earlier")
+    assert set(outcomes(earlier)) == {"verify", "tune"}
+
+    def make(work):
+        return [shell(s.name, "exit 1") if s.name in ("verify", "tune") else s for s in quick(work)]
+
+    status, out = rehearse(make, "--resume", str(earlier))
+    assert status == 0  # neither ran again
+    assert outcomes(out) == dict.fromkeys(["verify", "tune", *NAMES], "ok")
+    assert {"verify.log", "verify.json", "parity.log"} < set(contents(out))
+
+
+def test_the_environment_is_asked_once_and_before_the_first_step(rehearse, monkeypatch, tmp_path):
+    """It runs git and nvidia-smi, which would take time of what is measured."""
+    asked = tmp_path / "asked"
+
+    def environment(device):
+        with asked.open("a") as file:
+            file.write(f"{device}\n")
+        return {"gpu": None}
+
+    monkeypatch.setattr(on_gpu, "environment", environment)
+    status, out = rehearse(lambda work: [shell("a", f"sleep 0.5; cat {asked}"), shell("b", "true")])
+    assert (status, asked.read_text(), contents(out)["a.log"]) == (0, "cpu\n", "cpu\n")
+    assert json.loads((out / "summary.json").read_text())["environment"] == {"gpu": None}
+
+
+def test_a_failure_keeps_nothing_from_running(rehearse):
+    status, out = rehearse(lambda work: [shell("a", "exit 7"), shell("b", "true")])
+    assert status == 1
+    assert outcomes(out) == {"a": "failed with status 7", "b": "ok"}
+
+
+def test_a_sanitizer_that_refuses_the_device_is_no_failure(rehearse):
+    text = "echo '========= Error: Device not supported. Please refer to the \"Supported Devices\" section'; exit 1"
+    status, out = rehearse(lambda work: [shell("memcheck", text, needs="sh"), shell("racecheck", "exit 3", needs="sh")])
+    assert status == 1
+    assert outcomes(out) == {"memcheck": "left out: sh refuses this device", "racecheck": "failed with status 3"}
+
+
+def test_wheels_that_cannot_be_installed_do_not_cost_the_run(rehearse, tmp_path, capfd):
+    wheels = tmp_path / "wheels"
+    wheels.mkdir()
+    (wheels / "peer-1.0-py3-none-any.whl").write_bytes(b"no wheel")
+    status, out = rehearse(lambda work: [shell("a", "echo $PYTHONPATH")], "--wheels", str(wheels))
+    assert status == 0
+    assert "measured without peers" in capfd.readouterr().out
+    assert contents(out)["a.log"].startswith("/")
+
+
+KILLED = """
+import sys
+from tests.repo import test_on_gpu as t
+t.on_gpu.REFRESH = 0.1
+t.on_gpu.steps = lambda work: [t.quick(work)[0], t.shell("tune", f"echo 1 > {work}/tune.json; echo $$; sleep 60")]
+t.on_gpu.main(["--out", sys.argv[1], "--rehearse"])
+"""
+
+
+def test_whoever_kills_it_has_what_was_measured(tmp_path):
+    """Also of the step that was under way."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], cwd=on_gpu.ROOT, stdout=subprocess.DEVNULL
+    )
+    deadline, found = time.monotonic() + 120, {}
+    while time.monotonic() < deadline and not found.get("tune.log"):
+        time.sleep(0.2)
+        found = contents(tmp_path) if (tmp_path / "results.tar.gz").exists() else {}
+    process.kill()
+    process.wait()
+    os.killpg(int(found["tune.log"]), signal.SIGKILL)
+    assert (found["peers.json"], found["tune.json"]) == ('{"results": []}\n', "1\n")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (list(summary["steps"]), summary["running"]) == (["peers"], "tune")
+    assert len(list(tmp_path.iterdir())) <= 8
+
+
+def record(name, seconds, case, phase="forward", floor=1.0, subject="token_nll", **more):
+    timing = {"q20_s": seconds, "q50_s": seconds, "q80_s": seconds}
+    extra = more.pop("extra", {})
+    return {"case": case, "phase": phase, "name": name, "timing": timing, "floor_s": floor, "extra": extra} | {
+        "subject": subject, **more
+    }  # fmt: skip
+
+
+HERE = {"sources": "1234", "gpu": {"name": "GPU"}}
+RIGHT = {"check": "NLL", "quantity": "nll", "error": 0.1, "allowed": 0.2, "passed": True}
+VERIFIED = {"environment": HERE, "complete": True, "findings": [RIGHT]}
+
+
+def written(folder, verify=VERIFIED, where=HERE, **files):
+    (folder / "verify.json").write_text(json.dumps(verify))
+    for name, records in files.items():
+        (folder / f"{name}.json").write_text(json.dumps({"environment": where, "results": records}))
+    return verdicts.verdicts(folder)
+
+
+FULL = shapes.HEADLINE["full"]
+LLADA = {"shape": FULL.logits.name, "active": "100%"}
+ALL, HALF = ({"shape": FULL.frozen[0].name, "active": share} for share in ("100%", "50%"))
+LINEAR = {"phase": "both", "subject": "linear_nll"}
+BATCH = {"routine": "blockwise", "B": 64, "L": 4096, "block": 32}
+
+
+def test_every_bar_has_its_verdict(tmp_path):
+    policy = {"shape": FULL.policy.name, "form": "logits", "active": "100%"}
+    lines = written(
+        tmp_path,
+        headline=[
+            record("ours", 1.05, LLADA), record("ours", 2.0, LLADA, "both"),
+            record("ours", 8e-4, policy, subject="row_stats"),
+            record("ours", 1.1, ALL, **LINEAR), record("bare products", 1.0, ALL, **LINEAR), record("ours", 0.6, HALF, **LINEAR),
+        ],
+        token_nll=[record("ours", 2.0, LLADA, "both"), record("liger", 1.9, LLADA, "both")],
+        linear_nll=[
+            record("ours", 1.0, HALF, peak_bytes=10, **LINEAR), record("plain", 3.0, HALF, peak_bytes=20, **LINEAR),
+            record("liger", 2.0, HALF, peak_bytes=30, **LINEAR),
+        ],
+        trained_head=[record(name, s, {"shape": FULL.trained.name, "active": "100%"}, **LINEAR)
+                      for name, s in (("ours", 1.05), ("quack", 1.0))],
+        corruption=[record(name, s, BATCH, subject="corruption") for name, s in (("ours", 1.0), ("original", 11.0))],
+        predicted=[record("ours", 2.0, {"kernel": "k", "V": 7}, "chunk", floor=1.2, extra={"predicted_share": 0.8})],
+    )  # fmt: skip
+    of_8b = ["not measured"] * 4
+    assert [line.split(":")[0].removeprefix("- ") for line in lines] == [
+        "verified", "met", "NOT MET", "NOT MET", "met", "met", "met", "met", *of_8b, "met", "met", "met", "not measured", "NOT MET",
+    ]  # fmt: skip
+    assert lines[1].endswith("of a copy's speed: 0.952, bar 0.9")
+    assert lines[5].endswith("time with all active over half: 1.83, bar 1.8")
+    assert lines[6].endswith("fastest other over ours: 2, bar 1 (beside plain, liger)")
+    assert lines[7].endswith("smallest other over ours: 2, bar 1 (beside plain, liger)")
+    assert lines[-1] == "- NOT MET: k at V 7, chunk: 0.75 of its prediction, bar 0.9 to 1.1"
+
+
+def test_what_the_bars_ask_for_is_measured():
+    """By the steps on a GPU, and at toy size by those of a rehearsal."""
+    named = [*shapes.LOGITS["full"], *shapes.LINEAR["full"], shapes.POLICY]
+    commands = {step.name: " ".join(step.command) for step in on_gpu.steps(Path("work"))}
+    for bar in verdicts.bars("full"):
+        if bar.results == "corruption":
+            assert shapes.MaskShape(*(bar.case[key] for key in ("B", "L", "block"))) in shapes.MASKS["full"]
+        else:
+            (shape,) = {shape for shape in named if shape.name == bar.case["shape"]}
+            if bar.results == "headline":
+                assert shape in (FULL.logits, FULL.policy, *FULL.frozen, FULL.trained)
+            else:
+                assert any(f"--shape {shape.name[:n]} " in commands[bar.results] for n in range(len(shape.name) + 1))
+                assert f"--share {float(bar.case['active'].rstrip('%')) / 100}" in commands[bar.results]
+                assert "--compiled" in commands[bar.results]
+
+
+@pytest.mark.parametrize(
+    ("verify", "line"),
+    [
+        ({}, "- NOT VERIFIED: the step verify did not come to its end"),
+        (VERIFIED | {"complete": False}, "- NOT VERIFIED: the step verify did not come to its end"),
+        (VERIFIED | {"findings": [RIGHT, RIGHT | {"passed": False}]}, "- NOT VERIFIED: NLL: nll"),
+        (VERIFIED | {"environment": HERE | {"sources": "5678"}}, "- verified: 1 comparisons on all rows"),
+        (VERIFIED | {"environment": HERE | {"gpu": None}}, "- verified: 1 comparisons on all rows"),
+    ],
+    ids=["missing", "cut", "wrong", "other sources", "another device"],
+)
+def test_without_a_verification_every_verdict_is_unverified(verify, line, tmp_path):
+    found = {"headline": [record("ours", 1.0, LLADA)], "corruption": [record("ours", 1.0, BATCH | {"B": 512})]}
+    found["corruption"][0]["subject"] = "corruption"
+    predicted = [record("ours", 2.0, {"kernel": "k", "V": 7}, "chunk", floor=1.6, extra={"predicted_share": 0.8})]
+    first, *lines = written(tmp_path, verify, **found, predicted=predicted)
+    assert first == line
+    assert {line.split(":")[0] for line in lines} == {"- unverified", "- not measured"}
+    assert sum(line.startswith("- unverified") for line in lines) == 3
+
+
+def test_an_error_that_is_too_large_is_no_speed(tmp_path):
+    fast = record("ours", 1.0, LLADA, allowed_error=0.02)
+    for error, word in (
+        (0.01, "met"),
+        (0.03, "WRONG (error 0.03, allowed 0.02)"),
+        (None, "WRONG (error None, allowed 0.02)"),
+    ):
+        assert written(tmp_path, headline=[fast | {"error": error}])[1].startswith(f"- {word}: NLL")
+
+
+def test_who_failed_is_named(tmp_path):
+    """A peer beside those that ran; ours instead of a number; what could not be imported, once."""
+    failed = {"timing": None, "extra": {"failed": "RuntimeError: no"}}
+    (tmp_path / "peers.json").write_text(json.dumps({"imports": {"quack": "ImportError: none", "liger_kernel": None}}))
+    lines = written(
+        tmp_path,
+        headline=[record("ours", 1.0, LLADA) | failed],
+        token_nll=[record("ours", 1.0, LLADA, "both"), record("plain", 2.0, LLADA, "both"),
+                   record("liger", 1.0, LLADA, "both") | failed],
+    )  # fmt: skip
+    assert lines[1] == "- not imported: quack (ImportError: none)"
+    assert lines[2].startswith("- FAILED: NLL")
+    assert lines[2].endswith("copy's speed: RuntimeError: no")
+    assert lines[4].endswith("2, bar 1 (beside plain; liger failed: RuntimeError: no)")
+
+
+def test_a_candidate_that_did_not_fit_decides_nothing(tmp_path):
+    records = [record("ours", 1.0, LLADA, "both"), record("plain", 1.0, LLADA, "both") | {"timing": None}]
+    assert written(tmp_path, token_nll=records)[3].startswith("- not measured")
+
+
+WRONG = """
+import sys
+from benchmarks import verify
+from dllm_kernels._backends.triton import linear_nll
+
+right = linear_nll.row_nll_grad_
+
+def wrong(logits, *arguments, **options):
+    found = right(logits, *arguments, **options)
+    logits[-1] *= 1.1
+    return found
+
+linear_nll.row_nll_grad_ = wrong
+every = verify.checks
+verify.checks = lambda options: {name: every(options)[name] for name in ("trained head", "corruption")}
+sys.exit(verify.main(sys.argv[1:]))
+"""
+
+
+def test_a_wrong_kernel_fails_the_run_and_leaves_every_verdict_unverified(rehearse, monkeypatch, capfd):
+    monkeypatch.setattr(on_gpu, "verdicts", verdicts.verdicts)
+    real = on_gpu.steps
+
+    def make(work):
+        by_name = {step.name: step for step in real(work)}
+        *_, subject = by_name["verify"].toy[:4]
+        assert subject == "verify"
+        wrong = (sys.executable, "-c", WRONG, *by_name["verify"].toy[4:])
+        return [replace(by_name["verify"], toy=wrong, minutes=5.0), replace(by_name["headline"], minutes=5.0)]
+
+    status, out = rehearse(make, "--minutes", "11")
+    assert status == 1
+    assert outcomes(out) == {"verify": "failed with status 1", "headline": "ok"}
+    first, *lines = (out / "verdicts.md").read_text().splitlines()
+    assert re.match(
+        "- NOT VERIFIED: NLL from hidden states .* trained head, two chunks: gradient of hidden, worst row", first
+    )
+    assert "blocks of" not in first  # corruption is right
+    assert {line.split(":")[0] for line in lines} == {"- unverified", "- not measured"}
+    assert sum(line.startswith("- unverified") for line in lines) == 5
+    assert first in capfd.readouterr().out
+
+
+def test_predictions_are_read_and_never_made_there(tmp_path):
+    roofs = {"H100": {"share": 0.9}, "H200": {"share": 0.8}}
+    reports = [
+        {
+            "kernel": "k",
+            "target": "sm_90",
+            "passes": [{"roofs": roofs}, {"roofs": {"H200": {"share": 0.7}}}],
+            "phases": {},
+        },
+        {"kernel": "k", "target": "sm_80", "passes": [{"roofs": {"A100": {"share": 0.1}}}], "phases": {}},
+        {"kernel": "merge", "target": "sm_90", "passes": [], "phases": {}},
+        {
+            "kernel": "chunk",
+            "target": "sm_90",
+            "passes": [{"roofs": roofs}],
+            "phases": {"H200": {"100%": 0.6, "90%": 0.5}},
+        },
+    ]
+    model = tmp_path / "model.json"
+    model.write_text(json.dumps(reports))
+    assert predicted.shares(model, "H200") == {"k": 0.7, "chunk": 0.6}
+    assert predicted.shares(None, "H200") == predicted.shares(tmp_path / "none.json", "H200") == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--steps", "nothing"], "--steps: must be of peers, .*, got nothing"),
+        (["--wheels", "nowhere"], "--wheels: must be a folder, got nowhere"),
+        (["--resume", "nowhere"], "--resume: must be a folder with results.tar.gz, got nowhere"),
+    ],
+)
+def test_bad_arguments(words, message, capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        on_gpu.main(["--out", str(tmp_path), "--rehearse", *words])
+    assert re.search(message, capsys.readouterr().err.replace("\n", " "))

@@ -1,0 +1,58 @@
+"""Private modules of the package are imported by few tests: the others hold for any code behind the public functions."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+PRIVATE = re.compile(r"dllm_kernels(\.\w+)*\._[a-z]\w*(\.\w+)*")
+MAY = ("kernels", "internals", "support")
+BY_NAME = ("import_module", "importorskip", "setattr", "delattr")  # calls that import the module that a string names
+
+
+def private_imports(source):
+    """(line, name) of every private module, or name in one, that the source of a file imports."""
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = getattr(node.func, "attr", getattr(node.func, "id", None))
+            names = [str(node.args[0].value)] if called in BY_NAME else []
+        yield from ((node.lineno, name) for name in names if PRIVATE.fullmatch(name))
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("import dllm_kernels._core._plan", ["dllm_kernels._core._plan"]),
+        ("from dllm_kernels import _core", ["dllm_kernels._core"]),
+        ("from dllm_kernels.losses._rows import run, Rows", ["dllm_kernels.losses._rows.run", "dllm_kernels.losses._rows.Rows"]),
+        ("def f():\n    from dllm_kernels._utils import _checks", ["dllm_kernels._utils._checks"]),
+        ("pytest.importorskip('dllm_kernels._backends.triton._tiles')", ["dllm_kernels._backends.triton._tiles"]),
+        ("monkeypatch.setattr('dllm_kernels.losses._rows.run', None)", ["dllm_kernels.losses._rows.run"]),
+        ("from dllm_kernels import losses, __version__\nfrom dllm_kernels.ops import token_nll\nimport torch._dynamo", []),
+    ],
+)  # fmt: skip
+def test_a_private_import_is_found(source, found):
+    assert [name for _, name in private_imports(source)] == found
+
+
+def test_private_modules_are_imported_by_tests_of_kernels_and_internals_alone():
+    files = sorted(TESTS.rglob("*.py"))
+    assert {path.relative_to(TESTS).parts[0] for path in files} > {*MAY}
+    found = [
+        f"{path.relative_to(TESTS.parent)}:{line} imports {name}"
+        for path in files
+        if path.relative_to(TESTS).parts[0] not in MAY
+        for line, name in private_imports(path.read_text())
+    ]
+    assert found == []
+
+
+def test_every_file_of_tests_stands_in_a_folder():
+    assert [path.name for path in TESTS.glob("*.py")] == ["conftest.py"]

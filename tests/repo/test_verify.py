@@ -1,0 +1,180 @@
+"""The comparison with float64 that precedes measurements on a GPU: it passes, and finds what it is there for."""
+
+import json
+import math
+import types
+
+import pytest
+
+from benchmarks import measure, variants, verify
+from benchmarks.shapes import TOY_LOGITS
+from dllm_kernels import corruption, ops
+from tests.support.parity import Spoilt
+
+NAMES = ["trained head", "logits", "policy", "frozen head", "corruption"]
+
+
+@pytest.fixture
+def check(monkeypatch, tmp_path):
+    """(name, replacements of ops) -> the findings of that check, in bfloat16 on the torch path."""
+    argv = [
+        "--size",
+        "toy",
+        "--device",
+        "cpu",
+        "--dtype",
+        "bfloat16",
+        "--backend",
+        "torch",
+        "--out",
+        str(tmp_path / "v.json"),
+    ]
+
+    def run(name, **replaced):
+        options = measure.parse(measure.arguments("verify"), argv)
+        monkeypatch.setattr(verify, "ops", types.SimpleNamespace(**{**vars(ops), **replaced}))
+        real = verify.checks
+        monkeypatch.setattr(verify, "checks", lambda o: {name: real(o)[name]})
+        return verify.run(options)
+
+    return run
+
+
+def test_the_doubtful_product_comes_first():
+    assert list(verify.checks(measure.parse(measure.arguments("verify"), ["--size", "toy"]))) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_right_passes(name, check, tmp_path):
+    findings = check(name)
+    assert len(findings) >= 4
+    assert all(f.passed for f in findings), [f for f in findings if not f.passed]
+    written = json.loads((tmp_path / "v.json").read_text())
+    assert written["complete"]
+    assert [f["passed"] for f in written["findings"]] == [True] * len(findings)
+
+
+def test_a_head_of_two_chunks_in_place_and_an_odd_stride_are_among_them(check):
+    seen = []
+
+    def linear(hidden, weight, targets, weights, **options):
+        seen.append(options["chunk_size"])
+        return ops.weighted_linear_nll(hidden, weight, targets, weights, **options)
+
+    def logits(x, *arguments, **options):
+        seen.append((x.stride(0) % 2, options["inplace_backward"]))
+        return ops.weighted_nll(x, *arguments, **options)
+
+    check("trained head", weighted_linear_nll=linear)
+    assert seen == [6, None, 6]  # of 12 rows, the first of them again
+    seen.clear()
+    options = measure.parse(measure.arguments("verify"), ["--size", "toy", "--backend", "torch"])
+    verify.ops.weighted_nll = logits
+    assert all(f.passed for f in verify.nll_from_logits(TOY_LOGITS, options))
+    aligned = TOY_LOGITS.vocab % 2
+    assert seen == [(aligned, False), (aligned, False), (aligned, True), (1, False)]
+
+
+def column(grad):
+    grad.flatten(0, -2)[3, 7] *= 1.05
+
+
+def last_row(grad):
+    grad.flatten(0, -2)[-1] *= 1.1
+
+
+def unwritten(grad):
+    grad.flatten(0, -2)[5, 4] = math.nan
+
+
+def spoilt(op, place, change):
+    """The op with a change of the gradient of its tensor at this place."""
+
+    def run(*arguments, **options):
+        arguments = [Spoilt.apply(a, change) if i == place else a for i, a in enumerate(arguments)]
+        return getattr(ops, op)(*arguments, **options)
+
+    return {op: run}
+
+
+def nll_of_a_row(op):
+    def run(*arguments, **options):
+        out = getattr(ops, op)(*arguments, **options)
+        nll = out.nll.clone()
+        nll[out.nll.argmax()] *= 1.05
+        return out._replace(nll=nll)
+
+    return {op: run}
+
+
+def other_entropy(*arguments, **options):
+    out = ops.token_log_probs(*arguments, **options)
+    return out._replace(entropy=out.entropy * 1.001)
+
+
+def another_each_time(op):
+    calls = []
+
+    def run(x, *arguments, **options):
+        calls.append(None)
+        return getattr(ops, op)(x if len(calls) == 1 else x * (1 + 2**-7), *arguments, **options)
+
+    return {op: run}
+
+
+def raising(*arguments, **options):
+    raise RuntimeError("no kernel image")
+
+
+FAULTS = {
+    "a column of a row": ("logits", spoilt("weighted_nll", 0, column), "gradient"),
+    "a number that nobody wrote": ("logits", spoilt("weighted_nll", 0, unwritten), "gradient"),
+    "an NLL": ("logits", nll_of_a_row("weighted_nll"), "nll"),
+    "a column of a policy's row": ("policy", spoilt("token_log_probs", 0, column), "gradient"),
+    "an entropy": ("policy", {"token_log_probs": other_entropy}, "entropy"),
+    "a row of a frozen head's": ("frozen head", spoilt("weighted_linear_nll", 0, last_row), "gradient of hidden, worst row"),
+    "a row of the head": ("trained head", spoilt("weighted_linear_nll", 1, last_row), "gradient of head, worst row"),
+    "an NLL from hidden states": ("frozen head", nll_of_a_row("weighted_linear_nll"), "nll"),
+    "bits of a second call": ("trained head", another_each_time("weighted_linear_nll"), "elements that differ between two calls"),
+    "an exception": ("frozen head", {"weighted_linear_nll": raising}, "RuntimeError: no kernel image"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_found(fault, check):
+    name, replaced, quantity = FAULTS[fault]
+    wrong = {f.quantity for f in check(name, **replaced) if not f.passed}
+    assert quantity in wrong
+
+
+def test_a_mask_that_differs_by_a_position_is_found(check, monkeypatch):
+    real = corruption.corrupt_blockwise
+
+    def moved(*arguments, backend, **options):
+        found = real(*arguments, backend=backend, **options)
+        if next(calls):
+            found[1][0, 0] ^= True
+        return found
+
+    calls = iter([True, False, False])  # on the device, there again, in NumPy
+    monkeypatch.setattr(corruption, "corrupt_blockwise", moved)
+    wrong = [f for f in check("corruption") if not f.passed]
+    assert [(f.check.split()[0], f.error) for f in wrong] == [("blockwise", 1), ("blockwise", 1)]
+
+
+@pytest.mark.parametrize("kernel", variants.OF_KERNEL)
+def test_a_variant_of_a_kernel_computes_the_same(kernel):
+    argv = ["--size", "toy", "--device", "cpu", "--samples", "1", "--warmup", "0", "--cache", "hot"]
+    results = variants.of_kernel(kernel, TOY_LOGITS, measure.parse(measure.arguments("variants"), argv))
+    assert [r.name for r in results] == ["ours", *variants.OF_KERNEL[kernel]]
+    assert [r.error for r in results] == [0.0] * len(results)
+    assert all(r.timing is not None for r in results)
+
+
+def test_a_variant_of_what_is_no_longer_there_is_refused():
+    gone = variants.Change("_math.py", "this is not in it", "")
+    with (
+        pytest.raises(ValueError, match=r"_backends/triton/_math\.py must hold once, has 0 times:\nthis is not in it"),
+        variants.kernels([gone]),
+    ):
+        pass

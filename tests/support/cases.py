@@ -1,0 +1,598 @@
+"""One ``Case`` for every op and loss: all that the tests need to know of it. Every list of losses in the tests is made here.
+
+Every test that holds for all losses (parity, laws, compilation, bad input, memory, inputs left alone) runs over these.
+``B`` sequences of ``L`` tokens; the logits or hidden states have ``case.width * L`` positions a sequence.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+import dllm_kernels as ours
+import reference
+from dllm_kernels import ops
+
+Inputs = dict[str, torch.Tensor]
+BLOCK = 4  # positions of a DFlash block, its anchor included: 3 are predicted
+
+# What an argument is, by its name: the checks of bad input go by it (``tests/ops/test_errors.py``).
+#   targets: the token ids that the rows are to predict     ids: other token ids
+#   mask: compared with 0     weight: a mask whose fractions count     noise: a mask of no fractions
+#   probability: in [0, 1] where it is used     time: a probability of which column 0 is read
+#   count: a number or 0-d tensor to divide by
+#   rows: logits or hidden states beside the first     unused: of the right type, and not looked at
+COMMON = {
+    "target_ids": "targets",
+    "noise_mask": "noise",
+    "p_mask": "probability",
+    "loss_mask": "mask",
+    "loss_mask_ar": "mask",
+    "num_diffusion_tokens": "count",
+    "num_ar_tokens": "count",
+    "causal": "unused",  # causal_logits or causal_hidden
+    "noisy_input_ids": "unused",
+}
+DLLM_LOSS = "components.loss.dllm_loss"  # the framework's module of such losses
+MASKS = "logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=None, num_diffusion_tokens=None, num_ar_tokens=None, "
+FORWARD = {"": "fp32_upcast=True", ".forward": f"self, {MASKS}causal_logits=None"}
+
+
+def _nothing_else(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    return rows, {}
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """What the tests need to know of one op or loss. The defaults are those of a loss of the common signature.
+
+    Attributes:
+        name: what pytest calls it.
+        loss: the class, or the function from logits and the one from hidden states.
+        draw: (B, L, V) -> the tensors of a call by name, drawn from torch's default generator.
+        equation: the oracle; of inputs, settings and options it gets those that it has a parameter for.
+        settings: the constructor's arguments, or the function's.
+        roles: what each argument of a call is, in the words of ``COMMON``; a loss of another signature brings its own.
+        rows: what the two forms call the logits and the hidden states.
+        head: what the second calls the head's weight and bias.
+        extra: (form, rows, inputs) -> the rows, and what a call takes that is no tensor, or is cut from the rows.
+        made_of: inputs that are no argument themselves: ``extra`` makes arguments of them.
+        width: positions of the logits for each token.
+        separate: whether a model gives those as tensors of their own, not as one.
+        per_row: whether the value is one number a row, of ``width`` rows for each token.
+        linear_in: the input the value is linear in, if any.
+        rounds: whether it takes ``fp32_upcast``.
+        shifted: whether a part of a sequence alone has another loss: rows that predict the next token, or weigh by
+            place.
+        counted_locally: whether the denominator is counted in what one call is given, so that over ranks and
+            micro-batches the gradients are averaged.
+        statistics: whether it asks for row statistics, and not for the NLL alone.
+        learns: the names of the loss's own parameters.
+        constants: the settings that must not require a gradient.
+        chunks_at_construction: whether ``chunk_size`` is the constructor's, not the call's.
+        variant: whether it differs from another case in numbers only, and is left out where a case takes seconds.
+        transformed_by: what the logits of its twin go through first; None: it has no twin.
+        transform: what its own logits go through.
+        home: the module of the framework that it replaces, if any.
+        documented: the signatures of the framework's documentation, by what follows the name of the loss.
+    """
+
+    name: str
+    loss: Any
+    draw: Callable[[int, int, int], Inputs]
+    equation: Callable[..., Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    roles: Mapping[str, str] = field(default_factory=lambda: COMMON)
+    rows: tuple[str, str] = ("logits", "hidden")
+    head: tuple[str, str] = ("lm_head_weight", "lm_head_bias")
+    extra: Callable[[str, Any, Inputs], tuple[Any, dict[str, Any]]] = _nothing_else
+    made_of: tuple[str, ...] = ()
+    width: int = 1
+    separate: bool = False
+    per_row: bool = False
+    linear_in: str | None = None
+    rounds: bool = False
+    shifted: bool = False
+    counted_locally: bool = False
+    statistics: bool = False
+    learns: tuple[str, ...] = ()
+    constants: tuple[str, ...] = ()
+    chunks_at_construction: bool = False
+    variant: bool = False
+    transformed_by: Mapping[str, Any] | None = None
+    transform: Mapping[str, Any] = field(default_factory=dict)
+    home: str | None = None
+    documented: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        """The public names: a class, or two functions."""
+        return self.loss if isinstance(self.loss, tuple) else (self.loss,)
+
+    @property
+    def targets(self) -> str:
+        """What the loss calls its targets."""
+        return next(name for name, role in self.roles.items() if role == "targets")
+
+    @property
+    def counts(self) -> list[str]:
+        """The counts that are drawn."""
+        return [name for name in self.draw(1, 3, 7) if self.roles.get(name) == "count"]
+
+    def arguments(self, form: str, rows: Any, inputs: Inputs, head: tuple[Any, ...] = ()) -> dict[str, Any]:
+        """Of one call, by name; ``head``: the weight and bias of the LM head, where ``form`` is "hidden"."""
+        rows, extra = self.extra(form, rows, inputs)
+        heads = dict(zip(self.head, head, strict=False))
+        given = {name: t for name, t in inputs.items() if name not in self.made_of}
+        return {self.rows[int(form == "hidden")]: rows, **heads, **given, **extra}
+
+    def output(self, form: str, arguments: Mapping[str, Any], **options: Any) -> Any:
+        """What the loss returns; ``chunk_size`` is an option too."""
+        chunk = {"chunk_size": options.pop("chunk_size")} if "chunk_size" in options else {}
+        options = {**self.transform, **options}
+        if isinstance(self.loss, tuple):
+            return self.loss[int(form == "hidden")](**arguments, **self.settings, **chunk, **options)
+        if self.chunks_at_construction:
+            return self._of(self.loss(**self.settings, **options, **chunk), form)(**arguments)
+        return self._of(self.loss(**self.settings, **options), form)(**arguments, **chunk)
+
+    @staticmethod
+    def _of(loss: Any, form: str) -> Any:
+        return loss if form == "logits" else loss.forward_fused
+
+    def logits_form(self, x: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """The value; options are ``backend`` and, of a loss with that argument, ``fp32_upcast``."""
+        return value_of(self.output("logits", self.arguments("logits", x, inputs), **options))
+
+    def hidden_form(self, h: Any, w: Any, b: Any, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """The value; ``chunk_size`` is an option too."""
+        return value_of(self.output("hidden", self.arguments("hidden", h, inputs, (w, b)), **options))
+
+    def oracle(self, x: torch.Tensor, inputs: Inputs, **options: Any) -> torch.Tensor:
+        """The value in plain PyTorch."""
+        if self.transform:
+            x = reference.transformed(x, **self.transform)
+        x, extra = self.extra("logits", x, inputs)
+        given = {**inputs, **extra, **self.settings, **options}
+        taken = inspect.signature(self.equation).parameters
+        return value_of(self.equation(x, **{name: value for name, value in given.items() if name in taken}))
+
+
+def value_of(output: Any) -> torch.Tensor:
+    """What gradients are taken of: the rows where they are asked for, else the loss."""
+    if isinstance(output, torch.Tensor):
+        return output
+    rows = getattr(output, "row_losses", None)
+    return output.total_loss if rows is None else rows
+
+
+def _targets(B: int, L: int, V: int) -> torch.Tensor:
+    """Targets, about one in six of them -100."""
+    targets = torch.randint(0, V, (B, L))
+    return torch.where(torch.rand(B, L) < 1 / 6, -100, targets)
+
+
+def _mask(B: int, L: int, share: float = 0.6) -> torch.Tensor:
+    return torch.rand(B, L) < share
+
+
+def _counted(draw: Callable[[int, int, int], Inputs], **fewer: int) -> Callable[[int, int, int], Inputs]:
+    """The same with a count, so many below B L."""
+    return lambda B, L, V: draw(B, L, V) | {name: torch.tensor(max(1, B * L - less)) for name, less in fewer.items()}
+
+
+def _rows(B: int, L: int, V: int) -> Inputs:
+    weights = torch.randn(B, L) * _mask(B, L)
+    return {"targets": _targets(B, L, V), "weights": weights}
+
+
+def _diffusion(B: int, L: int, V: int) -> Inputs:
+    return {
+        "target_ids": _targets(B, L, V),
+        "noise_mask": _mask(B, L),
+        "p_mask": torch.rand(B, L).clamp(min=0.05),
+        "loss_mask": _mask(B, L, 0.8).long(),
+    }
+
+
+def _hybrid(B: int, L: int, V: int) -> Inputs:
+    ar = torch.rand(B, L) * _mask(B, L)
+    return _diffusion(B, L, V) | {"loss_mask_ar": ar}
+
+
+def _dflash(B: int, L: int, V: int) -> Inputs:
+    return {"target_ids": _targets(B, L, V), "block_mask": torch.rand(B, L) * _mask(B, L, 0.8)}
+
+
+def _distillation(B: int, L: int, V: int) -> Inputs:
+    """The teacher's logits are numbers of every dtype, since they come in that of the draft's."""
+    return _dflash(B, L, V) | {"teacher": (2 * torch.randn(B, L, V)).bfloat16().float()}
+
+
+def _idlm(B: int, L: int, V: int) -> Inputs:
+    masks = {"answer_mask": _mask(B, L, 0.7), "valid_mask": _mask(B, L, 0.9).long()}
+    return {"target_ids": _targets(B, L, V)} | masks
+
+
+MASK_ID = 2
+
+
+def _scdd(B: int, L: int, V: int) -> Inputs:
+    """A third of the tokens MASK, a third as they were, the rest drawn anew; no clean one is MASK, whose probability is 0."""
+    targets = _targets(B, L, V)
+    targets = torch.where(targets == MASK_ID, (MASK_ID + 1) % V, targets)
+    kind, other = torch.rand(B, L), (MASK_ID + 1 + torch.randint(0, V - 1, (B, L))) % V
+    noisy = torch.where(kind < 1 / 3, MASK_ID, torch.where(kind < 2 / 3, targets.clamp(min=0), other))
+    return {
+        "target_ids": targets,
+        "noise_mask": noisy != targets,
+        "p_mask": (torch.rand(B, 1) * 0.8 + 0.1).expand(B, L).contiguous(),
+        "loss_mask": _mask(B, L, 0.8).long(),
+        "noisy_input_ids": noisy,
+    }
+
+
+def _encoder(B: int, L: int, V: int) -> Inputs:
+    return {"input_ids": torch.randint(0, V, (B, L)), "valid_mask": _mask(B, L, 0.8)}
+
+
+def _statistics(B: int, L: int, V: int) -> Inputs:
+    ids = torch.stack([_targets(B, L, V) for _ in range(2)], -1)
+    a, b = 10 ** (-3 * torch.rand(B, L)) * _mask(B, L, 0.8), torch.rand(B, L) + 0.1
+    return {"ids": ids, "a": a, "b": b, "weights": torch.randn(B, L) * _mask(B, L)}
+
+
+def _one_number(out):
+    """A row's statistics, each with a weight of its own, but for the logsumexp, which a shift of the row shifts."""
+    ids = torch.tensor([1.0, -0.7], dtype=out.lse.dtype, device=out.lse.device)
+    return out.log_probs @ ids - 1.3 * out.entropy + 0.1 * out.mix
+
+
+def _row_stats(logits, ids, a, b, weights, **options):
+    return _one_number(ops.row_stats(logits, ids, entropy=True, mix=(a, b), active=weights, **options))
+
+
+def _linear_row_stats(hidden, lm_head_weight, lm_head_bias, ids, a, b, weights, **options):
+    options |= {"bias": lm_head_bias, "entropy": True, "mix": (a, b), "active": weights}
+    return _one_number(ops.linear_row_stats(hidden, lm_head_weight, ids, **options))
+
+
+def _statistics_oracle(logits, ids, a, b, weights):
+    return _one_number(reference.row_stats(logits, ids, (a, b), weights != 0))
+
+
+def _focal(stats, weights):
+    """A focal loss with an entropy bonus, of the size of 1 over a batch; of a row without a target the latter alone."""
+    value = 0.1 * stats.entropy - (1 - stats.log_probs.exp()).square() * stats.log_probs
+    return 0.1 * value * weights.abs()  # in the dtype of the statistics
+
+
+def _row_objective(logits, targets, weights, **options):
+    return ops.row_objective(logits, targets, _focal, weights, entropy=True, active=weights, **options).loss
+
+
+def _linear_row_objective(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
+    options |= {"bias": lm_head_bias, "entropy": True, "active": weights}
+    return ops.linear_row_objective(hidden, lm_head_weight, targets, _focal, weights, **options).loss
+
+
+def _objective_oracle(logits, targets, weights):
+    return reference.row_objective(logits, targets, _focal, weights.to(logits), active=weights != 0)
+
+
+def _token_nll(logits, targets, weights, **options):
+    return ops.token_nll(logits, targets, active=weights, **options).nll
+
+
+def _linear_token_nll(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
+    return ops.linear_token_nll(hidden, lm_head_weight, targets, bias=lm_head_bias, active=weights, **options).nll
+
+
+def _token_oracle(logits, targets, weights):
+    return reference.token_nll(logits, targets, active=weights != 0)
+
+
+def _weighted_nll(logits, targets, weights, **options):
+    return ops.weighted_nll(logits, targets, weights, **options).loss
+
+
+def _weighted_linear_nll(hidden, lm_head_weight, lm_head_bias, targets, weights, **options):
+    return ops.weighted_linear_nll(hidden, lm_head_weight, targets, weights, bias=lm_head_bias, **options).loss
+
+
+def _causal(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    """The AR rows as a tensor of their own."""
+    L = inputs["target_ids"].shape[1]
+    return rows[:, :L], {f"causal_{form}": rows[:, L:]}
+
+
+def _blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    return rows, {"block_size": BLOCK}
+
+
+def _anchor_blocks(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    """Blocks of as many rows, that of the anchor with them."""
+    return rows, {"block_size": BLOCK - 1}
+
+
+def _taught(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    """The teacher's logits; or hidden states that are these, and the head that leaves them so."""
+    teacher = inputs["teacher"].to(rows.dtype)
+    if form == "logits":
+        return rows, {"block_size": BLOCK, "teacher_logits": teacher}
+    eye = torch.eye(teacher.shape[-1], dtype=teacher.dtype, device=teacher.device)
+    return rows, {"block_size": BLOCK, "teacher_hidden": teacher, "teacher_weight": eye}
+
+
+def _distillation_oracle(
+    logits, teacher_logits, target_ids, block_mask, num_tokens=None, block_size=None, kind="kl", loss_gamma=7.0,
+    normalize="tokens", position_weights="decay", dpace_alpha=0.5, confidence="target", decay_from=0, num_blocks=None,
+    num_sequences=None, temperature=1.0, beta=None, reduction="total",
+):  # fmt: skip
+    return reference.draft_distillation_loss(
+        logits, teacher_logits, target_ids, block_mask, num_tokens, block_size, kind=kind, loss_gamma=loss_gamma,
+        normalize=normalize, position_weights=position_weights, dpace_alpha=dpace_alpha, confidence=confidence,
+        decay_from=decay_from, num_blocks=num_blocks, num_sequences=num_sequences, temperature=temperature, beta=beta,
+        reduction=reduction,
+    )  # fmt: skip
+
+
+def _seq_len(form: str, rows: Any, inputs: Inputs) -> tuple[Any, dict[str, Any]]:
+    return rows, {"seq_len": inputs["target_ids"].shape[1]}
+
+
+def _dflash_oracle(
+    logits, target_ids, block_mask, num_tokens=None, block_size=None, loss_gamma=7.0, normalize="tokens",
+    position_weights="decay", dpace_alpha=0.5, anchor_row=False, num_blocks=None, num_sequences=None,
+    reduction="total",
+):  # fmt: skip
+    return reference.dflash_loss(
+        logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize, position_weights=position_weights,
+        dpace_alpha=dpace_alpha, anchor_row=anchor_row, num_blocks=num_blocks, num_sequences=num_sequences,
+        reduction=reduction,
+    )  # fmt: skip
+
+
+SKIP_ID = 1
+
+_ROW_ROLES = {"targets": "targets"}
+_TOKEN_NLL = Case(
+    "token_nll", (_token_nll, _linear_token_nll), _rows, _token_oracle, roles=_ROW_ROLES, per_row=True,
+    transformed_by={"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID},
+)  # fmt: skip
+_ROW_STATS = Case(
+    "row_stats", (_row_stats, _linear_row_stats), _statistics, _statistics_oracle, roles={"ids": "targets"}, per_row=True,
+    statistics=True,
+)  # fmt: skip
+_WEIGHTED_NLL = Case(
+    "weighted_nll", (_weighted_nll, _weighted_linear_nll), _rows, reference.weighted_nll, roles=_ROW_ROLES,
+    linear_in="weights", transformed_by={"softcap": 3.0},
+)  # fmt: skip
+_ROW_OBJECTIVE = Case(
+    "row_objective", (_row_objective, _linear_row_objective), _rows, _objective_oracle, roles=_ROW_ROLES,
+    statistics=True,
+)  # fmt: skip
+_MDLM = Case(
+    "mdlm", ours.MDLMCrossEntropyLoss, _diffusion, reference.mdlm_loss, rounds=True, home=DLLM_LOSS, documented=FORWARD
+)
+_BLOCK = Case(
+    "block diffusion", ours.BlockDiffusionCrossEntropyLoss, _diffusion, reference.block_diffusion_loss, rounds=True,
+    counted_locally=True, roles=COMMON | {"noise_mask": "unused", "p_mask": "unused"},
+    transformed_by={"softcap": 30.0}, home=DLLM_LOSS, documented=FORWARD,
+)  # fmt: skip
+_HYBRID = Case(
+    "hybrid", ours.HybridDiffusionLLMLoss, _counted(_hybrid, num_diffusion_tokens=2, num_ar_tokens=1),
+    reference.hybrid_loss, {"alpha": 0.3}, COMMON | {"loss_mask_ar": "weight", "causal": "rows"},
+    extra=_causal, width=2, separate=True, rounds=True, shifted=True, constants=("alpha",),
+    transformed_by={"softcap": 2.5, "skip_id": SKIP_ID}, home=DLLM_LOSS,
+    documented=FORWARD | {"": "alpha=1.0, fp32_upcast=True"},
+)  # fmt: skip
+_DFLASH = Case(
+    "dflash", ours.DFlashDecayLoss, _counted(_dflash, num_tokens=3), _dflash_oracle,
+    roles={
+        "target_ids": "targets", "block_mask": "weight", "num_tokens": "count", "num_blocks": "count",
+        "num_sequences": "count",
+    },
+    extra=_blocks,
+    linear_in="block_mask", constants=("loss_gamma",), chunks_at_construction=True,
+    transformed_by={"softcap": 5.0, "scale": 0.8, "skip_id": SKIP_ID}, home=DLLM_LOSS,
+    documented={
+        "": "loss_gamma=7.0, use_fused_linear_ce=False, chunk_size=1024, normalize='tokens'",
+        ".forward": "self, logits, target_ids, block_mask, num_tokens=None, block_size=None",
+        ".forward_fused": "self, hidden, lm_head_weight, target_ids, block_mask, num_tokens=None, block_size=None, "
+        "lm_head_bias=None",
+        "._decay_weights": "self, T, block_size, device, dtype",
+        "._draft_acc_per_pos": "correct, block_mask, block_size",
+        "._chunk_nll": "hidden_chunk, lm_head_weight, lm_head_bias, target_chunk",
+        "._reduce": "self, token_nll, block_mask, num_tokens, block_size, draft_correct_per_pos=None, "
+        "draft_count_per_pos=None",
+    },
+)  # fmt: skip
+_DISTILLATION = Case(
+    "distillation", ours.DraftDistillationLoss, _counted(_distillation, num_tokens=3), _distillation_oracle,
+    {"kind": {"ce": 0.1, "l1": 0.9}, "teacher_transform": {}},
+    roles=_DFLASH.roles | {"total_weight": "count"}, extra=_taught, made_of=("teacher",), linear_in="block_mask",
+    constants=("loss_gamma",), chunks_at_construction=True, transformed_by={"softcap": 5.0, "scale": 0.8},
+)  # fmt: skip
+_IDLM = Case(
+    "idlm", ours.IDLMLoss, _idlm, reference.idlm_loss,
+    roles={
+        "target_ids": "targets", "answer_mask": "mask", "valid_mask": "mask", "num_diffusion_tokens": "count",
+    },
+    extra=_seq_len, width=2, shifted=True, counted_locally=True,
+    transformed_by={"softcap": 4.0, "skip_id": SKIP_ID}, home=DLLM_LOSS,
+    documented={
+        "": "clean_loss_weight=0.2, auto_balance=False",
+        ".forward": "self, logits, target_ids, answer_mask, valid_mask, *, seq_len, num_diffusion_tokens=None",
+    },
+)  # fmt: skip
+_SCDD = Case(  # in few steps, since the loss is a difference of numbers that are nearer to each other the more there are
+    "scdd", ours.SCDDLoss, _scdd, reference.scdd_loss, {"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.4},
+    COMMON | {"noise_mask": "unused", "p_mask": "time", "noisy_input_ids": "ids"}, counted_locally=True,
+    statistics=True, variant=True, home=DLLM_LOSS,
+    documented={
+        "": "mask_token_id, num_timesteps=1000, max_ratio=0.1, gamma_shape=1.0, t_peak=0.5, chunk_size=1024",
+        ".forward": f"self, {MASKS}causal_logits=None, noisy_input_ids=None",
+    },
+)  # fmt: skip
+_SCDD_COUNTED = replace(
+    _SCDD, name="scdd, counted", draw=_counted(_scdd, num_diffusion_tokens=2), counted_locally=False, variant=False,
+    settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "gamma_shape": 2.0, "t_peak": 0.3},
+    transformed_by={"softcap": 5.0, "scale": 0.8},
+)  # fmt: skip
+_ENCODER = Case(
+    "encoder AR", (ours.encoder_ar_loss, ours.encoder_ar_loss_fused), _encoder, reference.encoder_ar_loss,
+    roles={"input_ids": "targets", "valid_mask": "mask", "num_tokens": "count"}, rows=("encoder_logits", "hidden"),
+    shifted=True, counted_locally=True, transformed_by={"softcap": 4.0, "scale": 1.3}, home=DLLM_LOSS,
+    documented={"": "encoder_logits, input_ids, valid_mask=None, num_tokens=None"},
+)  # fmt: skip
+
+PLAIN = (
+    _TOKEN_NLL,
+    _ROW_STATS,
+    _WEIGHTED_NLL,
+    _ROW_OBJECTIVE,
+    _MDLM,
+    replace(
+        _MDLM, name="mdlm, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),
+        transformed_by={"scale": 1 / 0.7, "skip_id": SKIP_ID},
+    ),
+    _BLOCK,
+    replace(
+        _BLOCK, name="block diffusion, counted", draw=_counted(_diffusion, num_diffusion_tokens=2),
+        counted_locally=False, transformed_by=None,
+    ),
+    _HYBRID,
+    replace(
+        _HYBRID, name="hybrid, one tensor", extra=_nothing_else, separate=False, transformed_by={"scale": 0.6}
+    ),
+    _DFLASH,
+    replace(
+        _DFLASH, name="dflash, mean", settings={"normalize": "mean", "loss_gamma": 2.0}, linear_in=None,
+        counted_locally=True, transformed_by=None,
+    ),
+    replace(_DFLASH, name="dflash, one block", extra=_nothing_else, shifted=True, transformed_by=None),
+    replace(_DFLASH, name="dflash, no decay", settings={"loss_gamma": None}, transformed_by=None),
+    replace(
+        _DFLASH, name="dflash, dpace", settings={"position_weights": "dpace"}, linear_in=None,
+        transformed_by={"softcap": 4.0},
+    ),
+    replace(
+        _DFLASH, name="dflash, continuation, blocks here", draw=_dflash, linear_in=None, counted_locally=True, variant=True,
+        settings={"position_weights": "continuation", "dpace_alpha": 0.2, "normalize": "blocks"}, transformed_by=None,
+    ),
+    replace(
+        _DFLASH, name="dflash, prefix, sequences", draw=_counted(_dflash, num_sequences=2), linear_in=None, variant=True,
+        settings={"position_weights": "prefix", "normalize": "sequences"}, transformed_by=None,
+    ),
+    replace(
+        _DFLASH, name="dflash, blocks", draw=_counted(_dflash, num_blocks=2), settings={"normalize": "blocks"},
+        variant=True, transformed_by=None,
+    ),
+    replace(  # of which a part of a sequence alone has fewer blocks
+        _DFLASH, name="dflash, sequence blocks", draw=_counted(_dflash, num_sequences=2), linear_in=None, shifted=True,
+        roles={name: role for name, role in _DFLASH.roles.items() if name != "num_blocks"}, variant=True,
+        settings={"normalize": "sequence_blocks"}, transformed_by=None,
+    ),
+    replace(
+        _DFLASH, name="dflash, anchor row", settings={"anchor_row": True}, extra=_anchor_blocks, variant=True,
+        transformed_by=None,
+    ),
+    _DISTILLATION,
+    replace(
+        _DISTILLATION, name="distillation, dpace, blocks", linear_in=None, variant=True, transformed_by=None,
+        draw=_counted(_distillation, num_blocks=2),
+        settings={
+            "kind": "kl", "position_weights": "dpace", "normalize": "blocks", "decay_from": 1, "teacher_transform": {},
+        },
+    ),
+    replace(
+        _DISTILLATION, name="distillation, dpace of the teacher, rows", linear_in=None, variant=True, transformed_by=None,
+        draw=_distillation, counted_locally=True,
+        settings={
+            "kind": {"ce": 0.3, "rkl": 0.7}, "position_weights": "continuation", "confidence": "teacher",
+            "normalize": "rows", "teacher_transform": {},
+        },
+    ),
+    replace(
+        _DISTILLATION, name="distillation, acceptance, mean", linear_in=None, variant=True, transformed_by=None, draw=_distillation,
+        counted_locally=True,
+        settings={
+            "kind": {"ce": 0.5, "jsd": 0.5}, "beta": 0.3, "position_weights": "prefix", "confidence": "acceptance",
+            "normalize": "mean", "teacher_transform": {},
+        },
+    ),
+    _IDLM,
+    replace(
+        _IDLM, name="idlm, counted", draw=_counted(_idlm, num_diffusion_tokens=2), counted_locally=False, variant=True,
+        settings={"clean_loss_weight": 0.7}, transformed_by=None,
+    ),
+    replace(_IDLM, name="idlm, balanced", settings={"auto_balance": True}, transformed_by={"scale": 1.2}),
+    _SCDD,
+    _SCDD_COUNTED,
+    replace(
+        _SCDD_COUNTED, name="scdd, no uniform noise", statistics=False, variant=True, transformed_by=None,
+        settings={"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.0},
+    ),
+    _ENCODER,
+    replace(
+        _ENCODER, name="encoder AR, counted", draw=_counted(_encoder, num_tokens=3), counted_locally=False,
+        variant=True, transformed_by=None,
+    ),
+)  # fmt: skip
+
+
+def _twin(case: Case) -> Case:
+    """The same of transformed logits. No target is the skipped column, whose NLL would be NaN."""
+    skip_id = case.transformed_by.get("skip_id", -1)
+
+    def draw(B, L, V):
+        inputs = case.draw(B, L, V)
+        ids = inputs[case.targets]
+        return inputs | {case.targets: torch.where(ids == skip_id, (skip_id + 1) % V, ids)}
+
+    return replace(
+        case, name=f"{case.name}, {' '.join(case.transformed_by)}", draw=draw, rounds=False,
+        transform=case.transformed_by, transformed_by=None,
+        variant=case.name not in ("token_nll", "mdlm, counted"),  # two ways in are enough where a case takes seconds
+    )  # fmt: skip
+
+
+def _rows_of(case: Case) -> Case:
+    """The same asked for the loss of each row."""
+    return replace(
+        case, name=f"{case.name}, rows", settings={**case.settings, "reduction": "none"}, per_row=True,
+        variant=case.name != "mdlm, counted",  # one way in is enough where a case takes seconds
+    )  # fmt: skip
+
+
+# One for each way through a loss: with a count, which the rows know nothing of, where there is one.
+ROWS = tuple(
+    _rows_of(case) for case in PLAIN if case.name in (
+        "mdlm, counted", "block diffusion", "hybrid", "hybrid, one tensor", "dflash", "dflash, dpace", "dflash, sequence blocks",
+        "distillation", "distillation, acceptance, mean",
+        "idlm", "idlm, balanced", "scdd, counted", "scdd, no uniform noise", "encoder AR",
+    )
+)  # fmt: skip
+CASES = (*PLAIN, *(_twin(case) for case in PLAIN if case.transformed_by), *ROWS)
+SUMS = tuple(case for case in CASES if not case.per_row)
+LOSSES = tuple(case for case in PLAIN if case.functions[0].__module__.startswith("dllm_kernels."))
+# One case for each op and loss, and where a case takes seconds, in several processes and under a compiler, those that
+# do not differ from others in numbers only.
+FIRSTS = tuple({case.loss: case for case in reversed(PLAIN)}.values())[::-1]
+FEWER = tuple(case for case in CASES if not case.variant)
+BY_NAME = {case.name: case for case in CASES}
+
+
+def to_device(inputs: Inputs, device: str) -> Inputs:
+    """The same inputs on another device."""
+    return {name: t.to(device) for name, t in inputs.items()}
+
+
+def upstream_for(case: Case, B: int, L: int) -> torch.Tensor:
+    """A random upstream gradient: one number a row, some of them zero, or one for the loss."""
+    if not case.per_row:
+        return torch.randn(())
+    return torch.randn(B, L * case.width) * (torch.rand(B, L * case.width) < 0.8)

@@ -1,0 +1,384 @@
+"""Checks that run in several processes, and what they share. ``tests/support/distributed_workers.py`` runs them."""
+
+import functools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dllm_kernels as ours
+import reference
+from tests.support import cases
+from tests.support.cases import FEWER, Case
+
+V, D, B, L = 19, 8, 4, 6
+CHECKS = {2: {}, 4: {}}
+# (world size, name) of what ``make test`` leaves to ``make test-exhaustive``: of the longest, those beside one like
+# them, and what ``check`` adds.
+EXHAUSTIVE = {
+    (2, "special_row_statistics[-inf in one shard]"),
+    (2, "inside_a_compiled_step[logits]"),
+    (2, "tp_divergence[lk, mean]"),
+    (2, "tp_divergence_of_logits[kl]"),
+    (4, "special_rows_of_a_divergence"),
+    (2, "every_rank_copies_the_same_pieces_of_the_teacher"),
+    (4, "a_teacher_whose_rows_one_rank_has"),
+    *((2, f"fsdp_reshard_after_forward[{name}]") for name in ("mdlm, counted", "dflash")),
+    *((2, f"fsdp_accumulation[{name}]") for name in ("mdlm, counted", "dflash")),
+    (4, "a_skipped_column_is_one_of_the_whole_row"),
+    (4, "tp_soft_embedding[plain]"),
+}
+# Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
+EVERY_TIME = {
+    2: (
+        "token_nll", "hybrid", "dflash", "MTP", "pipeline", "-inf in one shard", "targets at the edges",
+    ),
+    4: ("hybrid", "MTP", "-inf in one shard", "targets at the edges"),
+}  # fmt: skip
+
+
+# What stands behind the table of parallelisms in docs/many-gpus.md: row -> the checks of its three columns (losses from
+# logits, losses from hidden states, MTP and the pipeline's loss); none where the table says no. A name without a
+# parameter means all of them.
+TABLE = {
+    "FSDP2, head in a separate unit, its parameter passed to the loss": (
+        ["fsdp_logits"],
+        ["fsdp_own_unit", "fsdp_chunks_and_columns", "fsdp_several_uses_in_one_graph", "fsdp_checkpointing"],
+        ["fsdp_own_unit[MTP]", "fsdp_own_unit[pipeline]", "fsdp_mtp_finds_the_head"],
+    ),
+    "FSDP2, head in the root unit, loss in the root's forward": (
+        ["fsdp_logits"],
+        ["fsdp_in_root", "fsdp_reshard_after_forward"],
+        ["fsdp_in_root[MTP]", "fsdp_in_root[pipeline]"],
+    ),
+    "FSDP2, loss in the head's forward (`LossHead`)": (
+        ["fsdp_logits"],
+        ["fsdp_loss_head", "fsdp_reshard_after_forward"],
+        ["fsdp_loss_head[MTP]", "fsdp_loss_head[pipeline]"],
+    ),
+    "FSDP2, frozen head": (
+        ["fsdp_frozen_head"],
+        ["fsdp_frozen_head", "fsdp_frozen_head_sends_no_gradient"],
+        ["fsdp_frozen_head[MTP]", "fsdp_frozen_head[pipeline]"],
+    ),
+    "FSDP2, mixed precision": (["fsdp_mixed_precision"], ["fsdp_mixed_precision"], ["fsdp_mixed_precision[MTP]"]),
+    "FSDP2, accumulation without synchronisation": (
+        ["fsdp_accumulation"],
+        ["fsdp_accumulation"],
+        ["fsdp_accumulation[MTP]"],
+    ),
+    "FSDP2, hybrid sharding": (
+        ["fsdp_hybrid_shard"],
+        ["fsdp_hybrid_shard"],
+        ["fsdp_hybrid_shard[MTP]", "fsdp_hybrid_shard[pipeline]"],
+    ),
+    "FSDP2, embeddings tied to the head, in one unit": (
+        ["fsdp_tied_embeddings"],
+        ["fsdp_tied_embeddings"],
+        ["fsdp_tied_embeddings[MTP]"],
+    ),
+    "Tensor parallelism, vocabulary sharded": (
+        ["tp_logits", "bytes_from_logits", "special_values"],
+        ["tp_hidden", "bytes_from_hidden", "tp_frozen_head"],
+        ["tp_mtp", "mtp_with_a_split_head"],
+    ),
+    "Tensor parallelism, hidden states also sharded along the sequence": (
+        ["split_rows_of_logits", "rows_and_vocabulary_of_logits"],
+        ["sequence_parallel_hidden"],
+        ["tp_mtp"],
+    ),
+    "FSDP2 over tensor parallelism": (
+        ["fsdp_over_tensor_parallel_logits"],
+        ["fsdp_over_tensor_parallel"],
+        ["fsdp_over_tensor_parallel[MTP]", "fsdp_over_tensor_parallel[pipeline]"],
+    ),
+    "Data parallelism and accumulation, any split of the batch": (
+        ["data_parallel", "counts_over_ranks", "draft_accuracy_over_ranks", "acceptance_length_over_ranks"],
+        ["data_parallel"],
+        ["data_parallel[MTP]", "data_parallel[pipeline]"],
+    ),
+    "`DistributedDataParallel`": (
+        ["distributed_data_parallel"],
+        ["distributed_data_parallel", "distributed_data_parallel_deferred_logits"],
+        ["distributed_data_parallel[MTP]", "distributed_data_parallel_mtp_finds_the_head"],
+    ),
+    "Context parallelism, plain tensors, unshifted losses (MDLM, block diffusion, SCDD, DFlash)": (
+        ["context_parallel"],
+        ["context_parallel"],
+        ["context_parallel_targets_of_mtp"],
+    ),
+    "Context parallelism, plain tensors, shifted losses (hybrid, I-DLM, AR)": ([], [], []),
+    "Context parallelism, DTensors sharded along the sequence": (
+        ["context_parallel_shifted_logits", "split_rows_of_logits"],
+        ["context_parallel_shifted", "context_parallel_shifted_fsdp", "split_rows_of_hidden"],
+        ["context_parallel_shifted[MTP]", "context_parallel_shifted_fsdp[MTP]", "context_parallel_shifted[pipeline]"],
+    ),
+    "Pipeline schedules (GPipe, 1F1B)": (
+        ["pipeline_of_a_diffusion_loss[logits]", "pipeline_schedules[logits]"],
+        ["pipeline_of_a_diffusion_loss[hidden states]", "pipeline_schedules[hidden states]"],
+        [
+            "pipeline_schedules[hidden depths]",
+            "pipeline_schedules[logit depths]",
+            "pipeline_schedules[hidden depths, packed]",
+            "pipeline_in_evaluation",
+        ],
+    ),
+    "Pipeline schedules, MTP from hidden states in a fused head": ([], [], []),
+    "Pipeline schedules, each stage under FSDP2": (
+        ["pipeline_of_sharded_stages[logits]"],
+        ["pipeline_of_sharded_stages[hidden states]"],
+        ["pipeline_of_sharded_stages[hidden depths]", "pipeline_of_sharded_stages[hidden depths, packed]"],
+    ),
+}
+
+
+def check(world, **parameter):
+    """Register a check for a world size, once for every value of its parameter if it has one."""
+
+    def register(function):
+        if not parameter:
+            CHECKS[world][function.__name__] = function
+        for name, values in parameter.items():
+            for value in values:
+                check_name = f"{function.__name__}[{value}]"
+                CHECKS[world][check_name] = functools.partial(function, **{name: value})
+                if value not in EVERY_TIME[world] and set(EVERY_TIME[world]) & set(values):
+                    EXHAUSTIVE.add((world, check_name))
+        return function
+
+    return register
+
+
+@functools.cache
+def mesh_of(*names):
+    """A mesh over all processes: one dimension, or two of size 2."""
+    world = dist.get_world_size()
+    return init_device_mesh("cpu", (world,) if len(names) == 1 else (2, world // 2), mesh_dim_names=names)
+
+
+def shard(t, mesh, *placements):
+    """A tensor that is the same everywhere as a DTensor, differentiably: its gradient comes back whole."""
+    whole = DTensor.from_local(t, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return whole.redistribute(placements=placements)
+
+
+def raises(error, match, function, *args, **options):
+    with pytest.raises(error, match=re.escape(match)):
+        function(*args, **options)
+
+
+def close(got, expected, label=""):
+    """Equal up to rounding in another order: the defaults of torch.testing for the dtype."""
+    got = got.full_tensor() if isinstance(got, DTensor) else got
+    torch.testing.assert_close(
+        got, expected, equal_nan=True, check_dtype=got.dtype == expected.dtype, msg=lambda m: f"{label} {m}"
+    )
+
+
+def upstream(case, rows=B):
+    shape = rows, L * case.width
+    return torch.randn(shape) * (torch.rand(shape) < 0.8) if case.per_row else torch.randn(())
+
+
+def drawn(case, seed=0, rows=B):
+    torch.manual_seed(seed)
+    return case.draw(rows, L, V)
+
+
+def _mtp(B, L, V):
+    labels = torch.where(torch.rand(B, L) < 1 / 6, -100, torch.randint(0, V, (B, L)))
+    packed = (torch.arange(L) // 4).int().expand(B, L)
+    return {"labels": labels, "seq_idx": packed, "num_label_tokens": torch.tensor(B * L - 2)}
+
+
+def _with_head(weight, bias):
+    model = nn.Module()
+    model.lm_head = nn.Module()
+    model.lm_head.weight, model.lm_head.bias = weight, bias
+    return model
+
+
+def _mtp_logits(logits, labels, seq_idx, num_label_tokens, backend="auto"):
+    """The main loss and two depths, side by side in ``logits``."""
+    main, *depths = logits.chunk(3, 1)
+    loss_fn, labelled = (
+        ours.MaskedCrossEntropy(backend=backend),
+        {"labels": labels, "num_label_tokens": num_label_tokens},
+    )
+    mtp = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=depths, model=nn.Module(), seq_idx=seq_idx, **labelled)
+    return loss_fn(main, **labelled) + mtp
+
+
+def _mtp_hidden(
+    hidden, lm_head_weight, lm_head_bias, labels, seq_idx, num_label_tokens, chunk_size=None, backend="auto"
+):
+    main, *depths = hidden.chunk(3, 1)
+    loss_fn = ours.FusedLinearCrossEntropy(chunk_size=chunk_size, backend=backend)
+    model, labelled = _with_head(lm_head_weight, lm_head_bias), {"labels": labels, "num_label_tokens": num_label_tokens}
+    mtp = ours.calculate_mtp_loss(
+        loss_fn, mtp_per_depth_h=depths, model=model, lm_weight=lm_head_weight, seq_idx=seq_idx, **labelled
+    )
+    return loss_fn(main, lm_weight=lm_head_weight, lm_bias=lm_head_bias, **labelled) + mtp
+
+
+def _pipeline_logits(logits, labels, seq_idx, num_label_tokens, backend="auto"):
+    main, *depths = logits.chunk(3, 1)
+    model = nn.Module()
+    model.mtp_outputs_are_logits = True
+    loss = ours.PipelineCausalLMLoss(ours.MaskedCrossEntropy(backend=backend), model)
+    return loss((main, *depths, seq_idx), labels)
+
+
+def _pipeline_hidden(
+    hidden, lm_head_weight, lm_head_bias, labels, seq_idx, num_label_tokens, chunk_size=None, backend="auto"
+):
+    main, *depths = hidden.chunk(3, 1)
+    loss_fn = ours.FusedLinearCrossEntropy(chunk_size=chunk_size, backend=backend)
+    output = SimpleNamespace(hidden_states=main, mtp_per_depth_h=depths)
+    return ours.PipelineCausalLMLoss(loss_fn, _with_head(lm_head_weight, lm_head_bias))(output, labels)
+
+
+def _mtp_oracle(logits, labels, seq_idx, num_label_tokens):
+    main, *depths = logits.chunk(3, 1)
+    loss = reference.masked_cross_entropy(main, labels, num_label_tokens=num_label_tokens)
+    return loss + reference.mtp_loss(depths, labels, 0.1, num_label_tokens, seq_idx=seq_idx).loss
+
+
+MTP = Case(
+    "MTP", (_mtp_logits, _mtp_hidden), _mtp, _mtp_oracle, width=3, separate=True, shifted=True,
+    roles={"labels": "targets", "num_label_tokens": "count"},
+)  # fmt: skip
+PIPELINE = replace(MTP, name="pipeline", loss=(_pipeline_logits, _pipeline_hidden), equation=None)
+BY_NAME = {case.name: case for case in (*FEWER, cases.BY_NAME["encoder AR, counted"], MTP, PIPELINE)}
+NAMES = tuple(BY_NAME)
+
+
+class Model(nn.Module):
+    """Embedding, body, LM head. Gives hidden states, or what a loss makes of them and the head."""
+
+    def __init__(self, bias=True, head=nn.Linear):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed = nn.Embedding(V, D)
+        self.body = nn.Linear(D, D)
+        self.lm_head = head(D, V, bias=bias)
+        self.double()
+
+    def forward(self, ids, loss=None):
+        hidden = self.body(self.embed(ids)).tanh()
+        return hidden if loss is None else loss(hidden, self.lm_head.weight, self.lm_head.bias)
+
+
+class Job:
+    """One loss of one whole batch, which can be cut into parts along the batch.
+
+    ``run(ids, loss)`` calls a model and then ``loss(hidden, weight, bias)``, or ``loss(logits)`` for the form from
+    logits. The form "oracle" is the reference on the logits of plain PyTorch. ``scaled``: the loss has a factor behind
+    it.
+    """
+
+    def __init__(self, name, form="hidden", seed=0, scaled=True, **options):
+        self.case, self.form = BY_NAME[name], form
+        options = {"backend": "torch"} | options
+        self.function = {
+            "hidden": functools.partial(self.case.hidden_form, **options),
+            "logits": functools.partial(self.case.logits_form, **options),
+            "oracle": lambda h, w, b, i: self.case.oracle(nn.functional.linear(h, w, b), i),
+        }[form]
+        torch.manual_seed(seed)
+        self.inputs = self.case.draw(B, L, V)
+        self.ids = torch.randint(0, V, (B, L * self.case.width))
+        self.upstream = upstream(self.case) if scaled or self.case.per_row else torch.ones(())
+
+    def loss(self, run, part=0, parts=1):
+        """The loss of one of the parts."""
+        ids, upstream = self.cut(self.ids, part, parts), self.cut(self.upstream, part, parts)
+        inputs = {name: self.cut(t, part, parts) for name, t in self.inputs.items()}
+        return (run(ids, lambda *x: self.function(*x, inputs)) * upstream).sum()
+
+    def cut(self, t, part, parts):
+        """A part along the batch; a count stays as it is."""
+        return t.chunk(parts)[part] if isinstance(t, torch.Tensor) and t.dim() else t
+
+    def share(self, parts):
+        """What the sum over the losses of all parts is to be multiplied with to be the loss of the whole batch."""
+        return 1 / parts if self.case.counted_locally else 1.0
+
+    def expected(self, model, parts):
+        """Loss and gradients in one process, with the whole batch in one call where its denominator allows it."""
+        if self.case.counted_locally:
+            loss = sum(self.loss(plainly(model, self.form), part, parts) for part in range(parts)) / parts
+        else:
+            loss = self.loss(plainly(model, self.form))
+        loss.backward()
+        return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def plainly(model, form="hidden"):
+    """``run`` of a :class:`Job` with the head's parameters, or its logits, outside of the model's forward."""
+    if form == "logits":
+        return lambda ids, loss: loss(model.lm_head(model(ids)))
+    return lambda ids, loss: loss(model(ids), model.lm_head.weight, model.lm_head.bias)
+
+
+def same_gradients(model, expected):
+    """Every parameter's gradient, and none that is missing."""
+    got = {name: p.grad for name, p in model.named_parameters()}
+    assert got.keys() == expected.keys()
+    for name, grad in expected.items():
+        if grad is None:
+            assert got[name] is None, name
+        else:
+            assert got[name] is not None, f"no gradient of {name}"
+            assert grad.abs().sum() > 0, name
+            close(got[name], grad, name)
+
+
+class Sent(TorchDispatchMode):
+    """What this rank hands to collectives while it is entered: (name, shape, bytes) of each, whoever asks for them."""
+
+    NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional")
+    OPS: ClassVar = {  # name of the operator: (what we call it, which argument is sent)
+        "allreduce_": ("all_reduce", 0),
+        "all_reduce": ("all_reduce", 0),
+        "all_reduce_": ("all_reduce", 0),
+        "_allgather_base_": ("all_gather", 1),
+        "all_gather_into_tensor": ("all_gather", 0),
+        "_reduce_scatter_base_": ("reduce_scatter", 1),
+        "reduce_scatter_tensor": ("reduce_scatter", 0),
+    }
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # it calls us again for its local tensors
+        name = func._opname
+        if func.namespace in self.NAMESPACES and not name.startswith(("wait", "_wrap", "_allgather_into_tensor_out")):
+            label, position = self.OPS.get(name, (name, slice(None)))
+            sent = [t for t in tree_leaves(args[position]) if isinstance(t, torch.Tensor)]
+            self.calls += [(label, tuple(t.shape), t.numel() * t.element_size()) for t in sent]
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def shapes(self):
+        return [shape for _, shape, _ in self.calls]
+
+    @property
+    def names(self):
+        return [name for name, *_ in self.calls]
+
+    @property
+    def nbytes(self):
+        return sum(n for *_, n in self.calls)

@@ -1,0 +1,235 @@
+"""Checks of the divergences in several processes: split vocabularies, sharded heads, split rows, teachers laid out otherwise."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import reference
+from dllm_kernels import ops
+from dllm_kernels._core import _divergence
+from tests.support.distributed_checks import B, D, L, Sent, V, check, close, mesh_of, shard
+from tests.support.parity import assert_parity
+
+KINDS = {
+    "kl": {"kind": "kl"},
+    "lk, mean": {"kind": "lk", "alpha": "mean", "reduction": "none"},
+    "all others": {
+        "kind": {"rkl": 0.5, "jsd": 1.0, "tv": 1.0, "nla": 0.3, "soft_ce": 0.2, "teacher_ce": 0.1, "ce": 0.1},
+        "temperature": 1.5, "softcap": 4.0, "skip_id": 12, "beta": 0.3,
+    },
+}  # fmt: skip
+kinds = {"name": tuple(KINDS)}
+
+
+def drawn(name, V=V):
+    """What stands beside the student: its weights, the teacher's hidden states in an order of their own, and the options."""
+    torch.manual_seed(0)
+    weights = torch.rand(B, L) * (torch.rand(B, L) < 0.8)
+    rows = torch.randint(0, 2 * L, (B, L))
+    targets = {"targets": torch.randint(0, 12, (B, L))} if name == "all others" else {}
+    return torch.randn(2, L, D).double(), {"weights": weights, "teacher_rows": rows, **KINDS[name], **targets}
+
+
+def upstream(options):
+    return torch.randn(B, L) if "reduction" in options else torch.randn(())
+
+
+def draw(options, V=V):
+    return lambda _: ([torch.randn(s).double() for s in ((B, L, D), (V, D), (V,))], upstream(options))
+
+
+@check(2, **kinds)
+def tp_divergence(name):
+    """A head that both share, split by vocabulary; hidden states plain, whole on every rank, or split over the same ranks."""
+    mesh, (teacher, options) = mesh_of("tp"), drawn(name)
+    for of_hidden, of_teacher in ((None, None), (Shard(1), Replicate()), (Shard(0), Shard(1))):
+
+        def ours(h, w, b, p=of_hidden, q=of_teacher):
+            h, t = (x if s is None else shard(x, mesh, s) for x, s in ((h, p), (teacher, q)))
+            w, b = (shard(x, mesh, Shard(0)) for x in (w, b))
+            return ops.linear_divergence(h, w, t, bias=b, chunk_size=5, backend="torch", **options).loss
+
+        assert_parity(
+            ours, lambda h, w, b: reference.linear_divergence(h, w, teacher, bias=b, **options).loss, draw(options)
+        )
+
+
+@check(2)
+def tp_divergence_to_a_head_of_its_own():
+    """The teacher's head, with a second part, split as the student's is, whole, or with some of its columns picked."""
+    mesh, (teacher, options) = mesh_of("tp"), drawn("all others")
+    weight, bias, u, second = (torch.randn(s).double() for s in ((V, D), (V,), (2, L, 3), (V, 3)))
+    columns = torch.randperm(V)
+    for split, picked in ((True, False), (False, False), (True, True), (False, True)):
+        options_here = options | ({"draft_to_target": columns} if picked else {})
+        head = [distribute_tensor(t, mesh, [Shard(0)]) if split else t for t in (weight, bias, second)]
+
+        def ours(h, w, b, head=head, options_here=options_here):
+            w, b = (shard(x, mesh, Shard(0)) for x in (w, b))
+            out = ops.linear_divergence(
+                h, w, teacher, bias=b, teacher_weight=head[0], teacher_bias=head[1], teacher_extra=(u, head[2]),
+                backend="torch", **options_here,
+            )  # fmt: skip
+            return out.loss
+
+        def oracle(h, w, b, options_here=options_here):
+            own = {"teacher_weight": weight, "teacher_bias": bias, "teacher_extra": (u, second)}
+            return reference.linear_divergence(h, w, teacher, bias=b, **own, **options_here).loss
+
+        assert_parity(ours, oracle, draw(options))
+
+
+@check(2, **kinds)
+def tp_divergence_of_logits(name):
+    """Logits split by vocabulary, or by rows; the teacher's laid out like them, whole on every rank, or plain."""
+    mesh, (_, options) = mesh_of("tp"), drawn(name)
+    its = 2 * torch.randn(2, L, V).double()
+    for of_logits, of_teacher in (
+        (Shard(2), Shard(2)),
+        (Shard(2), None),
+        (Shard(1), Replicate()),
+        (Shard(0), Shard(0)),
+        (None, Shard(2)),
+    ):
+        t = its if of_teacher is None else distribute_tensor(its, mesh, [of_teacher])
+
+        def ours(z, t=t, p=of_logits):
+            z = z if p is None else shard(z, mesh, p)
+            return ops.divergence(z, t, backend="torch", **options).loss
+
+        def leaves(_):
+            return [2 * torch.randn(B, L, V).double()], upstream(options)
+
+        assert_parity(ours, lambda z: reference.divergence(z, its, **options).loss, leaves)
+
+
+@check(2)
+@check(4)
+def every_rank_copies_the_same_pieces_of_the_teacher():
+    """Each ends in a collective, and shards that differ in size, or have no columns, are pieces of one row."""
+    mesh = mesh_of("tp")
+    for Vd in (V, 2):
+        z, t, w, columns = torch.randn(B, L, Vd), torch.randn(B, L, V + 1), torch.rand(B, L), torch.randperm(V + 1)[:Vd]
+        for rows in (1, 2, 5):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(_divergence, "COPY_BYTES", rows * t[0, 0].nbytes)
+                got, want = z.clone().requires_grad_(), z.clone().requires_grad_()
+                options = {"kind": {"kl": 1.0, "tv": 0.5}, "draft_to_target": columns}
+                out = ops.divergence(shard(got, mesh, Shard(2)), t, w, backend="torch", **options).loss
+                expected = reference.divergence(want, t, w, **options).loss
+                close(out.detach(), expected.detach())
+                out.backward()
+                expected.backward()
+                close(got.grad, want.grad)
+
+
+@check(2)
+@check(4)
+def a_teacher_whose_rows_one_rank_has():
+    """Whether a rank gathers them follows from the layout, not from what it has: a batch of one is split over all ranks."""
+    mesh = mesh_of("tp")
+    h, t, w, own = (torch.randn(s).double() for s in ((1, L, D), (1, L, D), (V, D), (V, D)))
+    for of_teacher in (Shard(0), Shard(1), Replicate()):
+        for of_head in (Shard(0), Replicate()):
+            theirs, head = distribute_tensor(t, mesh, [of_teacher]), distribute_tensor(own, mesh, [of_head])
+
+            def ours(h, w, theirs=theirs, head=head):
+                h, w = shard(h, mesh, Shard(0)), shard(w, mesh, Shard(0))
+                return ops.linear_divergence(h, w, theirs, kind="kl", teacher_weight=head, backend="torch").loss
+
+            assert_parity(
+                ours,
+                lambda h, w: reference.linear_divergence(h, w, t, kind="kl", teacher_weight=own).loss,
+                lambda _: ([h, w], torch.randn(())),
+            )
+
+
+@check(2)
+@check(4)
+def special_rows_of_a_divergence():
+    """What is beside the loss; ties over shards, rows of -inf in one of them, of NaN, without a row of the teacher, and of weight 0.
+
+    Of three columns one rank of four holds none.
+    """
+    inf, nan = float("inf"), float("nan")
+    z = torch.tensor([[0, 0, 0], [-inf, -inf, 2], [0, 1, nan], [1, 0, 0], [nan, 0, 0], [3, 1, 2]]).double()
+    t = torch.tensor([[0, 0, 0], [0, -inf, -inf], [0, 1, 2], [0, 0, nan], [0, 0, 0], [3, 1, 2]]).double()
+    rows, weights, targets = (
+        torch.tensor([0, 1, 2, 3, 4, 9]),
+        torch.tensor([1, 1, 1, 1, 0, 1]),
+        torch.tensor([0, 2, 0, 0, 1, 2]),
+    )
+    mesh = mesh_of("tp")
+    for kind in ("kl", "nla", "jsd", {"ce": 1.0, "teacher_ce": 1.0}):
+        options = {"kind": kind, "teacher_rows": rows} | ({"targets": targets} if isinstance(kind, dict) else {})
+        leaf, same = z.clone().requires_grad_(), z.clone().requires_grad_()
+        out = ops.divergence(shard(leaf, mesh, Shard(1)), distribute_tensor(t, mesh, [Shard(1)]), weights, **options)
+        want = reference.divergence(same, t, weights, **options)
+        for got, expected in zip(out[1:], want[1:], strict=True):
+            close(got, expected.detach(), str(kind))
+        got, expected = (torch.autograd.grad(o.loss, leaf_)[0] for o, leaf_ in ((out, leaf), (want, same)))
+        known = torch.tensor([0, 1, 4])  # a row without a value has NaN for a gradient here, and NaN in places there
+        close(got[known], expected[known], str(kind))
+        assert got[[2, 3, 5]].isnan().all()
+
+
+@check(2, name=("kl", "lk, mean"))
+def split_rows_of_a_divergence(name):
+    """The rows split over the ranks, the head whole on every one: the mean of a is that of all of them."""
+    mesh, (teacher, options) = mesh_of("dp"), drawn(name)
+
+    def ours(h, w, b):
+        w, b = (shard(x, mesh, Replicate()) for x in (w, b))
+        return ops.linear_divergence(shard(h, mesh, Shard(1)), w, teacher, bias=b, backend="torch", **options).loss
+
+    assert_parity(
+        ours, lambda h, w, b: reference.linear_divergence(h, w, teacher, bias=b, **options).loss, draw(options)
+    )
+
+
+@check(2)
+def fsdp_divergence():
+    """A head that FSDP2 shards and both share, trainable or frozen, or a teacher with a sharded one of its own."""
+    rank, mesh = dist.get_rank(), mesh_of("fsdp")
+    torch.manual_seed(0)
+    hidden, teacher = (torch.randn(B, L, D).double() for _ in range(2))
+    for trains, own in ((True, False), (False, False), (True, True)):
+        heads = [nn.Linear(D, V, bias=False).double().requires_grad_(trains) for _ in range(2)]
+        for i, head in enumerate(heads):  # the same on every rank, and in the run of one process
+            nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(i))
+        weights = [head.weight.detach().clone().requires_grad_(trains) for head in heads]
+        h, same = hidden.clone().requires_grad_(), hidden.clone().requires_grad_()
+        want = reference.linear_divergence(
+            same, weights[0], teacher, teacher_weight=weights[1] if own else None, kind="tv"
+        )
+        want.loss.backward()
+        for head in heads:
+            fully_shard(head, mesh=mesh)
+        mine, its = (x.chunk(dist.get_world_size())[rank] for x in (h, teacher))
+        out = ops.linear_divergence(
+            mine, heads[0].weight, its, teacher_weight=heads[1].weight if own else None, kind="tv", backend="torch"
+        )
+        (out.loss * dist.get_world_size()).backward()
+        close(out.acceptance_rate, want.acceptance_rate.chunk(dist.get_world_size())[rank])
+        close(
+            h.grad.chunk(dist.get_world_size())[rank] / dist.get_world_size(),
+            same.grad.chunk(dist.get_world_size())[rank],
+        )
+        assert heads[1].weight.grad is None
+        if trains:
+            assert isinstance(heads[0].weight.grad, DTensor)
+            close(heads[0].weight.grad, weights[0].grad)
+
+
+@check(2)
+def a_split_divergence_sends_nothing_as_long_as_the_vocabulary():
+    mesh, (teacher, options) = mesh_of("tp"), drawn("all others")
+    weight = distribute_tensor(torch.randn(V, D).double(), mesh, [Shard(0)])
+    with Sent() as sent:
+        h = torch.randn(B, L, D).double().requires_grad_()
+        ops.linear_divergence(h, weight, teacher, **options).loss.backward()
+    assert sent.shapes
+    assert not any(n in (V, 10, 9) for shape in sent.shapes for n in shape)

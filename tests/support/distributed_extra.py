@@ -1,0 +1,253 @@
+"""Checks of a head of two parts in several processes: the second part split as the head is, sharded, and its rows laid out."""
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import reference
+from dllm_kernels import ops
+from dllm_kernels.distributed import summed_over
+from tests.support.cases import BY_NAME
+from tests.support.distributed_checks import B, D, L, Sent, V, check, close, drawn, mesh_of, raises, shard, upstream
+from tests.support.parity import assert_parity
+
+R = 3
+NAMES = ("weighted_nll", "token_nll", "row_stats", "row_objective", "dflash, dpace")
+
+
+def call(case, inputs, h, w, b, extra, **options):
+    arguments = case.arguments("hidden", h, inputs, (w, b)) | {"extra": extra}
+    out = case.output("hidden", arguments, **options)
+    return out if isinstance(out, torch.Tensor) else out.total_loss
+
+
+def plain(case, inputs):
+    return lambda h, w, b, u, second: case.oracle(reference.linear_logits(h, w, b, extra=(u, second)), inputs)
+
+
+def draw(case, dtype=torch.float64, rows=B):
+    def leaves(_):
+        shapes = (rows, L, D), (V, D), (V,), (rows, L, R), (V, R)
+        return [torch.randn(shape).to(dtype) for shape in shapes], upstream(case, rows)
+
+    return leaves
+
+
+def laid(t, mesh, placement):
+    return t if placement is None else shard(t, mesh, placement)
+
+
+@check(2, name=NAMES)
+def tp_extra(name):
+    """Both parts split by vocabulary; the rows of either plain, whole on every rank, or split over them, several chunks."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    layouts = [
+        (None, None),
+        (None, Replicate()),
+        (None, Shard(2)),
+        (Shard(1), None),
+        (Shard(1), Shard(1)),
+        (Shard(1), Shard(0)),
+    ]
+    for of_hidden, of_u in layouts if name == NAMES[0] else [layouts[0], layouts[4]]:
+        assert_parity(
+            lambda h, w, b, u, second, p=of_hidden, q=of_u: call(
+                case, inputs, laid(h, mesh, p), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)),
+                (laid(u, mesh, q), shard(second, mesh, Shard(0))), chunk_size=5, backend="torch",
+            ),
+            plain(case, inputs),
+            draw(case),
+        )  # fmt: skip
+
+
+@check(2)
+def tp_extra_in_every_dtype_and_through_the_kernels():
+    case, mesh, rows = BY_NAME["weighted_nll"], mesh_of("tp"), 2
+    inputs = drawn(case, rows=rows)
+    runs = [(torch.float16, "torch"), (torch.bfloat16, "torch"), (torch.float32, "triton")]
+    for dtype, backend in runs:
+        assert_parity(
+            lambda h, w, b, u, second, backend=backend: call(
+                case, inputs, h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), (u, shard(second, mesh, Shard(0))),
+                chunk_size=5, backend=backend,
+            ),
+            plain(case, inputs),
+            draw(case, dtype, rows),
+        )  # fmt: skip
+
+
+@check(2, name=NAMES[:3])
+def split_rows_with_extra(name):
+    """The rows split over the ranks, both parts of the head whole on every one; u split with them, or plain."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for of_u in (Shard(1), None):
+        assert_parity(
+            lambda h, w, b, u, second, q=of_u: call(
+                case, inputs, shard(h, mesh, Shard(1)), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()),
+                (laid(u, mesh, q), shard(second, mesh, Replicate())), backend="torch",
+            ),
+            plain(case, inputs),
+            draw(case),
+        )  # fmt: skip
+
+
+@check(4)
+def rows_and_vocabulary_with_extra():
+    """A 2-D mesh: the rows split over one dimension, both parts of the head, on the other alone, by vocabulary."""
+    case, mesh = BY_NAME["weighted_nll"], mesh_of("dp", "tp")
+    inputs, tp = drawn(case), mesh["tp"]
+
+    def split(t):
+        """The data-parallel ranks have the same head and rows of their own, whose gradients are summed."""
+        whole = shard(t, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
+        return shard(whole, tp, Shard(0))
+
+    for of_u in ((Shard(0), Replicate()), None):
+        assert_parity(
+            lambda h, w, b, u, second, q=of_u: call(
+                case, inputs, shard(h, mesh, Shard(0), Replicate()), split(w), split(b),
+                (u if q is None else shard(u, mesh, *q), split(second)), backend="torch",
+            ),
+            plain(case, inputs),
+            draw(case),
+        )  # fmt: skip
+
+
+@check(2)
+def a_frozen_head_with_a_second_part_sends_nothing_as_long_as_the_vocabulary():
+    mesh = mesh_of("tp")
+    h, w, u, second = (torch.randn(s).double() for s in ((B, L, D), (V, D), (B, L, R), (V, R)))
+    parts = [distribute_tensor(t, mesh, [Shard(0)]) for t in (w, second)]
+    parts[1].requires_grad_()
+    with Sent() as sent:
+        loss = ops.weighted_linear_nll(
+            h.requires_grad_(), parts[0], torch.ones(B, L, dtype=torch.long), torch.ones(B, L), extra=(u, parts[1])
+        ).loss
+        loss.backward()
+    assert parts[0].grad is None
+    assert parts[1].grad.placements == (Shard(0),)
+    assert not any(n in (V, 10, 9) for shape in sent.shapes for n in shape)
+
+
+class Drafter(nn.Module):
+    """A small model with a Markov head: a row of a table for each token, and its product beside the LM head's."""
+
+    def __init__(self, trains_head=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embed, self.table = nn.Embedding(V, D), nn.Embedding(V, R)
+        self.body, self.lm_head = nn.Linear(D, D), nn.Linear(D, V, bias=False)
+        self.markov = nn.Linear(R, V, bias=False)
+        self.lm_head.requires_grad_(trains_head)
+        self.double()
+
+    def forward(self, ids):
+        return self.body(self.embed(ids)).tanh(), self.table(ids)
+
+
+def step(model, case, inputs, ids, **options):
+    hidden, u = model(ids)
+    value = call(case, inputs, hidden, model.lm_head.weight, None, (u, model.markov.weight), backend="torch", **options)
+    return value.sum()
+
+
+def compare(name, mesh, part, parts, prepare, shards_head=True, trains_head=False):
+    """One step of each rank's own sequences against one process; FSDP2 divides by the number of ranks.
+
+    A head that is not sharded is whole on every rank, as a target model's is.
+    """
+    case = BY_NAME[name]
+    inputs = drawn(case)
+    ids = torch.randint(0, V, (B, L))
+    one, model = Drafter(trains_head), Drafter(trains_head)
+    loss = step(one, case, inputs, ids)
+    loss.backward()
+    prepare(model)
+    for unit in (model.lm_head, model.markov) if shards_head else (model.markov,):
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh, ignored_params=set() if shards_head else {model.lm_head.weight})
+    mine = step(
+        model, case, {k: t.chunk(parts)[part] if t.dim() else t for k, t in inputs.items()}, ids.chunk(parts)[part]
+    )
+    (mine * parts).backward()
+    close(summed_over(mine.detach()) * parts / dist.get_world_size(), loss.detach())
+    for (label, got), (_, wanted) in zip(model.named_parameters(), one.named_parameters(), strict=True):
+        assert (got.grad is None) == (wanted.grad is None), label
+        if wanted.grad is not None:
+            assert isinstance(got.grad, DTensor) == isinstance(got, DTensor)
+            close(got.grad, wanted.grad, label)
+
+
+@check(2, name=("weighted_nll", "token_nll", "dflash, dpace"))
+@check(4, name=("weighted_nll",))
+def fsdp_extra(name):
+    """A second part that FSDP2 shards, beside a head that is whole on every rank, or sharded too, frozen or not."""
+    world, mesh = dist.get_world_size(), mesh_of("fsdp")
+    for shards_head, trains_head in ((False, False), (True, False), (True, True)):
+        compare(name, mesh, dist.get_rank(), world, lambda model: None, shards_head, trains_head)
+
+
+@check(2)
+def fsdp_extra_in_mixed_precision():
+    """The second part is gathered in the dtype of the computation; its gradient comes in that of the shard."""
+    mesh, model = mesh_of("fsdp"), Drafter().float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
+    model.lm_head.bfloat16()
+    for unit in (model.markov, model.table, model.embed, model.body):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    case = BY_NAME["weighted_nll"]
+    with torch.autocast("cpu", torch.bfloat16):
+        step(model, case, drawn(case), torch.randint(0, V, (B, L))).backward()
+    assert model.markov.weight.grad.dtype == torch.float32
+    assert model.markov.weight.grad.full_tensor().isfinite().all()
+    assert model.markov.weight.grad.full_tensor().abs().sum() > 0
+
+
+@check(4)
+def fsdp_over_tensor_parallel_extra():
+    """Both parts split by vocabulary over one mesh dimension, the second sharded over the other too."""
+    mesh = mesh_of("dp", "tp")
+    dp, tp = mesh["dp"], mesh["tp"]
+
+    def prepare(model):
+        for head in (model.lm_head, model.markov):
+            head.weight = nn.Parameter(
+                distribute_tensor(head.weight.detach(), tp, [Shard(0)]), head.weight.requires_grad
+            )
+
+    compare("weighted_nll", dp, dp.get_local_rank(), 2, prepare)
+
+
+@check(2)
+def extra_that_cannot_be_served():
+    mesh, other = mesh_of("tp"), mesh_of("another")
+    h, w, u, second = (torch.randn(s) for s in ((B, L, D), (V, D), (B, L, R), (V, R)))
+    y = torch.ones(B, L, dtype=torch.long)
+    split, whole = shard(w, mesh, Shard(0)), shard(w, mesh, Replicate())
+    like = "extra[1] must be laid out like the LM head's weight, "
+    tp = shard(second, mesh, Shard(0))
+    raises(
+        ValueError,
+        f"{like}Shard(dim=0) over tp, got a plain tensor",
+        ops.linear_token_nll,
+        h,
+        split,
+        y,
+        extra=(u, second),
+    )
+    raises(ValueError, f"{like}a plain tensor, got Shard(dim=0) over tp", ops.linear_token_nll, h, w, y, extra=(u, tp))
+    raises(ValueError, f"{like}Replicate() over tp, got Shard(dim=0)", ops.linear_token_nll, h, whole, y, extra=(u, tp))
+    partial = DTensor.from_local(second, mesh, [Partial()], run_check=False)
+    raises(ValueError, "extra[1] must not be Partial", ops.linear_token_nll, h, split, y, extra=(u, partial))
+    narrow = tp.bfloat16()
+    raises(ValueError, "extra[1] must have the dtype of hidden", ops.linear_token_nll, h, split, y, extra=(u, narrow))
+    elsewhere = shard(u, other, Replicate()), tp
+    here = shard(h, mesh, Replicate())
+    raises(
+        ValueError, "extra[0] must be on the mesh of the hidden states", ops.linear_token_nll, here, split, y,
+        extra=elsewhere,
+    )  # fmt: skip

@@ -1,0 +1,723 @@
+"""Checks of FSDP2: the LM head sharded in every way that ``fully_shard`` can, against one process with the whole batch."""
+
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import dllm_kernels as ours
+from dllm_kernels import ops
+from dllm_kernels.distributed import LossHead, gather_head, set_gradient_divide_factor, summed_over
+from dllm_kernels.integrations._deferred import deferred_logits
+from tests.support.distributed_checks import (
+    NAMES,
+    B,
+    D,
+    Job,
+    L,
+    Model,
+    Sent,
+    V,
+    check,
+    close,
+    mesh_of,
+    plainly,
+    raises,
+    same_gradients,
+    shard,
+)
+from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error
+
+FEW = ("mdlm, counted", "hybrid", "dflash", "MTP")
+
+
+class HeadWithMethod(nn.Linear):
+    """A head with a method for the loss, which FSDP2 has to be told of."""
+
+    def compute(self, hidden, loss):
+        return loss(hidden, self.weight, self.bias)
+
+
+def own_unit(model, **options):
+    """The head is a unit of its own, and its parameters are used outside of its forward."""
+    for module in (model.body, model.lm_head, model):
+        fully_shard(module, **options)
+    return plainly(model)
+
+
+def in_root(model, **options):
+    """The root unit owns the head, and the loss runs in the root's forward: the weight is a plain tensor there."""
+    for module in (model.body, model):
+        fully_shard(module, **options)
+    return model
+
+
+def after_root(model, **options):
+    """The root unit owns the head, and its parameters are used after the root's forward."""
+    in_root(model, **options)
+    return plainly(model)
+
+
+def loss_head(model, **options):
+    """The loss runs in the forward of the head, a unit of its own."""
+    model.lm_head = LossHead.of(model.lm_head)
+    own_unit(model, **options)
+    return lambda ids, loss: model.lm_head(model(ids), loss)
+
+
+def head_method(model, **options):
+    """The same through a method that FSDP2 has been told of."""
+    own_unit(model, **options)
+    register_fsdp_forward_method(model.lm_head, "compute")
+    return lambda ids, loss: model.lm_head.compute(model(ids), loss)
+
+
+SETUPS = {f.__name__: f for f in (own_unit, in_root, after_root, loss_head, head_method)}
+
+
+def untouched(model):
+    return model
+
+
+def freeze(*names):
+    """The parameters do not train."""
+
+    def frozen(model):
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    return frozen
+
+
+frozen_head = freeze("lm_head.weight", "lm_head.bias")
+
+
+def tie(model):
+    model.lm_head.weight = model.embed.weight
+    return model
+
+
+def compare(
+    name, setup, *, prepare=untouched, bias=True, form="hidden", parts=None, part=None, factor=None, call=(), **options
+):
+    """One step, its rows split over the data-parallel ranks, against one process; FSDP2 divides by their number.
+
+    ``call`` holds options of the loss, ``options`` those of the setup.
+    """
+    parts, part = parts or dist.get_world_size(), dist.get_rank() if part is None else part
+    job = Job(name, form, **dict(call))
+    loss, grads = job.expected(prepare(Model(bias)), parts)
+    model = prepare(Model(bias, HeadWithMethod))
+    run = setup(model, **options)
+    mine = job.loss(run, part, parts) * job.share(parts)
+    (mine * (factor or parts)).backward()
+    close(summed_over(mine) * parts / dist.get_world_size(), loss)
+    same_gradients(model, grads)
+
+
+def deferring(setup):
+    """The model calls its head, which hands on what it was given, and the loss takes that and the head's parameters."""
+
+    def set_up(model, **options):
+        setup(model, **options)
+
+        def run(ids, loss):
+            with deferred_logits(model) as defers:
+                logits = model(ids, lambda hidden, *head: model.lm_head(hidden))
+            assert defers
+            assert logits.usable
+            return loss(logits.hidden, logits.head.module.weight, logits.head.module.bias)
+
+        return run
+
+    return set_up
+
+
+@check(2, name=FEW[:2])
+def fsdp_deferred_logits(name):
+    """Of a head in the root unit, and of one that is a unit of its own; accumulated too."""
+    compare(name, deferring(in_root))
+    compare(name, deferring(own_unit))
+    compare(name, deferring(own_unit), reshard_after_forward=True)
+
+
+@check(2)
+def fsdp_deferred_logits_that_are_made():
+    """By the head itself, gathered anew: the loss from logits has the same gradients."""
+    for setup in (in_root, own_unit):
+        job = Job("mdlm, counted", "logits")
+        loss, grads = job.expected(Model(), 2)
+        model = Model()
+        setup(model)
+
+        def run(ids, function, model=model):
+            with deferred_logits(model):
+                logits = model(ids, lambda hidden, *head: model.lm_head(hidden))
+                return function(logits.made())
+
+        mine = job.loss(run, dist.get_rank(), 2)
+        (2 * mine).backward()
+        close(summed_over(mine.detach()), loss)
+        same_gradients(model, grads)
+
+
+@check(2, name=NAMES)
+@check(4, name=FEW)
+def fsdp_own_unit(name):
+    compare(name, own_unit)
+
+
+@check(2, name=("hybrid", "MTP"))
+def fsdp_kernels(name):
+    """The same through the Triton kernels."""
+    compare(name, own_unit, call={"backend": "triton"})
+
+
+@check(2, name=NAMES)
+def fsdp_in_root(name):
+    compare(name, in_root)
+
+
+@check(2, name=NAMES)
+def fsdp_loss_head(name):
+    compare(name, loss_head)
+
+
+@check(2, name=FEW)
+def fsdp_other_ways(name):
+    for setup in (after_root, head_method):
+        compare(name, setup)
+
+
+@check(2, name=FEW)
+def fsdp_reshard_after_forward(name):
+    for setup in SETUPS.values():
+        for reshard in (False, True):
+            compare(name, setup, bias=not reshard, reshard_after_forward=reshard)
+
+
+def logits_of(setup):
+    """The setup with logits, which the head makes, or the root where the head is its."""
+
+    def with_logits(model, **options):
+        run = setup(model, **options)
+        if setup in (own_unit, loss_head):
+            return lambda ids, loss: loss(model.lm_head(model(ids)))
+        return lambda ids, loss: run(ids, lambda h, w, b: loss(nn.functional.linear(h, w, b)))
+
+    return with_logits
+
+
+@check(2, name=NAMES)
+def fsdp_logits(name):
+    """The losses from logits."""
+    for setup in (own_unit, in_root, loss_head):
+        compare(name, logits_of(setup), form="logits")
+
+
+@check(2, name=FEW)
+def fsdp_chunks_and_columns(name):
+    """Several chunks a call; a head that is split by hidden size."""
+    compare(name, own_unit, call={"chunk_size": 3})
+    compare(name, own_unit, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+    compare(name, in_root, call={"chunk_size": 3}, shard_placement_fn=lambda p: Shard(1) if p.dim() == 2 else None)
+
+
+@check(2, name=NAMES)
+def fsdp_frozen_head(name):
+    """Gathered, and nothing of a gradient made or sent; the hidden states' gradient is right."""
+    for setup in (own_unit, in_root, loss_head):
+        compare(name, setup, prepare=frozen_head)
+    compare(name, logits_of(own_unit), prepare=frozen_head, form="logits")
+
+
+@check(2)
+def fsdp_frozen_head_sends_no_gradient():
+    model = Model()
+    model.lm_head.requires_grad_(False)
+    run, job = own_unit(model), Job("mdlm, counted", chunk_size=3)
+    hidden = run(job.ids[:2], lambda h, w, b: (h.detach().requires_grad_(), w, b))
+    with Sent() as sent:
+        job.case.hidden_form(
+            *hidden, {k: t[:2] if t.dim() else t for k, t in job.inputs.items()}, chunk_size=3
+        ).backward()
+    assert sent.names == ["all_gather", "all_gather"], sent.calls
+
+
+@check(2, setup=("own_unit", "in_root", "loss_head"))
+def fsdp_trained_bias_on_a_frozen_weight(setup):
+    compare("mdlm, counted", SETUPS[setup], prepare=freeze("lm_head.weight"))
+
+
+@check(4, name=NAMES)
+def fsdp_hybrid_shard(name):
+    """A 2-D mesh: replicated over one dimension, sharded over the other."""
+    mesh = mesh_of("replicate", "shard")
+    for setup in (own_unit, in_root, loss_head) if name in FEW else (own_unit,):
+        compare(name, setup, mesh=mesh)
+    compare(name, logits_of(own_unit), form="logits", mesh=mesh)
+
+
+def split_by_vocabulary(setup, tp):
+    """The setup with a head that tensor parallelism has split before."""
+
+    def split(model, **options):
+        head = model.lm_head
+        head.weight = nn.Parameter(distribute_tensor(head.weight.detach(), tp, [Shard(0)]), head.weight.requires_grad)
+        if head.bias is not None:
+            head.bias = nn.Parameter(distribute_tensor(head.bias.detach(), tp, [Shard(0)]), head.bias.requires_grad)
+        return setup(model, **options)
+
+    return split
+
+
+@check(4, name=NAMES)
+def fsdp_over_tensor_parallel(name):
+    """The head split by vocabulary over one mesh dimension, and sharded over the other with the rest of the model."""
+    mesh = mesh_of("dp", "tp")
+    dp, tp = mesh["dp"], mesh["tp"]
+    rows = {"parts": 2, "part": dp.get_local_rank()}
+    for setup in (own_unit, in_root, loss_head) if name in FEW else (own_unit,):
+        compare(name, split_by_vocabulary(setup, tp), mesh=dp, **rows)
+    for setup in (own_unit, in_root, loss_head) if name in FEW else ():
+        compare(name, split_by_vocabulary(setup, tp), prepare=frozen_head, mesh=dp, **rows)
+
+
+@check(4)
+def fsdp_over_tensor_parallel_sends_its_own_columns():
+    """The head's columns of this tensor-parallel rank, gathered and their gradient reduced once; the rest is per row."""
+    mesh = mesh_of("dp", "tp")
+    dp, tp = mesh["dp"], mesh["tp"]
+    model, hidden = Model(bias=False), torch.randn(B, L, D).double().requires_grad_()
+    split_by_vocabulary(own_unit, tp)(model, mesh=dp)
+    with Sent() as sent:
+        y, weights = torch.randint(0, V, (B, L)), torch.ones(B, L)
+        ops.weighted_linear_nll(hidden, model.lm_head.weight, y, weights, chunk_size=10).loss.backward()
+    head = [("all_gather", (5, D), 5 * D * 8), ("reduce_scatter", (10, D), 10 * D * 8)]
+    rows = [("all_gather", (n, 3), n * 3 * 8) for n in (10, 10, 4)]
+    assert sorted(sent.calls) == sorted([*head, *rows, ("all_reduce", (B, L, D), hidden.nbytes)]), sent.calls
+
+
+@check(4, name=NAMES)
+def fsdp_over_tensor_parallel_logits(name):
+    """Logits that come out of a head split by vocabulary, as DTensors on the tensor-parallel mesh."""
+    mesh = mesh_of("dp", "tp")
+    dp, tp = mesh["dp"], mesh["tp"]
+
+    def split_logits(model, **options):
+        split_by_vocabulary(own_unit, tp)(model, **options)
+        return lambda ids, loss: loss(model.lm_head(shard(model(ids), tp, Replicate())))
+
+    compare(name, split_logits, form="logits", mesh=dp, parts=2, part=dp.get_local_rank())
+
+
+@check(2, name=FEW)
+def fsdp_gradient_divide_factor(name):
+    """The sum over ranks instead of their average."""
+    for setup in (own_unit, in_root, loss_head):
+
+        def summing(model, setup=setup, **options):
+            run = setup(model, **options)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+            set_gradient_divide_factor(model.lm_head.parameters(), 1.0)
+            return run
+
+        compare(name, summing, factor=1)
+
+
+def replace_parameters(model, how):
+    """The same values in other parameters, before the first forward: what loading into a sharded model does."""
+    values = {key: t.clone() for key, t in model.state_dict().items()}
+    if how == "to_empty":
+        model.to_empty(device="cpu")
+    model.load_state_dict(values, assign=how == "assign")
+
+
+@check(2, how=("assign", "to_empty"))
+def fsdp_gradient_divide_factor_outlives_the_parameters(how):
+    """``load_state_dict(assign=True)`` replaces them, ``to_empty`` swaps all that they hold."""
+    for setup in (own_unit, in_root):
+
+        def summing(model, setup=setup, **options):
+            run = setup(model, **options)
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_gradient_divide_factor(1.0)
+            set_gradient_divide_factor(model.lm_head, 1.0)
+            before = dict(model.named_parameters())
+            replace_parameters(model, how)
+            assert (model.lm_head.weight is before["lm_head.weight"]) == (how == "to_empty")
+            return run
+
+        compare("mdlm, counted", summing, factor=1)
+
+
+@check(2, trains=(True, False))
+@check(4, trains=(True, False))
+def fsdp_row_statistics(trains):
+    """A sharded head, gathered once each way; the gradient reaches the shards, averaged over the ranks, in every chunk."""
+    mesh = mesh_of("dp")
+    hidden, ids = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L, 2))
+    whole, mix = torch.randn(V, D).double(), (torch.rand(B, L).double(), torch.rand(B, L).double())
+    here = torch.chunk(torch.arange(B), mesh.size())[mesh.get_local_rank()]
+    results = []
+    for rows, head in ((slice(None), whole.clone()), (here, distribute_tensor(whole, mesh, [Shard(0)]))):
+        head = nn.Parameter(head, requires_grad=trains)
+        h = hidden.clone().requires_grad_()
+        options = {"entropy": True, "mix": tuple(t[rows] for t in mix), "chunk_size": 5, "with_correct": True}
+        out = ops.linear_row_stats(h[rows], head, ids[rows], **options)
+        sum(out.log_probs.sum(-1).square() + out.lse + out.entropy.square() + out.mix).sum().backward()
+        results.append((out, h.grad, head.grad))
+    (expected, expected_h, expected_w), (got, got_h, got_w) = results
+    for a, b in zip(got, expected, strict=True):
+        close(a, b[here])
+    close(got_h[here], expected_h[here])
+    if not trains:
+        assert got_w is None
+        return
+    assert got_w.placements == (Shard(0),)
+    close(mesh.size() * got_w.full_tensor(), expected_w)
+
+
+@check(2)
+def gradient_divide_factor_of_a_parameter_without_a_module():
+    """It is kept with the parameter."""
+    hidden, y, w = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L)), torch.randn(V, D).double()
+    grads = []
+    for factor in (1.0, 4.0):
+        head = nn.Parameter(distribute_tensor(w, mesh_of("dp"), [Shard(0)]))
+        set_gradient_divide_factor(head, factor)
+        ops.weighted_linear_nll(hidden, head, y, torch.ones(B, L)).loss.backward()
+        grads.append(head.grad)
+    close(4 * grads[1], grads[0].full_tensor())
+
+
+@check(2, name=FEW)
+def fsdp_accumulation(name):
+    """Two micro-batches a rank, the first without synchronisation."""
+    for setup in (*SETUPS.values(), logits_of(own_unit)):
+        for bias in (True, False):
+            job, world = Job(name, "hidden" if setup in SETUPS.values() else "logits"), 2
+            loss, grads = job.expected(Model(bias), 2 * world)
+            model = Model(bias, HeadWithMethod)
+            run, total = setup(model), 0
+            for micro in range(2):
+                model.set_requires_gradient_sync(micro == 1)
+                part = job.loss(run, 2 * dist.get_rank() + micro, 2 * world) * job.share(2 * world)
+                (part * world).backward()
+                total = total + part.detach()
+            close(summed_over(total), loss)
+            same_gradients(model, grads)
+
+
+@check(2, name=("mdlm, counted", "MTP"))
+def fsdp_checkpointing(name):
+    """The loss is computed again in backward, and with it what it gathers."""
+
+    def checkpointed(setup, reentrant):
+        def around(model, **options):
+            run = setup(model, **options)
+            again = functools.partial(checkpoint, use_reentrant=reentrant)
+            return lambda ids, loss: run(ids, lambda *x: again(loss, *x))
+
+        return around
+
+    for setup in (own_unit, in_root, loss_head):
+        for reentrant in (False, True):
+            compare(name, checkpointed(setup, reentrant))
+
+
+POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WITH_ORACLE = tuple(name for name in NAMES if name != "pipeline")
+
+
+@check(2, name=WITH_ORACLE)
+def fsdp_mixed_precision(name):
+    """Parameters in float32, computed with in bfloat16: as near to float64 as plain PyTorch in bfloat16 is."""
+    rounded = {key: t.bfloat16() for key, t in Model().state_dict().items()}
+
+    def model(dtype):
+        made = Model().to(dtype)
+        made.load_state_dict(rounded)
+        return made
+
+    def plain(seed):
+        """Each part in bfloat16, their gradients summed in float32."""
+        job, grads = Job(name, "oracle", seed, scaled=False), []
+        for part in range(2):
+            made = model(torch.bfloat16)
+            (job.loss(plainly(made), part, 2) * job.share(2)).backward()
+            grads.append([p.grad.float() for p in made.parameters()])
+        return [a + b for a, b in zip(*grads, strict=True)]
+
+    def exact(seed):
+        return list(Job(name, "oracle", seed, scaled=False).expected(model(torch.float64), 2)[1].values())
+
+    def sharded(setup, seed):
+        form = "hidden" if setup in SETUPS.values() else "logits"
+        job, made = Job(name, form, seed, scaled=False), model(torch.float32)
+        (2 * job.loss(setup(made, mp_policy=POLICY), dist.get_rank(), 2) * job.share(2)).backward()
+        return [p.grad.full_tensor() for p in made.parameters()]
+
+    wanted = [exact(seed) for seed in range(PLAIN_DRAWS)]
+    plain_grads = [plain(seed) for seed in range(PLAIN_DRAWS)]
+    for setup in (own_unit, in_root, loss_head, logits_of(own_unit)):
+        got = [sharded(setup, seed) for seed in range(OUR_DRAWS)]
+        for k, (label, _) in enumerate(Model().named_parameters()):
+            exact_k = [e[k] for e in wanted]
+            error = largest_error([p[k] for p in plain_grads], exact_k)
+            assert_as_good_as_plain([g[k] for g in got], exact_k, error, label, (V, D, B * L))
+            assert got[0][k].dtype == torch.float32
+
+
+OUTPUT_IN_BF16 = MixedPrecisionPolicy(output_dtype=torch.bfloat16)
+
+
+def rounding_loss_head(model, **options):
+    """:class:`LossHead` with a policy that rounds what its forward returns."""
+    model.lm_head = LossHead.of(model.lm_head)
+    fully_shard(model.lm_head, mp_policy=OUTPUT_IN_BF16, **options)
+    fully_shard(model, **options)
+    return lambda ids, loss: model.lm_head(model(ids), loss)
+
+
+@check(2, name=NAMES)
+def fsdp_output_dtype(name):
+    """Neither the loss is rounded nor the gradient that comes to it; FSDP2's hooks run as ever."""
+    for reshard in (False, True):
+        compare(name, rounding_loss_head, reshard_after_forward=reshard)
+
+
+@check(2)
+def fsdp_output_dtype_of_counts():
+    """301 is no bfloat16; logits are rounded as the policy says; the head in a unit of several modules too."""
+    hidden, mask = torch.randn(301, 3, D), torch.ones(301, 3)
+    head = LossHead.of(Model().float().lm_head)
+    ids = head(hidden).argmax(-1)
+
+    def loss(h, weight, bias):
+        return ours.DFlashDecayLoss().forward_fused(h, weight, ids, mask, block_size=4, lm_head_bias=bias)
+
+    expected = head(hidden, loss)
+    assert expected.draft_correct_per_pos.tolist() == [301.0] * 3
+    for alone in (True, False):
+        model = Model().float()
+        model.lm_head = LossHead.of(model.lm_head)
+        fully_shard(model.lm_head if alone else [model.body, model.lm_head], mp_policy=OUTPUT_IN_BF16)
+        fully_shard(model)
+        model(ids)
+        out = model.lm_head(hidden, loss)
+        assert type(out) is type(expected)
+        for got, plain in [(a, b) for a, b in zip(out, expected, strict=True) if b is not None]:
+            assert got.dtype == plain.dtype != torch.bfloat16
+            close(got, plain.detach())
+        assert not alone or model.lm_head(hidden).dtype == torch.bfloat16
+
+
+@check(2)
+@check(4)
+def fsdp_gathers_once_a_call():
+    """One gather and one reduction each of weight and bias, however many chunks; nothing else has a vocabulary's size."""
+    world, ragged = dist.get_world_size(), -(-V // dist.get_world_size())
+    for chunk_size in (1, 5, None):
+        for loss in (ops.weighted_linear_nll, lambda *x, **o: ops.linear_token_nll(*x[:3], active=x[3], **o)):
+            model, hidden = Model(), torch.randn(B, L, D).double().requires_grad_()
+            own_unit(model)
+            with Sent() as sent:
+                head = model.lm_head
+                y, weights = torch.randint(0, V, (B, L)), torch.ones(B, L)
+                loss(hidden, head.weight, y, weights, bias=head.bias, chunk_size=chunk_size)[0].sum().backward()
+            assert sorted(sent.names) == ["all_gather"] * 2 + ["reduce_scatter"] * 2, sent.calls
+            gathered, reduced = ragged * (D + 1) * 8, world * ragged * (D + 1) * 8
+            assert sent.nbytes == gathered + reduced, sent.calls
+
+
+@check(2)
+def fsdp_gathers_in_the_dtype_of_the_computation():
+    """A float32 shard is sent as the bfloat16 it is used in, and its gradient summed in float32."""
+    model = Model(bias=False).float()
+    own_unit(model)
+    hidden = torch.randn(B, L, D).bfloat16().requires_grad_()
+    with Sent() as sent:
+        out = ops.weighted_linear_nll(hidden, model.lm_head.weight, torch.randint(0, V, (B, L)), torch.ones(B, L))
+        out.loss.backward()
+    assert [n for *_, n in sent.calls] == [10 * D * 2, 20 * D * 4], sent.calls
+    assert model.lm_head.weight.grad.dtype == torch.float32
+
+
+@check(2)
+def fsdp_several_uses_in_one_graph():
+    """Handed to two losses and used by its own forward between them; gathered by hand for two others."""
+    ids, y = torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L))
+
+    def loss(model, ids, y, gather):
+        hidden, head = model(ids), model.lm_head
+        first = ops.weighted_linear_nll(hidden, head.weight, y, torch.ones_like(y), bias=head.bias).loss
+        logits = head(hidden)
+        weight, bias = gather(head.weight, hidden), gather(head.bias, hidden)
+        twice = [ops.linear_token_nll(hidden * k, weight, y, bias=bias).nll.square().sum() for k in (2, 3)]
+        last = ops.weighted_linear_nll(hidden.sin(), head.weight, y, torch.ones_like(y)).loss
+        return first + ops.token_nll(logits, y).nll.sum() + sum(twice) + last
+
+    reference = Model()
+    loss(reference, ids, y, lambda t, hidden: t).backward()
+    for reshard in (True, False):
+        model = Model()
+        own_unit(model, reshard_after_forward=reshard)
+        rank = dist.get_rank()
+        (2 * loss(model, ids.chunk(2)[rank], y.chunk(2)[rank], gather_head)).backward()
+        same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
+
+
+@check(2)
+def fsdp_mtp_finds_the_head():
+    """MTP and the pipeline's loss take the head from the sharded model; from logits they call its forward many times."""
+    job = Job("MTP")
+    i = job.inputs
+    for loss_fn in (ours.FusedLinearCrossEntropy(), ours.MaskedCrossEntropy()):
+
+        def loss(model, rows, loss_fn=loss_fn):
+            main, *depths = model(job.ids[rows]).chunk(3, 1)
+            output = SimpleNamespace(logits=model.lm_head(main), hidden_states=main, mtp_per_depth_h=depths)
+            out = ours.calculate_mtp_loss(
+                loss_fn, mtp_per_depth_h=depths, labels=i["labels"][rows], model=model, seq_idx=i["seq_idx"][rows]
+            )
+            return out + ours.PipelineCausalLMLoss(loss_fn, model)(output, i["labels"][rows])
+
+        reference = Model()
+        loss(reference, slice(None)).backward()
+        for setup in (own_unit, after_root):
+            model = Model()
+            setup(model)
+            (2 * loss(model, slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2))).backward()
+            same_gradients(model, {name: p.grad for name, p in reference.named_parameters()})
+
+
+class Adapted(nn.Linear):
+    """A head with an adapter, which a loss that takes its weight would leave out."""
+
+    def forward(self, hidden):
+        return super().forward(hidden) + hidden.sum(-1, keepdim=True)
+
+
+@check(2)
+def fsdp_heads_that_do_more():
+    """FSDP2's own class and hooks are no obstacle; a forward or a hook of somebody else is one, sharded or not."""
+    job, loss_fn = Job("MTP"), ours.FusedLinearCrossEntropy()
+
+    def loss(model):
+        depths = model(job.ids).chunk(3, 1)[1:]
+        return ours.calculate_mtp_loss(loss_fn, mtp_per_depth_h=depths, labels=job.inputs["labels"], model=model)
+
+    for setup in (own_unit, after_root, loss_head):
+        model = Model()
+        setup(model)
+        assert isinstance(model, FSDPModule)
+        loss(model).backward()
+        model.lm_head.register_forward_hook(lambda *_: None)
+        raises(ValueError, "with a hook, fsdp_heads_that_do_more", loss, model)
+    tied, split = Model(), Model()
+    fully_shard([tied.embed, tied.lm_head])
+    fully_shard(tied)
+    parallelize_module(split.lm_head, mesh_of("tp"), ColwiseParallel(use_local_output=False))
+    for model in (tied, split):
+        assert model.lm_head._forward_hooks
+        loss(model).backward()
+    for setup in (own_unit, after_root):
+        model = Model(head=Adapted)
+        setup(model)
+        raises(ValueError, "Adapted with a forward of its own", loss, model)
+    model = Model()
+    own_unit(model)
+    raises(ValueError, "FSDPLinear with a hook, FSDPState", LossHead.of, model.lm_head)
+
+
+@check(2, name=FEW)
+def fsdp_tied_embeddings(name):
+    """One parameter for embedding and head, which FSDP2 wants in one unit: the root, or one of the two together."""
+
+    def together(model):
+        fully_shard(model.body)
+        fully_shard([model.embed, model.lm_head])
+        fully_shard(model)
+        return plainly(model)
+
+    for setup in (in_root, after_root, together):
+        compare(name, setup, prepare=tie)
+    compare(name, logits_of(in_root), prepare=tie, form="logits")
+
+
+@check(2)
+def replicated_head_gets_the_average():
+    """A head that is a DTensor, whole on every rank, each with rows of its own."""
+    hidden, y, w = (
+        torch.randn(B, L, D).double(),
+        torch.randint(0, V, (B, L)),
+        torch.randn(V, D).double().requires_grad_(),
+    )
+    ops.weighted_linear_nll(hidden, w, y, torch.ones(B, L)).loss.backward()
+    head = nn.Parameter(distribute_tensor(w.detach(), mesh_of("dp"), [Replicate()]))
+    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    ops.weighted_linear_nll(hidden[rows], head, y[rows], torch.ones(2, L)).loss.backward()
+    close(2 * head.grad, w.grad)
+
+
+@check(4)
+def fsdp_layouts_that_cannot_be_served():
+    """What ``reshard_after_forward`` with a number leaves after a forward is a copy, whose gradient goes nowhere."""
+    ids = torch.randint(0, V, (B, L))
+    for setup in (own_unit, after_root):
+        model = Model()
+        setup(model, reshard_after_forward=2)
+        hidden = model(ids)
+        if setup is own_unit:
+            model.lm_head(hidden)
+        weight = model.lm_head.weight
+        raises(ValueError, "reshard_after_forward=<int>", ops.linear_token_nll, hidden, weight, ids)
+        raises(ValueError, "LossHead", gather_head, weight, hidden)
+    compare("mdlm, counted", loss_head, reshard_after_forward=2)
+    compare("mdlm, counted", own_unit, reshard_after_forward=2)  # its forward is never called
+
+
+@check(2)
+def fsdp_gradient_that_comes_too_late():
+    """A head left gathered by a metric, handed to a loss, and then called: FSDP2 frees it before the loss's gradient."""
+    ids = torch.randint(0, V, (B, L))
+    for loss in (ops.weighted_linear_nll, lambda *x: ops.linear_token_nll(*x[:3])):
+        model = Model()
+        own_unit(model, reshard_after_forward=False)
+        with torch.no_grad():
+            model.lm_head(model(ids))
+        hidden = model(ids)
+        first = loss(hidden, model.lm_head.weight, ids, torch.ones(B, L))[0].sum()
+        total = first + ops.token_nll(model.lm_head(hidden), ids).nll.sum()
+        with pytest.raises(RuntimeError, match=r"freed|setStorage"):
+            total.backward()
+
+
+@check(2)
+def fsdp_second_derivative():
+    """A penalty on the shards' gradient raises, whosever gradient is asked for; of the gathered head's other uses too."""
+    ids = torch.randint(0, V, (B, L))
+
+    def plain(hidden, weight, y):
+        return torch.nn.functional.cross_entropy((hidden @ weight.t()).flatten(0, 1), y.flatten())
+
+    for loss in (plain, lambda *x: ops.linear_token_nll(*x).nll.sum()):
+        model = Model()
+        own_unit(model)
+        hidden, weight = model(ids).detach().requires_grad_(), model.lm_head.weight
+        value = loss(hidden, gather_head(weight, hidden), ids)
+        (g,) = torch.autograd.grad(value, weight, create_graph=True)
+        total = value + g.to_local().square().sum()
+        raises(RuntimeError, "no second derivative", torch.autograd.grad, total, [hidden])

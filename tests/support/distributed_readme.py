@@ -1,0 +1,164 @@
+"""What docs/many-gpus.md prints, and the script for several GPUs, against plain PyTorch with the whole batch in one process.
+
+What they are compared with shares no code with them: counts, loss and gradients are worked out here by hand.
+"""
+
+import importlib.util
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from dllm_kernels import corrupt_uniform
+from dllm_kernels.distributed import summed_over
+from tests.support.cases import BY_NAME
+from tests.support.distributed_checks import D, V, check, close, drawn, same_gradients
+from tests.support.readme import DOCS, ROOT, fences, run
+
+WORLD = 2
+PAGE = DOCS / "many-gpus.md"
+
+
+class Model(nn.Module):
+    """What the examples call a model: layers and a head; its forward gives hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.layers = nn.ModuleList([nn.Embedding(V, D), nn.Linear(D, D)])
+        self.lm_head = nn.Linear(D, V)
+        self.double()
+
+    def forward(self, ids):
+        return self.layers[1](self.layers[0](ids)).tanh()
+
+
+class ModelWithLogits(Model):
+    def forward(self, ids):
+        return self.lm_head(super().forward(ids))
+
+
+def batch():
+    """The whole batch, the same on every rank."""
+    inputs = drawn(BY_NAME["mdlm"])
+    ids = inputs.pop("target_ids")
+    return inputs | {"ids": ids, "noisy": torch.where(inputs["noise_mask"] | (ids < 0), V - 1, ids)}
+
+
+def names(model, rows=slice(None)):
+    """What an example finds defined."""
+    mine = {name: t[rows] for name, t in batch().items()}
+    return mine | {"model": model, "rank": dist.get_rank(), "world": WORLD, "device": torch.device("cpu")}
+
+
+def my_rows():
+    return slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+
+
+def gradients(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def whole_batch():
+    """The masked diffusion loss of the whole batch over its supervised tokens, and its gradients, in plain PyTorch."""
+    model, b = ModelWithLogits(), batch()
+    nll = F.cross_entropy(model(b["noisy"]).transpose(1, 2), b["ids"], reduction="none")
+    supervised = b["loss_mask"] != 0
+    loss = (nll * (b["noise_mask"] & supervised) / b["p_mask"]).sum() / supervised.sum()
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def sharded(parameter, in_forward):
+    """Both ways: the ranks' losses add up, and every parameter's gradient is that of the whole batch."""
+    loss, grads = whole_batch()
+    model = Model()
+    found = names(model, my_rows())
+    for code in (parameter, in_forward):
+        model.zero_grad()
+        run(code, found)
+        close(summed_over(found["out"].total_loss), loss)
+        same_gradients(model, grads)
+
+
+def split_vocabulary(from_logits, from_head):
+    """Every rank has the loss of the whole batch."""
+    loss, grads = whole_batch()
+    model = Model()
+    found = names(model)
+    for code in (from_logits, from_head):
+        model.zero_grad()
+        run(code, found)
+        close(found["out"].total_loss.detach(), loss)
+        same_gradients(model, grads)
+
+
+def accumulated(code):
+    """Micro-batches of one row, two a rank: the losses of all add up."""
+    loss, grads = whole_batch()
+    model = ModelWithLogits()
+    found = names(model, my_rows()) | {"micro_batch_size": 1}
+    run(code, found)
+    assert len(found["losses"]) == 2
+    close(summed_over(torch.stack(found["losses"]).sum()), loss)
+    same_gradients(model, grads)
+
+
+def pipelined(code):
+    """Two stages, embedding and head; the loss is the sum over all tokens with a label."""
+    b = batch()
+    stages = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V)).double()
+    whole = nn.Sequential(nn.Embedding(V, D), nn.Linear(D, V)).double()
+    whole.load_state_dict(stages.state_dict())
+    loss = F.cross_entropy(whole(b["noisy"]).transpose(1, 2), b["ids"], reduction="sum")
+    loss.backward()
+    part = stages[dist.get_rank()]
+    found = names(None) | {"part_of_the_model": part, "labels": b["ids"]}
+    run(code, found)
+    if dist.get_rank():
+        assert len(found["losses"]) == 4
+        close(torch.stack(found["losses"]).sum(), loss.detach())
+    same_gradients(part, gradients(whole[dist.get_rank()]))
+
+
+# Name of a paragraph -> what runs its fences, all of them: it takes as many as the paragraph has.
+SCENARIOS = {
+    "FSDP2": sharded,
+    "Tensor parallelism": split_vocabulary,
+    "Data parallelism, accumulation": accumulated,
+    "Pipeline": pipelined,
+}
+
+
+@check(WORLD, paragraph=SCENARIOS)
+def readme(paragraph):
+    """The code as printed: the loss and every gradient are those of one process."""
+    SCENARIOS[paragraph](*fences(PAGE.read_text())[paragraph])
+
+
+@check(4)
+def example_fsdp2_tensor_parallel():
+    """The loss of each step of ``examples/fsdp2_tensor_parallel.py`` is that of one process, in float64."""
+    spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "fsdp2_tensor_parallel.py")
+    example = importlib.util.module_from_spec(spec)
+    torch.set_default_dtype(torch.float64)
+    try:
+        spec.loader.exec_module(example)
+        found = example.main(steps=3)
+        model, expected = example.Model(), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            samples = step * example.B + torch.arange(example.B)
+            ids = (7 * samples[:, None] + torch.arange(example.L)) % example.MASK
+            noisy, noise, p = corrupt_uniform(ids, torch.ones(ids.shape), example.MASK, eps=0.1, seeds=samples)
+            nll = F.cross_entropy(model.lm_head(model(noisy)).transpose(1, 2), ids, reduction="none")
+            loss = (nll * noise / p).sum() / ids.numel()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            expected.append(loss.item())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert expected[2] < expected[0]
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))

@@ -1,0 +1,790 @@
+"""Checks of tensor parallelism: split vocabularies, in logits and in heads."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import dllm_kernels as ours
+from dllm_kernels import ops
+from tests.support.cases import BY_NAME, FEWER
+from tests.support.distributed_checks import BY_NAME as WITH_MTP
+from tests.support.distributed_checks import (
+    B,
+    D,
+    Job,
+    L,
+    Model,
+    Sent,
+    V,
+    check,
+    close,
+    drawn,
+    mesh_of,
+    raises,
+    same_gradients,
+    shard,
+    upstream,
+)
+from tests.support.parity import assert_parity
+
+NAMES = [case.name for case in FEWER]
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id")
+
+
+def logits_draw(case, dtype, columns=V, rows=B):
+    return lambda _: ([(3 * torch.randn(rows, L * case.width, columns)).to(dtype)], upstream(case, rows))
+
+
+def hidden_draw(case, dtype, columns=V, rows=B):
+    shapes = (rows, L * case.width, D), (columns, D), (columns,)
+    return lambda _: ([torch.randn(shape).to(dtype) for shape in shapes], upstream(case, rows))
+
+
+def linear_oracle(case, inputs):
+    def oracle(h, w, b):
+        return case.oracle(torch.nn.functional.linear(h, w, b), inputs)
+
+    return oracle
+
+
+@check(2, name=NAMES)
+@check(4, name=FEW)
+def tp_logits(name):
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dtype in DTYPES if mesh.size() == 2 else (torch.float64,):
+        assert_parity(
+            lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, dtype),
+        )
+
+
+@check(2, name=NAMES)
+@check(4, name=FEW)
+def tp_hidden(name):
+    """The head's vocabulary split, hidden states the same on every rank, several chunks."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dtype in DTYPES if mesh.size() == 2 else (torch.float64,):
+        for chunk_size in (5, None):
+            assert_parity(
+                lambda h, w, b, n=chunk_size: case.hidden_form(
+                    h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, chunk_size=n, backend="torch"
+                ),
+                linear_oracle(case, inputs),
+                hidden_draw(case, dtype),
+            )
+
+
+@check(2, name=("MTP", "pipeline"))
+@check(4, name=("MTP", "pipeline"))
+def tp_mtp(name):
+    """The main loss beside two depths, from split logits and with a split head; hidden states split along the sequence."""
+    mesh = mesh_of("tp")
+    for form in ("logits", "hidden", "sequence"):
+        job = Job(name, "logits" if form == "logits" else "hidden")
+        loss, grads = job.expected(Model(), 1)
+        model = Model()
+
+        def run(ids, function, model=model, form=form):
+            hidden, head = model(ids), [shard(p, mesh, Shard(0)) for p in (model.lm_head.weight, model.lm_head.bias)]
+            if form == "logits":
+                return function(shard(model.lm_head(hidden), mesh, Shard(2)))
+            return function(shard(hidden, mesh, Shard(1)) if form == "sequence" else hidden, *head)
+
+        value = job.loss(run)
+        value.backward()
+        close(value.detach(), loss)
+        same_gradients(model, grads)
+
+
+@check(2, name=FEW)
+def tp_kernels(name):
+    """The same through the Triton kernels."""
+    case, mesh, rows = BY_NAME[name], mesh_of("tp"), 2
+    inputs = drawn(case, rows=rows)
+    assert_parity(
+        lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="triton"),
+        lambda x: case.oracle(x, inputs),
+        logits_draw(case, torch.float32, rows=rows),
+    )
+    assert_parity(
+        lambda h, w, b: case.hidden_form(
+            h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="triton"
+        ),
+        linear_oracle(case, inputs),
+        hidden_draw(case, torch.float32, rows=rows),
+    )
+
+
+@check(2)
+@check(4)
+def a_skipped_column_is_one_of_the_whole_row():
+    """Whichever rank holds it, and whether it is the largest, a tie or the target."""
+    mesh = mesh_of("tp")
+    for skip_id in (0, V // 2, V - 1):
+        x, y = torch.randn(5, V, dtype=torch.float64), (torch.arange(5) + 5) % V
+        x[:, skip_id] = 20.0
+        x[1, y[1]] = 9.0
+        y[2] = skip_id
+        for backend in ("torch", "triton") if skip_id == V // 2 else ("torch",):
+            flags = {"softcap": 6.0, "scale": 1.4, "skip_id": skip_id, "with_correct": True, "with_lse": True}
+            flags["backend"] = backend
+            out = ops.token_nll(shard(x, mesh, Shard(1)), y, **flags)
+            assert torch.equal(out.nll.isnan(), y == skip_id)
+            assert out.correct[1]
+            _same(
+                lambda t, f=flags, y=y: ops.token_nll(t, y, **f), x, shard(x, mesh, Shard(1)), torch.randn(5).double()
+            )
+
+
+@check(2, name=FEW)
+def tp_frozen_head(name):
+    """Only the hidden states have a gradient; no collective has a dimension of the vocabulary or of a shard of it."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    h, w = torch.randn(B, L * case.width, D).double(), torch.randn(V, D).double()
+    g = upstream(case).double()
+    expected_h = h.clone().requires_grad_()
+    case.hidden_form(expected_h, w, None, inputs, backend="torch").backward(g)
+    ours_h, head = h.clone().requires_grad_(), distribute_tensor(w, mesh, [Shard(0)])
+    with Sent() as sent:
+        case.hidden_form(ours_h, head, None, inputs, backend="torch").backward(g)
+    close(ours_h.grad, expected_h.grad)
+    assert head.grad is None
+    assert not any(n in (V, 10, 9) for shape in sent.shapes for n in shape)
+
+
+@check(2, name=FEW)
+def sequence_parallel_hidden(name):
+    """Hidden states split along the sequence over the ranks that split the vocabulary; uneven too."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dim in (0, 1):
+        assert_parity(
+            lambda h, w, b, d=dim: case.hidden_form(
+                shard(h, mesh, Shard(d)), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="torch"
+            ),
+            linear_oracle(case, inputs),
+            hidden_draw(case, torch.float64),
+        )
+
+
+@check(2, name=FEW)
+def replicated_hidden(name):
+    """Hidden states as a DTensor on the head's mesh; without a telling name of the mesh that means tensor parallel."""
+    case, mesh = BY_NAME[name], mesh_of("some_name")
+    inputs = drawn(case)
+    with Sent() as sent:
+        assert_parity(
+            lambda h, w, b: case.hidden_form(
+                shard(h, mesh, Replicate()), shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, backend="torch"
+            ),
+            linear_oracle(case, inputs),
+            hidden_draw(case, torch.float64),
+        )
+    assert sent.calls
+
+
+@check(2, name=NAMES)
+def split_rows_of_logits(name):
+    """Logits split along the batch or the sequence: the loss is that of the whole tensor, on every rank."""
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for dim in (0, 1):
+        assert_parity(
+            lambda x, d=dim: case.logits_form(shard(x, mesh, Shard(d)), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, torch.float64),
+        )
+
+
+@check(2, name=FEW)
+def split_rows_of_hidden(name):
+    """Hidden states split along the sequence, or not, the head whole on every rank (tensor parallel without a split).
+
+    The gradient of the head is summed over ranks that have rows of their own, and not where all have the same.
+    """
+    case, mesh = BY_NAME[name], mesh_of("tp")
+    inputs = drawn(case)
+    for rows in (Shard(1), Replicate()):
+        assert_parity(
+            lambda h, w, b, rows=rows: case.hidden_form(
+                shard(h, mesh, rows), shard(w, mesh, Replicate()), shard(b, mesh, Replicate()), inputs, backend="torch"
+            ),
+            linear_oracle(case, inputs),
+            hidden_draw(case, torch.float64),
+        )
+
+
+@check(4, name=NAMES)
+def rows_and_vocabulary_of_logits(name):
+    """A 2-D mesh: the batch split over one dimension, the vocabulary over the other."""
+    case, mesh = BY_NAME[name], mesh_of("dp", "tp")
+    inputs = drawn(case)
+    for placements in ((Shard(0), Shard(2)), (Replicate(), Shard(2)), (Shard(1), Replicate())):
+        assert_parity(
+            lambda x, p=placements: case.logits_form(shard(x, mesh, *p), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, torch.float64),
+        )
+
+
+@check(4, name=FEW)
+def rows_of_hidden_and_vocabulary(name):
+    """A 2-D mesh: hidden states split over one dimension, the head, on the other alone, split by vocabulary."""
+    case, mesh = BY_NAME[name], mesh_of("dp", "tp")
+    inputs, tp = drawn(case), mesh_of("dp", "tp")["tp"]
+
+    def summed(w):
+        """The data-parallel ranks have the same head and rows of their own, whose gradients are summed."""
+        return shard(w, mesh, Replicate(), Replicate()).to_local(grad_placements=[Partial(), Replicate()])
+
+    assert_parity(
+        lambda h, w, b: case.hidden_form(
+            shard(h, mesh, Shard(0), Replicate()), shard(summed(w), tp, Shard(0)), shard(summed(b), tp, Shard(0)),
+            inputs, backend="torch",
+        ),
+        linear_oracle(case, inputs),
+        hidden_draw(case, torch.float64),
+    )  # fmt: skip
+    # On the whole mesh, as the hidden states: no FSDP2 has a part in it, and the gradients are summed.
+    assert_parity(
+        lambda h, w, b: case.hidden_form(
+            shard(h, mesh, Shard(0), Replicate()), shard(w, mesh, Replicate(), Shard(0)), shard(b, mesh, Replicate(), Shard(0)),
+            inputs, backend="torch",
+        ),
+        linear_oracle(case, inputs),
+        hidden_draw(case, torch.float64),
+    )  # fmt: skip
+
+
+@check(2)
+def gradient_keeps_the_placement():
+    mesh = mesh_of("tp")
+    for placement in (Shard(2), Shard(1), Replicate()):
+        logits = distribute_tensor(torch.randn(B, L, V), mesh, [placement]).requires_grad_()
+        ops.token_nll(logits, torch.randint(0, V, (B, L))).nll.sum().backward()
+        assert logits.grad.placements == (placement,)
+        assert logits.grad.shape == (B, L, V)
+        assert logits.grad.to_local().shape == logits.to_local().shape
+
+
+SPECIAL = {
+    "ties": lambda x: x.round().clamp(-1, 1),
+    "-inf in one shard": lambda x: torch.cat([torch.full_like(x[..., :10], -math.inf), x[..., 10:]], -1),
+    "-inf everywhere in a row": lambda x: x.index_fill(0, torch.tensor([1]), -math.inf),
+    "NaN": lambda x: x.index_fill(1, torch.tensor([12]), math.nan),
+    "inf": lambda x: x.index_fill(1, torch.tensor([3]), math.inf),
+    "large": lambda x: 1e4 * x,
+    "targets at the edges": lambda x: x,
+}
+# The rows that the kernels have: a row costs under Triton's interpreter what a call does elsewhere. Special ids stand
+# in the first four, special values in rows 1 and all; of targets at the edges of the shards these are.
+OF_KERNELS = [0, 1, 2, 3, 9, 10, 18]
+
+
+@check(2, kind=SPECIAL)
+@check(4, kind=("-inf in one shard", "targets at the edges"))
+def special_values(kind):
+    """NLL, logsumexp, argmax-match and gradient, from logits and from hidden states, where they are special."""
+    mesh, N = mesh_of("tp"), 24
+    x = SPECIAL[kind](torch.randn(N, V)).double()
+    y = torch.randint(0, V, (N,))
+    y[:4] = torch.tensor([-100, V, -7, 1 << 40])
+    if kind == "targets at the edges":
+        y = torch.arange(N) % V
+    active, g = torch.rand(N) < 0.8, torch.randn(N).double() * (torch.rand(N) < 0.8)
+    for ignore_index in (-100, 0, 9, 10):
+        for backend in ("torch", "triton") if ignore_index == 10 and mesh.size() == 2 else ("torch",):
+            flags = {
+                "active": active,
+                "ignore_index": ignore_index,
+                "with_lse": True,
+                "with_correct": True,
+                "backend": backend,
+            }
+            rows = slice(None) if backend == "torch" else OF_KERNELS
+            per_row = {"active": active[rows]}
+            _same(
+                lambda t, f=flags | per_row, y=y[rows]: ops.token_nll(t, y, **f),
+                x[rows],
+                shard(x[rows], mesh, Shard(1)),
+                g[rows],
+            )
+    eye = torch.eye(V).double()  # logits = hidden: 0 * inf is NaN, so finite ones only
+    if kind in ("ties", "large", "targets at the edges"):
+        for ignore_index in (-100, 10):
+            flags = {"active": active, "ignore_index": ignore_index, "with_lse": True, "with_correct": True}
+            expected = ops.linear_token_nll(x, eye, y, **flags)
+            got = ops.linear_token_nll(x, shard(eye, mesh, Shard(0)), y, **flags)
+            for a, b in zip(got, expected, strict=True):
+                close(a, b)
+
+
+@check(2, kind=SPECIAL)
+@check(4, kind=("-inf in one shard", "targets at the edges"))
+def special_row_statistics(kind):
+    """Every statistic and the gradient of all of them, with ids of all kinds, and a column that is skipped."""
+    mesh, N = mesh_of("tp"), 24
+    x = SPECIAL[kind](torch.randn(N, V)).double()
+    ids = torch.randint(0, V, (N, 3))
+    ids[:4, 1] = torch.tensor([-100, V, -7, 1 << 40])
+    if kind == "targets at the edges":
+        ids = torch.stack([torch.arange(N) % V] * 2, 1)
+    active, mix = torch.rand(N) < 0.8, (torch.rand(N).double() * (torch.rand(N) < 0.7), torch.rand(N).double() + 0.1)
+    for transform in ({}, {"skip_id": 9}, {"softcap": 3.0, "scale": 0.6, "skip_id": V - 1}):
+        for backend in ("torch", "triton") if transform and mesh.size() == 2 else ("torch",):
+            rows = slice(None) if backend == "torch" else OF_KERNELS
+            flags = {
+                "active": active[rows],
+                "mix": [t[rows] for t in mix],
+                "entropy": True,
+                "with_correct": True,
+                **transform,
+            }
+            leaves = [
+                x[rows].clone().requires_grad_(),
+                shard(x[rows], mesh, Shard(1)).detach().clone().requires_grad_(),
+            ]
+            expected = ops.row_stats(leaves[0], ids[rows], **flags)
+            got = ops.row_stats(leaves[1], ids[rows], backend=backend, **flags)
+            grads = [torch.randn_like(t) * (torch.rand(t.shape) < 0.8) for t in expected[:4]]
+            for a, b in zip(got, expected, strict=True):
+                assert not isinstance(a, DTensor)
+                close(a, b)
+            for out in (expected, got):
+                torch.autograd.backward(out[:4], grads)
+            close(leaves[1].grad, leaves[0].grad)
+
+
+@check(2)
+def row_statistics_in_few_bytes():
+    """A collective a pass over the logits: maximum, sum, entropy, ids; then, only for a mixture, its two sums."""
+    mesh, K = mesh_of("tp"), 2
+    logits = distribute_tensor(torch.randn(B, L, V), mesh, [Shard(2)]).requires_grad_()
+    ids, ones = torch.randint(0, V, (B, L, K)), torch.ones(B, L)
+    first, second = ("all_gather", (B * L, 3 + K), 4 * B * L * (3 + K)), ("all_reduce", (2, B * L), 8 * B * L)
+    for mix, calls in ((None, [first]), ((ones, ones), [first, second])):
+        with Sent() as sent:
+            out = ops.row_stats(logits, ids, entropy=True, mix=mix)
+            sum(t.sum() for t in out[:4] if t is not None).backward()
+        assert sent.calls == calls
+
+
+@check(2)
+def row_statistics_of_split_rows_in_the_global_shape():
+    """Logits split along the sequence, ids with and without K: as on one process, in one small sum."""
+    mesh, x = mesh_of("cp"), torch.randn(B, L, V).double()
+    for ids in (torch.randint(0, V, (B, L)), torch.randint(0, V, (B, L, 3))):
+        expected = ops.row_stats(x, ids, entropy=True, with_correct=True)
+        logits = distribute_tensor(x, mesh, [Shard(1)])
+        with Sent() as sent:
+            got = ops.row_stats(logits, ids, entropy=True, with_correct=True)
+        assert [call[0] for call in sent.calls] == ["all_reduce"]
+        for a, b in zip(got, expected, strict=True):
+            close(a, b) if b is not None else None
+
+
+@check(2)
+def token_log_probs_with_a_split_head():
+    """From split logits and from a split head, at a temperature."""
+    mesh, h, w, y = (
+        mesh_of("tp"),
+        torch.randn(B, L, D).double(),
+        torch.randn(V, D).double(),
+        torch.randint(0, V, (B, L)),
+    )
+    y[0, 0] = -100
+    expected = ops.token_log_probs(h @ w.T, y, temperature=0.7, with_entropy=True)
+    from_logits = ops.token_log_probs(shard(h @ w.T, mesh, Shard(2)), y, temperature=0.7, with_entropy=True)
+    from_head = ops.token_log_probs(h, y, weight=shard(w, mesh, Shard(0)), temperature=0.7, with_entropy=True)
+    for got in (from_logits, from_head):
+        for a, b in zip(got, expected, strict=True):
+            close(a, b)
+
+
+def _same(function, whole, sharded, g):
+    whole, sharded = whole.clone().requires_grad_(), sharded.detach().clone().requires_grad_()
+    expected, got = function(whole), function(sharded)
+    for a, b in zip(got, expected, strict=True):
+        assert not isinstance(a, DTensor)
+        close(a, b)
+    expected.nll.backward(g)
+    got.nll.backward(g)
+    close(sharded.grad, whole.grad)
+
+
+@check(4)
+def fewer_columns_than_ranks():
+    """V = 3 on four ranks, and V = 5 as 2, 2, 1, 0: the last holds nothing; one row too."""
+    mesh = mesh_of("tp")
+    for columns in (1, 3, 5):
+        for shape in ((7,), (2, 3), (2, 2, 2), ()):
+            x, y = torch.randn(*shape, columns).double(), torch.randint(0, columns, shape)
+            for backend in ("torch", "triton") if columns == 5 and not shape else ("torch",):
+                flags = {"with_correct": True, "with_lse": True, "backend": backend}
+                _same(
+                    lambda t, f=flags, y=y: ops.token_nll(t, y, **f),
+                    x,
+                    shard(x, mesh, Shard(len(shape))),
+                    torch.randn(shape).double(),
+                )
+            h, w = torch.randn(*shape, D).double(), torch.randn(columns, D).double()
+            grads = []
+            for head in (w, shard(w, mesh, Shard(0)).detach()):
+                leaf, head = h.clone().requires_grad_(), head.clone().requires_grad_()
+                ops.weighted_linear_nll(leaf, head, y, torch.ones(shape)).loss.backward()
+                grads.append((leaf.grad, head.grad))
+            close(grads[1][0], grads[0][0])
+            close(grads[1][1], grads[0][1])
+    x = torch.randn(0, V)
+    assert ops.token_nll(shard(x, mesh, Shard(1)), torch.zeros(0, dtype=torch.long)).nll.shape == (0,)
+
+
+@check(4, name=FEW)
+def a_rank_without_columns(name):
+    """V = 5 as 2, 2, 1, 0, every parameter trained: the last rank holds no column of logits, head or bias."""
+    case, mesh, columns = BY_NAME[name], mesh_of("tp"), 5
+    torch.manual_seed(0)
+    inputs = case.draw(B, L, columns)
+    for dtype in DTYPES:
+        assert_parity(
+            lambda x: case.logits_form(shard(x, mesh, Shard(2)), inputs, backend="torch"),
+            lambda x: case.oracle(x, inputs),
+            logits_draw(case, dtype, columns),
+        )
+        for chunk_size in (5, None):
+            assert_parity(
+                lambda h, w, b, n=chunk_size: case.hidden_form(
+                    h, shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0)), inputs, chunk_size=n, backend="torch"
+                ),
+                linear_oracle(case, inputs),
+                hidden_draw(case, dtype, columns),
+            )
+
+
+@check(4, loss=("weighted_linear_nll", "linear_token_nll"))
+def a_rank_without_columns_gets_an_empty_gradient(loss):
+    """Leaves that are DTensors; the weight frozen or not, the bias trained; both backends."""
+    mesh, columns = mesh_of("tp"), 3
+    h, w, b = torch.randn(1, 4, D), torch.randn(columns, D), torch.randn(columns)
+    y, weights = torch.arange(4).view(1, 4) % columns, torch.ones(1, 4)
+
+    def gradients(hidden, weight, bias, backend, trained):
+        leaves = hidden.clone().requires_grad_(), weight.clone().requires_grad_(trained), bias.clone().requires_grad_()
+        rows = {"weighted_linear_nll": (y, weights), "linear_token_nll": (y,)}[loss]
+        getattr(ops, loss)(*leaves[:2], *rows, bias=leaves[2], backend=backend)[0].sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    split = shard(w, mesh, Shard(0)).detach(), shard(b, mesh, Shard(0)).detach()
+    for backend, trained in itertools.product(("torch", "triton"), (True, False)):
+        expected = gradients(h, w, b, "torch", trained)
+        got = gradients(h, *split, backend, trained)
+        assert (got[1] is not None) == trained
+        assert got[2].to_local().numel() == (mesh.get_local_rank() < columns)
+        for a, e in zip(got, expected, strict=True):
+            if e is not None:
+                close(a, e)
+
+
+@check(4, op=("token_nll", "weighted_nll", "row_stats", "divergence", "linear_row_stats", "linear_divergence"))
+def a_rank_without_columns_launches_nothing(op):
+    """V = 3 on four ranks with the Triton backend, whose kernels cannot be launched on rows without columns."""
+    mesh, columns = mesh_of("tp"), 3
+    torch.manual_seed(0)
+    x, h, w = torch.randn(1, 4, columns), torch.randn(1, 4, D), torch.randn(columns, D)
+    y, weights, mix = torch.arange(4).view(1, 4) % columns, torch.rand(1, 4), (torch.rand(1, 4), torch.rand(1, 4))
+    calls = {
+        "token_nll": lambda x, **o: ops.token_nll(x, y, with_correct=True, **o),
+        "weighted_nll": lambda x, **o: ops.weighted_nll(x, y, weights, **o),
+        "row_stats": lambda x, **o: ops.row_stats(x, y, entropy=True, mix=mix, with_correct=True, **o),
+        "divergence": lambda x, **o: ops.divergence(x, x.detach().roll(1, 1), weights, kind="l1", **o),
+        "linear_row_stats": lambda w, **o: ops.linear_row_stats(h, w, y, entropy=True, mix=mix, **o),
+        "linear_divergence": lambda w, **o: ops.linear_divergence(h, w, h.roll(1, 1), weights, **o),
+    }
+    leaf, dim = (w, 0) if op.startswith("linear") else (x, 2)
+    results = []
+    for backend, t in (("torch", leaf.clone()), ("triton", shard(leaf, mesh, Shard(dim)).detach())):
+        t.requires_grad_()
+        found = [out for out in calls[op](t, backend=backend) if out is not None]
+        sum(out.sum() for out in found if out.requires_grad).backward()
+        results.append([*found, t.grad])
+    for expected, got in zip(*results, strict=True):
+        close(got, expected)
+
+
+@check(2)
+def gradient_over_the_logits():
+    mesh = mesh_of("tp")
+    x, y, g = torch.randn(B, L, V).double(), torch.randint(0, V, (B, L)), torch.randn(B, L).double()
+    expected = x.clone().requires_grad_()
+    ops.token_nll(expected, y).nll.backward(g)
+    logits = shard(x, mesh, Shard(2)).detach().clone().requires_grad_()
+    before = logits.to_local().data_ptr()
+    ops.token_nll(logits * 1, y, inplace_backward=True).nll.backward(g)
+    close(logits.grad, expected.grad)
+    assert logits.to_local().data_ptr() == before
+
+
+@check(2)
+def bytes_from_logits():
+    """One collective of 16 bytes a row (32 in float64), forward; none backward."""
+    mesh = mesh_of("tp")
+    for dtype, row_bytes in ((torch.bfloat16, 16), (torch.float32, 16), (torch.float64, 32)):
+        logits = distribute_tensor(torch.randn(B, L, V).to(dtype), mesh, [Shard(2)]).requires_grad_()
+        with Sent() as sent:
+            out = ops.weighted_nll(
+                logits, torch.randint(0, V, (B, L)), torch.rand(B, L), with_correct=True, with_lse=True
+            )
+            out.loss.backward()
+        assert len(sent.calls) == 1, sent.calls
+        assert sent.nbytes == row_bytes * B * L <= 32 * B * L
+
+
+@check(2)
+def bytes_from_hidden():
+    """The statistics, one collective a call where one chunk suffices; and the sum of hidden's gradient, not of the head's."""
+    mesh = mesh_of("tp")
+    for chunk_size, collectives in ((None, 1), (7, 4)):
+        hidden = torch.randn(B, L, D, requires_grad=True)
+        head = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)]).requires_grad_()
+        with Sent() as sent:
+            ops.weighted_linear_nll(
+                hidden, head, torch.randint(0, V, (B, L)), torch.rand(B, L) + 0.1, chunk_size=chunk_size
+            ).loss.backward()
+        statistics = [call for call in sent.calls if call[0] == "all_gather"]
+        assert len(statistics) == collectives
+        assert sum(n for *_, n in statistics) == 12 * B * L  # 16 with the match
+        rest = [call for call in sent.calls if call not in statistics]
+        assert rest == [("all_reduce", (B, L, D), hidden.nbytes)], rest
+        assert head.grad.placements == (Shard(0),)
+
+
+@check(2)
+def only_active_rows_are_sent():
+    """Rows of no weight are not projected, and nothing is sent for them."""
+    mesh = mesh_of("tp")
+    head = distribute_tensor(torch.randn(V, D), mesh, [Shard(0)])
+    weights = (torch.arange(B * L) < 7).view(B, L)
+    with Sent() as sent:
+        ops.weighted_linear_nll(torch.randn(B, L, D), head, torch.randint(0, V, (B, L)), weights)
+    assert sent.calls == [("all_gather", (7, 3), 7 * 12)], sent.calls
+
+
+@check(2)
+def every_rank_cuts_the_same_chunks():
+    """Ranks hold 10 and 9 columns, and yet must meet in the same collectives."""
+    mesh = mesh_of("tp")
+    hidden, y, w = torch.randn(B, L, D), torch.randint(0, V, (B, L)), torch.randn(V, D)
+    expected = ops.weighted_linear_nll(hidden, w, y, torch.ones(B, L)).loss
+    for chunk_size in (1, 8, None):
+        head = distribute_tensor(w, mesh, [Shard(0)]).requires_grad_()
+        with Sent() as sent:
+            got = ops.weighted_linear_nll(hidden, head, y, torch.ones(B, L), chunk_size=chunk_size).loss
+        close(got, expected.detach())
+        assert len(sent.calls) == {1: 24, 8: 3, None: 1}[chunk_size], sent.calls
+    got = ops.weighted_linear_nll(hidden, head, y, torch.arange(B * L).view(B, L) < 5, num_active=6).loss
+    close(got, ops.weighted_linear_nll(hidden, w, y, torch.arange(B * L).view(B, L) < 5).loss)
+
+
+@check(2)
+def autocast_with_a_split_head():
+    mesh = mesh_of("tp")
+    hidden, y, w = torch.randn(B, L, D), torch.randint(0, V, (B, L)), torch.randn(V, D)
+    grads = []
+    for head in (w, distribute_tensor(w, mesh, [Shard(0)])):
+        h, head = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ops.weighted_linear_nll(h, head, y, torch.ones(B, L)).loss
+        loss.backward()
+        assert h.grad.dtype == head.grad.dtype == torch.float32
+        grads.append((loss.detach(), head.grad))
+    close(grads[1][0], grads[0][0])
+    close(grads[1][1].full_tensor().bfloat16(), grads[0][1].bfloat16())
+    raises(
+        ValueError,
+        "dtype of hidden",
+        ops.weighted_linear_nll,
+        hidden.bfloat16(),
+        distribute_tensor(w, mesh, [Shard(0)]),
+        y,
+        torch.ones(B, L),
+    )
+
+
+@check(2, name=WITH_MTP)
+def targets_and_masks_as_dtensors(name):
+    case, mesh = WITH_MTP[name], mesh_of("tp")
+    inputs = drawn(case)
+    x = torch.randn(B, L * case.width, V).double()
+    expected = case.logits_form(x, inputs, backend="torch")
+    for placement in (Replicate(), Shard(0)):
+        spread = {k: distribute_tensor(t, mesh, [placement if t.dim() else Replicate()]) for k, t in inputs.items()}
+        close(case.logits_form(shard(x, mesh, Shard(2)), spread, backend="torch"), expected)
+        close(case.logits_form(x, spread, backend="torch"), expected)
+
+
+def all_close(got, expected):
+    """All outputs of a loss, those that were not asked for None on both sides."""
+    for a, b in zip(got, expected, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            close(a, b)
+
+
+@check(2)
+def dflash_accuracy():
+    """The counts beside the loss, where an argmax over a split vocabulary has to be found."""
+    case, mesh = BY_NAME["dflash"], mesh_of("tp")
+    inputs = drawn(case)
+    loss, x = ours.DFlashDecayLoss(), torch.randn(B, L, V).round()
+    w = torch.randn(V, D).round()
+    for placement in (Shard(2), Shard(1), Replicate()):
+        expected = loss(x, **inputs, block_size=4)
+        got = loss(shard(x, mesh, placement), **inputs, block_size=4)
+        all_close(got, expected)
+    h = torch.randn(B, L, D).round()
+    expected = loss.forward_fused(h, w, **inputs, block_size=4)
+    all_close(loss.forward_fused(h, shard(w, mesh, Shard(0)), **inputs, block_size=4), expected)
+
+
+@check(2)
+def mtp_with_a_split_head():
+    """Two depths, packed, from hidden states with a split head and from split logits."""
+    mesh = mesh_of("tp")
+    labels, seq_idx = torch.randint(0, V, (B, L)), (torch.arange(L) // 4).expand(B, L)
+    h, w = [torch.randn(B, L, D).double() for _ in range(2)], torch.randn(V, D).double()
+    for return_per_depth in (False, True):
+        values = []
+        for head in (w, shard(w, mesh, Shard(0)).detach()):
+            leaves, head = [t.clone().requires_grad_() for t in h], head.clone().requires_grad_()
+            out = ours.calculate_mtp_loss(
+                ours.FusedLinearCrossEntropy(), mtp_per_depth_h=leaves, labels=labels, model=torch.nn.Module(),
+                lm_weight=head, seq_idx=seq_idx, num_label_tokens=9, return_per_depth=return_per_depth,
+            )  # fmt: skip
+            loss = out.loss if return_per_depth else out
+            loss.backward()
+            values.append((loss.detach(), *(t.grad for t in leaves), head.grad))
+        for a, b in zip(values[1], values[0], strict=True):
+            close(a, b)
+    logits = [torch.randn(B, L, V).double() for _ in range(2)]
+    common = {"labels": labels, "model": torch.nn.Module(), "seq_idx": seq_idx}
+    loss_fn = ours.MaskedCrossEntropy()
+    expected = ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=logits, **common)
+    close(
+        ours.calculate_mtp_loss(loss_fn, mtp_per_depth_logits=[shard(x, mesh, Shard(2)) for x in logits], **common),
+        expected,
+    )
+
+
+@check(2)
+def layouts_that_cannot_be_served():
+    mesh, y = mesh_of("tp"), torch.zeros(B, L, dtype=torch.long)
+    partial = DTensor.from_local(torch.zeros(B, L, V), mesh, [Partial()], run_check=False)
+    raises(ValueError, "redistribute", ops.token_nll, partial, y)
+    uneven = torch.zeros(B, L, 3 + 4 * mesh.get_local_rank())
+    odd = DTensor.from_local(
+        uneven, mesh, [Shard(2)], run_check=False, shape=torch.Size((B, L, 10)), stride=(L * 10, 10, 1)
+    )
+    raises(ValueError, "torch.chunk", ops.token_nll, odd, y)
+    hidden, w = torch.zeros(B, L, D), torch.zeros(V, D)
+    columns = distribute_tensor(w, mesh, [Shard(1)])
+    raises(ValueError, "Shard(0)", ops.linear_token_nll, hidden, columns, y)
+    rows = distribute_tensor(w, mesh, [Shard(0)])
+    raises(
+        ValueError, "bias must be laid out like its weight", ops.linear_token_nll, hidden, rows, y, bias=torch.zeros(V)
+    )
+    whole_bias = distribute_tensor(torch.zeros(V), mesh, [Replicate()])
+    raises(ValueError, "bias must be laid out like its weight", ops.linear_token_nll, hidden, rows, y, bias=whole_bias)
+    replicated = distribute_tensor(w, mesh, [Replicate()])
+    raises(
+        ValueError,
+        "got a plain tensor; redistribute it",
+        ops.linear_token_nll,
+        hidden,
+        replicated,
+        y,
+        bias=torch.zeros(V),
+    )
+    raises(
+        ValueError,
+        "bias must be laid out like its weight",
+        ops.linear_token_nll,
+        hidden,
+        w,
+        y,
+        bias=distribute_tensor(torch.zeros(V), mesh, [Shard(0)]),
+    )
+    partial_head = DTensor.from_local(w, mesh, [Partial()], run_check=False)
+    raises(ValueError, "redistribute", ops.linear_token_nll, hidden, partial_head, y)
+    raises(
+        ValueError,
+        "targets must have shape",
+        ops.token_nll,
+        distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)]),
+        y[:1],
+    )
+    raises(
+        IndexError,
+        "(0, 0)",
+        ops.token_nll,
+        distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2)]),
+        y + V,
+        check_targets=True,
+    )
+
+
+@check(4)
+def layouts_that_cannot_be_served_in_two_dimensions():
+    mesh, y = mesh_of("dp", "tp"), torch.zeros(B, L, dtype=torch.long)
+    twice = distribute_tensor(torch.zeros(B, L, V), mesh, [Shard(2), Shard(2)])
+    raises(ValueError, "one mesh dimension", ops.token_nll, twice, y)
+    places = [Replicate(), _StridedShard(2, split_factor=2)]
+    strided = DTensor.from_local(
+        torch.zeros(B, L, 4), mesh, places, run_check=False, shape=(B, L, 8), stride=(8 * L, 8, 1)
+    )
+    raises(ValueError, "logits must be split by Shard placements", ops.token_nll, strided, y)
+    head = distribute_tensor(torch.zeros(V, D), mesh, [Shard(0), Shard(0)])
+    raises(ValueError, "tensor parallelism first", ops.linear_token_nll, torch.zeros(B, L, D), head, y)
+    flat, h, w = mesh_of("tp"), torch.zeros(B, L, D), torch.zeros(V, D)
+    for of_hidden, of_head in (
+        ((mesh, [Shard(0), Shard(1)]), (flat, [Replicate()])),
+        ((flat, [Shard(0)]), (mesh, [Replicate(), Replicate()])),
+    ):
+        hidden, head = distribute_tensor(h, *of_hidden), distribute_tensor(w, *of_head)
+        raises(ValueError, "the mesh that splits the rows", ops.linear_token_nll, hidden, head, y)
+
+
+@check(2, form=("logits", "hidden states"))
+def inside_a_compiled_step(form):
+    """The call is left out of the graph; where a whole graph is asked for, the error says why."""
+    mesh, y = mesh_of("tp"), torch.randint(0, V, (B, L))
+    x, h, w = torch.randn(B, L, V).double(), torch.randn(B, L, D).double(), torch.randn(V, D).double()
+
+    def from_logits(t):
+        return ops.weighted_nll(t.tanh(), y, torch.ones(B, L)).loss.square()
+
+    def from_hidden(t, head):
+        return ops.weighted_linear_nll(t.tanh(), head, y, torch.ones(B, L)).loss.square()
+
+    step, whole, sharded = {
+        "logits": (from_logits, (x,), (shard(x, mesh, Shard(2)),)),
+        "hidden states": (from_hidden, (h, w), (h, shard(w, mesh, Shard(0)))),
+    }[form]
+    results = []
+    for function, given in ((step, whole), (torch.compile(step, backend="aot_eager"), sharded)):
+        leaves = [t.detach().clone().requires_grad_() for t in given]
+        value = function(*leaves)
+        value.backward()
+        results.append((value.detach(), *(leaf.grad for leaf in leaves)))
+    for expected, got in zip(*results, strict=True):
+        close(got, expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="losses on DTensors run outside the graph"):
+        torch.compile(step, backend="aot_eager", fullgraph=True)(*sharded)

@@ -1,0 +1,164 @@
+"""The processes of tests that need several: ``python -m tests.support.distributed_workers FOLDER [WORLD [BEGINNING]]``.
+
+Starting processes is slow, so one start serves all of a session: where the system can fork, what the ranks import is
+imported once, before they are. What is asked for stands in FOLDER's ``asked.json``, group by group: the checks of two
+and of four ranks, the ways in which a peer is lost, the kinds of noise of a Trainer. Each rank of a group of checks
+runs them in order and writes, after every check, what became of it; ``tests/distributed/test_distributed.py`` reads
+that and shows one test a check. With WORLD, the checks of that size run that begin so.
+
+Whoever started it may be killed at any time: the processes then end by themselves.
+"""
+
+import contextlib
+import datetime
+import json
+import multiprocessing
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # DTensor and FSDP2 load it on their first use, every rank for itself
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from dllm_kernels import ops
+from tests.support import (  # noqa: F401
+    distributed_data,
+    distributed_divergence,
+    distributed_extra,
+    distributed_fsdp,
+    distributed_pipeline,
+    distributed_readme,
+    distributed_soft_embedding,
+    distributed_tensor,
+)
+from tests.support.distributed_checks import CHECKS
+
+with contextlib.suppress(ImportError):
+    import dllm_kernels._backends.triton.linear_nll
+    import dllm_kernels._backends.triton.token_nll  # noqa: F401
+    from tests.support import interpreter
+
+    interpreter.install()
+
+
+def join(rank, world, folder, seconds):
+    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    dist.init_process_group(
+        "gloo", rank=rank, world_size=world, init_method=f"file://{folder}/store", timeout=datetime.timedelta(seconds=seconds)
+    )  # fmt: skip
+
+
+def run_checks(rank, world, folder, asked):
+    """A check that fails on one rank may leave others waiting, whose wait ends with the group's timeout."""
+    join(rank, world, folder, 30)
+    results = {}
+    for name, function in CHECKS[world].items():
+        if name not in asked:
+            continue
+        start, cpu = time.perf_counter(), time.process_time()
+        try:
+            torch.manual_seed(0)
+            function()
+            results[name] = ""
+        except (Exception, pytest.fail.Exception):
+            results[name] = traceback.format_exc()
+        took = f"{time.perf_counter() - start:.2f} s, {time.process_time() - cpu:.2f} CPU s"
+        print(f"{name}: {took}{'' if results[name] == '' else ' FAILED'}", flush=True)
+        Path(folder, f"{rank}.json").write_text(json.dumps(results))
+        if results[name] and os.environ.get("STOP_AT_FIRST_FAILURE"):  # which the others see at their next collective
+            os._exit(1)
+    dist.destroy_process_group()
+
+
+def lose_a_peer(rank, world, folder, how):
+    """The last rank leaves before the loss, or never comes to it, or nobody does; what the others see goes to a file."""
+    join(rank, world, folder, 5)
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
+    Path(folder, f"{rank}.joined").write_text(str(os.getpid()))
+    if rank == world - 1 or how == "asleep":
+        while not all(Path(folder, f"{other}.joined").exists() for other in range(world)):
+            time.sleep(0.01)  # who leaves while others still connect to it ends their start, not their loss
+        if how == "killed":
+            os._exit(1)
+        time.sleep(60)
+    logits = DTensor.from_local(torch.randn(2, 3, 4), mesh, [Shard(2)], run_check=False)
+    start = time.perf_counter()
+    try:
+        ops.token_nll(logits, torch.zeros(2, 3, dtype=torch.long))
+        error = ""
+    except RuntimeError as e:  # which the errors of torch.distributed are
+        error = f"{type(e).__name__}: {e}"
+    Path(folder, f"{rank}.json").write_text(json.dumps({"error": error, "seconds": time.perf_counter() - start}))
+    os._exit(0)  # without the farewell to a peer that is gone
+
+
+def train(rank, world, folder, kinds):
+    """Two ranks with a Trainer of Hugging Face, which finds the group that is there."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+    join(rank, world, folder, 120)
+    from tests.support import trainer_ranks
+
+    trainer_ranks.main(f"{folder}/found.pt", [kind for kind in kinds if kind])
+
+
+def groups(folder, asked):
+    """(folder, what a rank runs, how many ranks, what is asked of them), those that run at once together."""
+    if any("compiled" in name for names in asked.values() for name in names):
+        import torch._inductor.compile_fx  # noqa: F401 (which the first compilation loads, in every rank)
+    lost = [(how, lose_a_peer, 2, how) for how in asked.get("lost", ())]  # most of which is waiting
+    yield [*lost, ("2", run_checks, 2, asked["2"])] if "2" in asked else lost
+    yield [("4", run_checks, 4, asked["4"])] if "4" in asked else []
+    if "trainer" in asked:
+        with contextlib.suppress(ImportError):
+            import tests.support.trainer_ranks  # noqa: F401
+    yield [("trainer", train, 2, asked["trainer"])] if "trainer" in asked else []
+
+
+def with_parent(parent, function, *arguments):
+    """Call it in a process that ends when its parent has."""
+
+    def watch():
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+    function(*arguments)
+
+
+def main(folder, asked, parent):
+    processes = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    for together in groups(folder, asked):
+        started, awaited = [], []
+        for name, function, world, what in together:
+            place = Path(folder, name)
+            place.mkdir()
+            arguments = [(os.getpid(), function, rank, world, str(place), what) for rank in range(world)]
+            ranks = [processes.Process(target=with_parent, args=a) for a in arguments]
+            started += ranks
+            awaited += ranks[:-1] if function is lose_a_peer else ranks
+        for process in started:
+            process.start()
+        while os.getppid() == parent and any(process.is_alive() for process in awaited):
+            time.sleep(0.05)
+        for process in started:
+            process.kill()
+
+
+if __name__ == "__main__":
+    folder, *some = sys.argv[1:]
+    if some:
+        world, beginning = some[0], "".join(some[1:])
+        asked = {world: [name for name in CHECKS[int(world)] if name.startswith(beginning)]}
+    else:
+        asked = json.loads(Path(folder, "asked.json").read_text())
+    main(folder, asked, int(os.environ.get("STARTED_BY", os.getppid())))

@@ -1,0 +1,12 @@
+"""The names of the divergences, and options of theirs that are not the defaults."""
+
+from dllm_kernels._backends.torch._divergence import KINDS
+from dllm_kernels._core._recipes import ALIASES, NAMES
+
+__all__ = ["ALIASES", "HALVES", "NAMES"]
+
+HALVES = {  # half of each option's default
+    name: {option: known.default / 2 for option, known in KINDS[name].options.items()}
+    for name in NAMES
+    if name in KINDS and KINDS[name].options
+}

@@ -1,0 +1,655 @@
+"""Checks of the package on a mock GPU: ``python -m tests.support.mock_gpu_checks FILE`` writes what became of each.
+
+In a process of their own, where Triton compiles instead of interpreting; ``tests/kernels/test_mock_gpu.py`` shows a
+test for each.
+"""
+
+import functools
+import itertools
+import json
+import math
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import tune
+from benchmarks.shapes import LLADA_SHORT
+from dllm_kernels import corruption, ops
+from dllm_kernels._backends.triton import _launch, divergence
+from dllm_kernels._core._recipes import KINDS, NAMES, checked_recipe
+from tests.corruption.test_corruption import ROUTINES, batch
+from tests.support.cases import CASES
+from tests.support.offsets import narrow_offsets
+from tools import launches, predicted
+from tools.gpus import GRID
+from tools.mock_gpu import MockGPU
+
+CHECKS = {}
+
+
+def check(function):
+    """Register a check."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def on_each(*targets):
+    """Run a check on these targets, inside the mock, with the GPU as the default device."""
+
+    def decorate(function):
+        @functools.wraps(function)
+        def run():
+            for target in targets:
+                with MockGPU(target) as gpu, torch.device("cuda"):
+                    function(gpu)
+
+        return run
+
+    return decorate
+
+
+def launched(gpu):
+    return {launch.specimen.kernel for launch in gpu.launches}
+
+
+@check
+@on_each("sm_90", "gfx942")
+def tensors_pass_for_those_of_a_gpu(gpu):
+    t = torch.empty(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    assert t.is_cuda
+    assert (t * 2).device == torch.device("cuda", 0)
+    assert torch.tensor([1], device="cpu").device.type == "cpu"
+    assert torch.autograd.grad(t.sum(), t)[0].is_cuda
+
+
+@check
+def nothing_stays_behind():
+    before = torch.Tensor.device, torch.Tensor.is_cuda, torch.cuda.is_current_stream_capturing, torch.version.hip
+    with MockGPU("gfx942"):
+        pass
+    assert before == (
+        torch.Tensor.device,
+        torch.Tensor.is_cuda,
+        torch.cuda.is_current_stream_capturing,
+        torch.version.hip,
+    )
+    assert torch.empty(1, device="meta").device.type == "meta"
+
+
+@check
+@on_each("sm_90")
+def reading_back_raises(gpu):
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.ones(3).sum().item()
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.ones(3).cpu()
+
+
+@check
+@on_each("sm_90", "gfx942")
+def the_types_are_those_of_real_launches(gpu):
+    launches.corrupt(corruption.corrupt_uniform, 8, 4096)
+    (specimen,) = gpu.specimens
+    assert specimen.types["noise_ptr"].startswith("*u1 D")
+    assert ("S" in specimen.types["noise_ptr"]) == (gpu.limits.backend == "hip")  # below 2 GiB, which only AMD asks
+
+
+@check
+@on_each("sm_90")
+def alignment_is_seen(gpu):
+    for V in (126464, 50257):
+        launches.token_nll((8, 512, V), torch.bfloat16)
+    launches.token_nll((8, 512, 126464), torch.bfloat16, view=lambda t: t[..., 1:])
+    forward = [s.types for s in gpu.specimens if s.kernel == "token_nll_fwd_split"]
+    aligned = [s.constants["ALIGNED"] for s in gpu.specimens if s.kernel == "token_nll_fwd_split"]
+    assert [types["logits_ptr"] for types in forward] == ["*bf16 D", "*bf16 D", "*bf16"]
+    assert aligned == [True, False, False]
+
+
+@check
+@on_each("sm_90")
+def a_row_is_split_alike_whatever_the_number_of_rows(gpu):
+    found = set()
+    for rows in (1, 100, 8192):
+        launches.token_nll((1, rows, 126464), torch.bfloat16)
+        launches.row_stats((rows, 126464), torch.bfloat16, mix=True)
+        shares = {(e.specimen.kernel, e.arguments.get("SPLITS"), e.arguments.get("TILES")) for e in gpu.launches}
+        found.add((frozenset(shares), frozenset((e.specimen.kernel, e.grid[0] / rows) for e in gpu.launches)))
+        gpu.launches.clear()
+    assert len(found) == 1
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of torch's operations that launch a kernel: those that make no view and no empty tensor."""
+
+    SILENT = ("view", "detach", "expand", "empty", "promote_types", "squeeze")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if not any(name in function.__name__ for name in self.SILENT):
+            self.names.append(function.__name__.partition(".")[0])
+        return function(*args, **(kwargs or {}))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def a_weighted_sum_launches_few_kernels(gpu):
+    """Each costs the host some 5 us, and a GPU as much where the rows are few."""
+    logits = torch.empty(4, 1024, 126464, dtype=torch.bfloat16, requires_grad=True)
+    targets, weights, one = torch.zeros(4, 1024, dtype=torch.int64), torch.rand(4, 1024), torch.ones(())
+    with Dispatched() as forward:
+        loss = ops.weighted_nll(logits, targets, weights).loss
+    assert launched(gpu) == {"token_nll_fwd_split", "token_nll_merge"}
+    assert len(gpu.launches) == 2
+    assert forward.names == ["sum"]
+    gpu.launches.clear()
+    with Dispatched() as backward:
+        torch.autograd.grad(loss, logits, one)
+    assert [launch.specimen.kernel for launch in gpu.launches] == ["token_nll_bwd"]
+    assert backward.names == []
+
+
+@check
+@on_each("sm_90", "gfx942")
+def the_target_is_looked_up_once_per_device(gpu):
+    """Each launch would otherwise wait some microseconds for it; Triton looks it up when it compiles a kernel."""
+    driver, callers = type(triton.runtime.driver.active), []
+
+    def look_up(self):
+        callers.append(sys._getframe(1).f_globals["__name__"])
+        return self.target
+
+    with mock.patch.object(driver, "get_current_target", look_up):
+        for _ in range(3):
+            launches.token_nll((2, 16, 5000), torch.bfloat16)
+            launches.corrupt(corruption.corrupt_uniform, 8, 4096)
+            launches.divergence_from_hidden((2, 16, 5000), torch.bfloat16, D=16, kind="kl")
+    assert callers.count(_launch.__name__) == 1
+    assert _launch.threads(4) == 4 * gpu.limits.warp_size
+    assert _launch.on_nvidia() == (gpu.limits.backend == "cuda")
+
+
+def rows_in_place(columns, dtype, **options):
+    """All kernels over rows of logits that may write where they have read."""
+    launches.token_nll((2, 16, columns), dtype, **options)
+    launches.from_hidden((2, 16, columns), dtype, D=16, frozen=True, **options)
+    launches.row_stats((2, 16, columns), dtype, entropy=True, mix=True, **options)
+    for kind in ("kl", "l1"):
+        launches.divergence_from_hidden((2, 16, columns), dtype, D=16, kind=kind, **options)
+
+
+@check
+@on_each("sm_90", "gfx942")
+def no_program_has_more_threads_than_a_tile_columns(gpu):
+    """A thread without a column of its own reads another's, which a kernel that works in place may have written over."""
+    for columns in (1, 33, 64, 97, 130, 300, 1025, 5000, 50257):
+        for dtype in launches.DTYPES:
+            rows_in_place(columns, dtype)
+            rows_in_place(columns, dtype, softcap=30.0, skip_id=0)
+    seen = {launch.specimen for launch in gpu.launches if "BLOCK_V" in launch.specimen.constants}
+    threads = {s: s.options["num_warps"] * gpu.limits.warp_size for s in seen}
+    assert {s.kernel for s in seen} >= set(IN_PLACE)
+    assert [(s.kernel, s.constants["BLOCK_V"]) for s in seen if s.constants["BLOCK_V"] < threads[s]] == []
+
+
+IN_PLACE = ("token_nll_bwd", "linear_nll_rows", "row_stats_bwd", "divergence_rows")
+
+
+@check
+def in_place_kernels_have_read_what_they_write_over():
+    """The ragged columns are fewer than threads: a barrier lies between their load and the next store into the row.
+
+    And whoever loads a column of a tile stores it.
+    """
+    with MockGPU("sm_90") as gpu, torch.device("cuda"):
+        rows_in_place(50257, torch.bfloat16)
+    kernels = {s.kernel: s for s in gpu.specimens}
+    for kernel in IN_PLACE:
+        code = kernels[kernel].compile().asm["ttgir"]
+        waiting, ragged, parts = False, 0, [set()]
+        for line in code.splitlines():
+            of_row = re.search(r"tt\.(load|store) .*tensor<(\d+)x!tt\.ptr<bf16>, (#\w+)>", line)
+            if of_row and int(of_row[2]) > 16:
+                parts[-1].add(of_row[3])
+            elif of_row and of_row[1] == "load":
+                waiting, ragged = True, ragged + 1
+            if "barrier" in line:
+                waiting = False
+                parts.append(set())
+            assert not (waiting and of_row and of_row[1] == "store"), (kernel, line)
+        assert ragged, kernel
+        assert max(map(len, parts)) == 1, (kernel, parts)
+
+
+@check
+@on_each("sm_90", "gfx942")
+def recipes_have_kernels_of_their_own_and_numbers_have_none(gpu):
+    """Whatever Triton keeps compiled kernels by, in memory or on disk, tells recipes apart."""
+    pairs = [dict.fromkeys(pair, 0.5) for pair in itertools.combinations(KINDS.keys() - {"lk_soft_ce"}, 2)]
+    recipes = [*map(checked_recipe, (*KINDS.keys() - {"lk_soft_ce"}, *pairs))]
+    recipes += [checked_recipe("lk", base="soft_ce")]
+    logits = torch.empty(1, 16, 4096, dtype=torch.bfloat16)
+    for recipe in recipes:
+        divergence.divergence(logits, logits, torch.ones(16), recipe, targets=torch.zeros(16).long(), with_grad=True)
+    assert len(recipes) == len(gpu.specimens) == len({s.key for s in gpu.specimens})
+    assert len(recipes) == len({s.source.hash() for s in gpu.specimens})
+    for numbers in ({"beta": 0.25, "eta": 0.0}, {"beta": 1 / 3, "kl_scale": 0.0}, {"floor": 1e-3, "eta": 16.0}):
+        for coefficient in (1.0, 0.1, 2.0**-60, 3.0):
+            kinds = dict.fromkeys(("jsd", "nla", "lk"), coefficient)
+            recipe = checked_recipe(kinds, **numbers)
+            divergence.divergence(logits, logits, torch.ones(16), recipe, with_grad=True)
+    assert len(gpu.specimens) == len(recipes) + 1
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_of_divergences_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, lambda: launches.divergence((4, 512, 32000), torch.bfloat16, kind="l1"))
+    needs_nothing_new(gpu, lambda: launches.divergence_from_hidden((4, 512, 32000), torch.bfloat16, kind="kl"))
+
+
+@check
+@on_each("sm_90")
+def every_kind_can_be_looked_at(gpu):
+    """Only ``ce`` has targets, not the other kinds that its two letters are in."""
+    for kind in NAMES:
+        gpu.launches.clear()
+        launches.divergence((1, 16, 4096), torch.bfloat16, kind=kind)
+        launches.divergence_from_hidden((1, 16, 4096), torch.bfloat16, D=16, kind=kind)
+        assert launched(gpu) >= {"divergence_rows"}, kind
+
+
+@check
+@on_each("sm_90")
+def what_is_timed_beside_a_prediction_is_what_was_inspected(gpu):
+    inspected = {specimen.key: name for name, specimen in launches.specimens("sm_90").items()}
+    timed = tune.launches(LLADA_SHORT, torch.bfloat16, "cuda")
+    assert {"linear_nll_rows", "divergence_rows"} < {launch.rule for launch in timed.values()}
+    for name, launch in timed.items():
+        gpu.launches.clear()
+        launch.call()
+        made = [inspected.get(one.specimen.key) for one in gpu.launches]
+        assert predicted.kernel_of(name, launch.rule) in made, (name, made)
+
+
+FROM_LOGITS = {"token_nll_fwd", "token_nll_bwd"}
+FROM_HIDDEN = {"linear_nll_rows", "scale_inplace"}, {"linear_nll_rows"}
+STATISTICS = {"row_stats_parts", "row_stats_merge", "row_stats_mix", "row_stats_bwd"}
+OBJECTIVE = STATISTICS - {"row_stats_mix"}, STATISTICS - {"row_stats_mix"} | {"scale_inplace"}  # which has no mixture
+TAUGHT = [{"divergence_rows", *more} for more in ((), ("token_nll_fwd",))]  # NLLs, where a target's are rows' weights
+
+
+def expected_of(case):
+    """What a case may launch from logits, and from hidden states."""
+    if case.name.startswith("distillation"):
+        return TAUGHT, [*TAUGHT, *(kernels | {"scale_inplace"} for kernels in TAUGHT)]
+    if case.name == "row_objective":
+        return OBJECTIVE[:1], OBJECTIVE[1:]
+    return ([STATISTICS], [STATISTICS]) if case.statistics else ([FROM_LOGITS], [FROM_LOGITS, *FROM_HIDDEN])
+
+
+@check
+@on_each("sm_90", "gfx942")
+def every_loss_launches_kernels_forward_and_backward(gpu):
+    B, L, V, D = 2, 12, 97, 16
+    for case in CASES:
+        inputs, rows = case.draw(B, L, V), case.width * L
+        shapes = {"logits": (B, rows, V), "hidden": (B, rows, D), "weight": (V, D), "bias": (V,)}
+        t = {name: torch.empty(shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
+        from_logits, from_hidden = expected_of(case)
+        case.logits_form(t["logits"], inputs).sum().backward()
+        assert launched(gpu) in from_logits, (case.name, launched(gpu))
+        gpu.launches.clear()
+        case.hidden_form(t["hidden"], t["weight"], t["bias"], inputs).sum().backward()
+        assert launched(gpu) in from_hidden, (case.name, launched(gpu))
+        gpu.launches.clear()
+        assert all(tensor.grad is not None for tensor in t.values()), case.name
+
+
+@check
+@on_each("sm_90", "gfx942")
+def grids_are_within_the_limits(gpu):
+    for call in (*launches.real(), *launches.odd()):
+        call()
+    launches.token_nll((1, 65536, 262144), torch.bfloat16, with_correct=True)
+    assert gpu.launches
+    for launch in gpu.launches:
+        assert grid_fits(launch, gpu.limits), (launch.specimen.kernel, launch.grid)
+
+
+@check
+@on_each("gfx942")
+def grids_of_gradients_beyond_a_card_of_80_gb(gpu):
+    launches.token_nll((1, 131072, 262144), torch.bfloat16)
+    assert all(grid_fits(launch, gpu.limits) for launch in gpu.launches)
+
+
+def grid_fits(launch, limits):
+    threads = launch.grid[0] * launch.specimen.options["num_warps"] * limits.warp_size
+    programs_fit = all(0 < n <= most for n, most in zip(launch.grid, GRID, strict=True))
+    return programs_fit and threads <= (limits.threads_of_grid or math.inf)
+
+
+def specimens_of(calls):
+    """For each call the kernels it launches, by what makes them others."""
+    out = []
+    for call in calls:
+        with MockGPU("sm_90") as gpu, torch.device("cuda"):
+            call()
+            out.append({specimen.key for specimen in gpu.specimens})
+    return out
+
+
+@check
+def kernels_do_not_depend_on_the_number_of_rows():
+    for V in (262144, 126464, 50257):
+        whole = [(1, N, V) for N in (1024, 1025, 4096, 65536, 2**31 // V + 1)]
+        few = [(1, N, V) for N in (1, 2, 3, 16, 100, 200)]
+        batches = [(B, L, 126464) for B, L in ((2, 1024), (3, 1024), (16, 1024), (2, 1001), (3, 997))]
+        for shapes in (whole, few, batches):
+            first, *rest = specimens_of(functools.partial(launches.token_nll, s, torch.bfloat16) for s in shapes)
+            assert all(other == first for other in rest), shapes
+
+
+@check
+def corruption_does_not_depend_on_the_number_of_rows():
+    for routine in (corruption.corrupt_uniform, corruption.corrupt_blockwise, corruption.corrupt_all_masked):
+        first, *rest = specimens_of(functools.partial(launches.corrupt, routine, B, 4096) for B in (1, 2, 7, 16, 1000))
+        assert all(other == first for other in rest), routine
+    first, *rest = specimens_of(
+        functools.partial(launches.topk, N, 64, k=k) for N, k in ((1, 1), (2, 3), (16, 16), (99, 64))
+    )
+    assert all(other == first for other in rest)
+
+
+def blockwise_with_levels(L):
+    levels = torch.zeros(8, math.ceil(L / 32))
+    launches.corrupt(corruption.corrupt_blockwise, 8, L, block_size=32, level=levels)
+
+
+LENGTHS = range(992, 1057)
+ANY_LENGTH = {  # (call of a length, kernels for these lengths): a whole row is sorted in a tile of a power of two
+    "corrupt_uniform": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L), 1),
+    "corrupt_all_masked": (lambda L: launches.corrupt(corruption.corrupt_all_masked, 8, L), 1),
+    "corrupt_uniform_random": (lambda L: launches.corrupt(corruption.corrupt_uniform_random, 8, L, block_size=32), 1),
+    "corrupt_blockwise": (lambda L: launches.corrupt(corruption.corrupt_blockwise, 8, L, block_size=32), 1),
+    "corrupt_blockwise, whole rows": (lambda L: launches.corrupt(corruption.corrupt_blockwise, 8, L), 2),
+    "exact": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, L, exact=True), 2),
+    "exact, keys in memory": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, 8 * L, exact=True), 1),
+    "level": (lambda L: launches.with_level(corruption.corrupt_uniform, 8, L), 1),
+    "a level per block": (blockwise_with_levels, 1),
+    "seeds": (lambda L: launches.corrupt(corruption.corrupt_uniform, 8, L, own_seeds=True), 1),
+    "corrupt_mix": (lambda L: launches.mix(8, L), 1),
+    "complementary": (lambda L: launches.complement(8, L), 1),
+    "sample_level": (lambda L: launches.levels(L), 1),
+    "gumbel_topk": (lambda L: launches.topk(8, L), 2),
+    "gumbel_topk, draws given": (lambda L: launches.topk(8, L, given=True), 2),
+    "gumbel_topk, keys in memory": (lambda L: launches.topk(8, 8 * L), 1),
+}  # fmt: skip
+
+
+@check
+@on_each("sm_90", "gfx942")
+def a_length_is_no_kernel_of_its_own(gpu):
+    """Each would stall a training with variable lengths while it is compiled."""
+    for name, (call, most) in ANY_LENGTH.items():
+        before = len(gpu.specimens)
+        for L in LENGTHS:
+            call(L)
+        assert len(gpu.specimens) - before == most, (name, len(gpu.specimens) - before)
+
+
+def needs_nothing_new(gpu, step, *captured):
+    """Warm up by ``step()``, then call each of ``captured``, or ``step`` again, under capture: no kernel may be new.
+
+    A kernel that is new has to be loaded, which the capture of a CUDA graph refuses.
+    """
+    before = len(gpu.specimens)
+    step()
+    warm = len(gpu.specimens)
+    with gpu.capturing():
+        for again in captured or (step,):
+            again()
+    assert warm > before, "the warm-up launched nothing"
+    new = [(s.kernel, [name for name, kind in s.types.items() if kind.startswith("*")]) for s in gpu.specimens[warm:]]
+    assert not new, new
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_of_losses_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, lambda: launches.weighted_nll((4, 1024, 126464), torch.bfloat16, with_correct=True))
+    needs_nothing_new(gpu, lambda: launches.token_nll((1, 256, 126464), torch.bfloat16))
+
+
+def beginning_at(begin, make, *shape, **options):
+    """``make(*shape)`` as a view that begins so many elements into its memory."""
+    return make(math.prod(shape) + begin, **options)[begin:].view(shape)
+
+
+def of_logits(begin):
+    """Each op on logits, forward and backward; all that is given per row begins at element ``begin`` of its memory."""
+    logits = torch.empty(2, 256, 32000, dtype=torch.bfloat16, requires_grad=True)
+    given = functools.partial(beginning_at, begin)
+    targets, weights = given(torch.zeros, 2, 256, dtype=torch.int64), given(torch.rand, 2, 256)
+    ids, mix = given(torch.zeros, 2, 256, 3, dtype=torch.int64), (given(torch.rand, 2, 256), given(torch.rand, 2, 256))
+    torch.autograd.grad(ops.weighted_nll(logits, targets, weights).loss, logits, given(torch.ones))
+    torch.autograd.grad(ops.token_nll(logits, targets).nll, logits, given(torch.rand, 2, 256))
+    found = [ops.row_stats(logits, i, entropy=True, mix=mix, with_correct=True)[:4] for i in (ids, targets)]
+    for stats in found:
+        torch.autograd.grad(stats, logits, [given(torch.rand, *t.shape) for t in stats])
+    for kind in ({"kl": 1.0, "ce": 1.0}, "l1"):
+        options = {"targets": targets} if checked_recipe(kind).wants_targets else {}
+        loss = ops.divergence(logits, logits.detach(), weights, kind=kind, teacher_rows=targets, **options).loss
+        torch.autograd.grad(loss, logits, given(torch.ones))
+
+
+def of_hidden_states(rows, begin, **options):
+    """Each op on hidden states and a head, in the same way."""
+    hidden = torch.empty(rows, 512, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.empty(32000, 512, dtype=torch.bfloat16, requires_grad=True)
+    given = functools.partial(beginning_at, begin)
+    targets, weights = given(torch.zeros, rows, dtype=torch.int64), given(torch.rand, rows)
+    ids, mix = given(torch.zeros, rows, 3, dtype=torch.int64), (given(torch.rand, rows), given(torch.rand, rows))
+    losses = [
+        ops.weighted_linear_nll(hidden, head, targets, weights, **options).loss,
+        ops.linear_divergence(hidden, head, hidden.detach(), weights, **options).loss,
+    ]
+    for loss in losses:
+        torch.autograd.grad(loss, hidden, given(torch.ones))
+    nll = ops.linear_token_nll(hidden, head, targets, active=weights, **options).nll
+    torch.autograd.grad(nll, hidden, given(torch.rand, rows))
+    stats = ops.linear_row_stats(hidden, head, ids, entropy=True, mix=mix, active=weights, **options)[:4]
+    stats = [t for t in stats if t is not None and t.requires_grad]
+    torch.autograd.grad(stats, hidden, [given(torch.rand, *t.shape) for t in stats])
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_from_logits_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, *(functools.partial(of_logits, begin) for begin in range(3)))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def kernels_do_not_depend_on_where_what_is_known_of_a_row_begins(gpu):
+    """Targets and weights may be views, and the gradient of a loss one of several in a tensor."""
+    for begin in range(3):
+        logits = torch.empty(1, 16, 126464, dtype=torch.bfloat16, requires_grad=True)
+        targets, weights = torch.zeros(1, 19, dtype=torch.int64)[:, begin:], torch.rand(1, 19)[:, begin:]
+        loss = ops.weighted_nll(logits, targets[:, :16], weights[:, :16]).loss
+        torch.autograd.grad(loss, logits, torch.ones(3)[begin])
+        if not begin:
+            first = len(gpu.specimens)
+    assert len(gpu.specimens) == first == 3
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_of_corruption_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, lambda: launches.corrupt(corruption.corrupt_blockwise, 8, 4096, block_size=32))
+    needs_nothing_new(gpu, lambda: launches.corrupt(corruption.corrupt_uniform, 8, 4096))
+    needs_nothing_new(gpu, lambda: launches.topk(8, 4096))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_from_hidden_states_needs_no_new_kernel(gpu):
+    needs_nothing_new(gpu, *(functools.partial(of_hidden_states, 8192, begin) for begin in range(3)))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def capture_in_odd_chunks_needs_no_new_kernel(gpu):
+    """The warm-up takes the active rows, few enough for one chunk. Under capture all rows make a second one."""
+    gpu.active_share = 0.25
+    needs_nothing_new(gpu, *(functools.partial(of_hidden_states, 1024, begin, chunk_size=1001) for begin in range(3)))
+
+
+class Operations(TorchDispatchMode):
+    """Writes down what torch is asked to do, but for what moves no bytes."""
+
+    FREE = ("empty", "new_empty", "new_empty_strided", "view", "_unsafe_view", "as_strided", "detach", "expand",
+            "slice", "select", "squeeze", "unsqueeze", "alias", "t", "transpose", "permute", "promote_types")  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if name not in self.FREE:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@check
+@on_each("sm_90", "gfx942")
+def corruption_is_one_launch_and_nothing_else(gpu):
+    for name, routine in ROUTINES.items():
+        with torch.device("cpu"):
+            ids, loss_mask, seeds = batch(8, 512)
+            given = routine.given(ids)
+        ids, loss_mask, seeds = (torch.empty_like(t, device="cuda") for t in (ids, loss_mask, seeds))
+        given = {key: torch.empty_like(t, device="cuda") for key, t in given.items()}
+        gpu.launches.clear()
+        with Operations() as operations:
+            routine.launch(ids, loss_mask, **given, seeds=seeds)
+        assert (len(gpu.launches), operations.names) == (1, []), name
+
+
+@check
+@on_each("sm_90", "gfx942")
+def nobody_keeps_a_gradient_that_autograd_would_copy(gpu):
+    logits = torch.empty(2, 8, 1000, dtype=torch.bfloat16, requires_grad=True)
+    loss = ops.weighted_nll(logits, torch.zeros(2, 8, dtype=torch.int64), torch.ones(2, 8)).loss
+    with Operations() as operations:
+        loss.backward()
+    assert logits.grad is not None
+    assert not {"clone", "copy_"} & set(operations.names), operations.names
+    assert gpu.launches[-1].arguments["logits_ptr"].nbytes == logits.nbytes
+
+
+@check
+@on_each("sm_90", "gfx942")
+def products_are_counted(gpu):
+    N, V, D, chunks = 1024, 4096, 256, 4
+    hidden = torch.empty(N, D, dtype=torch.bfloat16, requires_grad=True)
+    head = torch.empty(V, D, dtype=torch.bfloat16, requires_grad=True)
+    targets, weights = torch.zeros(N, dtype=torch.int64), torch.ones(N)
+    counter = FlopCounterMode(display=False)
+    with counter:
+        options = {"num_active": N, "chunk_size": N // chunks}
+        ops.weighted_linear_nll(hidden, head, targets, weights, **options).loss.backward()
+    assert counter.get_total_flops() == 3 * 2 * N * V * D
+    assert head.grad.dtype == head.dtype
+
+
+def far_apart():
+    """Calls whose rows lie further from the first one than 32 bits count, for every kernel."""
+    yield functools.partial(launches.token_nll, (2, 65536, 50257), torch.bfloat16)
+    yield functools.partial(launches.token_nll, (1, 131072, 32768), torch.bfloat16)
+    yield functools.partial(launches.token_nll, (1, 1000, 3000001), torch.bfloat16)
+    yield functools.partial(launches.from_hidden, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
+    yield functools.partial(launches.from_hidden, (1, 2**20, 64), torch.bfloat16)
+    for shape in ((2, 65536, 50257), (1, 1000, 3000001)):
+        yield functools.partial(launches.row_stats, shape, torch.bfloat16, entropy=True, mix=True, with_correct=True)
+    for kind in ("kl", "l1"):
+        yield functools.partial(launches.divergence, (2, 65536, 50257), torch.bfloat16, kind=kind)
+        yield functools.partial(
+            launches.divergence_from_hidden, (1, 2**17, 50257), torch.bfloat16, kind=kind, chunk_size=2**17
+        )
+    yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
+    yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
+    yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)
+    yield functools.partial(launches.mix, 2**19, 4160)
+    yield functools.partial(launches.with_level, corruption.corrupt_uniform, 2**19, 4160, exact=True)
+    yield functools.partial(launches.with_level, corruption.corrupt_uniform, 2**15, 131072, exact=True)
+    yield functools.partial(launches.complement, 2**19, 4160)
+    yield functools.partial(launches.levels, 2**20)
+    yield functools.partial(launches.topk, 2**20, 4000)
+    yield functools.partial(launches.topk, 2**19, 8000)
+
+
+@check
+@on_each("sm_90")
+def offsets_past_32_bits_are_counted_in_64(gpu):
+    for call in far_apart():
+        call()
+    everything = {s.kernel for s in launches.specimens("sm_90").values()}
+    assert everything == launched(gpu), everything ^ launched(gpu)
+    for launch in gpu.launches:
+        narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
+        assert not narrow, (launch.specimen.kernel, narrow)
+
+
+@triton.jit
+def _strided(x_ptr, stride_n, V, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    if WIDE:
+        n = n.to(tl.int64)
+    for start in range(0, V, BLOCK):
+        v = start + tl.arange(0, BLOCK)
+        tl.store(x_ptr + n * stride_n + v, 0.0, mask=v < V)
+
+
+@check
+@on_each("sm_90")
+def an_offset_in_32_bits_is_found(gpu):
+    x = torch.empty(70000, 40000)
+    for rows, wide, found in ((50000, False, False), (70000, False, True), (70000, True, False)):
+        _strided[(rows,)](x, x.stride(0), x.shape[1], WIDE=wide, BLOCK=128)
+        launch = gpu.launches[-1]
+        narrow = narrow_offsets(launch.specimen.compile().asm["ttir"], launch.arguments, launch.grid)
+        assert bool(narrow) == found, (rows, wide, narrow)
+
+
+def main(out):
+    """Run all and write name -> traceback, or nothing where it held."""
+    results = {}
+    for name, function in CHECKS.items():
+        start = time.perf_counter()
+        try:
+            function()
+            results[name] = ""
+        except (Exception, pytest.fail.Exception):
+            results[name] = traceback.format_exc()
+        print(f"{name}: {time.perf_counter() - start:.2f} s {'' if results[name] == '' else 'FAILED'}", flush=True)
+    Path(out).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

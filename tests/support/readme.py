@@ -1,0 +1,51 @@
+"""The fences of README and of docs; ``test_readme.py`` and ``test_docs.py`` say which test runs which."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"\s*(```|~~~)")
+NAME = re.compile(r"#+ (.+)|\*\*(.+?)\*\*")  # a heading, or the bold words that a paragraph begins with
+
+
+def fences(text):
+    """name of the paragraph -> the code of its fences, in order."""
+    found, name, code, before = {}, "", None, ""
+    for line in text.splitlines():
+        if FENCE.match(line):
+            code = [] if code is None else None
+            if code is not None:
+                found.setdefault(name, []).append(code)
+        elif code is not None:
+            code.append(line)
+        elif not before.strip() and (match := NAME.match(line)):
+            name = (match[1] or match[2]).rstrip(".")
+        before = line
+    return {name: ["\n".join(code) + "\n" for code in codes] for name, codes in found.items()}
+
+
+def run(code, names):
+    """As printed, among the names that the text around it speaks of; it leaves there what it makes."""
+    exec(compile(code, str(README), "exec"), names)
+
+
+def blocks(text):
+    """(language, code) of each fence of a page, in order."""
+    found, code, language = [], None, ""
+    for line in text.splitlines():
+        if FENCE.match(line):
+            if code is None:
+                code, language = [], line.strip().strip("`~")
+            else:
+                found.append((language, "\n".join(code) + "\n"))
+                code = None
+        elif code is not None:
+            code.append(line)
+    return found
+
+
+def python(text):
+    """The Python among them."""
+    return [code for language, code in blocks(text) if language == "python"]

@@ -1,0 +1,138 @@
+"""The kinds of rows that every row op goes through: the paths that read them, their shapes, layouts and extremes."""
+
+import math
+
+import torch
+
+from tests.conftest import DEVICE
+from tests.support.parity import small_blocks, small_tiles
+
+NAN, INF = math.nan, math.inf
+LOWEST = torch.finfo(torch.float32).min
+PATHS = ("torch", "torch, one row at a time", "torch, on three threads", "triton", "triton, split rows")
+HEAD_PATHS = ("torch", "torch, on three threads", "triton")
+# (shape of the rows, V): one row and several, V of one column, odd and even, at the edge of a tile and beyond it.
+SHAPES = (((1,), 1), ((2, 2), 2), ((5,), 3), ((1, 3), 16), ((2, 3), 53), ((2, 1, 2), 17))
+
+
+def on_path(path, monkeypatch):
+    """The backend, in small blocks or on threads as large logits are, in small tiles and by either forward kernel."""
+    if "," in path:
+        small_blocks(monkeypatch, threads=3 if "three" in path else 1)
+    if path.startswith("triton"):
+        small_tiles(monkeypatch, splits=3 if "split" in path else 1)
+    return path.split(",")[0]
+
+
+def on_head_path(path, monkeypatch):
+    """The backend, in small blocks on threads as large chunks are, or in small tiles."""
+    if "three" in path:
+        small_blocks(monkeypatch, threads=3)
+    if path.startswith("triton"):
+        small_tiles(monkeypatch, splits=2)
+    return path.split(",")[0]
+
+
+# How logits of some 37 columns may lie in memory.
+LAYOUTS = {
+    "batch slice": lambda: torch.randn(6, 5, 37)[1:5:3],
+    "position slice": lambda: torch.randn(2, 6, 37)[:, :-1],
+    "every second position": lambda: torch.randn(2, 10, 37)[:, ::2],
+    "transposed batch": lambda: torch.randn(5, 2, 37).transpose(0, 1),
+    "transposed columns": lambda: torch.randn(2, 37, 5).transpose(1, 2),
+    "every second column": lambda: torch.randn(2, 5, 74)[..., ::2],
+    "expanded batch": lambda: torch.randn(1, 5, 37).expand(2, 5, 37),
+    "expanded positions": lambda: torch.randn(2, 1, 37).expand(2, 5, 37),
+    "expanded columns": lambda: torch.randn(2, 5, 1).expand(2, 5, 37),
+    "four dimensions": lambda: torch.randn(2, 5, 1, 37),
+    "four, sliced": lambda: torch.randn(2, 3, 4, 37)[:, 1:, ::2],
+    "two dimensions": lambda: torch.randn(5, 37),
+    "two, sliced": lambda: torch.randn(5, 40)[:, 2:39],
+    "one dimension": lambda: torch.randn(37),
+    "one column": lambda: torch.randn(2, 5, 3)[..., 1:2],
+    "no batch": lambda: torch.randn(0, 5, 37),
+    "no position": lambda: torch.randn(2, 0, 37),
+    "no row of four dimensions": lambda: torch.randn(2, 3, 0, 37),
+}
+SHARED = (
+    "expanded batch",
+    "expanded positions",
+    "transposed columns",
+    "four, sliced",
+)  # rows that none can write in place
+
+
+def laid_out(kind):
+    """Logits whose memory is laid out in one of these ways."""
+    torch.manual_seed(0)
+    return LAYOUTS[kind]()
+
+
+# Rows of finite numbers, far apart or far from 0, as changes of tame ones.
+SPREAD = {
+    "peaked": lambda x: x.index_fill(-1, torch.tensor([4]), 40.0),
+    "flat": lambda x: torch.full_like(x, 3.0),
+    "two peaks": lambda x: x.index_fill(-1, torch.tensor([4, 9]), 90.0),
+    "shifted far": lambda x: x + 1e4,
+    "spread far": lambda x: 60 * x,
+}
+# Four logits that are to be repeated, so that they span tiles and splits.
+EXTREME = {
+    "shifted up": [1e4, 1e4 + 1, 1e4 - 2, 1e4],
+    "shifted down": [-1e4, -1e4 - 1, -1e4 + 2, -1e4],
+    "huge": [1e38, -1e38, 9e37, 0.0],
+    "largest": [-LOWEST, LOWEST, 0.0, 1.0],
+    "filled with the lowest": [LOWEST, LOWEST, 1.0, LOWEST],
+    "all the lowest": [LOWEST] * 4,
+    "some -inf": [0.0, -INF, 1.0, -INF],
+    "first -inf": [-INF, -INF, -INF, 2.0],
+    "target -inf": [0.0, 1.0, -INF, 2.0],
+    "all -inf": [-INF] * 4,
+    "one inf": [0.0, INF, 1.0, 2.0],
+    "target inf": [0.0, 1.0, INF, 2.0],
+    "nan": [0.0, NAN, 1.0, 2.0],
+    "target nan": [0.0, 1.0, NAN, 2.0],
+    "nan and -inf": [NAN, -INF, -INF, -INF],
+    "inf and -inf": [INF, -INF, INF, 0.0],
+}
+
+
+def extreme_rows(V):
+    """Each of these rows of V columns, and its target."""
+    return {
+        kind: (torch.tensor(four, dtype=torch.float64).repeat(V // 4 + 1)[:V], 22) for kind, four in EXTREME.items()
+    }
+
+
+def between_tame_ones(rows, dtype):
+    """(names, logits, targets) of the rows, with a row before and after them that must not notice."""
+    V = len(next(iter(rows.values()))[0])
+    tame = (torch.linspace(-1, 1, V, dtype=torch.float64), V - 1)
+    rows = {"before": tame, **rows, "after": tame}
+    logits, targets = zip(*rows.values(), strict=True)
+    return list(rows), torch.stack(logits).to(DEVICE, dtype), torch.tensor(targets, device=DEVICE)
+
+
+def around_a_transform(V, skipped, high):
+    """Rows, and targets, of logits one column of which is skipped and whose cap, if any, lifts nothing above ``high``."""
+    base = torch.linspace(-3, 3, V, dtype=torch.float64)
+
+    def with_(value, *columns, row=base):
+        row = row.clone()
+        row[list(columns)] = value
+        return row
+
+    return {
+        "all -inf but the skipped": (with_(-INF, *(v for v in range(V) if v != skipped)), 5),
+        "nan in the skipped column": (with_(NAN, skipped), 5),
+        "inf in the skipped column": (with_(INF, skipped), 5),
+        "the skipped one is the largest": (with_(9.0, skipped), V - 1),
+        "the target is skipped": (base, skipped),
+        "the target is out of range": (base, V),
+        "near the cap": (1.5 * base, V - 1),
+        "at the cap, first of equals": (with_(high, 4, 20, 21, V - 1), 4),
+        "at the cap, second of equals": (with_(high, 4, 20, 21, V - 1), 20),
+        "at the cap, last of equals": (with_(high, 4, 20, 21, V - 1), V - 1),
+        "at the cap, a lower one is smaller": (with_(0.9 * high, 4, row=with_(high, 20)), 20),
+        "a tie with the skipped column": (with_(3.2, skipped, skipped + 1), skipped + 1),
+    }
