@@ -372,7 +372,7 @@ class Pairs:
         self.logits, self.teacher = logits, teacher
         self.transforms = transform, teacher_transform
         self.rows, self.acc = RowIndex.of(weights, 0), accum_dtype(logits.dtype)
-        self.threads, self.size = team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=2)
+        self.threads, self.size = team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
         self.lost: Tensor | None = None
         if self.rows.n:
             self.student = RowGather(logits, self.rows)

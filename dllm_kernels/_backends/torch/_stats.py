@@ -104,13 +104,13 @@ class Sums(NamedTuple):
 
     @classmethod
     def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> Sums:
-        options: dict[str, Any] = {"dtype": accum_dtype(like.dtype), "device": like.device}
-        log_probs, mix = torch.empty(n, request.ids.shape[1], **options), request.a is not None
+        dtype, device, mix = accum_dtype(like.dtype), like.device, request.a is not None
+        log_probs = torch.empty(n, request.ids.shape[1], dtype=dtype, device=device)
         if not (request.lse or request.correct or request.entropy or mix):
             return cls(log_probs)
         wanted = (request.lse or request.correct, request.lse, request.entropy, mix, mix and request.gradients)
-        row_max, *others = (torch.empty(n, 1, **options) if w else None for w in wanted)
-        best = torch.empty(n, 1, dtype=torch.int64, device=like.device) if request.correct else None
+        row_max, *others = (torch.empty(n, 1, dtype=dtype, device=device) if w else None for w in wanted)
+        best = torch.empty(n, 1, dtype=torch.int64, device=device) if request.correct else None
         return cls(log_probs, row_max, best, *others)
 
     def find_largest(self, z: torch.Tensor) -> None:
