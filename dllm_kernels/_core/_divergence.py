@@ -240,12 +240,12 @@ def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None) -> Found
     weights, logits, shared = inputs.weights, as_blv(inputs.x), _shared_arguments(plan, mean)
     compared = partial(plan.primitives().divergence, with_grad=False)
     if inputs.teacher_columns is None:
-        ((_, _, given),) = _pairs_of_logits(inputs, plan, weights)
+        ((_, _, given),) = _pairs_of_logits(logits, inputs, plan, weights)
         return compared(logits, **given, **shared)
     value, alpha = (weights.new_empty(weights.shape) for _ in range(2))
     numbers = weights.new_empty(*weights.shape, KEPT_NUMBERS)
     agree, hot = (torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64))
-    for here, place, given in _pairs_of_logits(inputs, plan, weights):
+    for here, place, given in _pairs_of_logits(logits, inputs, plan, weights):
         *found, kept = compared(logits[place], **given, **shared)
         assert kept is not None
         for whole, part in zip((value, alpha, agree, numbers, hot), (*found, *kept), strict=True):
@@ -257,14 +257,14 @@ def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor |
     """Compute the gradient of N rows, each scaled."""
     grad = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     logits, out, shared = as_blv(inputs.x), as_blv(grad), _shared_arguments(plan, mean)
-    for here, place, given in _pairs_of_logits(inputs, plan, scale):
+    for here, place, given in _pairs_of_logits(logits, inputs, plan, scale):
         of_rows = Kept(*(t[here] for t in kept))
         plan.primitives().divergence_grad(logits[place], kept=of_rows, out=out[place], **given, **shared)
     return grad
 
 
 def _pairs_of_logits(
-    inputs: RowInputs, plan: Plan, scale: Tensor
+    logits: Tensor, inputs: RowInputs, plan: Plan, scale: Tensor
 ) -> Iterator[tuple[slice, tuple[slice, slice], dict[str, Any]]]:
     """Yield (which of the N rows, their place in ``[B, L]``, the arguments of a row primitive that belong to these rows)."""
     assert inputs.teacher_x is not None
@@ -274,7 +274,7 @@ def _pairs_of_logits(
         given = {"teacher": teacher, "weights": scale, "teacher_rows": index, "targets": y}
         yield slice(None), (slice(None), slice(None)), given
         return
-    for n, b, length in _pieces(as_blv(inputs.x), teacher.shape[-1]):
+    for n, b, length in _pieces(logits, teacher.shape[-1]):
         here = slice(n, n + length.stop - length.start)
         rows = torch.arange(n, here.stop, device=scale.device) if index is None else index[here]
         t = _picked(_rows_at(teacher, rows), inputs.teacher_columns, 1)

@@ -107,6 +107,20 @@ def tp_divergence_of_logits(name):
 
 
 @check(2)
+def backward_of_split_logits_sends_nothing():
+    """It reads the statistics of whole rows that forward has gathered."""
+    mesh = mesh_of("tp")
+    for name in KINDS:
+        _, options = drawn(name)
+        leaf = shard(torch.randn(B, L, V), mesh, Shard(2)).detach().requires_grad_()
+        loss = ops.divergence(leaf, torch.randn(2, L, V), backend="torch", **options).loss.sum()
+        with Sent() as sent:
+            (grad,) = torch.autograd.grad(loss, leaf)
+        assert grad.to_local().abs().sum() > 0
+        assert sent.calls == [], name
+
+
+@check(2)
 @check(4)
 def every_rank_copies_the_same_pieces_of_the_teacher():
     """Each ends in a collective, and shards that differ in size, or have no columns, are pieces of one row."""
