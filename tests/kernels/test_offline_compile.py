@@ -165,7 +165,7 @@ def test_every_kernel_over_rows_has_a_roofline(target, reports):
     names = ("nll", "row_stats", "divergence")
     rows = [r for r in counted(reports, target) if any(name in r["function"] for name in names)]
     rows = [r for r in rows if not r["function"].endswith("merge")]
-    assert len({r["function"] for r in rows}) >= 9
+    assert len({r["function"] for r in rows}) >= 8
     assert [r["kernel"] for r in rows if not r["passes"]] == []
 
 
@@ -217,7 +217,8 @@ def test_pairs_of_rows_are_bound_by_memory(kind, target, reports):
 
 @counted_targets
 def test_the_gradient_from_kept_statistics_is_one_pass(target, reports):
-    found = [r for r in counted(reports, target) if r["function"] == "divergence_rows" and "numbers=" in r["kernel"]]
+    # The only ones that write the gradient to other memory than the logits.
+    found = [r for r in counted(reports, target) if r["function"] == "divergence_rows" and "out=" in r["kernel"]]
     passes = {r["kernel"]: [2 * p["bytes"] for p in r["passes"]] for r in found if "grad" in r["kernel"].split(", ")}
     assert len(passes) == 2  # kl, tv
     assert set(map(tuple, passes.values())) == {(6.0,)}
