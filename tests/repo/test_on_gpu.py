@@ -1,4 +1,4 @@
-"""The run on a lent GPU, rehearsed: its plan, every cut, what is left when it is killed, and the verdicts."""
+"""A rehearsal of the run on a GPU: its plan, every cut, what is left when it is killed, and the verdicts."""
 
 import json
 import os
