@@ -15,9 +15,9 @@ from dllm_kernels import (
 )
 from dllm_kernels._core import _chunks, _plan
 from dllm_kernels.losses import _model_output as rows_module
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, every_time
 from tests.losses.test_losses import D, V, cases, draw, forms, leaves_of_hidden_form, logits_of
-from tests.support.cases import BY_NAME, CASES, MASK_ID, value_of
+from tests.support.cases import BY_NAME, CASES, FIRSTS, MASK_ID, value_of
 from tests.support.parity import value_and_grads
 
 
@@ -47,7 +47,12 @@ class ReadBack(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@cases([case for case in CASES if case.loss in BOUNDED and not case.transform])
+WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transform]
+
+
+@pytest.mark.parametrize(
+    "case", every_time([case for case in WITH_BOUND if case in FIRSTS], WITH_BOUND, name=lambda case: case.name)
+)
 def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
     """On the path of a GPU, in a training step; the loss and its gradients are those without the bound."""
     found, active_rows = [], _chunks.ActiveRows

@@ -130,6 +130,7 @@ def test_the_numbers_are_the_same_without_a_gradient(kind):
         assert torch.equal(o.nan_to_num(7.0), e.nan_to_num(7.0))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("steps", ["as they are", "all, of either side"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_from_kept_statistics_has_the_same_bits(kind, steps):

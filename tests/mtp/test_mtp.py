@@ -18,6 +18,7 @@ from dllm_kernels.mtp import (
     calculate_mtp_loss,
 )
 from dllm_kernels.mtp.head import head_weight
+from tests.conftest import every_time
 from tests.support.parity import assert_parity
 
 B, S, H, V, D = 2, 11, 8, 37, 3
@@ -220,7 +221,7 @@ def test_loss_weights_and_counts(base):
         assert got.item() == 0
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], BASES))
 def test_a_negative_count(base):
     """A loss with its sign changed would be maximised."""
     labels, hidden, model = labels_with_padding(), hiddens(), Model()

@@ -112,6 +112,7 @@ COMPILED = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("form", "name", "half"), COMPILED)
 def test_of_a_compiled_op_too(form, name, half):
     """Gradients that forward has made are outputs of the compiled op, from which nothing leads to an input."""

@@ -79,6 +79,7 @@ def by_backward(op, args, upstream=None, trained=None, **options):
     return value.detach(), torch.autograd.grad(value, [leaf for leaf in leaves if leaf.requires_grad], upstream)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @of_all
 def test_values_and_gradients_are_those_of_backward(op, count, dtype, backend):

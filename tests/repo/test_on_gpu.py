@@ -388,6 +388,7 @@ sys.exit(verify.main(sys.argv[1:]))
 """
 
 
+@pytest.mark.exhaustive
 def test_a_wrong_kernel_fails_the_run_and_leaves_every_verdict_unverified(rehearse, monkeypatch, capfd):
     monkeypatch.setattr(on_gpu, "verdicts", verdicts.verdicts)
     real = on_gpu.steps

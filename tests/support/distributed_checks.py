@@ -36,6 +36,16 @@ EXHAUSTIVE = {
     *((2, f"fsdp_accumulation[{name}]") for name in ("mdlm, counted", "dflash")),
     (4, "a_skipped_column_is_one_of_the_whole_row"),
     (4, "tp_soft_embedding[plain]"),
+    (2, "inside_a_compiled_step[hidden states]"),
+    (2, "tp_extra_in_every_dtype_and_through_the_kernels"),
+    (2, "tp_kernels[token_nll]"),
+    *((2, f"fsdp_mixed_precision[{name}]") for name in ("token_nll", "dflash")),
+    *((4, f"a_rank_without_columns[{name}]") for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id")),
+    *((4, f"tp_hidden[{name}]") for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id")),
+    *(
+        (4, f"rows_of_hidden_and_vocabulary[{name}]")
+        for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id")
+    ),
 }
 # Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
 EVERY_TIME = {
