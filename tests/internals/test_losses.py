@@ -99,6 +99,7 @@ def test_the_chunks_of_scdd(monkeypatch):
     torch.testing.assert_close(a, c)
 
 
+@pytest.mark.covering(2)
 @forms
 @cases()
 def test_the_backend_that_was_asked_for_is_the_one_that_runs(case, form, backend, monkeypatch):

@@ -28,8 +28,8 @@ def cases(selection=CASES):
 
     def parametrized(test):
         some = [c for c in selection if not (c in ROWS and c.variant)]
-        pairs = [(c, n) for c in selection for n in (8, 32) if n == 8 or c in some]
-        every = every_time([(c, 8) for c in some], pairs, name=lambda pair: f"{pair[1]}-{pair[0].name}")
+        pairs = [(c, n) for c in selection for n in (6, 32) if n == 6 or c in some]
+        every = every_time([(c, 6) for c in some], pairs, name=lambda pair: f"{pair[1]}-{pair[0].name}")
         return pytest.mark.parametrize(("case", "examples"), every)(test)
 
     return parametrized

@@ -123,6 +123,7 @@ def test_without_the_upcast_each_nll_is_rounded_to_the_input_dtype(case, form, d
     assert_as_good_as_plain([rounded], [oracle.double()], 0.0, sizes=(x[..., 0].numel(),))
 
 
+@pytest.mark.covering(2)
 @cases(SUMS)
 @forms
 def test_no_weight_at_all_gives_a_zero_that_carries_zero_gradients(case, form, backend):
@@ -248,6 +249,7 @@ def divided(case, form, count):
     return output if isinstance(output, torch.Tensor) else output.total_loss
 
 
+@pytest.mark.covering(2)
 @forms
 @pytest.mark.parametrize("count", COUNTS.values(), ids=COUNTS)
 @cases([case for case in LOSSES if case.counts and not case.counted_locally])
@@ -757,6 +759,7 @@ def test_dflash_attributes():
     assert DFlashDecayLoss(None).loss_gamma is None
 
 
+@pytest.mark.covering(1)
 @forms
 @cases()
 def test_activation_checkpointing(case, form):
