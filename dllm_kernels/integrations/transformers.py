@@ -68,7 +68,7 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
-from dllm_kernels.losses import MDLMCrossEntropyLoss, SCDDLoss
+from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import divide
 from dllm_kernels.mtp.head import head_module
@@ -129,6 +129,47 @@ def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     targets = torch.where(supervised, labels & (2**TOKEN_BITS - 1), IGNORED)
     p_mask = (known >> TOKEN_BITS & (2**TOKEN_BITS - 1)).to(torch.int32).view(torch.float32)
     return targets, known >= MASKED, p_mask, supervised
+
+
+class _CountedBatch(dict[str, Any]):
+    """Batch that carries how many of its labels were masked and how many are supervised, counted on the CPU.
+
+    The counts bound the number of rows with weight, so that the loss need not read that number back from a GPU. They
+    are no entry of the batch, because models, wrappers and dispatchers take tensors only. Workers, pinning and
+    ``accelerate`` keep them; a batch that is rebuilt from its entries (sliced, concatenated) or changed has none.
+    """
+
+    counts: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, **entries: torch.Tensor) -> _CountedBatch:
+        """Build a batch and count its labels, unless that would wait for a GPU."""
+        batch, labels = cls(entries), entries["labels"]
+        if labels.device.type == "cpu":
+            batch.counts = int((labels >= MASKED).sum()), int((labels != IGNORED).sum())
+        return batch
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.counts = None
+        super().__setitem__(name, value)
+
+    def update(self, *args: Any, **entries: Any) -> None:
+        """Change entries; the counts may no longer hold."""
+        self.counts = None
+        super().update(*args, **entries)
+
+    def to(self, *args: Any, **kwargs: Any) -> _CountedBatch:
+        """Call ``to`` of every tensor; ``accelerate`` moves a batch with it."""
+        return self._mapped(lambda t: t.to(*args, **kwargs))
+
+    def pin_memory(self) -> _CountedBatch:
+        """Pin every tensor; a ``DataLoader`` pins a batch with it."""
+        return self._mapped(torch.Tensor.pin_memory)
+
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> _CountedBatch:
+        same = type(self)({k: function(v) if isinstance(v, torch.Tensor) else v for k, v in self.items()})
+        same.counts = self.counts
+        return same
 
 
 class MaskedDiffusionCollator:
@@ -210,7 +251,8 @@ class MaskedDiffusionCollator:
                 :class:`dllm_kernels.DLLMCollator` expects.
 
         Returns:
-            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``.
+            ``input_ids``, corrupted, ``attention_mask`` and ``labels``, each int64 ``[B, L]``. The dict also carries
+            the number of masked and supervised tokens, which spare the mixin a host sync per step.
 
         Raises:
             TypeError: a seed is not an int.
@@ -233,7 +275,7 @@ class MaskedDiffusionCollator:
             raise ValueError(f"corrupt must return (noisy_input_ids, noise_mask, p_mask), got {len(corrupted)} values")
         noisy, noise, p = corrupted
         labels = pack_labels(ids, loss_mask, noise, p)
-        return {"input_ids": noisy, "attention_mask": batch["attention_mask"], "labels": labels}
+        return _CountedBatch.of(input_ids=noisy, attention_mask=batch["attention_mask"], labels=labels)
 
     def _seeds(self, samples: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
         if self.seed_field is not None:
@@ -356,6 +398,7 @@ class _Labelled(NamedTuple):
     masks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
     num_tokens: int | torch.Tensor
     noisy_input_ids: torch.Tensor | None
+    counts: tuple[int, int] | None
 
     @classmethod
     def of(
@@ -364,12 +407,13 @@ class _Labelled(NamedTuple):
         labels: torch.Tensor,
         num_items_in_batch: int | torch.Tensor | None,
         noisy_input_ids: torch.Tensor | None = None,
+        counts: tuple[int, int] | None = None,
     ) -> _Labelled:
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids)
+        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, counts)
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Compute the loss from logits ``[B, L, V]``."""
@@ -380,9 +424,26 @@ class _Labelled(NamedTuple):
 
     def of_hidden(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
+        bound = self._num_active()
         if not isinstance(self.loss, DiffusionLoss):
-            return weighted_linear_nll(hidden, weight, self.masks[0], self._weights(), bias=bias).loss
-        return self.loss.forward_fused(hidden, weight, *self.masks, lm_head_bias=bias, **self._options()).total_loss
+            weights = self._weights()
+            return weighted_linear_nll(hidden, weight, self.masks[0], weights, bias=bias, num_active=bound).loss
+        options = {**self._options(), "lm_head_bias": bias, "num_active": bound}
+        return self.loss.forward_fused(hidden, weight, *self.masks, **options).total_loss
+
+    def _num_active(self) -> int | None:
+        """Bound the rows with weight: MDLM weights masked tokens only, the others supervised tokens only.
+
+        None inside a compiled step, which a number that changes with every batch would compile anew, and for a derived
+        class, which may weight other rows.
+        """
+        if self.counts is None or torch.compiler.is_compiling():
+            return None
+        masked, supervised = self.counts
+        if type(self.loss) is MDLMCrossEntropyLoss:
+            return masked
+        of_supervised = type(self.loss) in (BlockDiffusionCrossEntropyLoss, SCDDLoss)
+        return supervised if of_supervised or not isinstance(self.loss, DiffusionLoss) else None
 
     def _options(self) -> dict[str, Any]:
         return {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
@@ -558,6 +619,7 @@ class MaskedDiffusionTrainerMixin:
         self._wants_logits = False
         self._in_head: list[torch.Tensor] | None = None
         self._noisy_input_ids: torch.Tensor | None = None
+        self._counted: tuple[Any, tuple[int, int] | None] = None, None  # labels and their counts
         self._follow_epochs()
 
     def _follow_epochs(self) -> None:
@@ -615,6 +677,12 @@ class MaskedDiffusionTrainerMixin:
         finally:
             self._in_head = None
 
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Call ``Trainer._prepare_inputs`` and keep the counts of the batch, which it drops."""
+        prepared: dict[str, Any] = super()._prepare_inputs(inputs)  # type: ignore[misc]
+        self._counted = prepared.get("labels"), getattr(inputs, "counts", None)
+        return prepared
+
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
@@ -636,7 +704,9 @@ class MaskedDiffusionTrainerMixin:
         return loss.plain()
 
     def _labelled(self, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None) -> _Labelled:
-        return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids)
+        of_labels, counts = self._counted
+        counts = counts if labels is of_labels else None
+        return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids, counts)
 
 
 def _epoch_callback(trainer: Any) -> Any:

@@ -153,6 +153,7 @@ class DFlashDecayLoss(DraftLoss):
         num_blocks: int | torch.Tensor | None = None,
         num_sequences: int | torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
+        num_active: int | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
 
@@ -168,17 +169,19 @@ class DFlashDecayLoss(DraftLoss):
             num_blocks, num_sequences: as in :meth:`forward`.
             extra: low-rank second part of the head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added to the
                 logits. In a drafter's Markov head, u is the embedding of the previous token.
+            num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
+                host sync. The loss is NaN if the bound is too small.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match, or T is not a whole number of blocks.
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or ``num_active`` is
+                outside [0, number of rows].
         """
-        rows = ModelOutput(
-            HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra
-        )
+        options = self._options(chunk_size=self.chunk_size, num_active=num_active)
+        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def _loss(

@@ -295,6 +295,7 @@ class DraftDistillationLoss(DraftLoss):
         num_sequences: int | torch.Tensor | None = None,
         total_weight: float | torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
+        num_active: int | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss from hidden states and LM heads; the logits of both models exist one chunk at a time.
 
@@ -318,18 +319,19 @@ class DraftDistillationLoss(DraftLoss):
             draft_to_target, confidence_logits, num_blocks, num_sequences, total_weight: as in :meth:`forward`.
             extra: low-rank second part of the draft's head, (u ``[B, T, r]``, U ``[V, r]``), or None. ``U u`` is added
                 to the logits. In a drafter's Markov head, u is the embedding of the previous token.
+            num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
+                host sync. The loss is NaN if the bound is too small.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
 
         Raises:
             TypeError: an argument that should be a tensor is not.
-            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or the teacher or the
-                targets are needed and None.
+            ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, ``num_active`` is
+                outside [0, number of rows], or the teacher or the targets are needed and None.
         """
-        rows = ModelOutput(
-            HIDDEN, self._options(chunk_size=self.chunk_size), hidden, lm_head_weight, lm_head_bias, extra
-        )
+        options = self._options(chunk_size=self.chunk_size, num_active=num_active)
+        rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         teacher = _Teacher.of(
             "teacher_hidden", teacher_hidden, teacher_rows=teacher_rows, draft_to_target=draft_to_target,
             teacher_weight=teacher_weight, teacher_bias=teacher_bias, teacher_extra=teacher_extra,

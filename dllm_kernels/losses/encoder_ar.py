@@ -110,6 +110,7 @@ def encoder_ar_loss_fused(
     lm_head_bias: torch.Tensor | None = None,
     extra: _checks.Extra | None = None,
     chunk_size: int | None = None,
+    num_active: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -125,6 +126,8 @@ def encoder_ar_loss_fused(
         lm_head_bias: ``[V]`` or None.
         extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
         chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
+            if the bound is too small.
         softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
         reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are computed twice.
         backend: "auto", "triton" or "torch".
@@ -134,9 +137,10 @@ def encoder_ar_loss_fused(
 
     Raises:
         TypeError: an argument that should be a tensor is not.
-        ValueError: shapes, dtypes or devices do not match, or ``reduction`` is unknown.
+        ValueError: shapes, dtypes or devices do not match, ``num_active`` is outside [0, number of rows], or
+            ``reduction`` is unknown.
     """
-    options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size)
+    options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size, num_active=num_active)
     rows = ModelOutput(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 

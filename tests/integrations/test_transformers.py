@@ -105,6 +105,25 @@ def test_a_batch_is_what_the_models_take():
     assert batch["input_ids"][0, 5:].tolist() == [50] * 4
 
 
+def test_a_batch_carries_its_counts_until_it_changes(monkeypatch):
+    """What a DataLoader and accelerate do to a batch keeps them; a batch of other entries has none."""
+    batch = MaskedDiffusionCollator(9)([sample(5), sample(7, seed=1)])
+    _, noise, _, supervised = unpack_labels(batch["labels"])
+    expected = int(noise.sum()), int(supervised.sum())
+    assert batch.counts == expected
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t.clone())
+    pinned = torch.utils.data._utils.pin_memory.pin_memory(batch)
+    for kept in (pickle.loads(pickle.dumps(batch)), batch.to("cpu", non_blocking=True), pinned):
+        assert kept.counts == expected
+        assert all(torch.equal(kept[name], t) for name, t in batch.items())
+    halves = type(batch)({name: t[:1] for name, t in batch.items()})
+    assert halves.counts is None
+    for change in (lambda b: b.update(labels=b["labels"][:1]), lambda b: b.__setitem__("labels", b["labels"][:1])):
+        changed = batch.to("cpu")
+        change(changed)
+        assert changed.counts is None
+
+
 def test_noise_of_a_seed_does_not_depend_on_the_batch():
     collator = MaskedDiffusionCollator(99, corrupt=dllm_kernels.corrupt_blockwise, seed_field="seed", block_size=4)
     alone, together = collator([sample(9, 7)]), collator([sample(9, 3), sample(9, 7)])

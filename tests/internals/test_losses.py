@@ -8,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import (
     BlockDiffusionCrossEntropyLoss,
+    DFlashDecayLoss,
+    DraftDistillationLoss,
     HybridDiffusionLLMLoss,
     IDLMLoss,
     MDLMCrossEntropyLoss,
@@ -32,7 +34,10 @@ def test_idlm_makes_one_call(auto_balance, monkeypatch):
     assert seen[0] is x
 
 
-BOUNDED = MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, SCDDLoss, IDLMLoss
+BOUNDED = (
+    MDLMCrossEntropyLoss, BlockDiffusionCrossEntropyLoss, HybridDiffusionLLMLoss, SCDDLoss, IDLMLoss, DFlashDecayLoss,
+    DraftDistillationLoss, BY_NAME["encoder AR"].loss,
+)  # fmt: skip
 
 
 class ReadBack(TorchDispatchMode):
@@ -45,6 +50,16 @@ class ReadBack(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.count += function is torch.ops.aten.nonzero.default
         return function(*args, **(kwargs or {}))
+
+
+def in_chunks_of_five(case, arguments, options):
+    """What the fused form of the loss returns on the path of a GPU."""
+    settings = {**case.settings, "backend": "triton"}
+    if isinstance(case.loss, tuple):
+        return case.loss[1](**arguments, **settings, **options, chunk_size=5)
+    if case.chunks_at_construction:
+        return case.loss(**settings, chunk_size=5).forward_fused(**arguments, **options)
+    return case.loss(**settings).forward_fused(**arguments, **options, chunk_size=5)
 
 
 WITH_BOUND = [case for case in CASES if case.loss in BOUNDED and not case.transform]
@@ -61,8 +76,7 @@ def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
 
     def step(**options):
         def value(h, w, b):
-            loss = case.loss(**case.settings, backend="triton").forward_fused
-            return value_of(loss(**case.arguments("hidden", h, i, (w, b)), chunk_size=5, **options))
+            return value_of(in_chunks_of_five(case, case.arguments("hidden", h, i, (w, b)), options))
 
         with ReadBack() as read_back:
             results = value_and_grads(value, leaves, torch.ones(()).expand(shape))
@@ -82,6 +96,34 @@ def test_a_bound_of_the_active_rows_avoids_the_host_sync(case, monkeypatch):
     for wrong in (rows + 1, -1, 1.5):
         with pytest.raises(ValueError, match=re.escape(f"num_active must be an int in [0, {rows}], got {wrong}")):
             step(num_active=wrong)
+
+
+class WeightsAnyRow(MDLMCrossEntropyLoss):
+    """A derived loss may weight rows that are not supervised."""
+
+
+def every_row(target_ids, noise_mask, p_mask, loss_mask):
+    return torch.ones_like(p_mask)
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize(
+    "loss",
+    [None, BlockDiffusionCrossEntropyLoss(), every_row, WeightsAnyRow()],
+    ids=["mdlm", "block", "own", "derived"],
+)
+def test_a_trainer_passes_on_the_count_of_its_batches(loss, tmp_path, monkeypatch):
+    """In every training step, so that none waits for the GPU."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from tests.support import trainer_ranks
+
+    seen, active_rows = [], _chunks.ActiveRows
+    monkeypatch.setattr(_chunks, "ActiveRows", lambda *args: seen.append(args) or active_rows(*args))
+    trainer_ranks.trained(trainer_ranks.model(), tmp_path, 4, 2, loss=loss)
+    assert len(seen) == 4
+    for targets, bound in seen:
+        assert bound == (None if isinstance(loss, WeightsAnyRow) else (targets != -100).sum())
 
 
 def test_the_chunks_of_scdd(monkeypatch):
