@@ -320,6 +320,20 @@ def ops_transforms(n):
     loss.backward()
     same(n["loss"], loss)
     same(n["logits"].grad, x.grad)
+    z, without = (
+        torch.nn.functional.linear(h.double(), n["weight"].double()) for h in (n["hidden"], n["unconditional"])
+    )
+    b, c = n["bias"].double(), n["c"]
+    by_hand = {
+        "tempered": (z + b) / n["T"].double(),
+        "guided": (c + 1) * (z + b) - c * (without + b),
+        "capped": 30 * torch.tanh(0.25 * (z + b) / 30),
+    }
+    for name, logits in by_hand.items():
+        log_p = logits.log_softmax(-1)
+        same(n[name].log_probs, log_p.gather(1, n["tokens"][:, None])[:, 0])
+    log_p = by_hand["tempered"].log_softmax(-1)
+    same(n["tempered"].entropy, -(log_p.exp() * log_p).sum(-1))
 
 
 @page("corruption.md")
