@@ -204,7 +204,7 @@ def test_the_report_reads_well(patched):
 
 
 def test_the_report_names_what_still_runs_the_original(patched):
-    """Losses and functions beside them, with those that are left alone; none that is ours, and nothing that is borrowed."""
+    """Losses and functions beside them, with those left alone; none that is ours, and nothing that is borrowed."""
     names = {name for _, name in patched.original}
     assert {"ChunkedCrossEntropy", "LinearCrossEntropy", "prepare_lm_weight", "build_loss_module"} <= names
     assert not names & {name for home in integration.HOMES.values() for name in home}
@@ -652,7 +652,8 @@ def test_the_functions_take_what_the_recipes_pass(patched):
     torch.testing.assert_close(loss, expected)
     auxiliary = module("components.loss.mtp").calculate_mtp_loss(
         loss_fn, mtp_per_depth_h=depths, mtp_per_depth_logits=None, mtp_per_depth_targets=None, seq_idx=None,
-        scaling_factor=0.1, ignore_index=-100, cu_seqlens=None, logits_dtype=torch.float32, return_per_depth=True, **common,
+        scaling_factor=0.1, ignore_index=-100, cu_seqlens=None, logits_dtype=torch.float32, return_per_depth=True,
+        **common,
     )  # fmt: skip
     assert isinstance(auxiliary, module("components.loss.mtp").MTPLossOutput)
     assert len(auxiliary.per_depth_losses) == 2
@@ -809,7 +810,8 @@ def test_an_adapter_of_the_head_that_would_not_train_is_an_error(patched, functi
     model.lm_head = AdaptedLinear()
     with pytest.raises(
         ValueError,
-        match=r"^the LM head must train no parameter besides its weight and bias .* got lora_A\.weight, lora_B\.weight;",
+        match=r"^the LM head must train no parameter besides its weight and bias .* "
+        r"got lora_A\.weight, lora_B\.weight;",
     ):
         fused_losses(model)[function]()
     model.lm_head.lora_A.requires_grad_(False)

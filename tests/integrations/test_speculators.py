@@ -143,7 +143,11 @@ def test_a_loss_of_either_table_is_the_eager_one_of_the_host(host, key, dtype):
     draws = [drawn(seed, dtype) for seed in range(4)]
     theirs = [value_and_grads(lambda z: original(z, t), [z], upstream) for z, t in draws]  # noqa: B023
     exact = [
-        value_and_grads(lambda z: integration.OURS[original.__name__](z, t.double()), [z.double()], upstream.double())  # noqa: B023
+        value_and_grads(
+            lambda z: integration.OURS[original.__name__](z, t.double()),  # noqa: B023
+            [z.double()],
+            upstream.double(),
+        )
         for z, t in draws
     ]
     integration.patch()
@@ -374,7 +378,7 @@ def test_the_loss_of_a_term_is_its_own_however_little_it_weighs(weight):
 
 
 def test_metrics_without_the_host():
-    """Rows of the verifier where they lie, its own head, a Markov head's correction; beside the same from all logits."""
+    """The verifier's rows where they lie, its own head, a Markov head's correction; beside the same from all logits."""
     i, columns = sequence(), torch.randperm(V + 3, device=DEVICE)[:V]
     hidden, own = (
         torch.randn(1, 40, 5, device=DEVICE),
@@ -413,7 +417,10 @@ def test_metrics_without_the_host():
     ("error", "message", "changes"),
     [
         (ValueError, "loss_config must be a dict of losses and weights, got {}", {"loss_config": {}}),
-        (ValueError, "loss_config must be one of kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, got 'l1'", {"loss_config": {"l1": 1}}),
+        (
+            ValueError, "loss_config must be one of kl_div, rkl, jsd, ce, tv, nla, lk_hybrid, got 'l1'",
+            {"loss_config": {"l1": 1}},
+        ),
         (TypeError, "loss_config['tv'] must be a number, got str", {"loss_config": {"tv": "1"}}),
         (ValueError, "loss_config['tv'] must be finite, got inf", {"loss_config": {"ce": 1, "tv": float("inf")}}),
         (

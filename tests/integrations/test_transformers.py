@@ -690,7 +690,8 @@ def test_an_adapter_of_the_head_is_refused_and_trains_from_logits(ranks, tmp_pat
     model.decoder = Adapted(8, ranks.V, dtype=torch.float64)
     with pytest.raises(
         ValueError,
-        match=r"got tests\.integrations\.test_\w+\.Adapted with a forward of its own; a plain Trainer with compute_loss_func",
+        match=r"got tests\.integrations\.test_\w+\.Adapted with a forward of its own; "
+        r"a plain Trainer with compute_loss_func",
     ):
         ranks.trained(model, tmp_path, 4, 1)
     trained, _ = ranks.trained(model, tmp_path, 4, 1, kind=Trainer, compute_loss_func=mdlm_loss_func)
@@ -902,7 +903,7 @@ def test_sequences_split_by_the_trainer_are_refused(cp_size, sp_size):
 @needs_trainer
 @pytest.mark.ranks("trainer", "")
 def test_two_ranks_train_as_one(ranks, two_ranks, tmp_path):
-    """DDP over micro-batches, and FSDP2 with the head as a unit of its own, against one process with the whole batch."""
+    """DDP over micro-batches, and FSDP2 with the head as its own unit, against one process with the whole batch."""
     assert_same_training(two_ranks["ddp"], ranks.trained(ranks.model(), tmp_path, 2, 4))
     whole = ranks.COLLATOR(ranks.samples())
     single = ranks.head_gradients(ranks.model(tied=False), tmp_path, whole, int((whole["labels"] != -100).sum()))

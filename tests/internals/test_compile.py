@@ -49,7 +49,7 @@ COUNTED = {case.loss: case for case in reversed(LOSSES) if case.counts and not c
 
 
 def counts_change(case):
-    """The test of counts that change holds all of it: the same loss, whose denominator nobody counts in what he is given."""
+    """The test of changing counts holds all of it: the same loss, whose denominator nobody counts in what is given."""
     return case is COUNTED.get(case.loss) or (case.loss in COUNTED and not case.counts and not case.counted_locally)
 
 
@@ -212,7 +212,7 @@ def assert_few_graphs(step, draws, most):
 
 
 def assert_few_graphs_of(case, form, lengths, count=None):
-    """Twenty steps of one case, of so many lengths; ``count`` makes the counts, each step other ones, else they stay."""
+    """Twenty steps of one case, of so many lengths; ``count`` makes the counts, others each step, else they stay."""
 
     def step(h, w, b, inputs):
         if form == "logits":
@@ -732,7 +732,8 @@ def test_opcheck_divergence(dtype, needs, per_row, form):
         leaves = [torch.randn(5, V, device=DEVICE).to(dtype).requires_grad_(needs[0]), None, None]
     inputs = linear(
         leaves, targets.unsqueeze(1), targets.masked_fill(weights == 0, -100), weights=weights.float(),
-        teacher_x=torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype), teacher_rows=targets.clamp(0, 3),
+        teacher_x=torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype),
+        teacher_rows=targets.clamp(0, 3),
     )  # fmt: skip
     config = DivergencePlan(checked_recipe({"ce": 0.1, "lk": 0.9}, alpha="mean"), Transform(3.0, 0.7, 1), 4.0, per_row)
     needs = NeedsGrad(*(needs if form == "hidden" else needs[:1]))

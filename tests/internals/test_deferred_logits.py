@@ -1,4 +1,4 @@
-"""Logits that are made late: the same numbers and gradients whatever is done with them, and not made where nobody looks."""
+"""Logits made late: the same numbers and gradients whatever is done with them, and not made where nobody looks."""
 
 import copy
 import operator

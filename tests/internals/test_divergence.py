@@ -8,7 +8,7 @@ from tests.ops.test_divergence import MANY
 
 
 def test_names():
-    """Every kind has functions on both paths; aliases, twice tv and the ends of jsd are kinds that there are already."""
+    """Every kind has functions on both paths; aliases, twice tv and the ends of jsd are kinds that exist already."""
     assert (
         checked_recipe("kl_div") == checked_recipe("kl") == checked_recipe("jsd", beta=0) == checked_recipe({"kl": 1})
     )

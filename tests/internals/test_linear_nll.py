@@ -26,7 +26,7 @@ def path(request, monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_rows_of_a_chunk_further_apart_than_they_are_long(dtype, path, monkeypatch):
-    """As on a GPU, where every row of the buffer begins at a multiple of 64 elements; what lies between is never used."""
+    """As on a GPU, where rows of the buffer begin at multiples of 64 elements; what lies between is never used."""
 
     def apart(rows, V, **options):
         return torch.full((rows, V + 11), math.nan, **options)[:, :V]
@@ -71,7 +71,7 @@ def test_a_head_that_trains_takes_chunks_of_8192_rows(rows, chunk):
 
 
 def test_the_choice_of_a_chunk_is_kept(monkeypatch):
-    """A GPU is idle meanwhile: equal sizes evaluate nothing again, and another number of rows reuses the shape's costs."""
+    """A GPU idles meanwhile: equal sizes evaluate nothing again, and another row count reuses the shape's costs."""
     plan, evaluated, cost = Plan(torch.bfloat16, True, needs=NeedsGrad(True, True)), [], _active_rows._gpu_cost
     monkeypatch.setattr(_active_rows, "_gpu_cost", lambda *args: evaluated.append(1) or cost(*args))
 
@@ -90,7 +90,7 @@ def test_the_choice_of_a_chunk_is_kept(monkeypatch):
 
 
 def test_all_rows_are_taken_while_a_graph_is_captured(path, monkeypatch):
-    """Compaction needs the number of rows on the host; inside a capture every row is projected, and idle ones masked."""
+    """Compaction needs the number of rows on the host; in a capture every row is projected, and idle ones masked."""
     leaves, targets, weights = inputs()
     leaves[0][weights == 0] = NAN
     expected = value_and_grads(oracle(targets, weights), leaves, torch.tensor(1.0))

@@ -1,4 +1,4 @@
-"""The Triton kernel over pairs of rows: every kind, on rows that go wrong where a kernel is careless, wherever they lie.
+"""The Triton kernel over pairs of rows: every kind, on rows that go wrong if a kernel is careless, wherever they lie.
 
 What the public functions make of it stands in ``test_divergence.py``.
 """
@@ -73,7 +73,8 @@ def launched(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, r
     given = {
         "teacher_rows": rest["teacher_rows"] if rows else None,
         "targets": (y if skip is None else y.masked_fill(y == skip, -1)) if recipe.wants_targets else None,
-        "mean_alpha": rest.get("mean_alpha"), "transform": Transform(**steps[0]), "teacher_transform": Transform(**steps[1]),
+        "mean_alpha": rest.get("mean_alpha"),
+        "transform": Transform(**steps[0]), "teacher_transform": Transform(**steps[1]),
     }  # fmt: skip
     in_place = with_grad and out is None
     into = z.clone() if in_place else z

@@ -195,7 +195,7 @@ def test_phases_that_do_not_overlap():
 
 
 def test_a_pass_between_reading_and_writing_is_a_phase_too():
-    """It reads from the L2 cache: it costs less than the first pass, and more where a share of its bytes is not there."""
+    """It reads from the L2 cache: it costs less than the first pass, and more if a share of its bytes is not there."""
     first, last = cost(slots=240), cost(slots=350, stored=64)
     two, three, four = (_phases([first] * n + [last], "sm_90", 16) for n in (1, 2, 3))
     for gpu in ("H100", "H200"):

@@ -1,4 +1,4 @@
-"""Every kernel that the public functions launch, compiled for four GPUs without one: nothing spills, and what bounds it."""
+"""Every kernel that public functions launch, compiled for four GPUs without one: nothing spills, and what bounds it."""
 
 import ast
 import json

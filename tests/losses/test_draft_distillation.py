@@ -1,4 +1,4 @@
-"""Distillation of a drafter: its trainers' objectives by their own code and by their formulas, what it costs, bad input."""
+"""Distillation of a drafter: its trainers' objectives by their own code and formulas, what it costs, bad input."""
 
 import importlib
 import math
@@ -23,7 +23,7 @@ forms = pytest.mark.parametrize("form", ["logits", "hidden"])
 
 
 def drawn(seed=0, dtype=torch.float32):
-    """Hidden states of both models, their head, targets, rows that count (no anchor does), logits of a confidence head."""
+    """Hidden states of both models, their head, targets, rows that count (no anchors), logits of a confidence head."""
     torch.manual_seed(seed)
     mask = torch.rand(B, T) < 0.7
     mask[:, ::BLOCK] = False
@@ -78,7 +78,7 @@ def speculators():
 
 
 def specforge_model(owner, w, **settings):
-    """A training wrapper of that class without a draft model: its objective is a function of hidden states and the head."""
+    """A training wrapper of that class without a draft model: its objective is a function of hidden states and head."""
     model = owner.__new__(owner)
     torch.nn.Module.__init__(model)
     model.lm_head = lambda h: F.linear(h, w)
@@ -234,7 +234,8 @@ SPECULATORS = {
     ),
     "dspark": ("speculators-dspark", {}, "kl_div", "fixed-exp-decay", True),
     "dspark, two kinds": (
-        "speculators-dspark", {"kind": {"teacher_ce": 0.1, "tv": 0.9}}, '{"ce": 0.1, "tv": 0.9}', "fixed-exp-decay", True,
+        "speculators-dspark", {"kind": {"teacher_ce": 0.1, "tv": 0.9}}, '{"ce": 0.1, "tv": 0.9}', "fixed-exp-decay",
+        True,
     ),
 }  # fmt: skip
 
@@ -355,8 +356,8 @@ def test_what_an_anchor_weighs_that_is_not_masked(name, anchor, loss_gamma):
 
 def test_an_unknown_preset():
     message = (
-        "name must be one of specforge-dflash, specforge-dpace, specforge-dspark, speculators-dflash, speculators-dspark, "
-        "got 'dspark'"
+        "name must be one of specforge-dflash, specforge-dpace, specforge-dspark, speculators-dflash, "
+        "speculators-dspark, got 'dspark'"
     )
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         DraftDistillationLoss.preset("dspark")
@@ -615,12 +616,18 @@ NEEDED = [
         "teacher_{} must be given for confidence='acceptance', got None",
         {"kind": "ce", "position_weights": "dpace", "confidence": "acceptance"}, {"teacher": None},
     ),
-    ("teacher_{} must be given for confidence_logits, got None", {"kind": "ce"}, {"teacher": None, "confidence_logits": ON}),
+    (
+        "teacher_{} must be given for confidence_logits, got None",
+        {"kind": "ce"}, {"teacher": None, "confidence_logits": ON},
+    ),
     ("teacher_{} must be given for temperature=2.0, got None", {"kind": "ce", "temperature": 2.0}, {"teacher": None}),
     ("teacher_{} must be given with teacher_rows, got None", {"kind": "ce"}, {"teacher": None, "teacher_rows": Y}),
 ]  # fmt: skip
 WRONG = [
-    (ValueError, "confidence_logits must have shape (2, 3) (that of block_mask), got (2,)", {"confidence_logits": ON[:, 0]}),
+    (
+        ValueError, "confidence_logits must have shape (2, 3) (that of block_mask), got (2,)",
+        {"confidence_logits": ON[:, 0]},
+    ),
     (ValueError, "confidence_logits must have dtype float16, ", {"confidence_logits": Y}),
     (ValueError, "confidence_logits must be on cpu like block_mask, got meta", {"confidence_logits": ON.to("meta")}),
     (TypeError, "total_weight must be a number or a 0-d tensor, got ", {"total_weight": "3"}),

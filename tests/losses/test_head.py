@@ -1,4 +1,4 @@
-"""A fused loss uses a head's weight in place of the head, so only of a head that is nothing beside its weight and bias."""
+"""A fused loss uses a head's weight in place of the head, so only of a head that is nothing but weight and bias."""
 
 import functools
 

@@ -52,7 +52,8 @@ def parity_of_every_path(function):
     """Of the losses that differ from another in an option, through the interpreter, in ``make test-exhaustive``."""
     selection = [
         pytest.param(
-            case, *path, marks=pytest.mark.exhaustive if (path[0] == "triton" and case not in FEWER) or later(case, path[1]) else (),
+            case, *path,
+            marks=pytest.mark.exhaustive if (path[0] == "triton" and case not in FEWER) or later(case, path[1]) else (),
             id="-".join(map(str, (case.name, *path))),
         )
         for case in CASES for path in PATHS
@@ -413,7 +414,7 @@ def test_idlm_reads_no_clean_row_that_weighs_nothing(form):
 @pytest.mark.parametrize("settings", [(0.1, 1.0, 0.5), (0.0, 1.0, 0.5), (0.7, 3.0, 0.2), (0.3, 0.0, 0.5)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_schedule_of_scdd(settings, dtype):
-    """The masses are probabilities, as near to float64's as float32 allows; with a broad peak gamma and rho never grow."""
+    """The masses are probabilities, as near float64's as float32 allows; with a broad peak gamma and rho never grow."""
     t = torch.cat([torch.tensor([-0.5]), torch.linspace(0, 1, 257), torch.tensor([1.5])]).to(DEVICE, dtype)
     options = dict(zip(("max_ratio", "gamma_shape", "t_peak"), settings, strict=True))
     ours, exact = scdd_schedule(t, **options), reference.scdd_schedule(t.double(), **options)
@@ -830,7 +831,7 @@ def test_hybrid_without_an_ar_part_takes_any_number_of_rows_after_the_diffusion_
 
 
 def test_draft_accuracy_of_fractions():
-    """``correct`` may be a float, a share of hits, as the documentation has it; nothing counts where nothing is valid."""
+    """``correct`` may be a float, a share of hits, as the documentation says; nothing counts where nothing is valid."""
     correct = torch.tensor([[0.5, 1.0, NAN, 0.25, 0.0, 1.0]])
     valid = torch.tensor([[1.0, 1.0, 0.0, 1.0, 0.5, 0.5]])
     hits, count = DFlashDecayLoss._draft_acc_per_pos(correct, valid, 4)

@@ -1,4 +1,4 @@
-"""Masks whose values show that they are not what they were taken for: on CPU an error, of a loss that reads them or not."""
+"""Masks whose values show they are not what they were taken for: on CPU an error, of a loss that reads them or not."""
 
 import re
 
@@ -59,7 +59,7 @@ def test_probabilities_and_supervision_swapped(name, form):
 @forms
 @losses
 def test_masks_that_can_be_what_they_are_given_as(name, form):
-    """Fractions where nothing is supervised, numbers above 1, and a loss_mask with fractions, as collators may make it."""
+    """Fractions where nothing is supervised, numbers above 1, a loss_mask with fractions, as collators may make it."""
     expected = call(name, form)
     for kind in (torch.bool, torch.int64, torch.float16, torch.bfloat16, torch.float64):
         torch.testing.assert_close(call(name, form, noise=NOISE.to(kind), mask=ON.to(kind)), expected)

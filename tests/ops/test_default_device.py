@@ -15,8 +15,8 @@ from dllm_kernels import corruption
 FACTORIES = set(
     re.split(
         " ",
-        "empty zeros ones full arange range tensor as_tensor asarray scalar_tensor rand randn randint randperm normal eye "
-        "linspace logspace empty_strided tril_indices triu_indices complex polar sparse_coo_tensor",
+        "empty zeros ones full arange range tensor as_tensor asarray scalar_tensor rand randn randint randperm normal "
+        "eye linspace logspace empty_strided tril_indices triu_indices complex polar sparse_coo_tensor",
     )
 )
 FILES = sorted(Path(dllm_kernels.__file__).parent.rglob("*.py"))

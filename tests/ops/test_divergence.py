@@ -1,4 +1,4 @@
-"""Divergences to a teacher: against float64 autograd of the oracle, with three products, and at every edge of the definitions."""
+"""Divergences to a teacher: against the oracle's float64 autograd, with three products, at the definitions' edges."""
 
 import math
 
@@ -157,7 +157,7 @@ def parity_from_hidden_states(name, dtype, setting, backend):
 @every_kind
 @pytest.mark.parametrize("path", ["at once", "a row at a time", "on three threads"])
 def test_what_is_beside_the_loss(name, path, monkeypatch):
-    """Value, a and agreement: those of the oracle, detached, 0 where a row is off, the same bits from however many blocks."""
+    """Value, a and agreement: the oracle's, detached, 0 where a row is off, the same bits from however many blocks."""
     if path != "at once":
         small_blocks(monkeypatch, threads=3 if "three" in path else 1)
     poison_empty(monkeypatch)
@@ -226,7 +226,7 @@ def test_rows_without_a_column_in_common(kind, backend):
 
 
 def test_ties_of_p_and_q_count_as_below(backend):
-    """p and q are the same but for the rounding of their sums: -p (1 - sum p) is nothing, all of them above would be too."""
+    """p and q differ only in the rounding of their sums: -p (1 - sum p) is nothing, all of them above would be too."""
     torch.manual_seed(0)
     z = torch.randn(40, 700, device=DEVICE)
     t = z + 5 * torch.rand(40, 1, device=DEVICE)  # as probabilities the same
@@ -342,7 +342,7 @@ def test_products(needs, options, products, backend):
 
 
 def test_gradients_only_for_what_requires_them():
-    """Nothing is made for a teacher that was forgotten under grad, for a head of its own, or for the second part of it."""
+    """Nothing is made for a teacher forgotten under grad, for a head of its own, or for the second part of it."""
     h, w, th, own, u, second = (
         torch.randn(s, device=DEVICE, requires_grad=True) for s in ((4, D), (V, D), (4, D), (V, D), (4, 2), (V, 2))
     )
@@ -506,65 +506,104 @@ def test_meta_tensors():
 
 
 LOGITS = lambda *a, **o: divergence(torch.zeros(3, V), *(a or (torch.zeros(3, V),)), **o)  # noqa: E731
-HIDDEN = lambda *a, **o: linear_divergence(torch.zeros(3, D), torch.zeros(V, D), *(a or (torch.zeros(3, D),)), **o)  # noqa: E731
+HIDDEN = lambda *a, **o: linear_divergence(  # noqa: E731
+    torch.zeros(3, D), torch.zeros(V, D), *(a or (torch.zeros(3, D),)), **o
+)
 THREE = torch.zeros(3, dtype=torch.long)
 BAD = {
-    "a kind that there is not": (LOGITS, (), {"kind": "hinge"}, ValueError, r"^kind must be one of kl, rkl, .*, got 'hinge'$"),
+    "a kind that there is not": (
+        LOGITS, (), {"kind": "hinge"}, ValueError, r"^kind must be one of kl, rkl, .*, got 'hinge'$",
+    ),
     "a list of kinds": (LOGITS, (), {"kind": ["kl"]}, TypeError, r"^kind must be a name or a dict"),
-    "a word for a coefficient": (LOGITS, (), {"kind": {"kl": "1"}}, TypeError, r"^kind\['kl'\] must be a number, got str$"),
-    "an infinite coefficient": (LOGITS, (), {"kind": {"kl": INF}}, ValueError, r"^kind\['kl'\] must be finite, got inf$"),
+    "a word for a coefficient": (
+        LOGITS, (), {"kind": {"kl": "1"}}, TypeError, r"^kind\['kl'\] must be a number, got str$",
+    ),
+    "an infinite coefficient": (
+        LOGITS, (), {"kind": {"kl": INF}}, ValueError, r"^kind\['kl'\] must be finite, got inf$",
+    ),
     "no coefficient": (LOGITS, (), {"kind": {"kl": 0}}, ValueError, r"^kind must have a coefficient that is not 0"),
-    "an option of another kind": (LOGITS, (), {"beta": 0.5}, ValueError, r"^beta is of kind 'jsd', got it with kind='kl'$"),
-    "alpha of another kind": (LOGITS, (), {"alpha": "row"}, ValueError, r"^alpha is of kind 'lk', got it with kind='kl'$"),
-    "an option out of range": (LOGITS, (), {"kind": "jsd", "beta": 2}, ValueError, r"^beta must lie in \[0.0, 1.0\], got 2.0$"),
-    "a word for an option": (LOGITS, (), {"kind": "nla", "floor": "low"}, TypeError, r"^floor must be a number, got str$"),
-    "another alpha": (LOGITS, (), {"kind": "lk", "alpha": "max"}, ValueError, r"^alpha must be one of row, mean, got 'max'$"),
-    "another base": (LOGITS, (), {"kind": "lk", "base": "tv"}, ValueError, r"^base must be one of kl, soft_ce, got 'tv'$"),
+    "an option of another kind": (
+        LOGITS, (), {"beta": 0.5}, ValueError, r"^beta is of kind 'jsd', got it with kind='kl'$",
+    ),
+    "alpha of another kind": (
+        LOGITS, (), {"alpha": "row"}, ValueError, r"^alpha is of kind 'lk', got it with kind='kl'$",
+    ),
+    "an option out of range": (
+        LOGITS, (), {"kind": "jsd", "beta": 2}, ValueError, r"^beta must lie in \[0.0, 1.0\], got 2.0$",
+    ),
+    "a word for an option": (
+        LOGITS, (), {"kind": "nla", "floor": "low"}, TypeError, r"^floor must be a number, got str$",
+    ),
+    "another alpha": (
+        LOGITS, (), {"kind": "lk", "alpha": "max"}, ValueError, r"^alpha must be one of row, mean, got 'max'$",
+    ),
+    "another base": (
+        LOGITS, (), {"kind": "lk", "base": "tv"}, ValueError, r"^base must be one of kl, soft_ce, got 'tv'$",
+    ),
     "no targets": (LOGITS, (), {"kind": "ce"}, ValueError, r"^targets must be given for kind 'ce', got None$"),
     "targets for nothing": (LOGITS, (), {"targets": THREE}, ValueError, r"^targets must be None without kind 'ce'"),
     "targets of another shape": (
         LOGITS, (), {"kind": "ce", "targets": THREE[:2]}, ValueError, r"^targets must have shape \(3,\)",
     ),
-    "weights of another shape": (LOGITS, (), {"weights": torch.ones(4)}, ValueError, r"^weights must have shape \(3,\)"),
-    "no logits": (divergence, (None, torch.zeros(3, V)), {}, TypeError, r"^logits must be a torch.Tensor, got NoneType$"),
+    "weights of another shape": (
+        LOGITS, (), {"weights": torch.ones(4)}, ValueError, r"^weights must have shape \(3,\)",
+    ),
+    "no logits": (
+        divergence, (None, torch.zeros(3, V)), {}, TypeError, r"^logits must be a torch.Tensor, got NoneType$",
+    ),
     "no hidden states": (
         linear_divergence, (None, torch.zeros(V, D), torch.zeros(3, D)), {}, TypeError,
         r"^hidden must be a torch.Tensor, got NoneType$",
     ),
     "no teacher": (LOGITS, (None,), {}, TypeError, r"^teacher_logits must be a torch.Tensor, got NoneType$"),
     "a teacher of another dtype": (
-        LOGITS, (torch.zeros(3, V, dtype=torch.float64),), {}, ValueError, r"^teacher_logits must have dtype float32, got float64$",
+        LOGITS, (torch.zeros(3, V, dtype=torch.float64),), {}, ValueError,
+        r"^teacher_logits must have dtype float32, got float64$",
     ),
-    "a teacher without columns": (LOGITS, (torch.zeros(3, 0),), {}, ValueError, r"^teacher_logits must have shape \[..., V\]"),
+    "a teacher without columns": (
+        LOGITS, (torch.zeros(3, 0),), {}, ValueError, r"^teacher_logits must have shape \[..., V\]",
+    ),
     "other rows": (
         LOGITS, (torch.zeros(4, V),), {}, ValueError,
-        r"^teacher_logits must have shape \(3, '\*'\), the rows of logits, unless teacher_rows is given, got \(4, 23\)$",
+        r"^teacher_logits must have shape \(3, '\*'\), the rows of logits, unless teacher_rows is given, "
+        r"got \(4, 23\)$",
     ),
     "other columns": (
         LOGITS, (torch.zeros(3, V + 1),), {}, ValueError,
         r"^teacher_logits must have the vocabulary of logits, 23 columns, unless draft_to_target is given, got 24$",
     ),
     "no row": (
-        LOGITS, (torch.zeros(0, V),), {"teacher_rows": THREE}, ValueError, r"^teacher_logits must have at least one row",
+        LOGITS, (torch.zeros(0, V),), {"teacher_rows": THREE}, ValueError,
+        r"^teacher_logits must have at least one row",
     ),
-    "rows of another shape": (LOGITS, (), {"teacher_rows": THREE[:2]}, ValueError, r"^teacher_rows must have shape \(3,\)"),
+    "rows of another shape": (
+        LOGITS, (), {"teacher_rows": THREE[:2]}, ValueError, r"^teacher_rows must have shape \(3,\)",
+    ),
     "fractions of rows": (LOGITS, (), {"teacher_rows": torch.ones(3)}, ValueError, r"^teacher_rows must have dtype"),
     "columns of another length": (
         LOGITS, (), {"draft_to_target": THREE}, ValueError, r"^draft_to_target must have shape \(23,\)",
     ),
-    "another reduction": (LOGITS, (), {"reduction": "mean"}, ValueError, r"^reduction must be sum or none, got 'mean'$"),
+    "another reduction": (
+        LOGITS, (), {"reduction": "mean"}, ValueError, r"^reduction must be sum or none, got 'mean'$",
+    ),
     "no temperature": (LOGITS, (), {"temperature": None}, TypeError, r"^temperature must be a number, got NoneType$"),
     "a temperature of 0": (LOGITS, (), {"temperature": 0.0}, ValueError, r"^temperature must be positive"),
-    "a transform that is none": (LOGITS, (), {"teacher_transform": 3.0}, TypeError, r"^teacher_transform must be a dict or None"),
+    "a transform that is none": (
+        LOGITS, (), {"teacher_transform": 3.0}, TypeError, r"^teacher_transform must be a dict or None",
+    ),
     "a transform's key": (
-        LOGITS, (), {"teacher_transform": {"cap": 3.0}}, ValueError, r"^teacher_transform must have no keys but softcap, scale, ",
+        LOGITS, (), {"teacher_transform": {"cap": 3.0}}, ValueError,
+        r"^teacher_transform must have no keys but softcap, scale, ",
     ),
     "a skipped column that there is not": (
         LOGITS, (), {"teacher_transform": {"skip_id": V}}, ValueError, r"^skip_id must lie in \[0, 23\), got 23$",
     ),
-    "a bias without its head": (HIDDEN, (), {"teacher_bias": torch.zeros(V)}, ValueError, r"^teacher_bias must be None without"),
+    "a bias without its head": (
+        HIDDEN, (), {"teacher_bias": torch.zeros(V)}, ValueError, r"^teacher_bias must be None without",
+    ),
     "hidden states of another size": (
-        HIDDEN, (torch.zeros(3, D + 1),), {}, ValueError, r"^teacher_hidden must have shape \[..., 6\] to go with weight",
+        HIDDEN, (torch.zeros(3, D + 1),), {}, ValueError,
+        r"^teacher_hidden must have shape \[..., 6\] to go with weight",
     ),
     "a head of another size": (
         HIDDEN, (), {"teacher_weight": torch.zeros(V, D + 1)}, ValueError,

@@ -1,4 +1,4 @@
-"""D-PACE's position weights: numbers by hand, the oracle, a trainer's formula, compiled, as DTensors' parts, bad input."""
+"""D-PACE's position weights: numbers by hand, the oracle, a trainer's formula, compiled, DTensors' parts, bad input."""
 
 import re
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ def test_by_hand(function, variant, mask):
 
 
 def test_the_ends_of_alpha():
-    """1: every token counts as accepted. 0: nothing is smoothed, and what follows an impossible token weighs nothing."""
+    """1: each token counts as accepted. 0: nothing is smoothed, and what follows an impossible token weighs nothing."""
     q, on = torch.tensor([0.5, 0.0, 1.0], device=DEVICE), torch.ones(3, device=DEVICE)
     assert dpace_weights(q, on, alpha=1).tolist() == [3.0, 2.0, 1.0]
     for variant, expected in (("dpace", [0.5, 0.0, 0.0]), ("continuation", [1.0, 0.0, 0.0])):

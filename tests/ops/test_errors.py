@@ -90,7 +90,10 @@ def test_row_statistics(rows, op):
     raises(TypeError, "ids must be a torch.Tensor, got list", op, [0])
     raises(ValueError, f"ids must have dtype {INTS}, got float32", op, Y.float())
     raises(ValueError, f"ids must be on cpu like {rows}, got meta", op, Y.to(META))
-    shape = f"ids must have shape (2, 3) or (2, 3, 'K') (that of {rows} without its last dimension, or one more of K >= 1 ids)"
+    shape = (
+        f"ids must have shape (2, 3) or (2, 3, 'K') (that of {rows} without its last dimension, "
+        "or one more of K >= 1 ids)"
+    )
     for bad in (Y[:, 1:], Y[..., None][..., :0], Y[..., None, None], Y[0]):
         raises(ValueError, f"{shape}, got {tuple(bad.shape)}", op, bad)
     raises(TypeError, "active must be a torch.Tensor, got int", op, Y, active=1)

@@ -1,4 +1,4 @@
-"""A head of two parts: every linear op and loss with ``extra`` against the same from whole logits, what it costs, bad input."""
+"""A head of two parts: every linear op and loss with ``extra`` against whole logits, what it costs, bad input."""
 
 import functools
 import math

@@ -416,7 +416,10 @@ def test_gradcheck(path):
 
 def test_bitwise_the_same_twice(path):
     leaves, targets, weights = inputs()
-    function = lambda h, w, b: weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss  # noqa: E731
+
+    def function(h, w, b):
+        return weighted_linear_nll(h, w, targets, weights, bias=b, chunk_size=4, backend=path).loss
+
     runs = [value_and_grads(function, leaves, torch.tensor(0.7)) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
@@ -647,7 +650,9 @@ def test_weights_of_any_stride(layout, path):
         weights = weights[:1].expand(len(targets))
 
     def gradients(w):
-        loss = lambda *leaves: weighted_linear_nll(*leaves[:2], targets, w, bias=leaves[2], backend=path).loss  # noqa: E731
+        def loss(*leaves):
+            return weighted_linear_nll(*leaves[:2], targets, w, bias=leaves[2], backend=path).loss
+
         return value_and_grads(loss, [hidden, weight, bias], torch.ones((), device=DEVICE))
 
     for strided, dense in zip(gradients(weights), gradients(weights.contiguous()), strict=True):

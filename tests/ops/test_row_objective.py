@@ -266,7 +266,9 @@ BAD = {
     "aux wants a gradient": (
         (focal, ONES.clone().requires_grad_()), {}, ValueError, r"^aux\[0\] must not require a gradient",
     ),
-    "fn returns a sum": ((lambda s: s.lse.sum(),), {}, ValueError, r"^fn must return one number for each of its 3 rows"),
+    "fn returns a sum": (
+        (lambda s: s.lse.sum(),), {}, ValueError, r"^fn must return one number for each of its 3 rows",
+    ),
     "fn returns a number": ((lambda s: 1.0,), {}, TypeError, r"^fn must return a floating tensor, got float$"),
     "fn returns a mask": ((lambda s: s.lse > 0,), {}, TypeError, r"^fn must return a floating tensor"),
     "no bool": ((focal, ONES), {"entropy": "yes"}, TypeError, r"^entropy must be a bool, got str$"),

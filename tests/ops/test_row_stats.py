@@ -196,7 +196,7 @@ def test_the_same_id_twice_gets_both_gradients(K, path):
 
 
 def test_a_or_b_is_zero(path):
-    """Without a, probabilities that float32 rounds to zero count with their logarithm, and each pulls as hard as any."""
+    """Without a, probabilities that float32 rounds to 0 count with their logarithm, and each pulls as hard as any."""
     logits = torch.tensor([[0.0, -300.0, 2.0]] * 3, device=DEVICE, requires_grad=True)
     a, b = torch.tensor([0.0, 0.5, 0.25], device=DEVICE), torch.tensor([2.0, 0.0, 4.0], device=DEVICE)
     ids = torch.zeros(3, dtype=torch.long, device=DEVICE)

@@ -90,7 +90,7 @@ def test_a_bump_of_any_size(bump, transform, backend):
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("transform", [{}, {"scale": 1.7}, {"skip_id": 3}, {"softcap": 60.0, "scale": 0.9}], ids=str)
 def test_a_near_certain_token_with_a_bump_far_below_0(transform, path):
-    """Of a token with 1 - 1e-7 of the probability, and beyond what float32 or float64 can tell from 1, as of any other."""
+    """Of a token with 1 - 1e-7 of the probability, and beyond what float32 or float64 tells from 1, as of any other."""
     table, ids = torch.eye(V, device=DEVICE), torch.tensor([4], device=DEVICE)
     for t in (-5.0, -20.0, -100.0, -math.inf, 5.0):
         bump = torch.tensor([t], device=DEVICE)
@@ -148,7 +148,7 @@ def test_any_leading_shape_and_strides(shape, backend):
 
 
 def test_special_rows(path):
-    """Logits are the bias: -inf is a probability of 0, a row of nothing else and a NaN are NaN in their own row; with a bump too."""
+    """Logits are the bias: -inf is probability 0; only rows of it alone or with a NaN are NaN; with a bump too."""
     x = torch.randn(5, V, device=DEVICE)
     x[0, ::2], x[1], x[2, 7], x[3, 7] = -math.inf, -math.inf, NAN, math.inf
     table = torch.randn(V, E, device=DEVICE)

@@ -544,8 +544,9 @@ def test_inplace_backward_finds_every_overlap_of_rows(B, L):
             assert not shares_memory(x)
 
 
-@pytest.mark.parametrize("kind", ["batch slice", "position slice", "every second position", "transposed batch", "no batch",
-                                  "four dimensions", "two, sliced", "one dimension", "one column"])  # fmt: skip
+@pytest.mark.parametrize("kind", ["batch slice", "position slice", "every second position", "transposed batch",
+                                  "no batch", "four dimensions", "two, sliced", "one dimension",
+                                  "one column"])  # fmt: skip
 def test_inplace_backward_takes_every_layout_whose_rows_lie_apart(kind):
     z = laid_out(kind).requires_grad_()
     upstream = torch.randn(z.shape[:-1])

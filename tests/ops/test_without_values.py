@@ -1,4 +1,4 @@
-"""Tensors that have no values, on the meta device or under FakeTensorMode: results of the right shape, dtype and device."""
+"""Tensors without values, on the meta device or under FakeTensorMode: results of the right shape, dtype and device."""
 
 import pytest
 import torch

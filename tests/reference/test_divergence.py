@@ -1,4 +1,4 @@
-"""The oracle of the divergences: numbers by hand, the gradients' closed forms, what the edges of the definitions give."""
+"""The divergences' oracle: numbers by hand, the gradients' closed forms, what the edges of the definitions give."""
 
 import math
 

@@ -341,7 +341,7 @@ DRAFTED = torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1, 0, 0, 0]])
 
 
 def distilled(**settings):
-    """Blocks of two rows: of odds (1, 2, 1) under a teacher's (2, 1, 1), a = 3/4, kl = ln 2 / 4; the fourth row is idle."""
+    """Blocks of two rows: of odds (1, 2, 1) under a teacher's (2, 1, 1), a = 3/4, kl = ln 2 / 4; the fourth is idle."""
     teacher = torch.tensor([2.0, 1.0, 1.0], dtype=torch.float64).log().repeat(1, 4, 1)
     logits, targets = with_nan_rows(odds_121(4), [3]), row(1, 0, -100, 0)
     given = {"block_size": 3, "loss_gamma": 1 / LN2} | settings

@@ -147,7 +147,7 @@ def test_the_help_says_what_each_mode_trains_and_where_it_is_from(capsys):
 
 
 def test_copies_see_what_they_may():
-    """A masked token the clean ones of earlier blocks and the masked ones of its own; a clean one those up to itself."""
+    """A masked token the clean ones of earlier blocks and masked ones of its own; a clean one those up to itself."""
     torch.manual_seed(0)
     model = LanguageModel(Size(8, 2, 2, 11)).double()
     noisy, clean = torch.randint(0, 11, (2, 6)), torch.randint(0, 11, (2, 6))
@@ -269,7 +269,7 @@ def test_speculation_writes_what_the_target_alone_would_write():
 
 
 def test_drafts_of_three_objectives_are_compared(tmp_path, cache, capsys):
-    """By the tokens that a check by the target gains, which training makes more; what is sampled is a share of a token."""
+    """By the tokens a check by the target gains, which training makes more; what is sampled is a share of a token."""
     _, result = run("distill", tmp_path, cache, "--steps", "10")
     accepted = result["curves"]["accepted"]
     assert list(accepted) == ["kl", "l1", "ce"]

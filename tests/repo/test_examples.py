@@ -199,7 +199,7 @@ def test_speculators_draft():
 
 
 def test_speculators_patch():
-    """Its own model's losses, without ours, with both of its tables patched, and from hidden states: one training run."""
+    """Its own model's losses, without ours, with both its tables patched, and from hidden states: one training run."""
     for needed in ("speculators", "openai", "datasets"):  # its models import the code that makes training data
         if importlib.util.find_spec(needed) is None:
             pytest.skip(f"{needed} is not installed")

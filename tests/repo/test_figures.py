@@ -21,11 +21,15 @@ ROWS = {
     "DFlash from hidden states, trainable head": ("linear_nll", "both", "original", [LINEAR | {"head": "trainable"}]),
     "log-probabilities and entropy": ("row_stats", "both", "plain", [HALF | {"form": "logits", "V": 32000}]),
     "SCDD loss": ("scdd", "both", "original", [HALF | {"loss": "scdd"}]),
-    "`corrupt_blockwise`": ("corruption", "forward", "original", [s | {"routine": "blockwise", "block": 32} for s in SIZES]),
+    "`corrupt_blockwise`": (
+        *("corruption", "forward", "original"), [s | {"routine": "blockwise", "block": 32} for s in SIZES]
+    ),
     "`corrupt_uniform_random`": (
         *("corruption", "forward", "original"), [s | {"routine": "uniform_random", "block": 32} for s in SIZES]
     ),
-    "`corrupt_uniform`": ("corruption", "forward", "original", [s | {"routine": "uniform", "block": "-"} for s in SIZES]),
+    "`corrupt_uniform`": (
+        *("corruption", "forward", "original"), [s | {"routine": "uniform", "block": "-"} for s in SIZES]
+    ),
     "`corrupt_mix`": ("corruption", "forward", "original", [s | {"routine": "mix", "block": "-"} for s in SIZES]),
     "`corrupt_all_masked`": ("corruption", "forward", "original", [SIZES[1] | {"routine": "all_masked", "block": "-"}]),
     "the collator": (

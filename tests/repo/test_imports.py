@@ -1,4 +1,4 @@
-"""Imports point one way: losses, mtp, corruption -> ops -> _core -> _backends -> triton, and the oracle stands alone."""
+"""Imports point one way: losses, mtp, corruption -> ops -> _core -> _backends -> triton; the oracle stands alone."""
 
 import ast
 import functools
@@ -206,7 +206,7 @@ for code in sys.argv[1:]:
 
 
 def run(*codes):
-    """What programs print that run one after another, each in a process that has imported torch (in TORCH seconds) alone."""
+    """What programs print, run in turn, each in a process that has imported torch (in TORCH seconds) alone."""
     done = subprocess.run([sys.executable, "-c", FORKED, *codes], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -221,7 +221,8 @@ ids, ones = torch.randint(0, 9, (2, 8)), torch.ones(2, 8)
 noisy, noise, p = corrupt_blockwise(ids, ones, 9, block_size=4)
 logits = torch.randn(2, 8, 10, requires_grad=True)
 MDLMCrossEntropyLoss()(logits, ids, noise, p, ones).total_loss.backward()
-DFlashDecayLoss().forward_fused(torch.randn(2, 8, 4, requires_grad=True), torch.randn(10, 4), ids, ones).total_loss.backward()
+hidden, head = torch.randn(2, 8, 4, requires_grad=True), torch.randn(10, 4)
+DFlashDecayLoss().forward_fused(hidden, head, ids, ones).total_loss.backward()
 try:
     MDLMCrossEntropyLoss(backend="triton")(logits, ids, noise, p, ones)
 except ValueError as error:

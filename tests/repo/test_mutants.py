@@ -50,7 +50,10 @@ def lines_of(source):
         ("a = tl.sum(b < c, 0)", ["a = tl.sum(b <= c, 0)"]),
         ("a = b[0]", ["a = b[1]"]),
         ("a = b[2]", ["a = b[3]", "a = b[1]"]),
-        ("def f(a=1):\n    b = a | c", ["def f(a=2):\n    b = a | c", "def f(a=0):\n    b = a | c", "def f(a=1):\n    b = a & c"]),
+        (
+            "def f(a=1):\n    b = a | c",
+            ["def f(a=2):\n    b = a | c", "def f(a=0):\n    b = a | c", "def f(a=1):\n    b = a & c"],
+        ),
         ("é = b < c  # <", ["é = b <= c  # <"]),
     ],
 )  # fmt: skip

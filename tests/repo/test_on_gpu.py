@@ -277,7 +277,8 @@ def test_every_bar_has_its_verdict(tmp_path):
         headline=[
             record("ours", 1.05, LLADA), record("ours", 2.0, LLADA, "both"),
             record("ours", 8e-4, policy, subject="row_stats"),
-            record("ours", 1.1, ALL, **LINEAR), record("bare products", 1.0, ALL, **LINEAR), record("ours", 0.6, HALF, **LINEAR),
+            record("ours", 1.1, ALL, **LINEAR), record("bare products", 1.0, ALL, **LINEAR),
+            record("ours", 0.6, HALF, **LINEAR),
         ],
         token_nll=[record("ours", 2.0, LLADA, "both"), record("liger", 1.9, LLADA, "both")],
         linear_nll=[
@@ -291,7 +292,8 @@ def test_every_bar_has_its_verdict(tmp_path):
     )  # fmt: skip
     of_8b = ["not measured"] * 4
     assert [line.split(":")[0].removeprefix("- ") for line in lines] == [
-        "verified", "met", "NOT MET", "NOT MET", "met", "met", "met", "met", *of_8b, "met", "met", "met", "not measured", "NOT MET",
+        "verified", "met", "NOT MET", "NOT MET", "met", "met", "met", "met", *of_8b, "met", "met", "met",
+        "not measured", "NOT MET",
     ]  # fmt: skip
     assert lines[1].endswith("of a copy's speed: 0.952, bar 0.9")
     assert lines[5].endswith("time with all active over half: 1.83, bar 1.8")

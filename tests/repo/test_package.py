@@ -76,7 +76,7 @@ def test_metadata(wheel):
 
 @pytest.fixture(scope="module")
 def release(tmp_path_factory):
-    """The sdist and the wheel that is built from it, as ``make dist`` and a release build them, in a repository that is named."""
+    """The sdist and the wheel built from it, as ``make dist`` and a release build them, in a named repository."""
     folder = tmp_path_factory.mktemp("release")
     sdist = build("sdist", ROOT, folder, **REPOSITORY)
     with tarfile.open(sdist) as archive:
@@ -107,8 +107,8 @@ def test_links_of_the_readme_lead_somewhere_from_elsewhere():
     absolute = runpy.run_path(str(ROOT / "hatch_build.py"))["absolute"]
     text = "[a](docs/a.md#b), ![c d](e/f.png) [g](https://h.example) [i](#j) `x[0](y)` [`k`](l)\n```\nx[0](y)\n```\n"
     assert absolute(text, "https://f.example/o/r", "v1") == (
-        "[a](https://f.example/o/r/blob/v1/docs/a.md#b), ![c d](https://f.example/o/r/raw/v1/e/f.png) [g](https://h.example) "
-        "[i](#j) `x[0](y)` [`k`](https://f.example/o/r/blob/v1/l)\n```\nx[0](y)\n```\n"
+        "[a](https://f.example/o/r/blob/v1/docs/a.md#b), ![c d](https://f.example/o/r/raw/v1/e/f.png) "
+        "[g](https://h.example) [i](#j) `x[0](y)` [`k`](https://f.example/o/r/blob/v1/l)\n```\nx[0](y)\n```\n"
     )
 
 

@@ -14,7 +14,7 @@ LOW, WIDE = (torch.float16, torch.bfloat16), (torch.float32, torch.float64)
 
 
 def by_hand(targets, bug="", reverse=False, shards=1):
-    """The mean NLL of the rows of ``hidden @ weight.T`` as a kernel makes it: in chunks of rows, its sums in any order."""
+    """The mean NLL of rows of ``hidden @ weight.T`` as a kernel makes it: in chunks of rows, its sums in any order."""
     N = len(targets)
     order = torch.arange(N).flip(0) if reverse else torch.arange(N)
     dropped = {"a row dropped": 1, "a chunk dropped": CHUNK}.get(bug, 0)
@@ -51,7 +51,7 @@ def by_hand(targets, bug="", reverse=False, shards=1):
 
 
 def judge(dtype, rows=24, sure=False, **how):
-    """Hidden states that are positive, so that sums over rows grow; ``sure``: each target has almost all probability."""
+    """Positive hidden states, so that sums over rows grow; ``sure``: each target has almost all probability."""
     targets = torch.arange(rows) % (D if sure else V)
 
     def draw(seed):
@@ -105,7 +105,7 @@ def test_the_bound_is_the_sum_of_three_terms(dtype, plain_error, sign):
 
 @pytest.mark.parametrize("gain", [1 / 0.7, 3.3])
 def test_what_a_fused_product_leaves_of_equal_numbers_passes(gain):
-    """Of a single column ``z * gain - max(z * gain)``, rounded once, is below a rounding step of ``z * gain``, but not 0."""
+    """Of one column ``z * gain - max(z * gain)``, rounded once, is below a rounding step of ``z * gain``, but not 0."""
     torch.manual_seed(0)
     z, gain = 3 * torch.randn(1000), torch.tensor(gain)
     x = z * gain

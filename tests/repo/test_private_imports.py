@@ -1,4 +1,4 @@
-"""Private modules of the package are imported by few tests: the others hold for any code behind the public functions."""
+"""Few tests import private modules of the package: the others hold for any code behind the public functions."""
 
 import ast
 import re
@@ -31,11 +31,18 @@ def private_imports(source):
     [
         ("import dllm_kernels._core._plan", ["dllm_kernels._core._plan"]),
         ("from dllm_kernels import _core", ["dllm_kernels._core"]),
-        ("from dllm_kernels.losses._rows import run, Rows", ["dllm_kernels.losses._rows.run", "dllm_kernels.losses._rows.Rows"]),
+        (
+            "from dllm_kernels.losses._rows import run, Rows",
+            ["dllm_kernels.losses._rows.run", "dllm_kernels.losses._rows.Rows"],
+        ),
         ("def f():\n    from dllm_kernels._utils import _checks", ["dllm_kernels._utils._checks"]),
         ("pytest.importorskip('dllm_kernels._backends.triton._tiles')", ["dllm_kernels._backends.triton._tiles"]),
         ("monkeypatch.setattr('dllm_kernels.losses._rows.run', None)", ["dllm_kernels.losses._rows.run"]),
-        ("from dllm_kernels import losses, __version__\nfrom dllm_kernels.ops import token_nll\nimport torch._dynamo", []),
+        (
+            "from dllm_kernels import losses, __version__\nfrom dllm_kernels.ops import token_nll\n"
+            "import torch._dynamo",
+            [],
+        ),
     ],
 )  # fmt: skip
 def test_a_private_import_is_found(source, found):

@@ -15,7 +15,7 @@ ROOT = README.parent
 
 
 def test_the_code_runs_as_printed():
-    """Values and gradients are those of the plain formulas, in float64; what patches a framework runs in ``test_docs.py``."""
+    """Values and gradients are the plain formulas', in float64; what patches a framework runs in ``test_docs.py``."""
     from_logits, from_hidden, own, corruption, framework = python(README.read_text())
     assert framework in python((DOCS / "frameworks.md").read_text())
     torch.manual_seed(0)

@@ -132,10 +132,14 @@ FAULTS = {
     "an NLL": ("logits", nll_of_a_row("weighted_nll"), "nll"),
     "a column of a policy's row": ("policy", spoilt("token_log_probs", 0, column), "gradient"),
     "an entropy": ("policy", {"token_log_probs": other_entropy}, "entropy"),
-    "a row of a frozen head's": ("frozen head", spoilt("weighted_linear_nll", 0, last_row), "gradient of hidden, worst row"),
+    "a row of a frozen head's": (
+        "frozen head", spoilt("weighted_linear_nll", 0, last_row), "gradient of hidden, worst row",
+    ),
     "a row of the head": ("trained head", spoilt("weighted_linear_nll", 1, last_row), "gradient of head, worst row"),
     "an NLL from hidden states": ("frozen head", nll_of_a_row("weighted_linear_nll"), "nll"),
-    "bits of a second call": ("trained head", another_each_time("weighted_linear_nll"), "elements that differ between two calls"),
+    "bits of a second call": (
+        "trained head", another_each_time("weighted_linear_nll"), "elements that differ between two calls",
+    ),
     "an exception": ("frozen head", {"weighted_linear_nll": raising}, "RuntimeError: no kernel image"),
 }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""One ``Case`` for every op and loss: all that the tests need to know of it. Every list of losses in the tests is made here.
+"""One ``Case`` for every op and loss: all that tests need to know of it. Every list of losses in tests is made here.
 
 Every test that holds for all losses (parity, laws, compilation, bad input, memory, inputs left alone) runs over these.
 ``B`` sequences of ``L`` tokens; the logits or hidden states have ``case.width * L`` positions a sequence.
@@ -36,7 +36,10 @@ COMMON = {
     "noisy_input_ids": "unused",
 }
 DLLM_LOSS = "components.loss.dllm_loss"  # the framework's module of such losses
-MASKS = "logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=None, num_diffusion_tokens=None, num_ar_tokens=None, "
+MASKS = (
+    "logits, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar=None, "
+    "num_diffusion_tokens=None, num_ar_tokens=None, "
+)
 FORWARD = {"": "fp32_upcast=True", ".forward": f"self, {MASKS}causal_logits=None"}
 
 
@@ -220,7 +223,7 @@ MASK_ID = 2
 
 
 def _scdd(B: int, L: int, V: int) -> Inputs:
-    """A third of the tokens MASK, a third as they were, the rest drawn anew; no clean one is MASK, whose probability is 0."""
+    """A third of the tokens MASK, a third as they were, the rest drawn anew; no clean one is MASK, of probability 0."""
     targets = _targets(B, L, V)
     targets = torch.where(targets == MASK_ID, (MASK_ID + 1) % V, targets)
     kind, other = torch.rand(B, L), (MASK_ID + 1 + torch.randint(0, V - 1, (B, L))) % V
@@ -349,9 +352,9 @@ def _dflash_oracle(
     reduction="total",
 ):  # fmt: skip
     return reference.dflash_loss(
-        logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize, position_weights=position_weights,
-        dpace_alpha=dpace_alpha, anchor_row=anchor_row, num_blocks=num_blocks, num_sequences=num_sequences,
-        reduction=reduction,
+        logits, target_ids, block_mask, num_tokens, block_size, loss_gamma, normalize,
+        position_weights=position_weights, dpace_alpha=dpace_alpha, anchor_row=anchor_row,
+        num_blocks=num_blocks, num_sequences=num_sequences, reduction=reduction,
     )  # fmt: skip
 
 
@@ -363,8 +366,8 @@ _TOKEN_NLL = Case(
     transformed_by={"softcap": 4.0, "scale": 1.7, "skip_id": SKIP_ID},
 )  # fmt: skip
 _ROW_STATS = Case(
-    "row_stats", (_row_stats, _linear_row_stats), _statistics, _statistics_oracle, roles={"ids": "targets"}, per_row=True,
-    statistics=True,
+    "row_stats", (_row_stats, _linear_row_stats), _statistics, _statistics_oracle, roles={"ids": "targets"},
+    per_row=True, statistics=True,
 )  # fmt: skip
 _WEIGHTED_NLL = Case(
     "weighted_nll", (_weighted_nll, _weighted_linear_nll), _rows, reference.weighted_nll, roles=_ROW_ROLES,
@@ -428,7 +431,7 @@ _IDLM = Case(
         ".forward": "self, logits, target_ids, answer_mask, valid_mask, *, seq_len, num_diffusion_tokens=None",
     },
 )  # fmt: skip
-_SCDD = Case(  # in few steps, since the loss is a difference of numbers that are nearer to each other the more there are
+_SCDD = Case(  # in few steps: the loss is a difference of numbers that are nearer to each other the more there are
     "scdd", ours.SCDDLoss, _scdd, reference.scdd_loss, {"mask_token_id": MASK_ID, "num_timesteps": 5, "max_ratio": 0.4},
     COMMON | {"noise_mask": "unused", "p_mask": "time", "noisy_input_ids": "ids"}, counted_locally=True,
     statistics=True, variant=True, home=DLLM_LOSS,
@@ -480,12 +483,13 @@ PLAIN = (
         transformed_by={"softcap": 4.0},
     ),
     replace(
-        _DFLASH, name="dflash, continuation, blocks here", draw=_dflash, linear_in=None, counted_locally=True, variant=True,
+        _DFLASH, name="dflash, continuation, blocks here", draw=_dflash, linear_in=None, counted_locally=True,
+        variant=True,
         settings={"position_weights": "continuation", "dpace_alpha": 0.2, "normalize": "blocks"}, transformed_by=None,
     ),
     replace(
-        _DFLASH, name="dflash, prefix, sequences", draw=_counted(_dflash, num_sequences=2), linear_in=None, variant=True,
-        settings={"position_weights": "prefix", "normalize": "sequences"}, transformed_by=None,
+        _DFLASH, name="dflash, prefix, sequences", draw=_counted(_dflash, num_sequences=2), linear_in=None,
+        variant=True, settings={"position_weights": "prefix", "normalize": "sequences"}, transformed_by=None,
     ),
     replace(
         _DFLASH, name="dflash, blocks", draw=_counted(_dflash, num_blocks=2), settings={"normalize": "blocks"},
@@ -509,16 +513,16 @@ PLAIN = (
         },
     ),
     replace(
-        _DISTILLATION, name="distillation, dpace of the teacher, rows", linear_in=None, variant=True, transformed_by=None,
-        draw=_distillation, counted_locally=True,
+        _DISTILLATION, name="distillation, dpace of the teacher, rows", linear_in=None, variant=True,
+        transformed_by=None, draw=_distillation, counted_locally=True,
         settings={
             "kind": {"ce": 0.3, "rkl": 0.7}, "position_weights": "continuation", "confidence": "teacher",
             "normalize": "rows", "teacher_transform": {},
         },
     ),
     replace(
-        _DISTILLATION, name="distillation, acceptance, mean", linear_in=None, variant=True, transformed_by=None, draw=_distillation,
-        counted_locally=True,
+        _DISTILLATION, name="distillation, acceptance, mean", linear_in=None, variant=True, transformed_by=None,
+        draw=_distillation, counted_locally=True,
         settings={
             "kind": {"ce": 0.5, "jsd": 0.5}, "beta": 0.3, "position_weights": "prefix", "confidence": "acceptance",
             "normalize": "mean", "teacher_transform": {},
@@ -571,8 +575,8 @@ def _rows_of(case: Case) -> Case:
 # One for each way through a loss: with a count, which the rows know nothing of, where there is one.
 ROWS = tuple(
     _rows_of(case) for case in PLAIN if case.name in (
-        "mdlm, counted", "block diffusion", "hybrid", "hybrid, one tensor", "dflash", "dflash, dpace", "dflash, sequence blocks",
-        "distillation", "distillation, acceptance, mean",
+        "mdlm, counted", "block diffusion", "hybrid", "hybrid, one tensor", "dflash", "dflash, dpace",
+        "dflash, sequence blocks", "distillation", "distillation, acceptance, mean",
         "idlm", "idlm, balanced", "scdd, counted", "scdd, no uniform noise", "encoder AR",
     )
 )  # fmt: skip

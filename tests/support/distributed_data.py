@@ -80,7 +80,7 @@ def accumulate(job, model, micros, form):
 @check(2, name=NAMES)
 @check(4, name=FEW)
 def data_parallel(name):
-    """From logits and from hidden states; micro-batches; counts as ints, as tensors, and made from the masks of all ranks."""
+    """From logits and hidden states; micro-batches; counts as ints, as tensors, and made from all ranks' masks."""
     world = dist.get_world_size()
     splits = [(1, "tensors"), (2, "ints"), (2, "masks")] if world == 2 else [(1, "masks")]
     for form, (micros, counts) in itertools.product(("logits", "hidden"), splits):
@@ -160,7 +160,7 @@ DDP_OPTIONS = {"find unused": {"find_unused_parameters": True}, "static graph": 
 
 @check(2, options=DDP_OPTIONS)
 def distributed_data_parallel_deferred_logits(options):
-    """DDP looks for what was used in what forward returns, where the head's weight is not yet: from hidden states, and made."""
+    """DDP seeks what was used in forward's result, where the head's weight is not yet: from hidden states, and made."""
     for form, frozen in (("hidden", ()), ("logits", ()), ("hidden", ("weight",)), ("hidden", ("weight", "bias"))):
         job, model, expected = Job("mdlm, counted", form), HalfUsed(), Model()
         for name in frozen:

@@ -1,4 +1,4 @@
-"""Checks of the divergences in several processes: split vocabularies, sharded heads, split rows, teachers laid out otherwise."""
+"""Divergences in several processes: split vocabularies, sharded heads, split rows, teachers laid out otherwise."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ kinds = {"name": tuple(KINDS)}
 
 
 def drawn(name, V=V):
-    """What stands beside the student: its weights, the teacher's hidden states in an order of their own, and the options."""
+    """What stands beside the student: its weights, the teacher's hidden states in their own order, and the options."""
     torch.manual_seed(0)
     weights = torch.rand(B, L) * (torch.rand(B, L) < 0.8)
     rows = torch.randint(0, 2 * L, (B, L))
@@ -43,7 +43,7 @@ def draw(options, V=V):
 
 @check(2, **kinds)
 def tp_divergence(name):
-    """A head that both share, split by vocabulary; hidden states plain, whole on every rank, or split over the same ranks."""
+    """A shared head, split by vocabulary; hidden states plain, whole on every rank, or split over the same ranks."""
     mesh, (teacher, options) = mesh_of("tp"), drawn(name)
     for of_hidden, of_teacher in ((None, None), (Shard(1), Replicate()), (Shard(0), Shard(1))):
 
@@ -143,7 +143,7 @@ def every_rank_copies_the_same_pieces_of_the_teacher():
 @check(2)
 @check(4)
 def a_teacher_whose_rows_one_rank_has():
-    """Whether a rank gathers them follows from the layout, not from what it has: a batch of one is split over all ranks."""
+    """Whether a rank gathers them follows from the layout, not what it has: a batch of one is split over all ranks."""
     mesh = mesh_of("tp")
     h, t, w, own = (torch.randn(s).double() for s in ((1, L, D), (1, L, D), (V, D), (V, D)))
     for of_teacher in (Shard(0), Shard(1), Replicate()):
@@ -164,7 +164,7 @@ def a_teacher_whose_rows_one_rank_has():
 @check(2)
 @check(4)
 def special_rows_of_a_divergence():
-    """What is beside the loss; ties over shards, rows of -inf in one of them, of NaN, without a row of the teacher, and of weight 0.
+    """What is beside the loss; ties over shards, rows of -inf in one, of NaN, without a teacher's row, and of weight 0.
 
     Of three columns one rank of four holds none.
     """

@@ -1,4 +1,4 @@
-"""Checks of a head of two parts in several processes: the second part split as the head is, sharded, and its rows laid out."""
+"""Checks of a head of two parts in several processes: the second split as the head is, sharded, its rows laid out."""
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def laid(t, mesh, placement):
 
 @check(2, name=NAMES)
 def tp_extra(name):
-    """Both parts split by vocabulary; the rows of either plain, whole on every rank, or split over them, several chunks."""
+    """Both parts split by vocabulary; either's rows plain, whole on every rank, or split over them, several chunks."""
     case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     layouts = [

@@ -1,4 +1,4 @@
-"""Checks of FSDP2: the LM head sharded in every way that ``fully_shard`` can, against one process with the whole batch."""
+"""Checks of FSDP2: the LM head sharded in every way ``fully_shard`` can, against one process with the whole batch."""
 
 import functools
 from types import SimpleNamespace
@@ -293,7 +293,7 @@ def fsdp_over_tensor_parallel(name):
 
 @check(4)
 def fsdp_over_tensor_parallel_sends_its_own_columns():
-    """The head's columns of this tensor-parallel rank, gathered and their gradient reduced once; the rest is per row."""
+    """The head's columns of this tensor-parallel rank, gathered, their gradient reduced once; the rest is per row."""
     mesh = mesh_of("dp", "tp")
     dp, tp = mesh["dp"], mesh["tp"]
     model, hidden = Model(bias=False), torch.randn(B, L, D).double().requires_grad_()
@@ -365,7 +365,7 @@ def fsdp_gradient_divide_factor_outlives_the_parameters(how):
 @check(2, trains=(True, False))
 @check(4, trains=(True, False))
 def fsdp_row_statistics(trains):
-    """A sharded head, gathered once each way; the gradient reaches the shards, averaged over the ranks, in every chunk."""
+    """A sharded head, gathered once each way; the gradient reaches the shards, averaged over ranks, in every chunk."""
     mesh = mesh_of("dp")
     hidden, ids = torch.randn(B, L, D).double(), torch.randint(0, V, (B, L, 2))
     whole, mix = torch.randn(V, D).double(), (torch.rand(B, L).double(), torch.rand(B, L).double())
@@ -527,7 +527,7 @@ def fsdp_output_dtype_of_counts():
 @check(2)
 @check(4)
 def fsdp_gathers_once_a_call():
-    """One gather and one reduction each of weight and bias, however many chunks; nothing else has a vocabulary's size."""
+    """One gather and reduction each of weight and bias, however many chunks; nothing else has a vocabulary's size."""
     world, ragged = dist.get_world_size(), -(-V // dist.get_world_size())
     for chunk_size in (1, 5, None):
         for loss in (ops.weighted_linear_nll, lambda *x, **o: ops.linear_token_nll(*x[:3], active=x[3], **o)):
@@ -581,7 +581,7 @@ def fsdp_several_uses_in_one_graph():
 
 @check(2)
 def fsdp_mtp_finds_the_head():
-    """MTP and the pipeline's loss take the head from the sharded model; from logits they call its forward many times."""
+    """MTP and the pipeline's loss take the head from the sharded model; from logits they call forward many times."""
     job = Job("MTP")
     i = job.inputs
     for loss_fn in (ours.FusedLinearCrossEntropy(), ours.MaskedCrossEntropy()):
@@ -691,7 +691,7 @@ def fsdp_layouts_that_cannot_be_served():
 
 @check(2)
 def fsdp_gradient_that_comes_too_late():
-    """A head left gathered by a metric, handed to a loss, and then called: FSDP2 frees it before the loss's gradient."""
+    """A head left gathered by a metric, handed to a loss, then called: FSDP2 frees it before the loss's gradient."""
     ids = torch.randint(0, V, (B, L))
     for loss in (ops.weighted_linear_nll, lambda *x: ops.linear_token_nll(*x[:3])):
         model = Model()
@@ -707,7 +707,7 @@ def fsdp_gradient_that_comes_too_late():
 
 @check(2)
 def fsdp_second_derivative():
-    """A penalty on the shards' gradient raises, whosever gradient is asked for; of the gathered head's other uses too."""
+    """A penalty on the shards' gradient raises, whosever is asked for; of the gathered head's other uses too."""
     ids = torch.randint(0, V, (B, L))
 
     def plain(hidden, weight, y):

@@ -1,4 +1,4 @@
-"""What docs/many-gpus.md prints, and the script for several GPUs, against plain PyTorch with the whole batch in one process.
+"""What docs/many-gpus.md prints, and the script for many GPUs, against plain PyTorch on the whole batch in one process.
 
 What they are compared with shares no code with them: counts, loss and gradients are worked out here by hand.
 """

@@ -1,4 +1,4 @@
-"""Checks of the mean embedding in several processes: head and embedding split by vocabulary, gathered, and what is refused."""
+"""Checks of the mean embedding in several processes: head and embedding split by vocabulary, gathered, and refusals."""
 
 import torch
 import torch.distributed as dist
@@ -111,6 +111,9 @@ def soft_embedding_that_cannot_be_served():
     narrow = distribute_tensor(e.bfloat16(), mesh, [Shard(0)])
     raises(ValueError, "embedding must have the dtype of hidden", soft_embedding, h, split, narrow)
     rows = shard(h, mesh, Shard(1))
-    message = f"hidden must not have its rows split over ranks that have the same columns of the head, got rows ({B}, {L // 2})"
+    message = (
+        "hidden must not have its rows split over ranks that have the same columns of the head, "
+        f"got rows ({B}, {L // 2})"
+    )
     raises(ValueError, message, soft_embedding, rows, whole, shard(e, mesh, Replicate()))
     close(soft_embedding(rows.to_local(), w, e), reference.soft_embedding(h, w, e).chunk(2, 1)[dist.get_rank()])

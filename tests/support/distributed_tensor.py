@@ -85,7 +85,7 @@ def tp_hidden(name):
 @check(2, name=("MTP", "pipeline"))
 @check(4, name=("MTP", "pipeline"))
 def tp_mtp(name):
-    """The main loss beside two depths, from split logits and with a split head; hidden states split along the sequence."""
+    """The main loss beside two depths, from split logits and a split head; hidden states split along the sequence."""
     mesh = mesh_of("tp")
     for form in ("logits", "hidden", "sequence"):
         job = Job(name, "logits" if form == "logits" else "hidden")
@@ -257,8 +257,8 @@ def rows_of_hidden_and_vocabulary(name):
     # On the whole mesh, as the hidden states: no FSDP2 has a part in it, and the gradients are summed.
     assert_parity(
         lambda h, w, b: case.hidden_form(
-            shard(h, mesh, Shard(0), Replicate()), shard(w, mesh, Replicate(), Shard(0)), shard(b, mesh, Replicate(), Shard(0)),
-            inputs, backend="torch",
+            shard(h, mesh, Shard(0), Replicate()), shard(w, mesh, Replicate(), Shard(0)),
+            shard(b, mesh, Replicate(), Shard(0)), inputs, backend="torch",
         ),
         linear_oracle(case, inputs),
         hidden_draw(case, torch.float64),
@@ -550,7 +550,7 @@ def bytes_from_logits():
 
 @check(2)
 def bytes_from_hidden():
-    """The statistics, one collective a call where one chunk suffices; and the sum of hidden's gradient, not of the head's."""
+    """The statistics, one collective a call if one chunk suffices; and the sum of hidden's gradient, not the head's."""
     mesh = mesh_of("tp")
     for chunk_size, collectives in ((None, 1), (7, 4)):
         hidden = torch.randn(B, L, D, requires_grad=True)

@@ -53,7 +53,8 @@ def join(rank, world, folder, seconds):
     os.dup2(log, 1)
     os.dup2(log, 2)
     dist.init_process_group(
-        "gloo", rank=rank, world_size=world, init_method=f"file://{folder}/store", timeout=datetime.timedelta(seconds=seconds)
+        "gloo", rank=rank, world_size=world, init_method=f"file://{folder}/store",
+        timeout=datetime.timedelta(seconds=seconds),
     )  # fmt: skip
 
 
@@ -80,7 +81,7 @@ def run_checks(rank, world, folder, asked):
 
 
 def lose_a_peer(rank, world, folder, how):
-    """The last rank leaves before the loss, or never comes to it, or nobody does; what the others see goes to a file."""
+    """The last rank leaves before the loss, never comes to it, or nobody does; what the others see goes to a file."""
     join(rank, world, folder, 5)
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))
     Path(folder, f"{rank}.joined").write_text(str(os.getpid()))

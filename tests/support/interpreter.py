@@ -174,7 +174,7 @@ def patched_once():
 
 
 def recorded():
-    """(owner, name, value) of what Triton replaces for a function that sees ``triton.language`` under both its names."""
+    """(owner, name, value) of what Triton replaces for a function that sees ``triton.language`` under both names."""
     language = {"tl": triton_interpreter.tl, "core": core}
     scope = THEIRS(types.FunctionType(patched_once.__code__, language))
     changes = {(id(owner), name): (owner, name, direct(vars(owner)[name])) for owner, name, _ in scope._changes}
@@ -220,7 +220,7 @@ def install():
 
 
 def _check_overflow(checked):
-    """Whether integer arithmetic that leaves 32 bits is an error. Triton computes it twice by default, and asserts nothing."""
+    """Whether integer arithmetic beyond 32 bits raises. Triton computes it twice by default, and asserts nothing."""
     builder = triton_interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=checked, debug=checked)
 

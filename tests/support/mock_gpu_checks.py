@@ -194,7 +194,7 @@ def rows_in_place(columns, dtype, **options):
 @check
 @on_each("sm_90", "gfx942")
 def no_program_has_more_threads_than_a_tile_columns(gpu):
-    """A thread without a column of its own reads another's, which a kernel that works in place may have written over."""
+    """A thread without a column of its own reads another's, which a kernel working in place may have written over."""
     for columns in (1, 33, 64, 97, 130, 300, 1025, 5000, 50257):
         for dtype in launches.DTYPES:
             rows_in_place(columns, dtype)
@@ -523,7 +523,8 @@ class Operations(TorchDispatchMode):
     """Writes down what torch is asked to do, but for what moves no bytes."""
 
     FREE = ("empty", "new_empty", "new_empty_strided", "view", "_unsafe_view", "as_strided", "detach", "expand",
-            "slice", "select", "squeeze", "unsqueeze", "alias", "t", "transpose", "permute", "promote_types")  # fmt: skip
+            "slice", "select", "squeeze", "unsqueeze", "alias", "t", "transpose", "permute",
+            "promote_types")  # fmt: skip
 
     def __init__(self):
         super().__init__()

@@ -68,8 +68,8 @@ class Denoiser(nn.Module):
         self.embed = nn.Embedding(V, D)
         self.lm_head = nn.Linear(D, V, bias=False)
 
-    def forward(self, input_ids, masked_indices=None, labels=None, skip_loss=None, attention_mask=None, position_ids=None,
-                use_cache=None):  # fmt: skip
+    def forward(self, input_ids, masked_indices=None, labels=None, skip_loss=None, attention_mask=None,
+                position_ids=None, use_cache=None):  # fmt: skip
         if masked_indices is None:
             return SimpleNamespace(logits=self.lm_head(self.embed(input_ids)))
         noisy = torch.where(masked_indices, MASK, input_ids)
@@ -235,7 +235,7 @@ def not_replaced(module, who, noise):
 
 @contextlib.contextmanager
 def counted():
-    """How often a loss was computed from logits and from hidden states, and how often a head made deferred logits after all."""
+    """How often a loss came from logits and from hidden states, and how often a head made deferred logits after all."""
     calls = collections.Counter()
     made, do = DeferredLogits.made, _model_output.run
 

@@ -145,7 +145,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch, threads: int = 1) -> None:
 
 
 def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
-    """Tiles of 16 columns, so that small inputs meet every edge that large ones do; ``splits`` programs a row forward."""
+    """Tiles of 16 columns, so that small inputs meet every edge large ones do; ``splits`` programs a row forward."""
     tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(16, 1, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 1, 2))

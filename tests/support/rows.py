@@ -114,7 +114,7 @@ def between_tame_ones(rows, dtype):
 
 
 def around_a_transform(V, skipped, high):
-    """Rows, and targets, of logits one column of which is skipped and whose cap, if any, lifts nothing above ``high``."""
+    """Rows and targets of logits one column of which is skipped and whose cap, if any, lifts nothing above ``high``."""
     base = torch.linspace(-3, 3, V, dtype=torch.float64)
 
     def with_(value, *columns, row=base):
