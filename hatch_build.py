@@ -1,4 +1,4 @@
-"""What the metadata says of where the project lives: in the repository that it is built in, which GitHub's runners name.
+"""What the metadata says of where the project lives: in the repository it is built in, which GitHub's runners name.
 
 Built anywhere else, it has no addresses, and README's links are left as they are.
 """

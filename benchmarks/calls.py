@@ -90,7 +90,10 @@ def candidates(case: Case, options: argparse.Namespace) -> dict[str, measure.Can
         call(logits).sum().backward()  # type: ignore[attr-defined]
 
     run = both if case.both else lambda call: call(logits)
-    return {name: measure.Candidate(lambda _, call=call: run(call), dropped) for name, call in calls.items()}  # type: ignore[misc]
+    return {
+        name: measure.Candidate(lambda _, call=call: run(call), dropped)  # type: ignore[misc]
+        for name, call in calls.items()
+    }
 
 
 @contextmanager

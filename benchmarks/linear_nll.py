@@ -37,7 +37,7 @@ def make_inputs(shape: Shape, share: float, dtype: torch.dtype, device: torch.de
 
 
 def ours(options: Any, chunk_size: int | None = None) -> peers.Loss:
-    """``weighted_linear_nll`` with this chunk size or, if ``options.recipe_chunk``, with the one that it is called with."""
+    """``weighted_linear_nll`` with this chunk size or, if ``options.recipe_chunk``, with the one it is called with."""
 
     def run(
         hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, chunk: int | None
@@ -108,7 +108,7 @@ def _gradient(loss: peers.Loss, inputs: Inputs, head: torch.Tensor, shape: Shape
 
 
 def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape) -> tuple[dict[str, float], float]:
-    """Each candidate's gradient of the hidden states, all rows, against float64, and the largest error that is correct."""
+    """Each candidate's gradient of the hidden states, all rows, against float64, and the largest correct error."""
     hidden, head, targets, weights, upstream = (t.detach() for t in inputs)
     frozen = replace(shape, frozen=True)  # the reference needs the gradient of the hidden states alone
 
@@ -117,7 +117,8 @@ def errors(candidates: dict[str, peers.Loss], inputs: Inputs, shape: Shape) -> t
         grads = []
         for chunk in measure.slices(shape.rows, shape.vocab):
             part = [t.flatten(0, 1)[chunk][None] for t in (hidden, targets, weights)]
-            grads.append(_gradient(peers.plain_linear, (part[0], head, *part[1:], upstream), head, frozen))  # type: ignore[arg-type]
+            operands = (part[0], head, *part[1:], upstream)
+            grads.append(_gradient(peers.plain_linear, operands, head, frozen))  # type: ignore[arg-type]
         return torch.cat(grads, 1).view_as(hidden)
 
     exact = by_parts(head.double())

@@ -88,9 +88,10 @@ def mdlm(draw: Draw) -> Case:
     """Masked diffusion from logits."""
     ids, noise, p, ones = draw.ids(), draw.mask(), draw.p_mask(), torch.ones_like(draw.mask())
     args = (ids, noise, p, ones)
+    count = {"num_diffusion_tokens": ids.numel()}
     losses = draw.plain(lambda x: reference.mdlm_loss(x[0], *args, ids.numel()))
     for name, loss in draw.built("MDLMCrossEntropyLoss").items():
-        losses[name] = lambda x, loss=loss: loss(x[0], *args, num_diffusion_tokens=ids.numel()).total_loss  # type: ignore[misc]
+        losses[name] = lambda x, loss=loss: loss(x[0], *args, **count).total_loss  # type: ignore[misc]
     return Case((draw.logits(),), losses)
 
 
@@ -132,15 +133,15 @@ def hybrid(draw: Draw) -> Case:
 def idlm(draw: Draw) -> Case:
     """A masked and a clean copy, each of half the length, from one logits tensor; the share is that of the answer."""
     L = draw.shape.length // 2
-    ids, answer, valid = draw.ids()[:, :L], draw.mask()[:, :L], torch.ones_like(draw.mask()[:, :L])
-    losses = draw.plain(lambda x: reference.idlm_loss(x[0][:, : 2 * L], ids, answer, valid).total_loss)
+    args = (draw.ids()[:, :L], draw.mask()[:, :L], torch.ones_like(draw.mask()[:, :L]))
+    losses = draw.plain(lambda x: reference.idlm_loss(x[0][:, : 2 * L], *args).total_loss)
     for name, loss in draw.built("IDLMLoss").items():
-        losses[name] = lambda x, loss=loss: loss(x[0][:, : 2 * L], ids, answer, valid, seq_len=L).total_loss  # type: ignore[misc]
+        losses[name] = lambda x, loss=loss: loss(x[0][:, : 2 * L], *args, seq_len=L).total_loss  # type: ignore[misc]
     return Case((draw.logits(),), losses)
 
 
 def scdd(draw: Draw) -> Case:
-    """Self-correcting diffusion from logits; half the tokens are MASK, a tenth wrong. The share is that of supervised rows."""
+    """Self-correcting diffusion from logits; half the tokens MASK, a tenth wrong. The share is of supervised rows."""
     ids, supervised, mask = draw.ids() % (draw.shape.vocab - 1), draw.mask(), draw.shape.vocab - 1
     kind, other = torch.rand_like(ids, dtype=torch.float32), draw.ids() % mask
     noisy = torch.where(kind < 0.5, mask, torch.where(kind < 0.6, other, ids))
@@ -175,17 +176,16 @@ def dflash_fused(draw: Draw) -> Case:
     """DFlash from hidden states and a frozen head, with draft accuracy."""
     ids, mask, size = draw.ids(), draw.mask().float(), _dflash_block(draw.shape)
     head = draw.head(frozen=True)
-    losses = draw.plain(
-        lambda x: reference.dflash_loss(F.linear(x[0], head.to(x[0].dtype)), ids, mask, ids.numel(), size)
-    )
+    args = (ids, mask, ids.numel(), size)
+    losses = draw.plain(lambda x: reference.dflash_loss(F.linear(x[0], head.to(x[0].dtype)), *args))
     chunk = draw.shape.chunk or 1024
     for name, loss in draw.built("DFlashDecayLoss", use_fused_linear_ce=True, chunk_size=chunk).items():
-        losses[name] = lambda x, loss=loss: loss.forward_fused(x[0], head, ids, mask, ids.numel(), size).total_loss  # type: ignore[misc]
+        losses[name] = lambda x, loss=loss: loss.forward_fused(x[0], head, *args).total_loss  # type: ignore[misc]
     return Case((draw.hidden(),), losses)
 
 
 def distillation(draw: Draw) -> Case:
-    """A drafter's divergence to its target model from hidden states of both and their frozen head: DSpark's 0.1 ce + 0.9 l1."""
+    """A drafter's divergence to its target from hidden states of both and one frozen head: DSpark's 0.1 ce + 0.9 l1."""
     from dllm_kernels.losses import DraftDistillationLoss
 
     ids, mask, size = draw.ids(), draw.mask().float(), _dflash_block(draw.shape)

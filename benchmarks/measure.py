@@ -142,7 +142,7 @@ SLEEP = (50e-6, 2e-3)  # s, least and most: who waits for the device returns lon
 
 
 def _sleep_for(host: float) -> int:
-    """Clocks to sleep, that two calls that take the host so many seconds each are queued before the device comes to them."""
+    """Clocks to sleep, so that two calls of so many host seconds each are queued before the device comes to them."""
     least, most = SLEEP
     return int(CLOCK * min(max(2.5 * host, least), most))
 
@@ -186,7 +186,7 @@ def _time_cpu(
 
 @functools.cache
 def _set_aside(modules: int) -> None:
-    """What ``modules`` have brought is no garbage: going through it at each collection takes longer than a small measurement."""
+    """What ``modules`` brought is no garbage: each collection's pass over it takes longer than a small measurement."""
     gc.collect()
     gc.freeze()
     atexit.register(gc.unfreeze)  # what stays to the end of the process, nanobind reports as leaked
@@ -335,7 +335,7 @@ def relative_error(value: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def allowed_error(plain: float, dtype: torch.dtype) -> float:
-    """Largest :func:`relative_error` that counts as correct: twice plain PyTorch's and one rounding step of the result."""
+    """Largest :func:`relative_error` that is correct: twice plain PyTorch's and one rounding step of the result."""
     return 2 * plain + torch.finfo(dtype).eps
 
 
@@ -351,7 +351,7 @@ def each_error(candidates: Mapping[str, Value], error_of: Callable[[Value], floa
 
 
 class Distance:
-    """``relative_error`` of a tensor that is compared part by part, for references of which only a part fits in memory."""
+    """``relative_error`` of a tensor compared part by part, for references of which only a part fits in memory."""
 
     def __init__(self) -> None:
         self._squares: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Everything that a GPU has to show, in as many minutes as one is lent: correctness, measurements, tests, the sanitizer.
+"""Everything that a GPU has to show, in the minutes it is lent for: correctness, measurements, tests, the sanitizer.
 
 ``python -m benchmarks on_gpu --minutes M --out DIR`` runs the steps in the order of what decides most, each in a
 process of its own for at most its share of the minutes, and leaves out what no longer fits; what it then started is
@@ -146,7 +146,8 @@ def steps(work: Path) -> list[Step]:
         Step("verify", 1.5, verify, (*verify, *TOY, "--backend", "triton")),
         measured("headline", 1.5),
         measured("token_nll", 1.2, *short, *both, "--share", "1.0", on_gpu=compiled),
-        measured("linear_nll", 1.8, *dflash, *dflash_8b, *both, "--share", "0.5", on_gpu=(*compiled, "--samples", "10")),
+        measured("linear_nll", 1.8, *dflash, *dflash_8b, *both, "--share", "0.5",
+                 on_gpu=(*compiled, "--samples", "10")),
         measured("trained_head", 1.0, *trained, *both, "--share", "1.0", subject="linear_nll",
                  on_gpu=(*compiled, "--samples", "10")),
         measured("corruption", 0.7),
@@ -248,7 +249,7 @@ REFUSALS = ("Device not supported", "LibraryNotLoaded")
 
 @contextlib.contextmanager
 def started(command: Sequence[str], log: Path, settings: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A process in a group of its own, its output in the log and on stdout; at the end nothing that it started is left."""
+    """A process in a group of its own, its output in the log and on stdout; at the end nothing it started is left."""
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
     process = subprocess.Popen(
         command, cwd=ROOT, env={**os.environ, **settings, MARK: mark}, start_new_session=True,

@@ -246,7 +246,7 @@ def linear_losses(device: torch.device | str, compiled: bool) -> dict[str, Loss]
     return losses
 
 
-#: Divergences by their names in ops.divergence: what speculators calls its functions, and Liger's beta, 0 for KL(q || p).
+#: Divergences by name in ops.divergence: what speculators calls its functions, and Liger's beta, 0 for KL(q || p).
 SPECULATORS = {
     "kl": "kl_div_loss",
     "rkl": "reverse_kl_div_loss",

@@ -1,4 +1,4 @@
-"""Log-probability of the taken token and entropy of each row, as policy trainers ask for them, from logits and hidden states.
+"""Log-probability of the taken token and entropy of each row, for policy trainers, from logits and hidden states.
 
 Ours beside what anybody would write (log_softmax, gather, entropy) on all rows and on the active ones, and Liger's,
 where it is installed. Random upstream gradients of both outputs; forward without a graph, as for old and reference
@@ -24,7 +24,7 @@ ERROR_ROWS = 64
 
 
 class Inputs(NamedTuple):
-    """Logits ``[N, V]`` or hidden states ``[N, D]`` with their head, ids, active rows, the gradients of both outputs."""
+    """Logits ``[N, V]`` or hidden states ``[N, D]`` with their head, ids, active rows, gradients of both outputs."""
 
     rows: torch.Tensor
     head: torch.Tensor | None
@@ -72,7 +72,9 @@ def statistics(options: Any, form: str) -> dict[str, Statistics]:
     def gather(i: Inputs) -> Outputs:
         listed = i.active.nonzero().squeeze(1)
         found = _plain(i.rows[listed], i.head, i.ids[listed])
-        return tuple(torch.zeros_like(i.upstream[0], dtype=t.dtype).index_copy(0, listed, t) for t in found)  # type: ignore[return-value]
+        return tuple(  # type: ignore[return-value]
+            torch.zeros_like(i.upstream[0], dtype=t.dtype).index_copy(0, listed, t) for t in found
+        )
 
     if options.alone:
         return {"ours": ours}
@@ -105,7 +107,7 @@ def _backward(out: Outputs, i: Inputs) -> None:
 
 
 def candidate(function: Statistics, i: Inputs, phase: str) -> measure.Candidate:
-    """One of them in one phase. The last gradients are dropped before, untimed, so that new ones are allocated within."""
+    """One of them in one phase. The last gradients are dropped before, untimed, so new ones are allocated within."""
 
     def prepare(_: int) -> None:
         for leaf in i.leaves():

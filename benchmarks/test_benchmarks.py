@@ -62,11 +62,15 @@ def _rows(options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torc
 def test_op(op: str, options: argparse.Namespace, benchmark: Any) -> None:
     """Every differentiable primitive, forward and backward."""
     logits, hidden, head, ids, weights = _rows(options)
+
+    def linear_row_stats() -> torch.Tensor:
+        return ops.linear_row_stats(hidden, head, ids, entropy=True).entropy.sum()  # type: ignore[union-attr]
+
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "token_nll": lambda: ops.token_nll(logits, ids).nll.sum(),
         "weighted_nll": lambda: ops.weighted_nll(logits, ids, weights).loss,
         "row_stats": lambda: ops.row_stats(logits, ids, entropy=True).entropy.sum(),  # type: ignore[union-attr]
-        "linear_row_stats": lambda: ops.linear_row_stats(hidden, head, ids, entropy=True).entropy.sum(),  # type: ignore[union-attr]
+        "linear_row_stats": linear_row_stats,
         "linear_token_nll": lambda: ops.linear_token_nll(hidden, head, ids).nll.sum(),
         "weighted_linear_nll": lambda: ops.weighted_linear_nll(hidden, head, ids, weights).loss,
     }

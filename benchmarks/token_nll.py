@@ -71,7 +71,7 @@ def _gradient(loss: peers.Loss, rows: Inputs, dtype: torch.dtype) -> torch.Tenso
 
 
 def errors(candidates: dict[str, peers.Loss], inputs: Inputs) -> tuple[dict[str, float], float]:
-    """Each candidate's gradient of all rows against the plain form in float64, and the largest error that is correct."""
+    """Each candidate's gradient of all rows against the plain form in float64, and the largest correct error."""
     logits, targets, weights, upstream = inputs
     dtype, rows = logits.dtype, logits.shape[:2].numel()
 

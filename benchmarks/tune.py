@@ -1,4 +1,4 @@
-"""Search the tile sizes of the kernels over rows of logits, and say what ``_backends/triton/_tiles.py`` would have to change.
+"""Search the tile sizes of the kernels over rows of logits, and say what to change in ``_backends/triton/_tiles.py``.
 
 Each candidate tile is put in the place of the rule in ``_tiles.py``, timed on the shapes of real models with all rows
 active, and compared with what the rule picks. Nothing is written back: a new rule is a decision, noted beside it with

@@ -57,7 +57,7 @@ OF_KERNEL = {"chunk": ("no evict_last", "no prefetch", "neither"), "forward": ("
 
 @contextlib.contextmanager
 def kernels(changes: Sequence[Change]) -> Iterator[Callable[[str], Any]]:
-    """Import function for the modules of a copy of ``dllm_kernels._backends.triton`` in which these texts are replaced."""
+    """Import function for the modules of a copy of ``dllm_kernels._backends.triton`` with these texts replaced."""
     with tempfile.TemporaryDirectory() as folder:
         package = f"kernels_{Path(folder).name}"
         copy = Path(folder, package)
@@ -115,7 +115,9 @@ def of_kernel(kernel: str, shape: Shape, options: argparse.Namespace) -> list[me
         exact = result(modules["ours"])
         off = measure.each_error(modules, lambda module: measure.relative_error(result(module), exact))
         timed = {
-            name: measure.Candidate(lambda _, module=module: _launch(module, kernel, logits, y, s))  # type: ignore[misc]
+            name: measure.Candidate(
+                lambda _, module=module: _launch(module, kernel, logits, y, s)  # type: ignore[misc]
+            )
             for name, module in modules.items()
         }
         case = {"what": f"{kernel} kernel", "shape": shape.name, "rows": rows, "V": shape.vocab}

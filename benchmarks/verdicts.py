@@ -106,7 +106,8 @@ def bars(size: str) -> list[Bar]:
     found = [
         Bar(f"{size_of_logits}, forward, of a copy's speed", "headline", logits, "forward", of_floor, 0.9),
         Bar(f"{size_of_logits}, forward and backward, of a copy's speed", "headline", logits, "both", of_floor, 0.9),
-        Bar(f"{size_of_logits}, time of the fastest other over ours", "token_nll", logits, "both", than_the_fastest, 1.0),
+        Bar(f"{size_of_logits}, time of the fastest other over ours", "token_nll", logits, "both", than_the_fastest,
+            1.0),
     ]  # fmt: skip
     for shape in shapes.frozen:
         name = f"frozen head {shape.rows} x {shape.vocab} x {shape.hidden}"
@@ -124,7 +125,8 @@ def bars(size: str) -> list[Bar]:
     batch = f"{shapes.masks.length}, blocks of {shapes.masks.block_size}"
     few, many = shapes.masks.batch, 8 * shapes.masks.batch
     found += [
-        Bar(f"{name}, time of quack over ours", "trained_head", of("linear_nll", trained), "both", than("quack"), 1 / 1.1),
+        Bar(f"{name}, time of quack over ours", "trained_head", of("linear_nll", trained), "both", than("quack"),
+            1 / 1.1),
         Bar(f"log p and entropy [{shapes.policy.rows}, {shapes.policy.vocab}], forward, 0.89 ms over ours", "headline",
             policy, "forward", within(0.89e-3), 1.0),
         Bar(f"corruption {few} x {batch}, time of the original over ours", "corruption", masks(few), "forward",
@@ -205,7 +207,7 @@ def _verification(written: Record) -> tuple[Record | None, str]:
 
 
 def verdicts(folder: Path, size: str = "full") -> list[str]:
-    """A line for the verification, one for peers that are missing, one per bar, and one per kernel that was predicted."""
+    """A line for the verification, one for missing peers, one per bar, and one per kernel that was predicted."""
     verified, line = _verification(_read(folder / "verify.json"))
     missing = {name: why for name, why in _read(folder / "peers.json").get("imports", {}).items() if why is not None}
     lines = [line]

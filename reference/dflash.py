@@ -1,4 +1,4 @@
-"""The weighted cross-entropy of a block draft model, its accuracy at each offset and how much of a block is accepted."""
+"""The weighted cross-entropy of a block draft model, its accuracy per offset and how much of a block is accepted."""
 
 from __future__ import annotations
 

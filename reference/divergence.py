@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 class Divergence(NamedTuple):
-    """``loss`` 0-d, or ``[...]`` with ``reduction="none"``; the rest ``[...]``. ``loss`` and ``value`` are differentiable."""
+    """``loss`` 0-d, ``[...]`` with ``reduction="none"``; the rest ``[...]``. ``loss`` and ``value`` have gradients."""
 
     loss: Tensor
     value: Tensor

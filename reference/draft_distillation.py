@@ -16,7 +16,9 @@ from reference.token_nll import Count, compute_dtype, token_nll
 def position_weights_of(
     mask: torch.Tensor, rows: int, q: torch.Tensor, *, gamma: float | None, decay_from: int, variant: str, alpha: float
 ) -> torch.Tensor:
-    """``w m`` of each row ``[B, T]``: ``w_k = exp(-(k - decay_from) / gamma)`` from row ``decay_from`` of its block on, or D-PACE's.
+    """``w m`` of each row ``[B, T]``, w from D-PACE or from the decay, which begins at row ``decay_from`` of a block.
+
+    In the decay, row k of a block has ``w_k = exp(-(k - decay_from) / gamma)``, 0 before ``decay_from``.
 
     Args:
         mask: ``[B, T]``.

@@ -78,7 +78,7 @@ def row_stats(
 
 
 def _sum_of_logs(log_p: torch.Tensor, mix: Mix, skip_id: int | None) -> torch.Tensor:
-    """``sum_v log(a + b p_v)``, from log a and log b + log p, so that a p_v below the least float counts where a is 0."""
+    """``sum_v log(a + b p_v)``, from log a and log b + log p, so a p_v below the least float counts where a is 0."""
     a, b = (t.detach().to(log_p.dtype)[..., None] for t in mix)
     if skip_id is not None:
         log_p = log_p[..., torch.arange(log_p.shape[-1], device=log_p.device) != skip_id]
@@ -114,4 +114,5 @@ def linear_row_stats(
 
     Source: :func:`row_stats` of the projected states.
     """
-    return row_stats(linear_logits(hidden, weight, bias, active, extra), ids, mix, active, **transform)  # type: ignore[arg-type]
+    logits = linear_logits(hidden, weight, bias, active, extra)
+    return row_stats(logits, ids, mix, active, **transform)  # type: ignore[arg-type]

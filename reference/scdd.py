@@ -64,14 +64,15 @@ def scdd_loss(
     t_peak: float = 0.5,
     reduction: str = "total",
 ) -> torch.Tensor:
-    """Compute the negative bound on the likelihood in T steps, summed over the supervised tokens and divided by their number.
+    """Compute the negative bound on the likelihood in T steps, a sum over supervised tokens divided by their number.
 
     p is the softmax without the column of MASK, ``K = V - 1``, ``s = max(t - 1 / T, 0)``, ``base_x = (1 - rho_x) / K``,
     ``term_v = log(base_s + rho_s p_v)``, ``S`` its sum over all v but MASK, z the noisy token, x the clean one.
 
     z = MASK: ``-(gamma_s - gamma_t) / (1 - gamma_t) * (base_s S + rho_s term_x)``. Else, with
     ``D = log(base_t + rho_t p_z)``, ``u = (rho_s - rho_t) / rho_s / K``, ``r = rho_t / rho_s`` and ``e = [z = x]``:
-    ``-(base_s u (S - K D) + rho_s u (term_x - D) + base_s r (term_z - D) + rho_s r e (term_x - D)) / (base_t + rho_t e)``.
+    ``-(base_s u (S - K D) + rho_s u (term_x - D) + base_s r (term_z - D) + rho_s r e (term_x - D))``, divided by
+    ``base_t + rho_t e``.
 
     Denominators and what a logarithm is taken of are at least float32's smallest normal number. Only supervised tokens
     with a clean one other than -100 have a loss.

@@ -1,4 +1,4 @@
-"""Compile every kernel that the public functions launch, for GPUs that need not be here, and report its static roofline.
+"""Compile every kernel that public functions launch, for GPUs that need not be here, and report its static roofline.
 
 Registers, spills and shared memory come from ``cuobjdump --dump-resource-usage`` (it ships with Triton) for NVIDIA and
 from the code object's metadata for AMD. Occupancy is the theoretical one: how many programs fit on a multiprocessor
@@ -285,7 +285,7 @@ def _phases(passes: Sequence[machine_code.Cost], target: str, num_warps: int) ->
 
 
 def _share_of_phases(passes: Sequence[machine_code.Cost], gpu: GPU, num_warps: int, hits: float) -> float:
-    """All passes over a row one after the other, one program a multiprocessor; only the first finds nothing in the L2 cache."""
+    """All passes over a row in turn, one program a multiprocessor; only the first finds nothing in the L2 cache."""
     schedulers = 4
     warps = max(1, num_warps // schedulers)
     clocks_a_byte = 32 * gpu.multiprocessors * schedulers * gpu.clock / gpu.copy_bandwidth  # of a whole warp

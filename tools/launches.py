@@ -209,7 +209,8 @@ def from_hidden(
     hidden = torch.empty(*rows, D, dtype=dtype, requires_grad=True)
     head = torch.empty(V, D, dtype=dtype, requires_grad=not frozen)
     targets = torch.zeros(rows, dtype=torch.int64)
-    ops.weighted_linear_nll(hidden, head, targets, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
+    loss = ops.weighted_linear_nll(hidden, head, targets, torch.rand(rows), **options).loss
+    loss.backward()  # type: ignore[no-untyped-call]
     ops.linear_token_nll(hidden, head, targets, **options).nll.sum().backward()  # type: ignore[no-untyped-call]
 
 
@@ -259,7 +260,8 @@ def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int
     options |= (
         {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_recipe(options["kind"]).wants_targets else {}
     )
-    ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss.backward()  # type: ignore[no-untyped-call]
+    loss = ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss
+    loss.backward()  # type: ignore[no-untyped-call]
 
 
 def soft_embedding(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:

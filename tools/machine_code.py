@@ -23,8 +23,8 @@ _WIDTHS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 # Instructions of the pipe for integer arithmetic, logic, comparisons and selections, 16 lanes a clock and scheduler
 # where there are 32 threads to a warp. Nsight Compute's documentation, "Pipelines"; products go elsewhere.
 _ALU = re.compile(
-    "BMSK|CS2R|FCHK|FLO|FMNMX3?|FSEL|FSETP?|HMNMX2|HSETP?2|I2FP|IABS|IADD3|IMNMX|ISETP|LEA|LOP3?|MOV|P2R|PLOP3|POPC|PRMT|R2P|"
-    "SEL|SGXT|SHF|SHL|SHR|VABSDIFF|VIADD|VIADDMNMX|VIMNMX3?|VOTE"
+    "BMSK|CS2R|FCHK|FLO|FMNMX3?|FSEL|FSETP?|HMNMX2|HSETP?2|I2FP|IABS|IADD3|IMNMX|ISETP|LEA|LOP3?|MOV|P2R|PLOP3|POPC|"
+    "PRMT|R2P|SEL|SGXT|SHF|SHL|SHR|VABSDIFF|VIADD|VIADDMNMX|VIMNMX3?|VOTE"
 )
 
 # Those of the pipe for special functions and conversions, 4 lanes a clock and scheduler.
@@ -149,7 +149,7 @@ def memory_loops(code: Sequence[Instruction], accesses: Collection[str] = ("LDG"
 
 
 def _pass(code: Sequence[Instruction], loop: range) -> Cost:
-    """A turn as most are: without what a branch jumps over, if no element moves there (a column that a row asks for)."""
+    """A turn as most are: without what a branch jumps over, if no element moves there (a column a row asks for)."""
     whole_turn = [code[i] for i in loop]
     wide = _cost(whole_turn, whole_turn).load_width
     rare: set[int] = set()
@@ -184,7 +184,7 @@ def whole(code: Sequence[Instruction]) -> Cost:
 
 
 def slots_of_products(code: Sequence[Instruction]) -> int:
-    """Instructions issued in a turn of the innermost loop with the most integer products, or without loops in the whole."""
+    """Instructions issued in a turn of the innermost loop with the most integer products, or without loops in all."""
     found = [Counter(code[i].name for i in loop) for loop in loops(code)]
     most = max(found, key=lambda names: names["IMAD"], default=Counter[str]())
     return most.total() if most["IMAD"] else whole(code).slots

@@ -114,7 +114,7 @@ class Specimen:
 
 @dataclass(frozen=True)
 class Outline:
-    """What a launch keeps of a tensor: the tensor itself would stay alive, and autograd copy a gradient that others hold."""
+    """What a launch keeps of a tensor: the tensor itself would stay alive, and autograd copy a gradient others hold."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -207,7 +207,7 @@ def _seems_on_gpu(tensor: torch.Tensor) -> bool:
 
 
 def _with_modes_of_forward(gpu: MockGPU) -> Any:
-    """``backward`` of an ``autograd.Function`` under the mode that the call of ``torch.autograd.grad`` has put aside."""
+    """``backward`` of an ``autograd.Function`` under the mode that the call of ``torch.autograd.grad`` put aside."""
     apply: Any = torch.autograd.function.BackwardCFunction.apply
 
     def run(self: Any, *grads: Any) -> Any:

@@ -247,7 +247,8 @@ JUDGES = (
 # Equivalent by construction where no GPU is: what decides over speed alone, and where a tensor lies.
 SPEED_ONLY = ("_backends/triton/_tiles.py",)
 SIZES = {  # of what is worked on at a time, or below which another way is quicker
-    "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MORE", "MOST", "SLAB", "TILE", "_MILD", "_SLICE",
+    "BLOCK_BYTES", "COMMON_BLOCK_BYTES", "COPY_BYTES", "FEW", "GRAIN", "LONG", "MORE", "MOST", "SLAB", "TILE",
+    "_MILD", "_SLICE",
 }  # fmt: skip
 SAME_WITHOUT = {
     "device",

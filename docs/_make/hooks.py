@@ -1,4 +1,4 @@
-"""What the site is made of besides its pages: pictures, the API's pages, the changelog; and equations without a script."""
+"""What the site is made of besides its pages: pictures, API pages, the changelog; and equations without a script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pictures of the pages, drawn from what the package itself computes: each once for a light page and once for a dark one."""
+"""The pictures of the pages, drawn from what the package itself computes, each for a light page and for a dark one."""
 
 from __future__ import annotations
 
@@ -181,7 +181,8 @@ def corruption() -> plt.Figure:
     level, seeds = torch.linspace(0.05, 0.95, B), torch.arange(B)
     routines = {
         "corrupt_uniform": ours.corrupt_uniform(ids, loss_mask, MASK, level=level, seeds=seeds)[0],
-        "corrupt_uniform, exact=True": ours.corrupt_uniform(ids, loss_mask, MASK, level=level, exact=True, seeds=seeds)[0],
+        "corrupt_uniform, exact=True":
+            ours.corrupt_uniform(ids, loss_mask, MASK, level=level, exact=True, seeds=seeds)[0],
         "corrupt_blockwise": ours.corrupt_blockwise(ids, loss_mask, MASK, level=level, seeds=seeds)[0],
         "corrupt_blockwise, block_size=16":
             ours.corrupt_blockwise(ids, loss_mask, MASK, block_size=16, level=level, seeds=seeds)[0],
