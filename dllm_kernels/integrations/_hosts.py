@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
-SameDefaults = Mapping[str, tuple[Any, ...]]
+Homes = Mapping[str, Collection[str]]  # module -> names
 Pairs = Sequence[tuple[Any, Any]]  # (original, replacement)
-Places = tuple[
-    tuple[str, str], ...
-]  # (module, place) of an attribute, an entry of a table, or the defaults of a function
+# (module, place) of an attribute, an entry of a table, or the defaults of a function
+Places = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,22 @@ class PatchReport:
 
 
 class Host:
-    """Framework whose objects can be replaced; one patch at a time."""
+    """Framework whose objects can be replaced; one patch at a time.
 
-    def __init__(self, name: str) -> None:
+    ``same_defaults``: argument name -> equivalent defaults.
+    """
+
+    def __init__(self, name: str, same_defaults: Mapping[str, tuple[Any, ...]]) -> None:
         self.name = name
+        self.same_defaults = same_defaults
         self.report: PatchReport | None = None  # of the active patch
         self._asked: dict[str, Any] = {}
         self._pairs: Pairs = ()
+        self._methods: list[tuple[type, str, Any]] = []  # (class, method, original)
+
+    def module(self, home: str) -> ModuleType:
+        """Import a module of the framework."""
+        return importlib.import_module(f"{self.name}.{home}")
 
     def earlier(self, **asked: Any) -> PatchReport | None:
         """Return the report of the active patch, or None; raise RuntimeError if it was made with other arguments."""
@@ -70,17 +79,84 @@ class Host:
             raise RuntimeError(f"{self.name} is patched already, with {with_these}; unpatch() first")
         return replace(self.report, already=True)
 
-    def patch(self, version: str, pairs: Pairs, problems: Sequence[str], **asked: Any) -> PatchReport:
+    def pairs(
+        self, homes: Homes, kept: Collection[str], ours_for: Callable[[str, str, Any], Any]
+    ) -> tuple[list[tuple[Any, Any]], list[str]]:
+        """Return (original, replacement) of every name, and the differences that prevent a replacement.
+
+        Args:
+            homes: module -> the names in it.
+            kept: names to skip.
+            ours_for: returns the replacement for ``(module, name, original)``.
+        """
+        pairs, problems = [], []
+        for home, names in homes.items():
+            module = self.module(home)
+            for name in names:
+                original = vars(module).get(name)
+                if name in kept:
+                    continue
+                if original is None:
+                    problems.append(f"{module.__name__} has no {name}")
+                    continue
+                ours = ours_for(home, name, original)
+                ambiguous = sum(name in others for others in homes.values()) > 1
+                label = f"{module.__name__}.{name}" if ambiguous else name
+                problems += self.differences(label, original, ours)
+                pairs.append((original, ours))
+        return pairs, problems
+
+    def differences(self, name: str, original: Any, ours: Any) -> list[str]:
+        """List why the replacement might reject or misread a call, of it or of a public method, that fits the original."""
+        calls = {name: (original, ours)}
+        if inspect.isclass(original):
+            for method, value in vars(original).items():
+                if inspect.isfunction(value) and (method == "__call__" or not method.startswith("_")):
+                    calls[f"{name}.{method}"] = value, getattr(ours, method, None)
+        return [
+            f"{label}: {problem}"
+            for label, (theirs, mine) in calls.items()
+            for problem in (["not offered here"] if mine is None else self._of_signatures(theirs, mine))
+        ]
+
+    def _of_signatures(self, original: Any, replacement: Any) -> Iterator[str]:
+        theirs, ours = inspect.signature(original).parameters, inspect.signature(replacement).parameters
+        positional = [p.name for p in ours.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        for place, (name, parameter) in enumerate(theirs.items()):
+            mine = ours.get(name)
+            if mine is None:
+                yield f"takes {name}, which ours does not"
+            elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and positional[place : place + 1] != [name]:
+                other = f"argument {positional.index(name)}" if name in positional else "keyword-only"
+                yield f"{name} is argument {place}, ours is {other}"
+            elif not _same_default(parameter.default, mine.default, self.same_defaults.get(name, ())):
+                yield f"{name} defaults to {_default(parameter)}, ours to {_default(mine)}"
+        for name, mine in ours.items():
+            variadic = mine.kind in (mine.VAR_POSITIONAL, mine.VAR_KEYWORD)
+            if name not in theirs and mine.default is mine.empty and not variadic:
+                yield f"does not take {name}, which ours needs"
+
+    def patch(
+        self, version: str, pairs: Pairs, problems: Sequence[str], asked: dict[str, Any], **reported: Any
+    ) -> PatchReport:
         """Replace the first object of each pair by the second; if there are problems, raise and replace nothing."""
         if problems:
             listed = "\n  ".join(problems)
             raise RuntimeError(f"{self.name} {version} has unexpected signatures; nothing was replaced:\n  {listed}")
         self._pairs, self._asked = pairs, asked
-        self.report = PatchReport(version, _swap(self.name, pairs), tuple(asked["exclude"]), host=self.name)
+        self.report = PatchReport(version, _swap(self.name, pairs), host=self.name, **reported)
         return self.report
+
+    def replace_method(self, owner: type, name: str, method: Any) -> None:
+        """Replace a method of a class until :meth:`unpatch`."""
+        self._methods.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, method)
 
     def unpatch(self) -> Places:
         """Restore the originals, also in modules imported since."""
+        for owner, name, original in self._methods:
+            setattr(owner, name, original)
+        self._methods.clear()
         restored = _swap(self.name, [(ours, original) for original, ours in self._pairs])
         self.report, self._pairs = None, ()
         return restored
@@ -110,10 +186,9 @@ def _swap(host: str, pairs: Pairs) -> Places:
             places = [(name, functools.partial(setattr, module, name), value)]
             if isinstance(value, dict) and not name.startswith("__"):
                 places = [(f"{name}[{key!r}]", functools.partial(value.__setitem__, key), value[key]) for key in value]
-            elif inspect.isfunction(value) and value.__module__ == module.__name__ and value.__defaults__:
-                places.append(
-                    (f"{name}.__defaults__", functools.partial(setattr, value, "__defaults__"), value.__defaults__)
-                )
+            elif inspect.isfunction(value) and value.__module__ == module.__name__:
+                put = functools.partial(setattr, value, "__defaults__")
+                places.append((f"{name}.__defaults__", put, value.__defaults__))
             for place, put, held in places:
                 if (ours := swapped(held)) is not held:
                     put(ours)
@@ -131,35 +206,8 @@ def loaded(host: str) -> list[ModuleType]:
     return list(found.values())
 
 
-def differences(theirs: inspect.Signature, ours: inspect.Signature, same_defaults: SameDefaults) -> list[str]:
-    """List the reasons why the replacement might reject or misread a call that the original accepts.
-
-    ``same_defaults``: argument name -> equivalent defaults.
-    """
-    positional = [p.name for p in ours.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    problems = []
-    for place, parameter in enumerate(theirs.parameters.values()):
-        mine = ours.parameters.get(parameter.name)
-        if mine is None:
-            problems.append(f"takes {parameter.name}, which ours does not")
-        elif parameter.kind is parameter.POSITIONAL_OR_KEYWORD and positional[place : place + 1] != [parameter.name]:
-            problems.append(f"{parameter.name} is argument {place}, ours is {_place(positional, parameter.name)}")
-        elif not _same_default(parameter, mine, same_defaults.get(parameter.name, ())):
-            problems.append(f"{parameter.name} defaults to {_default(parameter)}, ours to {_default(mine)}")
-    for mine in ours.parameters.values():
-        variadic = mine.kind in (mine.VAR_POSITIONAL, mine.VAR_KEYWORD)
-        if mine.name not in theirs.parameters and mine.default is mine.empty and not variadic:
-            problems.append(f"does not take {mine.name}, which ours needs")
-    return problems
-
-
-def _place(positional: list[str], name: str) -> str:
-    return f"argument {positional.index(name)}" if name in positional else "keyword-only"
-
-
-def _same_default(theirs: inspect.Parameter, ours: inspect.Parameter, same: tuple[Any, ...]) -> bool:
-    both_same = theirs.default in same and ours.default in same
-    return both_same or (type(theirs.default) is type(ours.default) and theirs.default == ours.default)
+def _same_default(theirs: Any, ours: Any, same: tuple[Any, ...]) -> bool:
+    return (theirs in same and ours in same) or (type(theirs) is type(ours) and theirs == ours)
 
 
 def _default(parameter: inspect.Parameter) -> str:

@@ -28,8 +28,7 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from dllm_kernels import losses, mtp
 from dllm_kernels._utils._checks import checked_bool
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
-from dllm_kernels.integrations._hosts import Host, Pairs, PatchReport, checked_excluded, differences, loaded
+from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
 from dllm_kernels.losses._base import DiffusionLoss
 from dllm_kernels.mtp.head import head_module, unwrapped
 
@@ -89,11 +88,9 @@ SAME_DEFAULTS = {"ignore_index": (None, -100)}
 # this package accepts deferred logits as well as a loss that the host builds by name.
 FUSED_LOSSES = DiffusionLoss, losses.IDLMLoss
 MADE_OF = ("weight", "bias", "parametrizations")
+HEAD_ARGUMENTS = ("model", "grad_reduce_group", "lm_weight")
 OURS = (mtp.MaskedCrossEntropy, mtp.FusedLinearCrossEntropy)
-
-
-_host = Host(HOST)
-_methods: list[tuple[type, str, Any]] = []  # (class, method, original) of the replaced steps and losses
+_host = Host(HOST, SAME_DEFAULTS)
 
 
 def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchReport:
@@ -123,17 +120,27 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     if earlier is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
-    pairs, problems = _pairs(excluded, fuse_head)
-    methods, missing = _steps() if fuse_head else ([], [])
-    report = _host.patch(version, pairs, problems + missing, **asked)
-    kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
-    fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in methods)
-    original = _originals([ours for _, ours in pairs])
-    _host.report = report = replace(report, kept=kept, original=original, fused=fused)
-    for owner, name, original in methods:
-        _replace(owner, name, _from_hidden_states(original, STEPS[owner.__name__][2]))
+
+    def ours_for(home: str, name: str, original: Any) -> Any:
+        if name in ADAPTERS:
+            return ADAPTERS[name](original)
+        return FUSED[name] if fuse_head and name in FUSED else getattr(dllm_kernels, name)
+
+    pairs, problems = _host.pairs(HOMES, excluded, ours_for)
+    steps, missing = _steps() if fuse_head else ([], [])
+    report = _host.patch(
+        version,
+        pairs,
+        problems + missing,
+        asked,
+        kept=(*KEPT.items(), *((name, "excluded") for name in excluded)),
+        original=_originals([original for original, _ in pairs]),
+        fused=tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps),
+    )
+    for step in steps:
+        _host.replace_method(*step)
     for loss in FUSED_LOSSES if fuse_head else ():
-        _replace(loss, "forward", _of_deferred_logits(loss.forward))
+        _host.replace_method(loss, "forward", _of_deferred_logits(loss.forward))
     return report
 
 
@@ -143,27 +150,18 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     Returns:
         ``(module, name)`` of every attribute that was restored; empty if the framework was not patched.
     """
-    for owner, name, original in _methods:
-        setattr(owner, name, original)
-    _methods.clear()
     return _host.unpatch()
 
 
-def _replace(owner: type, name: str, method: Any) -> None:
-    """Replace a method of a class until :func:`unpatch`."""
-    _methods.append((owner, name, vars(owner)[name]))
-    setattr(owner, name, method)
-
-
 def _steps() -> tuple[list[tuple[type, str, Any]], list[str]]:
-    """Return (class, method, original) of every training step, and messages about missing ones."""
+    """Return (class, method, replacement) of every training step, and messages about missing ones."""
     found, missing = [], []
-    for name, (home, method, _) in STEPS.items():
-        owner = getattr(importlib.import_module(f"{HOST}.{home}"), name, None)
-        if not inspect.isclass(owner) or method not in vars(owner):
-            missing.append(f"{HOST}.{home} has no {name}.{method}")
+    for name, (home, method, recipe_at) in STEPS.items():
+        owner = getattr(_host.module(home), name, None)
+        if inspect.isclass(owner) and method in vars(owner):
+            found.append((owner, method, _from_hidden_states(vars(owner)[method], recipe_at)))
         else:
-            found.append((owner, method, vars(owner)[method]))
+            missing.append(f"{HOST}.{home} has no {name}.{method}")
     return found, missing
 
 
@@ -179,8 +177,8 @@ def _from_hidden_states(original: Any, recipe_at: int) -> Any:
     return step
 
 
-def _originals(ours: Sequence[Any]) -> tuple[tuple[str, str], ...]:
-    """List the losses of the host that were not replaced, and public functions next to them, in the loaded modules."""
+def _originals(replaced: Sequence[Any]) -> tuple[tuple[str, str], ...]:
+    """List the losses of the host that are not replaced, and public functions next to them, in the loaded modules."""
     around = tuple(f"{HOST}.{package}" for package in AROUND)
     return tuple(
         sorted(
@@ -190,52 +188,9 @@ def _originals(ours: Sequence[Any]) -> tuple[tuple[str, str], ...]:
             for name, value in vars(module).items()
             if not name.startswith("_") and getattr(value, "__module__", None) == module.__name__ and name not in KEPT
             if inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
-            if not any(value is one for one in ours)
+            if not any(value is one for one in replaced)
         )
     )
-
-
-def _pairs(excluded: Sequence[str], fuse_head: bool) -> tuple[Pairs, list[str]]:
-    """Return (original, replacement) of every name, and the differences that prevent a replacement."""
-    pairs, problems = [], []
-    for home, names in HOMES.items():
-        module = importlib.import_module(f"{HOST}.{home}")
-        for name in names:
-            original = vars(module).get(name)
-            if name in excluded:
-                continue
-            if original is None:
-                problems.append(f"{module.__name__} has no {name}")
-                continue
-            ours = ADAPTERS[name](original) if name in ADAPTERS else getattr(dllm_kernels, name)
-            if fuse_head and name in FUSED:
-                ours = FUSED[name](original)
-            problems += _differences(name, original, ours)
-            pairs.append((original, ours))
-    return pairs, problems
-
-
-def _differences(name: str, original: Any, ours: Any) -> list[str]:
-    """List the reasons why the replacement might reject or misread a call that the original accepts."""
-    problems = []
-    for label, theirs, mine in _calls(name, original, ours):
-        if mine is None:
-            problems.append(f"{label}: not offered here")
-        else:
-            problems += [f"{label}: {problem}" for problem in differences(theirs, mine, SAME_DEFAULTS)]
-    return problems
-
-
-def _calls(name: str, original: Any, ours: Any) -> Iterator[tuple[str, inspect.Signature, inspect.Signature | None]]:
-    """Yield (label, signature, replacement signature) of the callable and of the public methods defined by a class."""
-    yield name, inspect.signature(original), inspect.signature(ours)
-    if not inspect.isclass(original):
-        return
-    for method, value in vars(original).items():
-        public = method == "__call__" or not method.startswith("_")
-        if public and inspect.isfunction(value):
-            mine = getattr(ours, method, None)
-            yield f"{name}.{method}", inspect.signature(value), None if mine is None else inspect.signature(mine)
 
 
 def _named_like(original: Any, ours: Any) -> Any:
@@ -312,7 +267,7 @@ def _calculate_loss(original: Any) -> Any:
         if not isinstance(loss_fn, OURS):
             return original(loss_fn, **kwargs)
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy):
-            kwargs["lm_weight"] = _head_given(loss_fn, kwargs)
+            kwargs["lm_weight"] = _head_of_host(loss_fn, *map(kwargs.get, HEAD_ARGUMENTS))
         return mtp.calculate_loss(_capped_like(kwargs.get("model"), loss_fn), **kwargs)
 
     return calculate_loss
@@ -325,7 +280,7 @@ def _calculate_mtp_loss(original: Any) -> Any:
             return original(loss_fn, **kwargs)
         hidden = kwargs.get("mtp_per_depth_h")
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and hidden:
-            kwargs["lm_weight"] = _in_dtype_of(hidden[0], _head_given(loss_fn, kwargs))
+            kwargs["lm_weight"] = _in_dtype_of(hidden[0], _head_of_host(loss_fn, *map(kwargs.get, HEAD_ARGUMENTS)))
         return mtp.calculate_mtp_loss(loss_fn, **kwargs)
 
     return calculate_mtp_loss
@@ -345,36 +300,20 @@ def _capped_like(model: torch.nn.Module | None, loss_fn: Any) -> Any:
 
 def _capped(loss_fn: Any, cap: float | None) -> Any:
     """Return a copy of the loss with a soft cap, or the loss itself if it has one."""
-    if cap is None or loss_fn.softcap is not None:
-        return loss_fn
-    loss_fn = copy.copy(loss_fn)
-    loss_fn.softcap = cap
+    if cap is not None and loss_fn.softcap is None:
+        loss_fn = copy.copy(loss_fn)
+        loss_fn.softcap = cap
     return loss_fn
 
 
-def _head_given(loss_fn: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Return the head that the recipe has gathered, which is its weight alone, or else gather it as the host does."""
-    model, weight, group = (kwargs.get(name) for name in ("model", "lm_weight", "grad_reduce_group"))
-    if weight is None:
-        return _host_head(loss_fn, model, group)
-    _check_adapter(head_module(model))
-    given: torch.Tensor = weight
-    return given
+def _head_of_host(loss_fn: Any, model: Any, group: Any, gathered: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the head that the recipe has gathered, which is its weight alone, or else gather it as the host does.
 
-
-def _host_head(loss_fn: Any, model: Any, group: Any) -> torch.Tensor:
-    """Gather the head with the host's function, which the host's classes may override.
-
-    Like the host, accept a head of any class, such as a linear layer of another library.
+    The host's classes may override its function. Like the host, accept a head of any class, such as a linear layer of
+    another library, but raise ValueError if it trains parameters besides weight and bias, which would receive no
+    gradient.
     """
-    _check_adapter(head_module(model))
-    utils = importlib.import_module(f"{HOST}.components.loss.utils")
-    weight: torch.Tensor = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=group)
-    return weight
-
-
-def _check_adapter(head: torch.nn.Module | None) -> None:
-    """Raise ValueError if the head trains parameters besides weight and bias, which would receive no gradient."""
+    head = head_module(model)
     named = () if head is None else head.named_parameters()
     trained = [name for name, p in named if p.requires_grad and name.split(".")[0] not in MADE_OF]
     if trained:
@@ -382,6 +321,11 @@ def _check_adapter(head: torch.nn.Module | None) -> None:
             "the LM head must train no parameter besides its weight and bias in a loss from hidden states, got "
             f"{', '.join(trained)}; freeze them, exclude the head from the adapters, or use MaskedCrossEntropy"
         )
+    if gathered is not None:
+        return gathered
+    utils = _host.module("components.loss.utils")
+    weight: torch.Tensor = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=group)
+    return weight
 
 
 def _pipeline_causal_lm_loss(original: Any) -> Any:
@@ -399,7 +343,7 @@ def _pipeline_causal_lm_loss(original: Any) -> Any:
             return loss_fn
 
         def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
-            return _in_dtype_of(hidden, _host_head(self.loss_fn, self.model, self.grad_reduce_group))
+            return _in_dtype_of(hidden, _head_of_host(self.loss_fn, self.model, self.grad_reduce_group))
 
     return _named_like(original, PipelineCausalLMLoss)
 
@@ -437,27 +381,19 @@ def _of_deferred_logits(forward: Any) -> Any:
     return wrapped
 
 
-def _fused_compute_per_token_nll(original: Any) -> Any:
-    """Wrap the function to materialize deferred logits, which losses of the host may pass to it."""
-
-    @functools.wraps(losses.compute_per_token_nll)
-    def compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
-        return losses.compute_per_token_nll(_made(logits), *args, **kwargs)
-
-    return compute_per_token_nll
+@functools.wraps(losses.compute_per_token_nll)
+def _compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
+    return losses.compute_per_token_nll(_made(logits), *args, **kwargs)  # losses of the host may pass deferred logits
 
 
-def _fused_encoder_ar_loss(original: Any) -> Any:
-    @functools.wraps(losses.encoder_ar_loss)
-    def encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _from_one_head([encoder_logits], kwargs.get("softcap")):
-            return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
-        if encoder_logits.softcap is not None:
-            kwargs["softcap"] = encoder_logits.softcap
-        weight, bias = _head_of(encoder_logits)
-        return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, lm_head_bias=bias, **kwargs)
-
-    return encoder_ar_loss
+@functools.wraps(losses.encoder_ar_loss)
+def _encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
+    if not _from_one_head([encoder_logits], kwargs.get("softcap")):
+        return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
+    if encoder_logits.softcap is not None:
+        kwargs["softcap"] = encoder_logits.softcap
+    weight, bias = _head_of(encoder_logits)
+    return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, lm_head_bias=bias, **kwargs)
 
 
 def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
@@ -483,7 +419,4 @@ def _made(logits: Any) -> Any:
     return logits.made() if isinstance(logits, DeferredLogits) else logits
 
 
-FUSED: dict[str, Callable[[Any], Any]] = {
-    "encoder_ar_loss": _fused_encoder_ar_loss,
-    "_compute_per_token_nll": _fused_compute_per_token_nll,
-}
+FUSED = {"encoder_ar_loss": _encoder_ar_loss, "_compute_per_token_nll": _compute_per_token_nll}

@@ -21,9 +21,7 @@ logits tensors are then never materialized.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -35,13 +33,13 @@ import torch.nn.functional as F
 from dllm_kernels import ops
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._target_range import first_fraction
-from dllm_kernels.integrations._hosts import Host, Pairs, PatchReport, checked_excluded, differences
+from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded
 from dllm_kernels.losses import DraftDistillationLoss
 from dllm_kernels.losses._common import sum_of_rows
 
 HOST = "speculators"
-TABLES = "losses.utils", "losses.eager"  # the modules that define the functions of each, under equal names
-FUSED, EAGER = TABLES
+EAGER = "losses.eager"
+TABLES = EAGER, "losses.utils"  # the modules that define the functions of each, under equal names
 # Name in the tables of speculators -> kind of ops.divergence, in the order of the tables.
 KINDS = {"kl_div": "kl", "rkl": "rkl", "jsd": "jsd", "ce": "teacher_ce", "tv": "tv", "nla": "nla", "lk_hybrid": "lk"}
 WEIGHTS = ("fixed-exp-decay", "dpace")
@@ -51,7 +49,7 @@ Loss = Callable[..., torch.Tensor]
 Metrics = dict[str, torch.Tensor]
 
 
-_host = Host(HOST)
+_host = Host(HOST, {})
 
 
 def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
@@ -78,7 +76,10 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
     """
     kept = checked_excluded(exclude, OURS)
     earlier = _host.earlier(exclude=kept)
-    return earlier or _host.patch(importlib.metadata.version(HOST), *_pairs(kept), exclude=kept)
+    if earlier is not None:
+        return earlier
+    pairs, problems = _host.pairs(dict.fromkeys(TABLES, sorted(OURS)), kept, _of_table)
+    return _host.patch(importlib.metadata.version(HOST), pairs, problems, {"exclude": kept}, kept=tuple(kept))
 
 
 def unpatch() -> tuple[tuple[str, str], ...]:
@@ -90,24 +91,9 @@ def unpatch() -> tuple[tuple[str, str], ...]:
     return _host.unpatch()
 
 
-def _pairs(kept: Iterable[str]) -> tuple[Pairs, list[str]]:
-    """Return (original, replacement) of every function, and the differences that prevent a replacement."""
-    pairs, problems = [], []
-    for home in TABLES:
-        module = importlib.import_module(f"{HOST}.{home}")
-        for name in OURS.keys() - set(kept):
-            original = vars(module).get(name)
-            if original is None:
-                problems.append(f"{module.__name__} has no {name}")
-                continue
-            found = differences(inspect.signature(original), inspect.signature(OURS[name]), {})
-            problems += [f"{module.__name__}.{name}: {problem}" for problem in found]
-            pairs.append((original, _of_table(home, original, OURS[name])))
-    return pairs, sorted(problems)
-
-
-def _of_table(home: str, original: Loss, ours: Loss) -> Loss:
+def _of_table(home: str, name: str, original: Loss) -> Loss:
     """Wrap the replacement for one table; eager losses fall back to the original if the targets require a gradient."""
+    ours = OURS[name]
 
     @functools.wraps(ours)
     def loss(logits: torch.Tensor, targets: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

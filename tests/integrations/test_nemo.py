@@ -601,7 +601,7 @@ def test_our_own_take_what_the_host_s_take(strategy, name):
     """Without the switch too: every argument, in its order, with its default."""
     original = next(getattr(m, name) for m in map(module, integration.HOMES) if hasattr(m, name))
     assert original.__module__.startswith("nemo_automodel")
-    assert integration._differences(name, original, getattr(dllm_kernels, name)) == []
+    assert integration._host.differences(name, original, getattr(dllm_kernels, name)) == []
 
 
 def test_weights_of_the_tokens_mean_what_they_do_in_the_host(strategy):
