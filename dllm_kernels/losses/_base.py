@@ -37,13 +37,10 @@ class TransformedLoss(nn.Module):
     The transform is that of :func:`dllm_kernels.ops.token_nll`.
     """
 
+    reductions: tuple[str, ...] = REDUCTIONS
+
     def __init__(
-        self,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
+        self, softcap: float | None, scale: float | None, skip_id: int | None, reduction: str, backend: str
     ) -> None:
         super().__init__()
         _checks.check_transform(softcap, scale, skip_id)
@@ -60,10 +57,8 @@ class TransformedLoss(nn.Module):
 
     def _gives_rows(self) -> bool:
         """Return True if the output has per-row losses. Validated on every call: the attribute may be reassigned."""
-        if self.reduction == "total":
-            return False
-        _checks.check_choice("reduction", self.reduction, REDUCTIONS)
-        return True
+        _checks.check_choice("reduction", self.reduction, self.reductions)
+        return self.reduction == "none"
 
 
 class Batch(NamedTuple):

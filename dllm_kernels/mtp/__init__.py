@@ -8,8 +8,7 @@ k + 1; positions without such a label, or with a label from another packed sub-s
 Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2, eq. 24 and 25.
 """
 
-from dllm_kernels.mtp.base_loss import calculate_loss
-from dllm_kernels.mtp.cross_entropy import FusedLinearCrossEntropy, MaskedCrossEntropy
+from dllm_kernels.mtp.cross_entropy import FusedLinearCrossEntropy, MaskedCrossEntropy, calculate_loss
 from dllm_kernels.mtp.depths import MTPLossOutput, calculate_mtp_loss, mtp_labels
 from dllm_kernels.mtp.pipeline import MTPLossConfig, PipelineCausalLMLoss, mtp_loss_scaling_factor
 

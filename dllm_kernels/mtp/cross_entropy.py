@@ -1,27 +1,65 @@
-"""The base losses: cross-entropy from logits, and from hidden states and the LM head."""
+"""The base losses, cross-entropy from logits or from hidden states and the LM head, and the call of any base loss."""
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import numbers
 import operator
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import all_plain, plain_count
 from dllm_kernels.losses._base import TransformedLoss
+from dllm_kernels.losses._common import Count
 from dllm_kernels.losses._model_output import ModelOutput
+from dllm_kernels.mtp.head import head_bias, head_weight
 
 PADDING = -100
-REDUCTIONS = ("sum", "mean", "none")
-Count = int | torch.Tensor | None
 LOGITS = _checks.Names("logits", "labels")
 HIDDEN = _checks.Names("hidden_states", "labels", "lm_weight", "lm_bias")
 
 
-class MaskedCrossEntropy(TransformedLoss):
+class CrossEntropy(TransformedLoss):
+    """Base of the base losses: ignored labels, and the reductions of the NLLs."""
+
+    reductions = ("sum", "mean", "none")
+
+    ignore_index: int
+
+    def checked_targets(
+        self, names: _checks.Names, rows: torch.Tensor, labels: torch.Tensor, *head: torch.Tensor | None, shift: int = 0
+    ) -> torch.Tensor:
+        """Check the rows, the head and the labels; return the labels as targets of the ops, -100 where ignored."""
+        V = _checks.check_rows(names, rows, labels, *head)
+        return self.targets_in_range(names.targets, labels, V, shift)
+
+    def targets_in_range(self, name: str, labels: torch.Tensor, V: int, shift: int) -> torch.Tensor:
+        """Return the labels as targets of the ops, -100 where ignored; if checks are on, raise for the first bad one.
+
+        ``shift``: how many positions further on it is in the caller's tensor.
+        """
+        labels = widened(labels)
+        if self.ignore_index != PADDING:
+            labels = labels.masked_fill(labels == self.ignore_index, PADDING)
+        _checks.check_target_range(None, name, labels, V, shift=shift, skip_id=self.skip_id)
+        return labels
+
+    def reduced(
+        self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, num_label_tokens: Count
+    ) -> torch.Tensor:
+        """Compute the loss from the weights of the positions."""
+        if self._gives_rows():
+            return rows.per_row(targets, weights).nll.flatten()
+        return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
+
+
+class MaskedCrossEntropy(CrossEntropy):
     """Cross-entropy from logits over the positions that are neither ignored nor masked.
 
     Source: cross-entropy with one-hot targets, -log softmax(z)[y].
@@ -54,12 +92,10 @@ class MaskedCrossEntropy(TransformedLoss):
         backend: str = "auto",
     ) -> None:
         """Initialize; the arguments are documented on the class."""
-        super().__init__(softcap, scale, skip_id, backend=backend)
+        super().__init__(softcap, scale, skip_id, reduction, backend)
         self.fp32_upcast = _checks.checked_bool("fp32_upcast", fp32_upcast)
         _checks.check_int("ignore_index", ignore_index)
         self.ignore_index = int(ignore_index)
-        _checks.check_choice("reduction", reduction, REDUCTIONS)
-        self.reduction = reduction
 
     def forward(
         self,
@@ -89,17 +125,14 @@ class MaskedCrossEntropy(TransformedLoss):
         """
         rounds = not _checks.checked_bool("fp32_upcast", self.fp32_upcast)  # the attribute may have been reassigned
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        targets = _checked_targets(LOGITS, self, logits, labels)
-        rows = _rows_of(logits, labels)
-        given = ModelOutput(LOGITS, self._options(round_nll=rounds), logits)
-        weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights).reshape(rows)
-        targets = targets.reshape(rows)
-        if self.reduction == "none":
-            return given.per_row(targets, weights).nll.flatten()
-        return given.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
+        targets = self.checked_targets(LOGITS, logits, labels)
+        shape = _rows_of(logits, labels)
+        rows = ModelOutput(LOGITS, self._options(round_nll=rounds), logits)
+        weights = position_weights(logits, labels, self.ignore_index, mask, loss_weights)
+        return self.reduced(rows, targets.reshape(shape), weights.reshape(shape), num_label_tokens)
 
 
-class FusedLinearCrossEntropy(TransformedLoss):
+class FusedLinearCrossEntropy(CrossEntropy):
     """Cross-entropy from hidden states and the LM head; the logits exist one chunk at a time.
 
     Source: :class:`MaskedCrossEntropy`, with one chunk of logits at a time as in Wijmans et al. 2024, "Cut Your Losses
@@ -138,16 +171,12 @@ class FusedLinearCrossEntropy(TransformedLoss):
         if logit_softcapping:
             _checks.check_number("logit_softcapping", logit_softcapping, "a number or None")
             _checks.check_factor("logit_softcapping", abs(logit_softcapping))
-        super().__init__(None, scale, skip_id, backend=backend)
-        if chunk_size is not None:
-            _checks.check_positive_int("chunk_size", chunk_size)
+        super().__init__(None, scale, skip_id, reduction, backend)
         _checks.check_int("ignore_index", ignore_index)
         self.ignore_index = int(ignore_index)
         self.logit_softcapping = logit_softcapping
-        _checks.check_choice("reduction", reduction, REDUCTIONS)
-        self.reduction = reduction
         self.impl = impl
-        self.chunk_size = chunk_size
+        self.chunk_size = _checks.checked_chunk_size(chunk_size)
 
     @property
     def softcap(self) -> float | None:
@@ -194,29 +223,12 @@ class FusedLinearCrossEntropy(TransformedLoss):
             ValueError: shapes, dtypes or devices do not match, or an option needs ``reduction="sum"``.
         """
         check_sum_only(self.reduction, num_label_tokens=num_label_tokens, loss_weights=loss_weights)
-        targets = _checked_targets(HIDDEN, self, hidden_states, labels, lm_weight, lm_bias)
+        targets = self.checked_targets(HIDDEN, hidden_states, labels, lm_weight, lm_bias)
         _checks.check_shape(
             "labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension"
         )
         weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
-        rows = self.rows(hidden_states, lm_weight, lm_bias)
-        if self.reduction == "none":
-            return rows.per_row(targets, weights).nll.flatten()
-        return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
-
-
-def _checked_targets(
-    names: _checks.Names,
-    loss_fn: MaskedCrossEntropy | FusedLinearCrossEntropy,
-    rows: torch.Tensor,
-    labels: torch.Tensor,
-    *head: torch.Tensor | None,
-) -> torch.Tensor:
-    """Check the rows, the head and the labels; return the labels as targets of the ops."""
-    V = _checks.check_rows(names, rows, labels, *head)
-    targets = targets_of(labels, loss_fn.ignore_index)
-    _checks.check_target_range(None, names.targets, targets, V, skip_id=loss_fn.skip_id)
-    return targets
+        return self.reduced(self.rows(hidden_states, lm_weight, lm_bias), targets, weights, num_label_tokens)
 
 
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
@@ -269,12 +281,6 @@ def position_weights(
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
 
-def targets_of(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Convert labels to targets of the ops: -100 where ignored, which the target check skips."""
-    labels = widened(labels)
-    return labels if ignore_index == PADDING else labels.masked_fill(labels == ignore_index, PADDING)
-
-
 def widened(labels: torch.Tensor) -> torch.Tensor:
     """Cast labels to a plain int64 tensor: narrower dtypes may not hold -100, and uint8 156 compares equal to it."""
     (labels,) = all_plain(labels)
@@ -293,3 +299,86 @@ def normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -
         count = count.detach().reshape(()).to(weights.dtype)
         return weights / torch.where(count > 0, count, torch.where(count == 0, torch.inf, torch.nan))
     return weights / count if count else torch.zeros_like(weights)
+
+
+def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
+    """Call a base loss with logits, or with hidden states and the LM head, depending on its ``forward``.
+
+    Args:
+        loss_fn: a loss whose ``forward`` takes ``lm_weight`` (it is then called with hidden states and the head) or
+            ``logits``.
+        **kwargs: ``labels``; ``logits`` or ``hidden_states``; ``model`` (for its LM head), ``lm_weight`` (the head, if
+            the caller already has it), ``num_label_tokens``, ``loss_weights``, ``grad_reduce_group``, ``logits_dtype``.
+            ``grad_reduce_group`` and ``logits_dtype`` are passed on if ``loss_fn`` takes them.
+
+    Returns:
+        The loss, 0-d.
+
+    Raises:
+        ValueError: the loss needs an LM head and the model has none, or has a head with more than weight and bias (an
+            adapter, hooks) and ``lm_weight`` is not given; the input of the loss is missing; or the loss does not take
+            an argument that changes its value: a count, weights, the bias of the LM head.
+    """
+    labels, own_index = required(kwargs, "labels", loss_fn), ignore_index_of(loss_fn)
+    if own_index != PADDING:  # the padding of the data set
+        labels = labels.long().masked_fill(labels.long() == PADDING, own_index)
+    passed_on = ("num_label_tokens", "loss_weights", "grad_reduce_group", "logits_dtype")
+    offered: dict[str, Any] = {"labels": labels, **{name: kwargs.get(name) for name in passed_on}}
+    if is_linear(loss_fn):
+        model, weight = kwargs.get("model"), kwargs.get("lm_weight")
+        offered["hidden_states"] = required(kwargs, "hidden_states", loss_fn)
+        offered["lm_weight"] = head_weight(model) if weight is None else weight
+        offered["lm_bias"] = head_bias(model)
+    else:
+        offered["logits"] = required(kwargs, "logits", loss_fn)
+    parameters = _forward_parameters(loss_fn)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    taken = {k: v for k, v in offered.items() if v is not None and (takes_all or k in parameters)}
+    for name in ("num_label_tokens", "loss_weights", "lm_bias"):
+        if offered.get(name) is not None and name not in taken:
+            raise ValueError(f"{name} must be None for {_checks.type_name(loss_fn)}, whose forward does not take it")
+    loss: torch.Tensor = loss_fn(**taken)
+    return loss
+
+
+def required(kwargs: Mapping[str, Any], name: str, loss_fn: nn.Module) -> Any:
+    """Return the argument; raise ValueError if it is missing."""
+    if kwargs.get(name) is None:
+        raise ValueError(f"{name} must be given to {_checks.type_name(loss_fn)}, got None")
+    return kwargs[name]
+
+
+def _forward_parameters(loss_fn: nn.Module) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of ``forward``, of the instance if it overrides the class.
+
+    A bound method of a loss that is constructed inside a compiled function cannot be inspected there.
+    """
+    forward = vars(loss_fn).get("forward")
+    return inspect.signature(type(loss_fn).forward if forward is None else forward).parameters
+
+
+def is_linear(loss_fn: nn.Module) -> bool:
+    """Return True if the loss takes hidden states and the LM head instead of logits."""
+    return "lm_weight" in _forward_parameters(loss_fn)
+
+
+def is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
+    """Return True if the loss is a :class:`FusedLinearCrossEntropy` without overridden forward and without hooks."""
+    if not isinstance(loss_fn, FusedLinearCrossEntropy) or type(loss_fn).forward is not FusedLinearCrossEntropy.forward:
+        return False
+    hooks = (loss_fn._forward_hooks, loss_fn._forward_pre_hooks, loss_fn._backward_hooks, loss_fn._backward_pre_hooks)
+    return "forward" not in vars(loss_fn) and not any(hooks)
+
+
+def ignore_index_of(loss_fn: nn.Module) -> int:
+    """Return the ignore index of the loss."""
+    value = getattr(loss_fn, "ignore_index", PADDING)
+    return int(value) if isinstance(value, numbers.Integral) else PADDING
+
+
+def checked_ignore_index(ignore_index: int | None, loss_fn: nn.Module) -> int:
+    """Return the ``ignore_index`` of the loss; -100 and None are accepted too, because every loss ignores -100."""
+    own = ignore_index_of(loss_fn)
+    if ignore_index not in (None, PADDING, own):
+        raise ValueError(f"ignore_index must be {PADDING} or that of loss_fn, {own}, got {ignore_index}")
+    return own

@@ -12,19 +12,9 @@ from torch import nn
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, values_are_there
-from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, is_our_linear
-from dllm_kernels.mtp.cross_entropy import (
-    HIDDEN,
-    PADDING,
-    Count,
-    FusedLinearCrossEntropy,
-    MaskedCrossEntropy,
-    check_sum_only,
-    normalized,
-    position_weights,
-    targets_of,
-    widened,
-)
+from dllm_kernels.losses._common import Count
+from dllm_kernels.mtp import cross_entropy as base
+from dllm_kernels.mtp.cross_entropy import PADDING, CrossEntropy, normalized, position_weights, widened
 from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
 
 
@@ -186,7 +176,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             None and the model has no LM head or one with more than weight and bias (an adapter, hooks).
     """
     return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
-    own_index = checked_ignore_index(ignore_index, loss_fn)
+    own_index = base.checked_ignore_index(ignore_index, loss_fn)
     labels = widened(labels)
     outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
@@ -198,25 +188,31 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         origins = [("labels", k + 1) for k in range(len(outputs))]
     factor = scaling_factor / len(outputs)
     common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
-    if is_our_linear(loss_fn) and loss_fn.reduction != "none":
+    if base.is_our_linear(loss_fn) and loss_fn.reduction != "none":
         weight = head_weight(model) if lm_weight is None else lm_weight
         bias = head_bias(model)
-        for k, (output, target, origin) in enumerate(zip(outputs, targets, origins, strict=True)):
-            names = replaced(HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=origin[0])
-            _checks.check_rows(names, output, target, weight, bias)
-            _check_targets(loss_fn, target, weight.shape[0], *origin)
-        check_sum_only(loss_fn.reduction, **common)
-        counted = [position_weights(outputs[0], t, loss_fn.ignore_index, None, loss_weights) for t in targets]
+        checked = [
+            loss_fn.checked_targets(
+                replaced(base.HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=name),
+                output,
+                target,
+                weight,
+                bias,
+                shift=shift,
+            )
+            for k, (output, target, (name, shift)) in enumerate(zip(outputs, targets, origins, strict=True))
+        ]
+        base.check_sum_only(loss_fn.reduction, **common)
+        counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
         shares = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
-        fused_labels = torch.stack([targets_of(t, loss_fn.ignore_index) for t in targets])
         rows = loss_fn.rows(torch.stack(outputs), weight, bias)  # all depths in one call
         if not return_per_depth:
-            return rows.weighted(fused_labels, shares * factor).loss
-        parts = (rows.per_row(fused_labels, shares).nll * shares).flatten(1).sum(1)
+            return rows.weighted(torch.stack(checked), shares * factor).loss
+        parts = (rows.per_row(torch.stack(checked), shares).nll * shares).flatten(1).sum(1)
         total, losses = parts.sum() * factor, list(parts.unbind())
     else:
         common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
-        if is_linear(loss_fn):
+        if base.is_linear(loss_fn):
             common["lm_weight"] = gathered_once(head_weight(model) if lm_weight is None else lm_weight, outputs[0])
         losses = [
             _depth_loss(loss_fn, output, target, are_logits, origin, **common)
@@ -235,7 +231,7 @@ def _depth_outputs(
     if (hidden is None) == (logits is None):
         got = "neither" if hidden is None else "both"
         raise ValueError(f"exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got {got}")
-    if logits is not None and is_linear(loss_fn):
+    if logits is not None and base.is_linear(loss_fn):
         raise ValueError(
             f"mtp_per_depth_h must be given to {_checks.type_name(loss_fn)}, which works from hidden states, got logits"
         )
@@ -272,13 +268,6 @@ def _given_targets(
     return list(targets)
 
 
-def _check_targets(loss_fn: nn.Module, targets: torch.Tensor, V: int, name: str, shift: int) -> None:
-    """Raise for the first bad target of one depth, at its position in the caller's tensor, if checks are on."""
-    if isinstance(loss_fn, MaskedCrossEntropy | FusedLinearCrossEntropy):
-        y = targets_of(targets, loss_fn.ignore_index)
-        _checks.check_target_range(None, name, y, V, shift=shift, skip_id=loss_fn.skip_id)
-
-
 def _depth_loss(
     loss_fn: nn.Module,
     output: torch.Tensor,
@@ -287,9 +276,12 @@ def _depth_loss(
     origin: tuple[str, int],
     **common: Any,
 ) -> torch.Tensor:
-    if is_linear(loss_fn):
-        _check_targets(loss_fn, labels, common["lm_weight"].shape[0], *origin)
-        return calculate_loss(loss_fn, hidden_states=output, labels=labels, **common)
-    logits = output if are_logits else logits_of(output, common["model"])
-    _check_targets(loss_fn, labels, logits.shape[-1], *origin)
-    return calculate_loss(loss_fn, logits=logits, labels=labels, **common)
+    if base.is_linear(loss_fn):
+        rows, V = {"hidden_states": output}, common["lm_weight"].shape[0]
+    else:
+        logits = output if are_logits else logits_of(output, common["model"])
+        rows, V = {"logits": logits}, logits.shape[-1]
+    if isinstance(loss_fn, CrossEntropy):  # its own check would not name the caller's tensor
+        name, shift = origin
+        loss_fn.targets_in_range(name, labels, V, shift)
+    return base.calculate_loss(loss_fn, labels=labels, **rows, **common)

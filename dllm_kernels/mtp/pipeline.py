@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels.mtp.base_loss import calculate_loss, checked_ignore_index, is_linear, required
-from dllm_kernels.mtp.cross_entropy import PADDING
+from dllm_kernels.mtp.cross_entropy import PADDING, calculate_loss, checked_ignore_index, is_linear, required
 from dllm_kernels.mtp.depths import calculate_mtp_loss
 from dllm_kernels.mtp.head import gathered_once, head_weight
 
@@ -93,7 +92,9 @@ class PipelineCausalLMLoss(nn.Module):
                     f"output must not be a tuple for {type_name(self.loss_fn)}, which works from hidden states: a "
                     "pipeline stage with MTP returns logits first"
                 )
-            output = self._from_tuple(output)
+            logits_first = getattr(self.model, "mtp_outputs_are_logits", False)
+            depths = "mtp_per_depth_logits" if logits_first else "mtp_per_depth_h"
+            output = {"logits": output[0], depths: output[1:]}
         hidden = output if isinstance(output, torch.Tensor) else _final_hidden(output)
         logits = _field(output, "logits") if hasattr(output, "logits") or isinstance(output, Mapping) else output
         common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
@@ -115,10 +116,6 @@ class PipelineCausalLMLoss(nn.Module):
         """Gather the head once for the main loss and all depths."""
         return gathered_once(head_weight(self.model), hidden)
 
-    def _from_tuple(self, output: tuple[torch.Tensor, ...]) -> Any:
-        name = "mtp_per_depth_logits" if getattr(self.model, "mtp_outputs_are_logits", False) else "mtp_per_depth_h"
-        return _StageOutput(output[0], **{name: list(output[1:])})
-
     @staticmethod
     def _depths(output: Any) -> dict[str, Any] | None:
         depths = {name: _field(output, name) for name in ("mtp_per_depth_h", "mtp_per_depth_logits")}
@@ -132,22 +129,13 @@ class PipelineCausalLMLoss(nn.Module):
         return mtp_loss_scaling_factor(self.model) if value is None else float(value)
 
 
-_FORMS = ("logits", "hidden_states")
-
-
-@dataclass
-class _StageOutput:
-    logits: torch.Tensor
-    mtp_per_depth_h: list[torch.Tensor] | None = None
-    mtp_per_depth_logits: list[torch.Tensor] | None = None
-
-
 def _check_output(output: Any) -> None:
     """Raise unless the output of a stage, without its ``seq_idx``, has one of the documented forms."""
     if isinstance(output, tuple):
         known = bool(output) and isinstance(output[0], torch.Tensor)
     else:
-        known = isinstance(output, (torch.Tensor, Mapping)) or any(hasattr(output, name) for name in _FORMS)
+        known = isinstance(output, (torch.Tensor, Mapping)) or hasattr(output, "logits")
+        known = known or hasattr(output, "hidden_states")
     if not known:
         got = "a tuple without them" if isinstance(output, tuple) else type_name(output)
         raise TypeError(
@@ -184,10 +172,4 @@ class MTPLossConfig:
 
     def build(self, loss_fn: nn.Module, model: nn.Module, *, grad_reduce_group: Any = None) -> PipelineCausalLMLoss:
         """Build the pipeline loss for a base loss and a model."""
-        return PipelineCausalLMLoss(
-            loss_fn,
-            model,
-            scaling_factor=self.scaling_factor,
-            ignore_index=self.ignore_index,
-            grad_reduce_group=grad_reduce_group,
-        )
+        return PipelineCausalLMLoss(loss_fn, model, self.scaling_factor, self.ignore_index, grad_reduce_group)
