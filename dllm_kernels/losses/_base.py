@@ -15,17 +15,8 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels._utils._target_range import first_fraction, first_true
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.losses._common import (
-    REDUCTIONS,
-    Count,
-    DLLMLossOutput,
-    check_counts,
-    check_masks,
-    divide,
-    single_loss,
-    sum_of_rows,
-    weighted_rows,
-)
+from dllm_kernels.losses import _common
+from dllm_kernels.losses._common import Count, DLLMLossOutput
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 P_MASK_MIN = 1e-8
@@ -37,7 +28,7 @@ class TransformedLoss(nn.Module):
     The transform is that of :func:`dllm_kernels.ops.token_nll`.
     """
 
-    reductions: tuple[str, ...] = REDUCTIONS
+    reductions: tuple[str, ...] = _common.REDUCTIONS
 
     def __init__(
         self, softcap: float | None, scale: float | None, skip_id: int | None, reduction: str, backend: str
@@ -72,28 +63,19 @@ class Batch(NamedTuple):
     num_diffusion_tokens: Count
     num_ar_tokens: Count
 
-    @classmethod
-    def of(cls, *fields: Any) -> Batch:
-        """Build the batch from its fields in order; DTensors are gathered."""
-        return cls(*all_plain(*fields))
-
     def check_used_or_not(self, **tensors: torch.Tensor | None) -> None:
         """Validate unused arguments, so that a misplaced one raises."""
-        check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
+        _common.check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
         if self.loss_mask_ar is not None:
             _check_no_count(self.loss_mask_ar, self.target_ids.shape)
-            check_masks(self.target_ids, loss_mask_ar=self.loss_mask_ar)
+            _common.check_masks(self.target_ids, loss_mask_ar=self.loss_mask_ar)
         check_given(**tensors)
 
-    def check_noise(self) -> bool:
-        """Check the masks of a loss that reads all three: shape, device, order, constant, range.
-
-        Returns True if all probabilities, used or not, are known to be in range.
-        """
-        check_masks(self.target_ids, noise_mask=self.noise_mask, p_mask=self.p_mask, loss_mask=self.loss_mask)
+    def check_noise(self, **others: torch.Tensor) -> None:
+        """Check the masks of a loss that reads ``p_mask``: shape, device, order, constant."""
+        _common.check_masks(self.target_ids, **others, p_mask=self.p_mask, loss_mask=self.loss_mask)
         self.check_not_swapped()
         _checks.check_constant("p_mask", self.p_mask)
-        return self._check_probabilities()
 
     def check_not_swapped(self) -> None:
         """Raise if two masks appear swapped, judged by dtype and, on CPU, by value; also checks unused masks."""
@@ -116,10 +98,10 @@ class Batch(NamedTuple):
 
     def mdlm_weights(self, dtype: torch.dtype) -> torch.Tensor:
         """Compute (noise_mask & loss_mask) / max(p_mask, 1e-8), 0 outside the masks even if p_mask is NaN there."""
-        in_range = self.check_noise()
+        self.check_noise(noise_mask=self.noise_mask)
+        in_range = self._check_probabilities()
         on = self.noise_mask.bool() & self.loss_mask.bool()
-        p_mask = self.p_mask.detach() if self.p_mask.requires_grad else self.p_mask
-        weights = on / p_mask.to(dtype).clamp(min=P_MASK_MIN)
+        weights = on / self.p_mask.to(dtype).clamp(min=P_MASK_MIN)
         # Skip masked_fill_ if possible, because it branches per entry on CPU.
         return weights if in_range else weights.masked_fill_(~on, 0.0)
 
@@ -132,15 +114,19 @@ class Batch(NamedTuple):
         if not values_are_there(p_mask):
             return False
         if p_mask.numel():
-            least, most = torch.aminmax(p_mask.detach() if p_mask.requires_grad else p_mask)
+            least, most = torch.aminmax(p_mask)
             if least.item() >= 0 and most.item() <= 1:
                 return True
-        where = first_true(self.loss_mask.bool() & noise_mask.bool() & ~((p_mask >= 0) & (p_mask <= 1)))
-        if where is not None:
-            raise ValueError(
-                f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}"
-            )
+        self.check_range(self.loss_mask.bool() & noise_mask.bool())
         return False
+
+    def check_range(self, used: torch.Tensor) -> None:
+        """Raise if a probability is out of range in the first columns, where ``used`` is True. Reads values."""
+        p_mask = self.p_mask[:, : used.shape[1]]
+        where = first_true(used & ~((p_mask >= 0) & (p_mask <= 1)))
+        if where is not None:
+            got = p_mask[where].item()
+            raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {got} at position {where}")
 
 
 def check_given(**tensors: torch.Tensor | None) -> None:
@@ -231,8 +217,8 @@ class DiffusionLoss(TransformedLoss):
             ValueError: shapes, dtypes or devices do not match; on CPU, a ``p_mask`` outside [0, 1] where it is used;
                 masks that are detectably swapped; a constant or count that requires a gradient.
         """
-        masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
-        batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
+        counts = (num_diffusion_tokens, num_ar_tokens)
+        batch = Batch(*all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts))
         rows = ModelOutput(LOGITS, self._options(round_nll=self._rounds()), logits)
         return self._loss(rows, batch, causal_logits, noisy_input_ids)
 
@@ -281,8 +267,8 @@ class DiffusionLoss(TransformedLoss):
                 masks that are detectably swapped; a constant or count that requires a gradient; a ``num_active``
                 outside [0, number of rows].
         """
-        masks = (noise_mask, p_mask, loss_mask, loss_mask_ar)
-        batch = Batch.of(target_ids, *masks, num_diffusion_tokens, num_ar_tokens)
+        counts = (num_diffusion_tokens, num_ar_tokens)
+        batch = Batch(*all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts))
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
         options = self._options(round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active)
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
@@ -298,16 +284,16 @@ class DiffusionLoss(TransformedLoss):
         rows.check(batch.target_ids)
         batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
         weights, count = self._weights(batch, rows.acc)
-        return self._of_one_part(rows, batch.target_ids, weights, divide(weights, count))
+        return self._of_one_part(rows, batch.target_ids, weights, _common.divide(weights, count))
 
     def _of_one_part(
         self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
     ) -> DLLMLossOutput:
         """Compute the output of a loss with one part from the row weights and the weights over the denominator."""
         if not self._gives_rows():
-            return single_loss(rows.weighted(targets, divided).loss, weights)
+            return _common.single_loss(rows.weighted(targets, divided).loss, weights)
         nll = rows.per_row(targets, weights).nll
-        return single_loss(sum_of_rows(nll, divided), weights, weighted_rows(nll, weights))
+        return _common.single_loss(_common.sum_of_rows(nll, divided), weights, _common.weighted_rows(nll, weights))
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[torch.Tensor, Count]:
         """Return the per-row weights ``[B, L]``, 0 for rows that must not be read, and the denominator."""

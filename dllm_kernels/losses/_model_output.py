@@ -49,11 +49,14 @@ class ModelOutput(NamedTuple):
         """Replace the rows by other rows of the same kind, which the caller names ``name``."""
         return replaced(self, x=x, names=replaced(self.names, rows=name))
 
+    def beside(self, other: ModelOutput) -> ModelOutput:
+        """Stack the rows and others in a new dimension: cat along the split sequence of DTensors would gather them."""
+        return replaced(self, x=torch.stack([self.x, other.x]))
+
     def with_skipped(self, skip_id: int) -> ModelOutput:
         """Exclude a column from prediction."""
-        return replaced(
-            self, options=replaced(self.options, transform=replaced(self.options.transform, skip_id=skip_id))
-        )
+        transform = replaced(self.options.transform, skip_id=skip_id)
+        return replaced(self, options=replaced(self.options, transform=transform))
 
     @property
     def fused(self) -> bool:
@@ -101,19 +104,16 @@ class ModelOutput(NamedTuple):
 
     def per_row(self, targets: torch.Tensor, active: torch.Tensor, **asked: Any) -> TokenNLL:
         """Compute the differentiable NLL of the active rows, for weights that are not known before the forward pass."""
-        rows: TokenNLL = self._run(
-            TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL, targets, asked, active=active
-        )
+        op = TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL
+        rows: TokenNLL = self._run(op, targets, asked, active=active)
         if not self.options.round_nll:
             return rows
         dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
         return replaced(rows, nll=_rounded(rows.nll, dtype))
 
-    def stats(
-        self, ids: torch.Tensor, active: torch.Tensor, *, mix: tuple[torch.Tensor, torch.Tensor], **asked: Any
-    ) -> RowStats:
+    def stats(self, ids: torch.Tensor, active: torch.Tensor, *, mix: tuple[torch.Tensor, torch.Tensor]) -> RowStats:
         """Compute differentiable statistics of the active rows, for losses that are not a sum of NLLs."""
-        out: RowStats = self._run(ROW_STATS, ids, asked, active=active, mix_a=mix[0], mix_b=mix[1])
+        out: RowStats = self._run(ROW_STATS, ids, {}, active=active, mix_a=mix[0], mix_b=mix[1])
         return out
 
     def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **asked: Any) -> Divergence:

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dllm_kernels._utils._checks import Extra, check_constant, check_number
+from dllm_kernels._utils._checks import Extra, check_constant, check_finite, check_number
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
+from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import (
-    Count,
-    DLLMLossOutput,
-    divide,
-    part_of,
-    shift_left,
-    single_loss,
-    sum_of_rows,
-    weighted_rows,
-)
+from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, part_of, single_loss, sum_of_rows, weighted_rows
 from dllm_kernels.losses._model_output import ModelOutput
 
 
@@ -140,15 +131,13 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
     def _check_alpha(self) -> None:
         """Validate ``alpha``, on every call because the attribute may have been reassigned."""
         alpha: Any = self.alpha
-        if isinstance(alpha, Tensor):
-            if alpha.numel() != 1 or alpha.is_complex():
-                raise ValueError(
-                    f"alpha must be a number or a 0-d tensor, got a tensor of shape {tuple(alpha.shape)}, {alpha.dtype}"
-                )
-            return
-        check_number("alpha", alpha, "a number or a 0-d tensor")
-        if not math.isfinite(alpha):
-            raise ValueError(f"alpha must be finite, got {alpha}")
+        if not isinstance(alpha, Tensor):
+            check_number("alpha", alpha, "a number or a 0-d tensor")
+            check_finite("alpha", alpha)
+        elif alpha.numel() != 1 or alpha.is_complex():
+            raise ValueError(
+                f"alpha must be a number or a 0-d tensor, got a tensor of shape {tuple(alpha.shape)}, {alpha.dtype}"
+            )
 
     def _weights(self, batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Count]:
         alpha: Any = self.alpha
@@ -163,45 +152,40 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         if not num_trailing:
             return self._of_one_part(rows, targets, weights, divided)
         L = targets.shape[1]
-        if batch.loss_mask_ar is None:  # the trailing rows are ignored
-            shifted, ar = (
-                targets.new_full((len(targets), num_trailing), -100),
-                weights.new_zeros(len(targets), num_trailing),
-            )
+        if batch.loss_mask_ar is None:
+            targets = F.pad(targets, (0, num_trailing), value=-100)
+            every, shares = (F.pad(t, (0, num_trailing)) for t in (weights, divided))
         else:
-            shifted, ar = _shifted(batch, rows.acc)
-        targets, every = torch.cat([targets, shifted], 1), torch.cat([weights, ar], 1)
-        divided = torch.cat([divided, divide(ar, batch.num_ar_tokens)], 1)
+            shifted, ar, divided_ar = _shifted(batch, rows.acc)
+            pairs = (targets, shifted), (weights, ar), (divided, divided_ar)
+            targets, every, shares = (torch.cat(pair, 1) for pair in pairs)
         if not self._gives_rows():
-            out = rows.weighted(targets, divided)
-            return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], divided[:, :L]), weight_sum=every.sum())
+            out = rows.weighted(targets, shares)
+            return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], divided), weight_sum=every.sum())
         nll = rows.per_row(targets, every).nll
         if batch.loss_mask_ar is None:
-            return single_loss(sum_of_rows(nll[:, :L], divided[:, :L]), weights, weighted_rows(nll[:, :L], weights))
-        return _of_rows(nll, every, divided, L)
+            return single_loss(sum_of_rows(nll[:, :L], divided), weights, weighted_rows(nll[:, :L], weights))
+        return _of_rows(nll, every, shares, L)
 
     def _two_branches(self, rows: ModelOutput, other: ModelOutput, batch: Batch) -> DLLMLossOutput:
         """Compute both branches: two calls on logits, or one pass over the LM head."""
-        targets, (weights, count) = batch.target_ids, self._weights(batch, rows.acc)
-        shifted, ar = _shifted(batch, rows.acc)
-        weight_sum = weights.sum() + ar.sum()
-        divided, divided_ar = divide(weights, count), divide(ar, batch.num_ar_tokens)
-        gives_rows = self._gives_rows()
-        if not rows.fused and not gives_rows:
-            diffusion = rows.weighted(targets, divided).loss
-            total = diffusion + other.weighted(shifted, divided_ar).loss
-            return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
-        if not rows.fused:
-            nll = torch.cat([rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll], 1)
-            return _of_rows(nll, torch.cat([weights, ar], 1), torch.cat([divided, divided_ar], 1), targets.shape[1])
-        # A new dimension, because cat along the split sequence dimension of DTensors would gather them.
-        both = rows.of(torch.stack([rows.x, other.x]), rows.names.rows)
-        targets = torch.stack([targets.long(), shifted])
-        if gives_rows:
-            nll = torch.cat(both.per_row(targets, torch.stack([weights, ar])).nll.unbind(), 1)
-            return _of_rows(nll, torch.cat([weights, ar], 1), torch.cat([divided, divided_ar], 1), ar.shape[1])
-        out = both.weighted(targets, torch.stack([divided, divided_ar]))
-        return DLLMLossOutput(out.loss, part_of(out.nll[0], divided), weight_sum=weight_sum)
+        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.acc)
+        divided = divide(weights, count)
+        shifted, ar, divided_ar = _shifted(batch, rows.acc)
+        if not self._gives_rows():
+            weight_sum = weights.sum() + ar.sum()
+            if not rows.fused:
+                diffusion = rows.weighted(targets, divided).loss
+                total = diffusion + other.weighted(shifted, divided_ar).loss
+                return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
+            out = rows.beside(other).weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
+            return DLLMLossOutput(out.loss, part_of(out.nll[0], divided), weight_sum=weight_sum)
+        if rows.fused:
+            both = rows.beside(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
+        else:
+            both = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
+        nll, every, shares = (torch.cat(pair, 1) for pair in (both, (weights, ar), (divided, divided_ar)))
+        return _of_rows(nll, every, shares, targets.shape[1])
 
 
 def _of_rows(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DLLMLossOutput:
@@ -216,8 +200,8 @@ def _is_longer(x: Tensor, target_ids: Tensor) -> bool:
     return tensors and x.dim() == 3 and target_ids.dim() == 2 and x.shape[1] > target_ids.shape[1]
 
 
-def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return next-token targets and the detached, possibly fractional AR weights of the predicted tokens."""
+def _shifted(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return next-token targets and the detached, possibly fractional AR weights, before and over the denominator."""
     assert batch.loss_mask_ar is not None
     ar = F.pad(batch.loss_mask_ar[:, 1:].detach().to(dtype), (0, 1))[:, : batch.target_ids.shape[1]]
-    return shift_left(batch.target_ids), ar
+    return _common.shift_left(batch.target_ids), ar, divide(ar, batch.num_ar_tokens)

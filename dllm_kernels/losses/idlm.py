@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -61,9 +58,8 @@ class IDLMLoss(TransformedLoss):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__(softcap, scale, skip_id, reduction, backend)
-        self.clean_loss_weight = clean_loss_weight
         self.auto_balance = _checks.checked_bool("auto_balance", auto_balance)
-        self._check_settings()
+        _checks.check_finite("clean_loss_weight", clean_loss_weight)
         self.clean_loss_weight = float(clean_loss_weight)  # a Fraction cannot multiply a tensor
 
     def forward(
@@ -141,14 +137,17 @@ class IDLMLoss(TransformedLoss):
         self, rows: ModelOutput, target_ids: Tensor, answer_mask: Tensor, valid_mask: Tensor, seq_len: int,
         num_diffusion_tokens: Count,
     ) -> DLLMLossOutput:  # fmt: skip
-        self._check_settings()
+        _checks.checked_bool("auto_balance", self.auto_balance)  # the attributes may have been reassigned
+        _checks.check_finite("clean_loss_weight", self.clean_loss_weight)
         two_dimensional = isinstance(target_ids, torch.Tensor) and target_ids.dim() == 2
         rows.check(target_ids, width=2 * target_ids.shape[1] if two_dimensional else None, shift=1)
         target_ids, answer_mask, valid_mask = all_plain(target_ids, answer_mask, valid_mask)
-        _check_seq_len(seq_len, target_ids)
+        targets, L = shift_left(target_ids), target_ids.shape[1]
+        _checks.check_int("seq_len", seq_len)
+        if seq_len != L:
+            raise ValueError(f"seq_len must be the length of target_ids, {L}, got {seq_len}")
         check_masks(target_ids, answer_mask=answer_mask, valid_mask=valid_mask)
         check_counts(num_diffusion_tokens=num_diffusion_tokens)
-        targets, L = shift_left(target_ids), target_ids.shape[1]
         # A row is scored if its next token is a valid token of the answer.
         scored = F.pad(answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool(), (0, 1), value=False)[:, :L]
         count = scored.sum()
@@ -172,17 +171,3 @@ class IDLMLoss(TransformedLoss):
             return out
         row_weights = torch.cat([scored, alpha * scored], 1)
         return replaced(out, row_losses=nll * row_weights, row_weights=row_weights)
-
-    def _check_settings(self) -> None:
-        """Validate the settings, on every call because attributes may have been reassigned."""
-        _checks.checked_bool("auto_balance", self.auto_balance)
-        weight: Any = self.clean_loss_weight
-        _checks.check_number("clean_loss_weight", weight)
-        if not math.isfinite(weight):
-            raise ValueError(f"clean_loss_weight must be finite, got {weight}")
-
-
-def _check_seq_len(seq_len: Any, target_ids: torch.Tensor) -> None:
-    _checks.check_int("seq_len", seq_len)
-    if seq_len != target_ids.shape[1]:
-        raise ValueError(f"seq_len must be the length of target_ids, {target_ids.shape[1]}, got {seq_len}")

@@ -14,7 +14,7 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain, values_are_there
 from dllm_kernels._utils._target_range import first_true
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import DLLMLossOutput, check_masks, divide, single_loss
+from dllm_kernels.losses._common import DLLMLossOutput, divide, single_loss
 from dllm_kernels.losses._model_output import ModelOutput
 
 TINY = torch.finfo(torch.float32).tiny
@@ -81,13 +81,11 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
 
 def check_schedule(max_ratio: Any, gamma_shape: Any, t_peak: Any) -> None:
     """Raise unless the settings of a schedule are numbers in their ranges."""
-    settings = {"max_ratio": max_ratio, "gamma_shape": gamma_shape, "t_peak": t_peak}
-    for name, value in settings.items():
-        _checks.check_number(name, value)
+    _checks.check_number("max_ratio", max_ratio)
+    _checks.check_finite("gamma_shape", gamma_shape)
+    _checks.check_number("t_peak", t_peak)
     if not 0 <= max_ratio < 1:
         raise ValueError(f"max_ratio must lie in [0, 1), got {max_ratio}")
-    if not math.isfinite(gamma_shape):
-        raise ValueError(f"gamma_shape must be finite, got {gamma_shape}")
     if not 0 < t_peak < 1:
         raise ValueError(f"t_peak must lie in (0, 1), got {t_peak}")
 
@@ -184,7 +182,7 @@ class SCDDLoss(DiffusionLoss):
             weights = torch.where(masked, t.to(rows.acc).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
             out = self._of_one_part(rows, self._predictable(x), weights, divide(weights, count))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
-        step = _Step.between(self, t, rows.vocabulary - 1).to(rows.acc)
+        step = _Step.between(self, t, rows.vocabulary - 1, rows.acc)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.acc)
         return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._gives_rows() else None)
 
@@ -219,8 +217,7 @@ class SCDDLoss(DiffusionLoss):
         _checks.check_int("mask_token_id", self.mask_token_id, 0)
         _checks.check_int("num_timesteps", self.num_timesteps, 2)
         check_schedule(self.max_ratio, self.gamma_shape, self.t_peak)
-        if self.chunk_size is not None:
-            _checks.check_positive_int("chunk_size", self.chunk_size)
+        _checks.checked_chunk_size(self.chunk_size)
 
 
 def _change(step: _Step, K: int, p: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
@@ -249,14 +246,14 @@ class _Step(NamedTuple):
     r: torch.Tensor
 
     @classmethod
-    def between(cls, loss: SCDDLoss, t: torch.Tensor, K: int) -> _Step:
+    def between(cls, loss: SCDDLoss, t: torch.Tensor, K: int, dtype: torch.dtype) -> _Step:
         """Compute the coefficients, one per sequence, in float64, because they are differences of close values."""
         t = t.detach().double().clamp(0, 1)
         s = t - 1 / loss.num_timesteps  # the schedule clamps to 0
         settings = {"max_ratio": loss.max_ratio, "gamma_shape": loss.gamma_shape, "t_peak": loss.t_peak}
         at_s, at_t = (scdd_schedule(time, **settings) for time in (s, t))
         rho_s, fell = at_s.rho.clamp(min=TINY), at_s.rho - at_t.rho
-        return cls(
+        step = cls(
             base_s=(1 - at_s.rho) / K,
             base_t=(1 - at_t.rho) / K,
             rho_s=at_s.rho,
@@ -266,10 +263,7 @@ class _Step(NamedTuple):
             u=fell / rho_s / K,
             r=at_t.rho / rho_s,
         )
-
-    def to(self, dtype: torch.dtype) -> _Step:
-        """Cast to the dtype of sums over the rows."""
-        return _Step(*(number.to(dtype) for number in self))
+        return cls(*(number.to(dtype) for number in step))
 
 
 def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tensor:
@@ -285,16 +279,11 @@ def _checked_noisy(noisy_input_ids: Any, target_ids: torch.Tensor) -> torch.Tens
 
 def _check_times(batch: Batch) -> None:
     """Check the masks, and on CPU that each supervised sequence has one time in [0, 1]; on GPU that would sync."""
-    p_mask, loss_mask = batch.p_mask, batch.loss_mask
-    check_masks(batch.target_ids, p_mask=p_mask, loss_mask=loss_mask)
-    batch.check_not_swapped()
-    _checks.check_constant("p_mask", p_mask)
+    batch.check_noise()
+    p_mask, supervised = batch.p_mask, batch.loss_mask.bool()
     if not values_are_there(p_mask):
         return
-    supervised = loss_mask.bool()
-    where = first_true(supervised.any(1, keepdim=True) & ~((p_mask >= 0) & (p_mask <= 1))[:, :1])
-    if where is not None:
-        raise ValueError(f"p_mask must lie in [0, 1] where it is used, got {p_mask[where].item()} at position {where}")
+    batch.check_range(supervised.any(1, keepdim=True))
     where = first_true(supervised & (p_mask != p_mask[:, :1]))
     if where is not None:
         time = p_mask[where[0], 0].item()
