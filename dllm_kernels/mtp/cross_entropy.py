@@ -14,6 +14,7 @@ from torch import nn
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._head import HOOKS
 from dllm_kernels._utils._plain import all_plain, plain_count
 from dllm_kernels.losses._base import TransformedLoss
 from dllm_kernels.losses._common import Count
@@ -364,10 +365,8 @@ def is_linear(loss_fn: nn.Module) -> bool:
 
 def is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
     """Return True if the loss is a :class:`FusedLinearCrossEntropy` without overridden forward and without hooks."""
-    if not isinstance(loss_fn, FusedLinearCrossEntropy) or type(loss_fn).forward is not FusedLinearCrossEntropy.forward:
-        return False
-    hooks = (loss_fn._forward_hooks, loss_fn._forward_pre_hooks, loss_fn._backward_hooks, loss_fn._backward_pre_hooks)
-    return "forward" not in vars(loss_fn) and not any(hooks)
+    own = isinstance(loss_fn, FusedLinearCrossEntropy) and type(loss_fn).forward is FusedLinearCrossEntropy.forward
+    return own and "forward" not in vars(loss_fn) and not any(getattr(loss_fn, hooks) for hooks in HOOKS)
 
 
 def ignore_index_of(loss_fn: nn.Module) -> int:

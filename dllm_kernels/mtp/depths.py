@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
@@ -29,14 +29,12 @@ class MTPLossOutput:
             label that is not ignored has the weight 1, or its ``loss_weights``.
     """
 
-    loss: torch.Tensor
-    per_depth_losses: list[torch.Tensor]
-    weight_sum: torch.Tensor | None = None
+    loss: Tensor
+    per_depth_losses: list[Tensor]
+    weight_sum: Tensor | None = None
 
 
-def mtp_labels(
-    labels: torch.Tensor, depth: int, ignore_index: int = PADDING, seq_idx: torch.Tensor | None = None
-) -> torch.Tensor:
+def mtp_labels(labels: Tensor, depth: int, ignore_index: int = PADDING, seq_idx: Tensor | None = None) -> Tensor:
     """Shift labels left by depth + 1; ignore the end and labels from another packed sub-sequence.
 
     Source: DeepSeek-V3, arXiv:2412.19437, section 2.2: depth k predicts the token k positions further ahead.
@@ -64,9 +62,7 @@ def mtp_labels(
     return torch.where(source == seq_idx, shifted, ignore_index)
 
 
-def _sub_sequences(
-    labels: torch.Tensor, cu_seqlens: torch.Tensor | None, seq_idx: torch.Tensor | None
-) -> torch.Tensor | None:
+def _sub_sequences(labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None) -> Tensor | None:
     """Return the index of the packed sub-sequence of every label; ``seq_idx`` takes precedence over ``cu_seqlens``."""
     cu_seqlens, seq_idx = all_plain(cu_seqlens, seq_idx)
     if seq_idx is not None:
@@ -84,10 +80,9 @@ def _sub_sequences(
         return seq_idx
     if cu_seqlens is None:
         return None
-    _checks.check_tensor("cu_seqlens", cu_seqlens)
+    _checks.check_ids("cu_seqlens", cu_seqlens)
     boundaries = cu_seqlens.squeeze(0) if cu_seqlens.dim() == 2 and cu_seqlens.shape[0] == 1 else cu_seqlens
     _checks.check_ndim("cu_seqlens", boundaries, 1, "[num_seqs + 1]")
-    _checks.check_ids("cu_seqlens", boundaries)
     _checks.check_same_device("labels", labels, cu_seqlens=boundaries)
     boundaries = boundaries.long()  # positions may exceed the range of a narrow dtype
     S = labels.shape[-1]
@@ -101,30 +96,28 @@ def _sub_sequences(
 
 
 @overload
-def calculate_mtp_loss(
-    loss_fn: nn.Module, *, return_per_depth: Literal[False] = ..., **options: Any
-) -> torch.Tensor: ...
+def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[False] = ..., **options: Any) -> Tensor: ...
 @overload
 def calculate_mtp_loss(loss_fn: nn.Module, *, return_per_depth: Literal[True], **options: Any) -> MTPLossOutput: ...
 def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish the return types
     loss_fn: nn.Module,
     *,
-    mtp_per_depth_h: list[torch.Tensor] | None = None,
-    mtp_per_depth_logits: list[torch.Tensor] | None = None,
-    mtp_per_depth_targets: Sequence[torch.Tensor] | None = None,
-    labels: torch.Tensor,
+    mtp_per_depth_h: list[Tensor] | None = None,
+    mtp_per_depth_logits: list[Tensor] | None = None,
+    mtp_per_depth_targets: Sequence[Tensor] | None = None,
+    labels: Tensor,
     model: nn.Module,
     scaling_factor: float = 0.1,
     num_label_tokens: Count = None,
     ignore_index: int | None = PADDING,
-    cu_seqlens: torch.Tensor | None = None,
-    seq_idx: torch.Tensor | None = None,
-    lm_weight: torch.Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    lm_weight: Tensor | None = None,
     logits_dtype: torch.dtype | None = None,
     grad_reduce_group: Any = None,
-    loss_weights: torch.Tensor | None = None,
+    loss_weights: Tensor | None = None,
     return_per_depth: bool = False,
-) -> torch.Tensor | MTPLossOutput:
+) -> Tensor | MTPLossOutput:
     r"""Compute the multi-token-prediction auxiliary loss.
 
     .. math:: L = \frac{\text{scaling\_factor}}{D} \sum_{k=0}^{D-1} \text{loss\_fn}(\text{depth } k,\;
@@ -226,8 +219,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
 
 
 def _depth_outputs(
-    loss_fn: nn.Module, hidden: list[torch.Tensor] | None, logits: list[torch.Tensor] | None, labels: torch.Tensor
-) -> tuple[list[torch.Tensor], bool]:
+    loss_fn: nn.Module, hidden: list[Tensor] | None, logits: list[Tensor] | None, labels: Tensor
+) -> tuple[list[Tensor], bool]:
     if (hidden is None) == (logits is None):
         got = "neither" if hidden is None else "both"
         raise ValueError(f"exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got {got}")
@@ -240,9 +233,8 @@ def _depth_outputs(
         raise ValueError("mtp_per_depth_h or mtp_per_depth_logits must hold at least one depth, got an empty list")
     for k, output in enumerate(outputs):
         _checks.check_float(f"mtp_per_depth_{'h' if logits is None else 'logits'}[{k}]", output)
-    if labels.dim() == 1:
-        outputs = [o.squeeze(0) if o.dim() == 3 and o.shape[0] == 1 else o for o in outputs]
-    for k, output in enumerate(outputs):
+        if labels.dim() == 1 and output.dim() == 3 and output.shape[0] == 1:
+            outputs[k] = output = output.squeeze(0)
         if output.shape[:-1] != labels.shape:
             raise ValueError(
                 f"the output of MTP depth {k} must have shape {(*labels.shape, output.shape[-1])} to go with labels, "
@@ -252,12 +244,12 @@ def _depth_outputs(
 
 
 def _given_targets(
-    targets: Sequence[torch.Tensor],
+    targets: Sequence[Tensor],
     depths: int,
-    labels: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-) -> list[torch.Tensor]:
+    labels: Tensor,
+    cu_seqlens: Tensor | None,
+    seq_idx: Tensor | None,
+) -> list[Tensor]:
     if cu_seqlens is not None or seq_idx is not None:
         raise ValueError("mtp_per_depth_targets must not be combined with cu_seqlens or seq_idx")
     if len(targets) != depths:
@@ -270,12 +262,12 @@ def _given_targets(
 
 def _depth_loss(
     loss_fn: nn.Module,
-    output: torch.Tensor,
-    labels: torch.Tensor,
+    output: Tensor,
+    labels: Tensor,
     are_logits: bool,
     origin: tuple[str, int],
     **common: Any,
-) -> torch.Tensor:
+) -> Tensor:
     if base.is_linear(loss_fn):
         rows, V = {"hidden_states": output}, common["lm_weight"].shape[0]
     else:

@@ -80,5 +80,4 @@ def gathered_once(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return weight
     from dllm_kernels.distributed.fsdp import gather_head
 
-    gathered: torch.Tensor = gather_head(weight, hidden)
-    return gathered
+    return gather_head(weight, hidden)

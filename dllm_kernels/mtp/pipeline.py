@@ -92,9 +92,9 @@ class PipelineCausalLMLoss(nn.Module):
                     f"output must not be a tuple for {type_name(self.loss_fn)}, which works from hidden states: a "
                     "pipeline stage with MTP returns logits first"
                 )
-            logits_first = getattr(self.model, "mtp_outputs_are_logits", False)
-            depths = "mtp_per_depth_logits" if logits_first else "mtp_per_depth_h"
-            output = {"logits": output[0], depths: output[1:]}
+            are_logits = getattr(self.model, "mtp_outputs_are_logits", False)
+            others = "mtp_per_depth_logits" if are_logits else "mtp_per_depth_h"
+            output = {"logits": output[0], others: output[1:]}
         hidden = output if isinstance(output, torch.Tensor) else _final_hidden(output)
         logits = _field(output, "logits") if hasattr(output, "logits") or isinstance(output, Mapping) else output
         common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
