@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -67,44 +67,29 @@ class Moment(NamedTuple):
             )
 
 
-@dataclass(init=False, repr=False, eq=False)  # DDP looks for tensors in the fields of what a model returns
+@dataclass(repr=False, eq=False)  # DDP looks for tensors in the fields of what a model returns
 class DeferredLogits:
     """Placeholder for ``head(hidden)``.
 
     Attributes:
-        used: tensors that the logits will depend on once they are in the autograd graph: hidden states, and views of
-            weight and bias.
         hidden: input of the head, ``[..., D]``.
         head: the LM head.
         moment: autograd and autocast state at the head call.
         dtype: dtype of the logits.
         steps: operations recorded since the head call, in order.
         cap: the soft cap among ``steps``, or None.
+        used: tensors that the logits will depend on once they are in the autograd graph: hidden states, and views of
+            weight and bias.
     """
 
-    used: list[torch.Tensor]
-
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        head: _Head,
-        moment: Moment,
-        dtype: torch.dtype,
-        steps: tuple[Step, ...] = (),
-        cap: Cap | None = None,
-    ) -> None:
-        self.hidden = hidden
-        self.head = head
-        self.moment = moment
-        self.dtype = dtype
-        self.steps = steps
-        self.cap = cap
-        self._made: torch.Tensor | None = None
-
-    @property  # type: ignore[no-redef]
-    def used(self) -> list[torch.Tensor]:
-        parameters = self.head.module.weight, self.head.module.bias
-        return [self.hidden, *(p.view_as(p) for p in parameters if p is not None)]  # views, because DDP skips leaves
+    hidden: torch.Tensor
+    head: _Head
+    moment: Moment
+    dtype: torch.dtype
+    steps: tuple[Step, ...] = ()
+    cap: Cap | None = None
+    _made: torch.Tensor | None = None
+    used: list[torch.Tensor] = field(init=False)  # a property, below
 
     @property
     def usable(self) -> bool:
@@ -143,42 +128,39 @@ class DeferredLogits:
         """Device of the logits."""
         return self.hidden.device
 
-    def float(self) -> DeferredLogits | torch.Tensor:
+    def float(self) -> Any:
         """Cast to float32, still deferred."""
         return self.to(torch.float32)
 
-    def to(self, *args: Any, **kwargs: Any) -> DeferredLogits | torch.Tensor:
+    def to(self, *args: Any, **kwargs: Any) -> Any:
         """Cast to another floating dtype, still deferred.
 
         The cast does not change a loss from hidden states, which computes in float32 and does not round to a narrower
         dtype.
         """
         dtype = kwargs.get("dtype", args[0] if len(args) == 1 else None)
-        if self._made is not None or dtype not in FLOAT_DTYPES or len(args) + len(kwargs) != 1:
-            return self.made().to(*args, **kwargs)
-        if dtype == self.dtype:
+        alone = dtype in FLOAT_DTYPES and len(args) + len(kwargs) == 1
+        if alone and dtype == self.dtype and self._made is None:
             return self
-        return self._after(lambda z: z.to(dtype), self.cap, dtype)
+        return self._after(alone, lambda z: z.to(*args, **kwargs), self.cap, dtype)
 
-    def tanh(self) -> DeferredLogits | torch.Tensor:
+    def tanh(self) -> Any:
         """Record the second step of a soft cap, or else return the tanh of the logits."""
-        if self._made is not None or self.cap is None or self.cap.done != 1:
-            return self.made().tanh()
-        return self._after(torch.tanh, Cap(self.cap.c, 2))
+        divided = self.cap is not None and self.cap.done == 1
+        return self._after(divided, torch.tanh, self.cap and self.cap._replace(done=2))
 
     def __truediv__(self, c: Any) -> Any:
-        if self._made is not None or self.cap is not None or not (isinstance(c, (int, float)) and c > 0):
-            return self.made() / c
-        return self._after(lambda z: z / c, Cap(c, 1))
+        return self._after(self.cap is None and isinstance(c, (int, float)) and c > 0, lambda z: z / c, Cap(c, 1))
 
     def __mul__(self, c: Any) -> Any:
-        if self._made is not None or not isinstance(c, (int, float)) or self.cap != Cap(c, 2):
-            return self.made() * c
-        return self._after(lambda z: z * c, Cap(c, 3))
+        return self._after(isinstance(c, (int, float)) and self.cap == Cap(c, 2), lambda z: z * c, Cap(c, 3))
 
     __rmul__ = __mul__
 
-    def _after(self, step: Step, cap: Cap | None, dtype: torch.dtype | None = None) -> DeferredLogits:
+    def _after(self, recorded: bool, step: Step, cap: Cap | None, dtype: torch.dtype | None = None) -> Any:
+        """Record the step if it may be and the logits are not materialized, or else apply it to the logits."""
+        if not recorded or self._made is not None:
+            return step(self.made())
         return DeferredLogits(self.hidden, self.head, self.moment, dtype or self.dtype, (*self.steps, step), cap)
 
     def __getattr__(self, name: str) -> Any:
@@ -206,6 +188,12 @@ def _of_the_logits(name: str) -> Callable[..., Any]:
     return method
 
 
+def _used(x: DeferredLogits) -> list[torch.Tensor]:
+    parameters = x.head.module.weight, x.head.module.bias
+    return [x.hidden, *(p.view_as(p) for p in parameters if p is not None)]  # views, because DDP skips leaves
+
+
+DeferredLogits.used = property(_used)  # type: ignore[assignment]
 _BINARY = ("add", "sub", "matmul", "pow", "mod", "floordiv")
 # In-place operations apply to the materialized logits, because every reference to them must see the change.
 _IN_PLACE = ("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
@@ -216,25 +204,20 @@ for _name in (*_BINARY, "truediv"):
     setattr(
         DeferredLogits, f"__r{_name}__", lambda self, other, name=_name: getattr(operator, name)(other, self.made())
     )
-for _type in (bool, int, float):
-    setattr(DeferredLogits, f"__{_type.__name__}__", lambda self, of=_type: of(self.made()))
-DeferredLogits.__len__ = lambda self: len(self.made())  # type: ignore[attr-defined]
-DeferredLogits.__iter__ = lambda self: iter(self.made())  # type: ignore[attr-defined]
-
-
-def _flatten(x: DeferredLogits) -> tuple[list[Any], Any]:
-    return [x.hidden, x._made], (x.head, x.moment, x.dtype, x.steps, x.cap)
+for _function in (bool, int, float, len, iter):
+    setattr(DeferredLogits, f"__{_function.__name__}__", lambda self, of=_function: of(self.made()))
 
 
 def _unflatten(children: Any, context: Any) -> DeferredLogits:
-    hidden, made = children
-    x = DeferredLogits(hidden, *context)
-    x._made = made
+    x = DeferredLogits(children[0], *context)
+    x._made = children[1]
     return x
 
 
 # FSDP2 searches the output of a module for the tensors whose gradients it must wait for.
-_pytree.register_pytree_node(DeferredLogits, _flatten, _unflatten)
+_pytree.register_pytree_node(
+    DeferredLogits, lambda x: ([x.hidden, x._made], (x.head, x.moment, x.dtype, x.steps, x.cap)), _unflatten
+)
 
 
 class _Head:

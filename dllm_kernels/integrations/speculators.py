@@ -254,11 +254,13 @@ def speculators_metrics(
     compared = functools.partial(ops.linear_divergence, hidden, weight, teacher_hidden, **asked)
     first = 0 if _checks.checked_bool("sample_from_anchor", sample_from_anchor) else 1
     _check_blocks(hidden, loss_mask, block_size, gamma)
+    if dpace and (where := first_fraction(loss_mask, loss_mask)) is not None:
+        raise ValueError(f"loss_mask must hold 0 or 1, got {loss_mask[where].item()} at position {where}")
     weighting = DraftDistillationLoss(
         loss_gamma=gamma, position_weights="dpace" if dpace else "decay", dpace_alpha=dpace_alpha, anchor_row=True,
         decay_from=first,
     )  # fmt: skip
-    call = _Metrics(compared, terms, loss_mask, block_size, weighting)
+    call = _Metrics(compared, terms, loss_mask.detach().float(), block_size, weighting)
     loss, found, term_losses = call.dpace() if dpace else call.decay()
     metrics: Metrics = {}
     if confidence_logits is not None:
@@ -312,19 +314,14 @@ class _Metrics:
     """One call of :func:`speculators_metrics`.
 
     ``compared(weights, kind=..., reduction=...)`` returns the divergence of the rows. ``weighting`` computes their
-    weights.
+    weights. ``mask`` is ``loss_mask`` in the dtype of sums.
     """
 
     compared: Callable[..., ops.Divergence]
     terms: dict[str, float]
-    loss_mask: torch.Tensor
+    mask: torch.Tensor
     block_size: int
     weighting: DraftDistillationLoss
-
-    @property
-    def mask(self) -> torch.Tensor:
-        """``loss_mask`` in the dtype of sums."""
-        return self.loss_mask.detach().float()
 
     def decay(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the loss weighted by the decay, the divergence, and the loss of each term if there are several."""
@@ -335,9 +332,6 @@ class _Metrics:
 
     def dpace(self) -> tuple[torch.Tensor, ops.Divergence, dict[str, torch.Tensor]]:
         """Return the results of :meth:`decay` for one term weighted by D-PACE. Its value determines the confidence."""
-        where = first_fraction(self.loss_mask, self.loss_mask)
-        if where is not None:
-            raise ValueError(f"loss_mask must hold 0 or 1, got {self.loss_mask[where].item()} at position {where}")
         ((name, weight),) = self.terms.items()
         found = self.compared(self.mask != 0, kind=KINDS[name], reduction="none")
         weights = self.weighting._row_weights(self.mask, self.block_size, torch.exp(-found.value))
