@@ -107,7 +107,7 @@ class Host:
         return pairs, problems
 
     def differences(self, name: str, original: Any, ours: Any) -> list[str]:
-        """List why the replacement might reject or misread a call, of it or of a public method, that fits the original."""
+        """List why the replacement, or one of its public methods, might reject or misread a call of the original."""
         calls = {name: (original, ours)}
         if inspect.isclass(original):
             for method, value in vars(original).items():

@@ -128,15 +128,10 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
 
     pairs, problems = _host.pairs(HOMES, excluded, ours_for)
     steps, missing = _steps() if fuse_head else ([], [])
-    report = _host.patch(
-        version,
-        pairs,
-        problems + missing,
-        asked,
-        kept=(*KEPT.items(), *((name, "excluded") for name in excluded)),
-        original=_originals([original for original, _ in pairs]),
-        fused=tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps),
-    )
+    kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
+    fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
+    original = _originals([original for original, _ in pairs])
+    report = _host.patch(version, pairs, problems + missing, asked, kept=kept, fused=fused, original=original)
     for step in steps:
         _host.replace_method(*step)
     for loss in FUSED_LOSSES if fuse_head else ():
@@ -338,9 +333,8 @@ def _pipeline_causal_lm_loss(original: Any) -> Any:
             loss: torch.Tensor = original.forward(self, output, labels)  # reads attributes that this class has too
             return loss
 
-        def _main_loss_fn(self) -> torch.nn.Module:
-            loss_fn: torch.nn.Module = _capped_like(self.model, self.loss_fn)
-            return loss_fn
+        def _main_loss_fn(self) -> Any:
+            return _capped_like(self.model, self.loss_fn)
 
         def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
             return _in_dtype_of(hidden, _head_of_host(self.loss_fn, self.model, self.grad_reduce_group))

@@ -246,12 +246,11 @@ def speculators_metrics(
     if dpace and len(terms) > 1:
         raise ValueError(f"loss_config must have one loss with D-PACE, got {', '.join(terms)}")
     _checks.check_number("confidence_head_alpha", confidence_head_alpha)
-    asked: dict[str, Any] = {
-        "bias": bias, "extra": extra, "teacher_weight": teacher_weight, "teacher_bias": teacher_bias,
-        "teacher_extra": teacher_extra, "teacher_rows": teacher_rows, "draft_to_target": draft_to_target,
-        "chunk_size": chunk_size, "backend": backend,
-    }  # fmt: skip
-    compared = functools.partial(ops.linear_divergence, hidden, weight, teacher_hidden, **asked)
+    compared = functools.partial(
+        ops.linear_divergence, hidden, weight, teacher_hidden, bias=bias, extra=extra, teacher_weight=teacher_weight,
+        teacher_bias=teacher_bias, teacher_extra=teacher_extra, teacher_rows=teacher_rows,
+        draft_to_target=draft_to_target, chunk_size=chunk_size, backend=backend,
+    )  # fmt: skip
     first = 0 if _checks.checked_bool("sample_from_anchor", sample_from_anchor) else 1
     _check_blocks(hidden, loss_mask, block_size, gamma)
     if dpace and (where := first_fraction(loss_mask, loss_mask)) is not None:

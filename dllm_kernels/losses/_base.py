@@ -255,8 +255,8 @@ class DiffusionLoss(TransformedLoss):
             extra: low-rank second part of the head, (u, one row ``[r]`` per row of ``hidden``; U ``[V, r]``), or None.
                 ``U u`` is added to the logits. Must be None with ``causal_hidden``.
             chunk_size: rows per chunk of logits; None: the attribute of the loss (SCDD), or chosen from the sizes.
-            num_active: upper bound on the number of rows of nonzero weight, in both branches together (hybrid); None: read
-                back from a GPU, a host sync. The loss is NaN if the bound is too small.
+            num_active: upper bound on the number of rows of nonzero weight, in both branches together (hybrid); None:
+                read back from a GPU, a host sync. The loss is NaN if the bound is too small.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.

@@ -59,11 +59,6 @@ class ModelOutput(NamedTuple):
         return replaced(self, options=replaced(self.options, transform=transform))
 
     @property
-    def fused(self) -> bool:
-        """True if there is an LM head."""
-        return bool(self.names.weight)
-
-    @property
     def acc(self) -> torch.dtype:
         """Dtype of sums over the rows."""
         return accum_dtype(self.x.dtype)
@@ -80,7 +75,7 @@ class ModelOutput(NamedTuple):
         """
         names, x = self.names, self.x
         V = _checks.check_rows(names, x, target_ids, self.weight, self.bias)
-        _checks.check_ndim(names.rows, x, 3, "[B, L, D]" if self.fused else "[B, L, V]")
+        _checks.check_ndim(names.rows, x, 3, "[B, L, V]" if self.weight is None else "[B, L, D]")
         _checks.check_ndim(names.targets, target_ids, 2, "[B, L]")
         B, L = target_ids.shape
         expected = (B, L if width is None else width)

@@ -174,16 +174,16 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         shifted, ar, divided_ar = _shifted(batch, rows.acc)
         if not self._gives_rows():
             weight_sum = weights.sum() + ar.sum()
-            if not rows.fused:
+            if rows.weight is None:
                 diffusion = rows.weighted(targets, divided).loss
                 total = diffusion + other.weighted(shifted, divided_ar).loss
                 return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
             out = rows.beside(other).weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
             return DLLMLossOutput(out.loss, part_of(out.nll[0], divided), weight_sum=weight_sum)
-        if rows.fused:
-            both = rows.beside(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
-        else:
+        if rows.weight is None:
             both = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
+        else:
+            both = rows.beside(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
         nll, every, shares = (torch.cat(pair, 1) for pair in (both, (weights, ar), (divided, divided_ar)))
         return _of_rows(nll, every, shares, targets.shape[1])
 

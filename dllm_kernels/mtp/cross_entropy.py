@@ -237,7 +237,6 @@ def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
     rows = logits.shape[:-1]
     if not (_merges(rows, labels.shape) or _merges(labels.shape, rows)):
         _checks.check_shape("labels", labels, rows, "that of logits without its last dimension")
-    _checks.check_same_device("logits", logits, labels=labels)
     return rows
 
 

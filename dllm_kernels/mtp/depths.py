@@ -80,9 +80,10 @@ def _sub_sequences(labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | 
         return seq_idx
     if cu_seqlens is None:
         return None
-    _checks.check_ids("cu_seqlens", cu_seqlens)
+    _checks.check_tensor("cu_seqlens", cu_seqlens)
     boundaries = cu_seqlens.squeeze(0) if cu_seqlens.dim() == 2 and cu_seqlens.shape[0] == 1 else cu_seqlens
     _checks.check_ndim("cu_seqlens", boundaries, 1, "[num_seqs + 1]")
+    _checks.check_ids("cu_seqlens", boundaries)
     _checks.check_same_device("labels", labels, cu_seqlens=boundaries)
     boundaries = boundaries.long()  # positions may exceed the range of a narrow dtype
     S = labels.shape[-1]
@@ -184,17 +185,10 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     if base.is_our_linear(loss_fn) and loss_fn.reduction != "none":
         weight = head_weight(model) if lm_weight is None else lm_weight
         bias = head_bias(model)
-        checked = [
-            loss_fn.checked_targets(
-                replaced(base.HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=name),
-                output,
-                target,
-                weight,
-                bias,
-                shift=shift,
-            )
-            for k, (output, target, (name, shift)) in enumerate(zip(outputs, targets, origins, strict=True))
-        ]
+        checked = []
+        for k, (output, target, (name, shift)) in enumerate(zip(outputs, targets, origins, strict=True)):
+            names = replaced(base.HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=name)
+            checked.append(loss_fn.checked_targets(names, output, target, weight, bias, shift=shift))
         base.check_sum_only(loss_fn.reduction, **common)
         counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
         shares = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
@@ -244,11 +238,7 @@ def _depth_outputs(
 
 
 def _given_targets(
-    targets: Sequence[Tensor],
-    depths: int,
-    labels: Tensor,
-    cu_seqlens: Tensor | None,
-    seq_idx: Tensor | None,
+    targets: Sequence[Tensor], depths: int, labels: Tensor, cu_seqlens: Tensor | None, seq_idx: Tensor | None
 ) -> list[Tensor]:
     if cu_seqlens is not None or seq_idx is not None:
         raise ValueError("mtp_per_depth_targets must not be combined with cu_seqlens or seq_idx")
@@ -261,12 +251,7 @@ def _given_targets(
 
 
 def _depth_loss(
-    loss_fn: nn.Module,
-    output: Tensor,
-    labels: Tensor,
-    are_logits: bool,
-    origin: tuple[str, int],
-    **common: Any,
+    loss_fn: nn.Module, output: Tensor, labels: Tensor, are_logits: bool, origin: tuple[str, int], **common: Any
 ) -> Tensor:
     if base.is_linear(loss_fn):
         rows, V = {"hidden_states": output}, common["lm_weight"].shape[0]
