@@ -188,30 +188,33 @@ def _originals(replaced: Sequence[Any]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _named_like(original: Any, ours: Any) -> Any:
-    """Rename the replacement like the original, because the host's configuration and pickle look classes up by name."""
-    ours.__name__, ours.__qualname__, ours.__module__ = original.__name__, original.__qualname__, original.__module__
-    return ours
+def _derived(ours: type, *, of_host: bool) -> Callable[[type], type]:
+    """Return a function that names a subclass of ours like the host's class, and may also derive it from that.
+
+    The host's configuration and pickle look classes up by name.
+    """
+
+    def derived(original: type) -> type:
+        like = {name: getattr(original, name) for name in ("__module__", "__qualname__")}
+        bases = (ours, original) if of_host else (ours,)
+        return type(original.__name__, bases, {**like, "__doc__": ours.__bases__[0].__doc__, "original": original})
+
+    return derived
 
 
-def _masked_cross_entropy(original: Any) -> Any:
-    """Derive a subclass of the host's class, for isinstance checks, that accepts every label layout of the host."""
+class _MaskedCrossEntropy(mtp.MaskedCrossEntropy):
+    """Accepts every label layout of the host."""
 
-    class MaskedCrossEntropy(mtp.MaskedCrossEntropy, original):  # type: ignore[misc]
-        __doc__ = mtp.MaskedCrossEntropy.__doc__
-
-        def forward(
-            self,
-            logits: torch.Tensor,
-            labels: torch.Tensor,
-            mask: torch.Tensor | None = None,
-            num_label_tokens: int | torch.Tensor | None = None,
-            loss_weights: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            labels, mask, loss_weights = (_beside(logits, t) for t in (labels, mask, loss_weights))
-            return super().forward(logits, labels, mask, num_label_tokens, loss_weights)
-
-    return _named_like(original, MaskedCrossEntropy)
+    def forward(
+        self,
+        logits: torch.Tensor,
+        labels: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        num_label_tokens: int | torch.Tensor | None = None,
+        loss_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        labels, mask, loss_weights = (_beside(logits, t) for t in (labels, mask, loss_weights))
+        return super().forward(logits, labels, mask, num_label_tokens, loss_weights)
 
 
 def _beside(logits: torch.Tensor, entries: Any) -> Any:
@@ -223,32 +226,27 @@ def _beside(logits: torch.Tensor, entries: Any) -> Any:
     return entries.reshape(rows) if entries.numel() == rows.numel() else entries
 
 
-def _fused_linear_cross_entropy(original: Any) -> Any:
-    """Derive a subclass of the host's class, so that recipes request hidden states. The host gathers the head."""
+class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
+    """Lets the host's class gather the head."""
 
-    class FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy, original):  # type: ignore[misc]
-        __doc__ = mtp.FusedLinearCrossEntropy.__doc__
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor,
+        lm_weight: torch.Tensor,
+        num_label_tokens: int | torch.Tensor | None = None,
+        grad_reduce_group: Any = None,
+        loss_weights: torch.Tensor | None = None,
+        *,
+        lm_bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
+        bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
+        return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, lm_bias=bias)
 
-        def forward(
-            self,
-            hidden_states: torch.Tensor,
-            labels: torch.Tensor,
-            lm_weight: torch.Tensor,
-            num_label_tokens: int | torch.Tensor | None = None,
-            grad_reduce_group: Any = None,
-            loss_weights: torch.Tensor | None = None,
-            *,
-            lm_bias: torch.Tensor | None = None,
-        ) -> torch.Tensor:
-            weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
-            bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-            return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, lm_bias=bias)
-
-        def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
-            host: Any = self
-            return _in_dtype_of(hidden, host.materialize_lm_weight(weight, grad_reduce_group=group))
-
-    return _named_like(original, FusedLinearCrossEntropy)
+    def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
+        host: Any = self
+        return _in_dtype_of(hidden, host.materialize_lm_weight(weight, grad_reduce_group=group))
 
 
 def _in_dtype_of(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -323,31 +321,31 @@ def _head_of_host(loss_fn: Any, model: Any, group: Any, gathered: torch.Tensor |
     return weight
 
 
-def _pipeline_causal_lm_loss(original: Any) -> Any:
-    class PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
-        __doc__ = mtp.PipelineCausalLMLoss.__doc__
+class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
+    """Leaves base losses of the host to the host's class."""
 
-        def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
-            if isinstance(self.loss_fn, OURS):
-                return super().forward(output, labels)
-            loss: torch.Tensor = original.forward(self, output, labels)  # reads attributes that this class has too
-            return loss
+    original: Any
 
-        def _main_loss_fn(self) -> Any:
-            return _capped_like(self.model, self.loss_fn)
+    def forward(self, output: Any, labels: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.loss_fn, OURS):
+            return super().forward(output, labels)
+        loss: torch.Tensor = self.original.forward(self, output, labels)  # reads attributes that this class has too
+        return loss
 
-        def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
-            return _in_dtype_of(hidden, _head_of_host(self.loss_fn, self.model, self.grad_reduce_group))
+    def _main_loss_fn(self) -> Any:
+        return _capped_like(self.model, self.loss_fn)
 
-    return _named_like(original, PipelineCausalLMLoss)
+    def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
+        return _in_dtype_of(hidden, _head_of_host(self.loss_fn, self.model, self.grad_reduce_group))
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
-    "MaskedCrossEntropy": _masked_cross_entropy,
-    "FusedLinearCrossEntropy": _fused_linear_cross_entropy,
+    # also of the host's class, for its isinstance checks and because recipes then request hidden states
+    "MaskedCrossEntropy": _derived(_MaskedCrossEntropy, of_host=True),
+    "FusedLinearCrossEntropy": _derived(_FusedLinearCrossEntropy, of_host=True),
     "calculate_loss": _calculate_loss,
     "calculate_mtp_loss": _calculate_mtp_loss,
-    "PipelineCausalLMLoss": _pipeline_causal_lm_loss,
+    "PipelineCausalLMLoss": _derived(_PipelineCausalLMLoss, of_host=False),
 }
 
 

@@ -80,7 +80,7 @@ def acceptance_length(
             another loss.
     """
     sampling = _checks.checked_bool("sampling", sampling)
-    correct = _of_rows(output, sampling)
+    correct = _rates_of(output) if sampling else _correct_of(output)
     _checks.check_positive_int("block_size", block_size)
     anchor_row, bonus = _checks.checked_bool("anchor_row", anchor_row), _checks.checked_bool("bonus", bonus)
     _checks.check_mask("mask", mask, correct.shape, "that of correct")
@@ -105,15 +105,21 @@ def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
     return sums.unbind()
 
 
-def _of_rows(output: DLLMLossOutput | torch.Tensor, sampling: bool) -> torch.Tensor:
-    """Return the acceptance rates or the matches of a loss output, or the given tensor."""
-    name = "acceptance_rate" if sampling else "draft_correct"
-    who = "DraftDistillationLoss returns if it has a teacher" if sampling else "DFlashDecayLoss returns"
-    rows = getattr(output, name) if isinstance(output, DLLMLossOutput) else output
-    if rows is None:
-        raise ValueError(f"output must have {name}, which {who}, got None")
-    if sampling:
-        _checks.check_float("correct", rows)
-    else:
-        _checks.check_mask("correct", rows, getattr(rows, "shape", ()))
-    return rows
+def _rates_of(output: Any) -> torch.Tensor:
+    """Return the acceptance rates of a loss output, or the given tensor."""
+    rates = output.acceptance_rate if isinstance(output, DLLMLossOutput) else output
+    if rates is None:
+        raise ValueError(
+            "output must have acceptance_rate, which DraftDistillationLoss returns if it has a teacher, got None"
+        )
+    _checks.check_float("correct", rates)
+    return rates
+
+
+def _correct_of(output: Any) -> torch.Tensor:
+    """Return the matches of a loss output, or the given tensor."""
+    correct = output.draft_correct if isinstance(output, DLLMLossOutput) else output
+    if correct is None:
+        raise ValueError("output must have draft_correct, which DFlashDecayLoss returns, got None")
+    _checks.check_mask("correct", correct, getattr(correct, "shape", ()))
+    return correct

@@ -180,10 +180,10 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
                 return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
             out = rows.beside(other).weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
             return DLLMLossOutput(out.loss, part_of(out.nll[0], divided), weight_sum=weight_sum)
-        if rows.weight is None:
-            both = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
-        else:
+        if rows.weight is not None:
             both = rows.beside(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
+        else:
+            both = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
         nll, every, shares = (torch.cat(pair, 1) for pair in (both, (weights, ar), (divided, divided_ar)))
         return _of_rows(nll, every, shares, targets.shape[1])
 
