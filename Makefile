@@ -10,7 +10,7 @@ unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
 # The framework whose losses this package replaces, a peer in benchmarks too, and two trainers of draft models: the tests that
 # hold ours to theirs are skipped without them. Alone, because their own requirements bring in packages that none of this needs.
-HOSTS := nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0
+HOSTS := nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0 peft==0.21.2
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=

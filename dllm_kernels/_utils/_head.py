@@ -45,11 +45,24 @@ def _more_than_linear(head: nn.Module, tolerated: tuple[str, ...], replaced: boo
         return "a forward set on the object"
     if type(head).forward not in LINEAR_FORWARDS:
         return "a forward of its own"
+    if (hook := _hook(head, tolerated)) is not None:
+        return hook
+    if replaced and any(not isinstance(p, nn.Parameter | None) for p in (head.weight, head.bias)):
+        return "a parametrized weight or bias"
+    return None
+
+
+def check_hooks(head: nn.Module, advice: str) -> None:
+    """Raise a ValueError if the head has hooks other than those of sharding."""
+    if (hook := _hook(head, SHARDING)) is not None:
+        raise ValueError(f"the LM head must have no hooks for a loss to run inside it, got {hook}; {advice}")
+
+
+def _hook(head: nn.Module, tolerated: tuple[str, ...]) -> str | None:
+    """Name a hook that is not tolerated, or return None."""
     for hooks in HOOKS:
         for hook in getattr(head, hooks).values():
             hook = getattr(hook, "func", hook)  # unwrap functools.partial
             if not tolerated or not str(getattr(hook, "__module__", "")).startswith(tolerated):
                 return f"a hook, {getattr(hook, '__qualname__', type_name(hook))}"
-    if replaced and any(not isinstance(p, nn.Parameter | None) for p in (head.weight, head.bias)):
-        return "a parametrized weight or bias"
     return None

@@ -55,6 +55,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from dllm_kernels._utils._checks import (
+    Extra,
     check_constant,
     check_dtype,
     check_float,
@@ -65,9 +66,9 @@ from dllm_kernels._utils._checks import (
     type_name,
 )
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._head import check_plain_head
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
+from dllm_kernels.integrations._lora import check_head, of_rows
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
 from dllm_kernels.losses._common import divide
@@ -422,13 +423,14 @@ class _Labelled(NamedTuple):
         loss: torch.Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
         return loss
 
-    def of_hidden(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def of_hidden(
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, extra: Extra | None = None
+    ) -> torch.Tensor:
         """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
-        bound = self._num_active()
+        options: dict[str, Any] = {"extra": extra, "num_active": self._num_active()}
         if not isinstance(self.loss, DiffusionLoss):
-            weights = self._weights()
-            return weighted_linear_nll(hidden, weight, self.masks[0], weights, bias=bias, num_active=bound).loss
-        options = {**self._options(), "lm_head_bias": bias, "num_active": bound}
+            return weighted_linear_nll(hidden, weight, self.masks[0], self._weights(), bias=bias, **options).loss
+        options |= {**self._options(), "lm_head_bias": bias}
         return self.loss.forward_fused(hidden, weight, *self.masks, **options).total_loss
 
     def _num_active(self) -> int | None:
@@ -477,9 +479,7 @@ def _logits(outputs: Any) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def loss_in_head(
-    model: nn.Module, loss: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-) -> Iterator[None]:
+def loss_in_head(model: nn.Module, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
     """Make the LM head of the model return ``loss(hidden, weight, bias)`` in place of logits within the context.
 
     The model must return the output of its head unchanged, as ``logits``: no scale, bias or soft cap. The caller checks
@@ -487,16 +487,20 @@ def loss_in_head(
 
     Args:
         model: model with ``get_output_embeddings()`` or a module named ``lm_head``; may be wrapped by DDP, FSDP.
-        loss: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None; returns the loss, 0-d.
+        loss: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None; returns the loss, 0-d. It
+            also takes ``extra=(u, U)``, the low-rank part of the head, which is given if LoRA adapters of PEFT are
+            active on it.
 
     Raises:
-        ValueError: the head is not an ``nn.Linear`` with a plain weight, has a replaced ``forward`` (an adapter), or
-            has hooks other than sharding hooks.
+        ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA or trained copy of one; has
+            another ``forward``, such as that of another adapter; or has hooks other than sharding hooks.
     """
-    head: Any = _linear_head(model)
+    head: Any = head_module(model)
+    check_head(head, FROM_LOGITS)
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        return loss(hidden, head.weight, head.bias)
+        weight, bias, extra = of_rows(head, hidden)
+        return loss(hidden, weight, bias) if extra is None else loss(hidden, weight, bias, extra=extra)
 
     head.forward = forward
     try:
@@ -547,16 +551,6 @@ def _refuse(got: str) -> NoReturn:
     )
 
 
-def _linear_head(model: nn.Module) -> nn.Linear:
-    head = head_module(model)
-    if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
-        raise ValueError(
-            f"the LM head must be an nn.Linear for the loss to run inside it, got {type_name(head)}; {FROM_LOGITS}"
-        )
-    check_plain_head(head, FROM_LOGITS)
-    return head
-
-
 class MaskedDiffusionTrainerMixin:
     r"""Masked-diffusion loss with a fused LM head; put it before ``transformers.Trainer`` among the base classes.
 
@@ -585,8 +579,9 @@ class MaskedDiffusionTrainerMixin:
         TypeError: ``loss`` is neither a loss nor a function.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
             ``label_smoothing_factor`` is given, several GPUs are visible to one process, sequences are split over
-            processes, the model's head is not a plain ``nn.Linear`` (an adapter, hooks), or the model changes the
-            output of its head in any step by an operation other than a cast, a copy or a view of the same shape.
+            processes, the model's head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
+            (``modules_to_save``) of one, or the model changes the output of its head in any step by an operation other
+            than a cast, a copy or a view of the same shape.
     """
 
     def __init__(self, *args: Any, loss: DiffusionLoss | RowWeights | None = None, **kwargs: Any) -> None:
@@ -665,8 +660,8 @@ class MaskedDiffusionTrainerMixin:
         labelled = self._labelled(inputs["labels"], num_items_in_batch)
         made = list[torch.Tensor]()
 
-        def loss(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            made.append(labelled.of_hidden(hidden, weight, bias).as_subclass(_HeadLoss))
+        def loss(hidden: torch.Tensor, *head: torch.Tensor | None, **extra: Extra) -> torch.Tensor:
+            made.append(labelled.of_hidden(hidden, *head, **extra).as_subclass(_HeadLoss))  # type: ignore[arg-type]
             return made[-1]
 
         unwrapped = self.accelerator.unwrap_model(model)

@@ -698,6 +698,88 @@ def test_an_adapter_of_the_head_is_refused_and_trains_from_logits(ranks, tmp_pat
     assert trained["decoder.adapter"].abs().sum() > 0
 
 
+def adapted(ranks, kind):
+    """A model whose head has adapters of PEFT."""
+    peft = pytest.importorskip("peft")
+    model = ranks.model(tied=False)
+    options = {"target_modules": ["decoder", "Wqkv"], "r": 3, "lora_alpha": 5, "lora_dropout": 0.0}
+    if kind == "trained copy":
+        options |= {"target_modules": ["Wqkv"], "modules_to_save": ["decoder"]}
+    options |= {"a bias": {"lora_bias": True}, "dora": {"use_dora": True}}.get(kind, {})
+    model = peft.get_peft_model(model, peft.LoraConfig(**options))
+    if kind == "two adapters":
+        model.add_adapter("other", peft.LoraConfig(**options | {"r": 2, "lora_alpha": 7}))
+        model.base_model.set_adapter(["default", "other"])
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:  # zeros at first, with which A has no gradient
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.double()
+
+
+@needs_trainer
+@pytest.mark.parametrize("kind", ["an adapter", "two adapters", "a bias", "trained copy"])
+def test_a_head_with_adapters_of_peft_trains_as_from_logits(ranks, tmp_path, kind):
+    from transformers import Trainer
+
+    torch.manual_seed(3)
+    model = adapted(ranks, kind)
+    plain = copy.deepcopy(model)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    ours = ranks.trained(model, tmp_path, 4, 1, 4)
+    theirs = ranks.trained(
+        plain, tmp_path, 4, 1, 4, kind=Trainer, compute_loss_func=mdlm_loss_func,
+        callbacks=[ranks.AtEpochs(ranks.COLLATOR.set_epoch)],
+    )  # fmt: skip
+    ranks.COLLATOR.set_epoch(0)
+    assert_same_training(ours, theirs)
+    changed = {name for name, value in ours[0].items() if name in start and not torch.equal(value, start[name])}
+    assert changed == {name for name, p in model.named_parameters() if p.requires_grad}
+    assert sum("decoder" in name for name in changed) >= 1
+
+
+@needs_trainer
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        *itertools.product(["an adapter", "two adapters"], ["active", "disabled", "merged"]),
+        *itertools.product(["a bias", "trained copy"], ["active", "disabled"]),  # these cannot be merged
+    ],
+)
+def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
+    torch.manual_seed(4)
+    model, hidden = adapted(ranks, kind), torch.randn(3, 8).double()
+    if state == "disabled":
+        model.base_model.disable_adapter_layers()
+    if state == "merged":
+        model.base_model.merge_adapter()
+    head, seen = model.get_output_embeddings(), []
+
+    def logits(hidden, weight, bias, extra=None):
+        seen.append(extra)
+        low_rank = 0 if extra is None else extra[0] @ extra[1].t()
+        return nn.functional.linear(hidden, weight, bias) + low_rank
+
+    expected = head(hidden)
+    with loss_in_head(model, logits):
+        got = head(hidden)
+    torch.testing.assert_close(got, expected)
+    assert (seen[0] is not None) == (state == "active" and kind != "trained copy")
+
+
+@needs_trainer
+def test_an_adapter_that_is_more_than_low_rank_is_refused_by_name(ranks, tmp_path):
+    with pytest.raises(ValueError, match=r"got peft\.tuners\.lora\.variants\.DoraLinearVariant; a plain Trainer with"):
+        ranks.trained(adapted(ranks, "dora"), tmp_path, 4, 1)
+
+
+@needs_trainer
+def test_a_hook_on_a_head_with_adapters_is_refused(ranks, tmp_path):
+    model = adapted(ranks, "an adapter")
+    model.get_output_embeddings().register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="must have no hooks for a loss to run inside it, got a hook, "):
+        ranks.trained(model, tmp_path, 4, 1)
+
+
 @needs_trainer
 def test_a_second_loss_function_is_refused(ranks, tmp_path):
     with pytest.raises(ValueError, match="compute_loss_func must be None"):
