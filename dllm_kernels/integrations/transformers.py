@@ -54,17 +54,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils import _pytree
 
-from dllm_kernels._utils._checks import (
-    Extra,
-    check_constant,
-    check_dtype,
-    check_float,
-    check_ids,
-    check_int64,
-    check_mask,
-    check_shape,
-    type_name,
-)
+from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels.collate import DLLMCollator
 from dllm_kernels.corruption import corrupt_uniform
@@ -109,12 +99,12 @@ def pack_labels(
         TypeError: an argument is not a tensor.
         ValueError: shapes or dtypes do not match.
     """
-    check_ids("input_ids", input_ids)
+    _checks.check_ids("input_ids", input_ids)
     for name, mask in (("loss_mask", loss_mask), ("noise_mask", noise_mask)):
-        check_mask(name, mask, input_ids.shape, "that of input_ids")
-    check_float("p_mask", p_mask)
-    check_dtype("p_mask", p_mask, [torch.float32])
-    check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
+        _checks.check_mask(name, mask, input_ids.shape, "that of input_ids")
+    _checks.check_float("p_mask", p_mask)
+    _checks.check_dtype("p_mask", p_mask, [torch.float32])
+    _checks.check_shape("p_mask", p_mask, input_ids.shape, "that of input_ids")
     bits = p_mask.contiguous().view(torch.int32).long() & 2**TOKEN_BITS - 1  # the sign bit of a probability is 0
     packed = input_ids.long() | bits << TOKEN_BITS | noise_mask.bool() * MASKED
     return torch.where(loss_mask != 0, packed, IGNORED)
@@ -218,7 +208,7 @@ class MaskedDiffusionCollator:
         **options: Any,
     ) -> None:
         if rank is not None:
-            check_int64("rank", rank)
+            _checks.check_int64("rank", rank)
         _check_that_it_masks(corrupt)
         self.mask_token_id = mask_token_id
         self.collate = DLLMCollator() if collate is None else collate
@@ -241,7 +231,7 @@ class MaskedDiffusionCollator:
             TypeError: ``epoch`` is not an int.
             ValueError: ``epoch`` has more than 64 bits.
         """
-        check_int64("epoch", epoch)
+        _checks.check_int64("epoch", epoch)
         self._epoch.fill_(epoch)
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -323,13 +313,13 @@ class MaskedDiffusionCollator:
 def _check_that_it_masks(corrupt: Corruption) -> None:
     """Raise if the third argument of ``corrupt`` is a vocabulary size, because the collator passes MASK there."""
     if not callable(corrupt):
-        raise TypeError(f"corrupt must be a function, got {type_name(corrupt)}")
+        raise TypeError(f"corrupt must be a function, got {_checks.type_name(corrupt)}")
     try:
         parameters = list(inspect.signature(corrupt).parameters.values())
     except ValueError:  # builtins have no signature
         return
     if len(parameters) > 2 and parameters[2].name == "vocab_size":
-        name = getattr(corrupt, "__name__", type_name(corrupt))
+        name = getattr(corrupt, "__name__", _checks.type_name(corrupt))
         raise ValueError(
             f"corrupt must take the token that masks as its third argument, got {name}, which takes vocab_size"
         )
@@ -341,8 +331,8 @@ def _seed(i: int, field: str, value: Any) -> int:
     try:
         seed = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {type_name(value)}") from None
-    check_int64(name, seed)
+        raise TypeError(f"{name} must be an int, got {_checks.type_name(value)}") from None
+    _checks.check_int64(name, seed)
     return seed
 
 
@@ -424,7 +414,7 @@ class _Labelled(NamedTuple):
         return loss
 
     def of_hidden(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, extra: Extra | None = None
+        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, extra: _checks.Extra | None = None
     ) -> torch.Tensor:
         """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
         options: dict[str, Any] = {"extra": extra, "num_active": self._num_active()}
@@ -454,8 +444,8 @@ class _Labelled(NamedTuple):
         """Return the weights of the function divided by the count, 0 at unsupervised positions."""
         targets, *_, supervised = self.masks
         weights: Any = self.loss(*self.masks)
-        check_mask(RETURNED, weights, targets.shape, "that of the labels")
-        check_constant(RETURNED, weights)
+        _checks.check_mask(RETURNED, weights, targets.shape, "that of the labels")
+        _checks.check_constant(RETURNED, weights)
         weights = weights.to(accum_dtype(weights.dtype))
         return divide(weights.masked_fill(~supervised, 0.0), self.num_tokens)
 
@@ -465,10 +455,10 @@ def _checked_loss(loss: Any) -> DiffusionLoss | RowWeights:
     if loss is None:
         return MDLMCrossEntropyLoss()
     if isinstance(loss, type) or not callable(loss):
-        got = f"the class {loss.__name__}" if isinstance(loss, type) else type_name(loss)
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else _checks.type_name(loss)
         raise TypeError(f"loss must be a loss or a function that returns row weights, got {got}")
     if isinstance(loss, TransformedLoss) and not isinstance(loss, DiffusionLoss):
-        name = type_name(loss)
+        name = _checks.type_name(loss)
         raise ValueError(f"loss must take target_ids, noise_mask, p_mask and loss_mask, got {name}, which takes others")
     return loss  # type: ignore[no-any-return]
 
@@ -660,7 +650,7 @@ class MaskedDiffusionTrainerMixin:
         labelled = self._labelled(inputs["labels"], num_items_in_batch)
         made = list[torch.Tensor]()
 
-        def loss(hidden: torch.Tensor, *head: torch.Tensor | None, **extra: Extra) -> torch.Tensor:
+        def loss(hidden: torch.Tensor, *head: torch.Tensor | None, **extra: _checks.Extra) -> torch.Tensor:
             made.append(labelled.of_hidden(hidden, *head, **extra).as_subclass(_HeadLoss))  # type: ignore[arg-type]
             return made[-1]
 
