@@ -1,18 +1,55 @@
 """The losses on many processes: sharded heads (FSDP2), split vocabularies (tensor parallelism), global counts.
 
-The only part of the package that imports ``torch.distributed``; ``ops`` loads it when it meets a DTensor. Nothing has
-to be
-called: hand DTensors to the losses. What is here is for the training loop:
+The only part of the package that imports ``torch.distributed``; ``ops`` loads it when it meets a DTensor. Nothing has to
+be called: hand DTensors to the losses. What is here is for the training loop:
 
 - :func:`global_token_count`, :func:`summed_over`: denominators and statistics over ranks;
 - :class:`LossHead`, :func:`gather_head`, :func:`set_gradient_divide_factor`: heads under FSDP2.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
-from dllm_kernels.distributed.reduce import global_token_count, summed_over
+import torch
+import torch.distributed as dist
 
 __all__ = ["LossHead", "gather_head", "global_token_count", "set_gradient_divide_factor", "summed_over"]
+
+
+def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Sum a tensor over the ranks of a group; returns a detached copy.
+
+    Args:
+        t: any shape; the same on every rank.
+        group: the ranks to sum over; None: all.
+
+    Returns:
+        A new tensor of the shape and dtype of ``t``, the same on every rank.
+    """
+    total = t.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Count the nonzero entries of a mask over all ranks: the denominator of a loss split over them.
+
+    For masked and block diffusion it is the number of supervised tokens, corrupted or not.
+
+    Args:
+        mask: this rank's mask, such as ``loss_mask``, any shape and dtype.
+        group: the ranks that hold the other parts of the batch; None: all. Ranks that share their rows, as those of
+            tensor parallelism, would each count them. Without an initialised process group the count is this process's
+            own.
+
+    Returns:
+        0-d int64 on the mask's device, not read by the host: pass it to a loss as its ``num_..._tokens``.
+    """
+    count = (mask != 0).sum()
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return count
+    return summed_over(count, group)
 
 
 def __getattr__(name: str) -> Any:

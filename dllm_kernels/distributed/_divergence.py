@@ -30,7 +30,7 @@ from dllm_kernels._backends.torch._divergence import (
     with_single_columns,
 )
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.distributed._shard import VocabShard
+from dllm_kernels.distributed._layout import VocabShard
 
 Tensor = torch.Tensor
 
@@ -137,7 +137,7 @@ def _combined(shard: VocabShard, pairs: Pairs, found: Tensor) -> tuple[Norms, Te
     return Norms(*norms), columns[0], columns[1]
 
 
-def _columns(program: Program, block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:
+def _columns(block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:
     """Compute this rank's columns of p and q; return them with the unused buffers."""
     p, q, *more = block.more
     log_p, log_q = logarithms(block, norms, more, None)
@@ -148,7 +148,7 @@ def _columns(program: Program, block: Block, norms: Norms) -> tuple[Columns, lis
 def _sum(program: Program, block: Block, part: Tensor, *row: Tensor | None) -> None:
     """Sum a, -log p at the teacher's argmax and at the target (if this rank holds them), and the features."""
     norms, (hot, y) = Norms(*row[:4]), row[4:]  # type: ignore[arg-type]
-    columns, room = _columns(program, block, norms)
+    columns, room = _columns(block, norms)
     alpha, *sums = program.summed(columns, room)
     nothing = torch.zeros_like(alpha)
     picked = [nothing if c is None else at(block.z, c, norms.row_max, norms.log_sum)[0] for c in (hot, y)]
@@ -159,7 +159,7 @@ def _gradient(
     program: Program, block: Block, out: Tensor, numbers: Tensor, hot: Tensor, y: Tensor | None, *of: Tensor
 ) -> Tensor:
     norms = Norms.of(numbers)
-    columns, room = _columns(program, block, norms)
+    columns, room = _columns(block, norms)
     *features, best, target = of
     c = Coefficients(features, best, target)
     return with_single_columns(program.made(columns, room, c, out), hot, y, c)

@@ -1,4 +1,4 @@
-"""Layout of DTensors over their mesh, and the two all-reduces that autograd must know.
+"""Layout of DTensors over their mesh, what of them a rank holds, and the two all-reduces that autograd must know.
 
 A mesh dimension of a head weight is *tensor parallel* when it is named so (``TENSOR_PARALLEL_NAMES``) or when the
 hidden states are a DTensor that is replicated over it; every other mesh dimension is *data parallel*: the ranks along
@@ -16,15 +16,19 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._core._inputs import PER_ROW, RowInputs
+from dllm_kernels._utils._transform import Transform
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Groups = Sequence[dist.ProcessGroup]
 TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
 
 
 def outside_the_graph(function: Function) -> Function:
     """Leave a call on DTensors out of what torch.compile traces: it communicates, and sizes its work by the rank."""
-    out: Function = torch.compiler.disable(function, reason="losses on DTensors run outside the graph")  # type: ignore[no-untyped-call]
+    reason = "losses on DTensors run outside the graph"
+    out: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -76,10 +80,8 @@ class Rows(NamedTuple):
         """The shape of this rank's part."""
         return tuple(length for _, length in self.ranges)
 
-    def local(self, t: torch.Tensor | None) -> torch.Tensor | None:
+    def local(self, t: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a per-row tensor of the global shape; a view."""
-        if t is None:
-            return None
         for d, (start, length) in enumerate(self.ranges):
             if length != self.shape[d]:
                 t = t.narrow(d, start, length)
@@ -87,23 +89,72 @@ class Rows(NamedTuple):
 
     def local_inputs(self, inputs: RowInputs) -> RowInputs:
         """Replace each tensor that has one entry per row by this rank's part."""
-        per_row: dict[str, Any] = {name: self.local(getattr(inputs, name)) for name in PER_ROW}
-        return inputs._replace(**per_row, aux=tuple(self.local(t) for t in inputs.aux))  # type: ignore[misc]
+        given = {name: t for name in PER_ROW if (t := getattr(inputs, name)) is not None}
+        per_row: dict[str, Any] = {name: self.local(t) for name, t in given.items()}
+        return inputs._replace(**per_row, aux=tuple(self.local(t) for t in inputs.aux))
 
     def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Per-row results of the global shape, the same on every rank, from this rank's parts: one small sum."""
         if not self.groups:
             return parts
-        pads = [n for (start, length), size in self._padded() for n in (start, size - start - length)]
+        last_first = reversed([*zip(self.ranges, self.shape, strict=True)])  # as padding wants them
+        pads = [n for (start, length), size in last_first for n in (start, size - start - length)]
         return sum_over(F.pad(torch.stack(parts), pads), self.groups).unbind()
 
-    def _padded(self) -> list[tuple[tuple[int, int], int]]:
-        """Ranges and sizes, last dimension first, as padding wants them."""
-        return list(zip(self.ranges, self.shape, strict=True))[::-1]
+
+class VocabShard(NamedTuple):
+    """The columns that this rank holds.
+
+    Attributes:
+        start: first of them.
+        size: how many; the last ranks may hold fewer than the others, or none.
+        total: size of the vocabulary, V.
+        step: columns of a full shard.
+        group: the ranks that hold the other columns, in their order.
+    """
+
+    start: int
+    size: int
+    total: int
+    step: int
+    group: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, V: int, mesh: DeviceMesh, i: int) -> VocabShard:
+        """Return this rank's shard of a vocabulary that mesh dimension ``i`` splits."""
+        start, size = local_range(V, mesh, [i])
+        return cls(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
+
+    def in_vocabulary(self, ids: torch.Tensor) -> torch.Tensor:
+        """Whether any rank holds the column."""
+        return (ids >= 0) & (ids < self.total)
+
+    def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """Convert ids to columns of this rank; ``SKIP`` for columns of other ranks."""
+        here = ids - self.start
+        return torch.where((here >= 0) & (here < self.size), here, SKIP)
+
+    def local_transform(self, transform: Transform) -> Transform:
+        """Restrict the transform to these columns, which may not include the skipped one."""
+        skip = -1 if transform.skip_id is None else transform.skip_id - self.start
+        return transform._replace(skip_id=skip if 0 <= skip < self.size else None)
+
+    def gather(self, part: torch.Tensor) -> torch.Tensor:
+        """All-gather every rank's ``[N, C]`` as ``[ranks, N, C]``."""
+        ranks = dist.get_world_size(self.group)
+        parts = part.new_empty(ranks * part.shape[0], part.shape[1])
+        if part.numel():
+            dist.all_gather_into_tensor(parts, part, group=self.group)
+        return parts.view(ranks, *part.shape)
+
+    def add_parts(self, part: torch.Tensor) -> torch.Tensor:
+        """All-reduce ``part`` over the group in place."""
+        dist.all_reduce(part, group=self.group)
+        return part
 
 
 def rows_of(name: str, t: torch.Tensor) -> Rows:
-    """Return the rows of ``[..., C]`` that this rank holds, for any layout of the last dimension; all rows of a plain tensor."""
+    """Return the rows of ``[..., C]`` that this rank holds, however the last dimension is laid out; all of a plain tensor."""
     if not isinstance(t, DTensor):
         return Rows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
     mesh, leading = t.device_mesh, t.dim() - 1
@@ -140,34 +191,24 @@ def check_local_shape(name: str, t: DTensor, expected: Sequence[int]) -> None:
         )
 
 
-class _SumOver(torch.autograd.Function):
-    """All-reduce (sum) forward, identity backward: partial sums become a replicated sum."""
+class _Sum(torch.autograd.Function):
+    """All-reduce (sum) over some groups forward, and over others backward; over none, the identity."""
 
     @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-        total = t.clone(memory_format=torch.contiguous_format)
-        for group in groups:
-            dist.all_reduce(total, group=group)
-        return total
+    def forward(ctx: Any, t: torch.Tensor, groups: Groups, of_gradient: Groups) -> torch.Tensor:
+        ctx.of_gradient = of_gradient
+        return _summed(t, groups)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad, None
+        return _summed(grad, ctx.of_gradient), None, None
 
 
-class _SumGradientOver(torch.autograd.Function):
-    """Identity forward, all-reduce (sum) backward: a replicated tensor that each rank uses for part of the result."""
-
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+def _summed(t: torch.Tensor, groups: Groups) -> torch.Tensor:
+    total = t.clone(memory_format=torch.contiguous_format) if groups else t.view_as(t)
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total
 
 
 class _LocalPiece(torch.autograd.Function):
@@ -187,8 +228,7 @@ class _LocalPiece(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        mesh, placements, shape, stride = ctx.whole
-        return DTensor.from_local(grad, mesh, placements, run_check=False, shape=shape, stride=stride), None
+        return as_dtensor(grad, *ctx.whole), None
 
 
 def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
@@ -197,16 +237,21 @@ def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tenso
     return out
 
 
-def sum_over(t: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> torch.Tensor:
-    """All-reduce (sum) of partial results; the gradient passes through unchanged."""
-    out: torch.Tensor = _SumOver.apply(t, groups)  # type: ignore[no-untyped-call]
+def sum_over(t: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """All-reduce (sum) of partial results: a replicated sum, through which the gradient passes unchanged."""
+    out: torch.Tensor = _Sum.apply(t, groups, ())  # type: ignore[no-untyped-call]
     return out
 
 
-def sum_gradient_over(t: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the tensor unchanged; its gradient is all-reduced (summed)."""
-    out: torch.Tensor = _SumGradientOver.apply(t, group)  # type: ignore[no-untyped-call]
+def sum_gradient_over(t: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Return a replicated tensor of which each rank makes part of the result; its gradient is all-reduced (summed)."""
+    out: torch.Tensor = _Sum.apply(t, (), groups)  # type: ignore[no-untyped-call]
     return out
+
+
+def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> DTensor:
+    """``DTensor.from_local`` of a piece that is known to fit."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
@@ -214,9 +259,8 @@ def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
 
     Those with one of ``TENSOR_PARALLEL_NAMES``; those over which ``hidden``, a DTensor on the same mesh, is replicated;
     and those that split what FSDP2's strided placement says was split before. All of them where ``hidden`` is a DTensor
-    on its
-    mesh and the others do not split the head: no FSDP2 then averages the gradients, and DTensor's own rule holds, the
-        sum.
+    on its mesh and the others do not split the head: no FSDP2 then averages the gradients, and DTensor's own rule
+    holds, the sum.
     """
     mesh, placements = weight.device_mesh, weight.placements
     strided = {shard_dim(p) for p in placements if is_strided(p)}

@@ -30,15 +30,8 @@ from dllm_kernels._core._first_order import first_order
 from dllm_kernels._core._plan import compute_dtype
 from dllm_kernels._utils._checks import check_number, type_name
 from dllm_kernels._utils._head import LINEAR_FORWARDS, check_plain_head
-from dllm_kernels.distributed._layout import (
-    dim_name,
-    is_strided,
-    layout,
-    local_range,
-    outside_the_graph,
-    shard_dim,
-    tensor_parallel_dims,
-)
+from dllm_kernels.distributed import _layout
+from dllm_kernels.distributed._layout import as_dtensor, is_strided, layout, shard_dim
 
 Result = TypeVar("Result")
 # Module -> what the gradients of its own parameters are divided by. A parameter forgets what is noted on itself:
@@ -147,7 +140,7 @@ def _divide_factor(weight: DTensor, default: float) -> float:
     return next(of_module, default) if factor is None else factor
 
 
-@outside_the_graph
+@_layout.outside_the_graph
 def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM head's weight") -> torch.Tensor:
     """Gather a head's weight or bias over the data-parallel mesh dimensions, for one or several uses.
 
@@ -165,18 +158,17 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
     """
     if not isinstance(weight, DTensor):
         return weight
-    tensor = tensor_parallel_dims(weight, hidden)
+    tensor = _layout.tensor_parallel_dims(weight, hidden)
     data = [i for i in range(weight.device_mesh.ndim) if i not in tensor]
     _check_layout(name, weight, data, tensor)
     if not data:
         return weight
-    piece_shape = _piece_shape(weight, tensor)
-    full: torch.Tensor = _Gather.apply(weight, data, piece_shape, compute_dtype(hidden, weight))  # type: ignore[no-untyped-call]
+    given = weight, data, _piece_shape(weight, tensor), compute_dtype(hidden, weight)
+    full: torch.Tensor = _Gather.apply(*given)  # type: ignore[no-untyped-call]
     if not tensor:
         return full
     placements = [weight.placements[i] for i in tensor]
-    mesh = _submesh(weight, tensor)
-    return DTensor.from_local(full, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride())
+    return as_dtensor(full, _submesh(weight, tensor), placements, weight.shape, weight.stride())
 
 
 def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -> None:
@@ -188,8 +180,8 @@ def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Seque
     if mesh.ndim == 2 and mesh.mesh_dim_names is None and weight.placements == (Replicate(), Shard(0)):
         raise ValueError(
             f"{name} must not be what fully_shard(reshard_after_forward=<int>) leaves after a forward, got "
-            f"{layout(weight)}: its gradient would be lost; run the loss inside the head's forward (LossHead) or shard the head with "
-            "reshard_after_forward=True. If the mesh is your own, name its dimensions"
+            f"{layout(weight)}: its gradient would be lost; run the loss inside the head's forward (LossHead) or shard "
+            "the head with reshard_after_forward=True. If the mesh is your own, name its dimensions"
         )
     split_by_tensor = {shard_dim(weight.placements[i]) for i in tensor if mesh.size(i) > 1} - {None}
     for i in data:
@@ -201,21 +193,22 @@ def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Seque
             )
 
 
-def _piece_shape(weight: DTensor, tensor: Sequence[int]) -> tuple[int, ...]:
+def _piece_shape(weight: DTensor, tensor: Sequence[int]) -> torch.Size:
     """Return the shape of this rank's tensor after the data-parallel dimensions are gathered."""
     mesh, placements = weight.device_mesh, weight.placements
     splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
-    return tuple(local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
+    return torch.Size(_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
 
 
 def _submesh(weight: DTensor, dims: Sequence[int]) -> DeviceMesh:
     mesh = weight.device_mesh
     if len(dims) == mesh.ndim:
         return mesh
-    names = [dim_name(mesh, i) for i in dims]
+    names = [_layout.dim_name(mesh, i) for i in dims]
     if None in names:
         raise ValueError(
-            f"the LM head's weight needs a mesh whose dimensions have names, got {layout(weight)}; name them in init_device_mesh"
+            f"the LM head's weight needs a mesh whose dimensions have names, got {layout(weight)}; name them in "
+            "init_device_mesh"
         )
     return mesh[tuple(str(name) for name in names)]
 
@@ -233,19 +226,14 @@ class _Gather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: DTensor, data: Sequence[int], shape: tuple[int, ...], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, weight: DTensor, data: Sequence[int], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         mesh = _submesh(weight, data)
         splits = [shard_dim(weight.placements[i]) for i in data]
         placements: list[Placement] = [Replicate() if d is None else Shard(d) for d in splits]
-        ctx.weight_layout = (weight.device_mesh, weight.placements, weight.shape, weight.stride(), weight.dtype)
-        ctx.piece_layout = (mesh, placements, shape)
-        ctx.factor = _divide_factor(weight, mesh.size())
-        local = weight.to_local().to(dtype)
-        piece = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=_contiguous_stride(shape)
-        )
+        ctx.weight_layout = (weight.device_mesh, weight.placements, weight.shape, weight.stride())
+        ctx.dtype, ctx.factor = weight.dtype, _divide_factor(weight, mesh.size())
+        ctx.mesh, ctx.placements, ctx.piece = mesh, placements, (shape, _contiguous_stride(shape))
+        piece = as_dtensor(weight.to_local().to(dtype), mesh, placements, *ctx.piece)
         return piece.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
 
     @staticmethod
@@ -255,22 +243,10 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def _scattered(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        mesh, placements, shape = ctx.piece_layout
-        weight_mesh, weight_placements, weight_shape, weight_stride, dtype = ctx.weight_layout
-        grad = grad.to(dtype)
+        grad = grad.to(ctx.dtype)
         if ctx.factor != 1:
             grad = grad / ctx.factor
-        partial = DTensor.from_local(
-            grad,
-            mesh,
-            [Partial()] * mesh.ndim,
-            run_check=False,
-            shape=torch.Size(shape),
-            stride=_contiguous_stride(shape),
-        )
+        partial = as_dtensor(grad, ctx.mesh, [Partial()] * ctx.mesh.ndim, *ctx.piece)
         # The sharded dimensions first: what is left to sum over the replicas is then a shard.
-        scattered = partial.redistribute(placements=[p if p.is_shard() else Partial() for p in placements])
-        local = scattered.redistribute(placements=placements).to_local()
-        return DTensor.from_local(
-            local, weight_mesh, weight_placements, run_check=False, shape=weight_shape, stride=weight_stride
-        )
+        scattered = partial.redistribute(placements=[p if p.is_shard() else Partial() for p in ctx.placements])
+        return as_dtensor(scattered.redistribute(placements=ctx.placements).to_local(), *ctx.weight_layout)

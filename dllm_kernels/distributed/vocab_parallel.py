@@ -21,26 +21,16 @@ import functools
 import math
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
 from dllm_kernels._backends._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
-from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._divergence import divergence, divergence_grad
-from dllm_kernels.distributed._layout import (
-    Rows,
-    check_contiguous,
-    check_local_shape,
-    layout,
-    local_piece,
-    rows_of,
-    shard_dim,
-)
-from dllm_kernels.distributed._shard import VocabShard
-from dllm_kernels.distributed._teacher import with_local_teacher
+from dllm_kernels.distributed._layout import VocabShard
+
+Tensor = torch.Tensor
 
 
 def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
@@ -51,12 +41,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
     nll, weighted_nll, nll_grad = nll_of_stats(stats, shard.total)
 
     def nll_and_grad_(
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        scale: torch.Tensor,
-        *,
-        with_correct: bool,
-        transform: Transform,
+        logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform
     ) -> NLL:
         out = nll(logits[None], targets, with_correct=with_correct, transform=transform)
         nll_grad(logits[None], targets, scale, *out[1:3], logits[None], transform=transform)
@@ -69,48 +54,6 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
     )  # fmt: skip
 
 
-def local_logits(inputs: RowInputs, plan: Plan) -> tuple[RowInputs, Plan, Rows]:
-    """Return this rank's part of inputs with DTensor logits ``[..., V]``, the plan for it, and its rows.
-
-    The vocabulary may be split over one mesh dimension and the rows over others; over the rest they are replicated.
-    The gradient has the placements of the logits. What is known of each row is plain, of the global shape, the same on
-    every rank.
-
-    Raises:
-        ValueError: logits that wait for a sum (``Partial``), or are not split as ``torch.chunk`` splits.
-    """
-    logits = inputs.x
-    rows = rows_of("logits", logits)
-    if not isinstance(logits, DTensor):  # the teacher's are
-        return *with_local_teacher(inputs, plan, inputs, rows, None), rows
-    vocab_dim = _vocab_mesh_dim(logits)
-    V = logits.shape[-1]
-    shard = None if vocab_dim is None else VocabShard.of(V, logits.device_mesh, vocab_dim)
-    check_local_shape("logits", logits, (*rows.local_shape, V if shard is None else shard.size))
-    if shard is not None:
-        plan = plan._replace(rows=shard_primitives(shard, plan))
-    local = rows.local_inputs(inputs)._replace(x=local_piece(logits, logits.placements))
-    return *with_local_teacher(local, plan, inputs, rows, shard), rows
-
-
-def _vocab_mesh_dim(logits: DTensor) -> int | None:
-    """Return the mesh dimension that splits the vocabulary, or None."""
-    last, found = logits.dim() - 1, []
-    for i, placement in enumerate(logits.placements):
-        if placement.is_partial():
-            raise ValueError(
-                f"logits must not be Partial, got {layout(logits)}; redistribute them to Replicate or Shard(-1) first"
-            )
-        if shard_dim(placement) == last:
-            check_contiguous("logits", logits, i)
-            found.append(i)
-    if len(found) > 1:
-        raise ValueError(
-            f"logits must have their vocabulary split over one mesh dimension, got {layout(logits)}; redistribute them"
-        )
-    return found[0] if found else None
-
-
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
     """Restrict a request to these columns; an id of another shard becomes ``SKIP``."""
     return request._replace(
@@ -118,7 +61,7 @@ def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
     )
 
 
-def _forward(shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, request: StatsRequest) -> StatsResult:
+def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest) -> StatsResult:
     """One all-gather of what each shard found, as a distribution of its own; one more sum for the mixture.
 
     A shard has the share w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
@@ -162,9 +105,9 @@ def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
 
 
 def _combine_ids(
-    shard: VocabShard, request: StatsRequest, maxima: torch.Tensor, sums: torch.Tensor, from_max: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(M, log S, log p) of whole rows, from ``[ranks, N, 1]``, the same, and the ids' distances to their shard's maximum."""
+    shard: VocabShard, request: StatsRequest, maxima: Tensor, sums: Tensor, from_max: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(M, log S, log p) of whole rows, from ``[ranks, N, 1]``, the same, and how far ids lie from their shard's maximum."""
     row_max = maxima.amax(0)
     row_sum = (sums * torch.exp(maxima - row_max)).sum(0)
     rank = torch.arange(maxima.shape[0], device=maxima.device).view(-1, 1, 1)
@@ -174,14 +117,14 @@ def _combine_ids(
     return row_max.squeeze(1), row_sum.log().squeeze(1), (distance - row_sum.log()).masked_fill(lost, math.nan)
 
 
-def _combine_entropy(log_share: torch.Tensor, entropies: torch.Tensor) -> torch.Tensor:
+def _combine_entropy(log_share: Tensor, entropies: Tensor) -> Tensor:
     """Combine the entropies of the shards, each with its share of the row, to those of whole rows."""
     return torch.where(log_share == -math.inf, 0.0, log_share.exp() * (entropies - log_share)).sum(0)
 
 
 def _mix(
-    shard: VocabShard, local: StatsPrimitives, logits: torch.Tensor, request: StatsRequest, *sums: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest, *sums: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """(F, W) of whole rows: one all-reduce."""
     here = _local_request(shard, request)
     if shard.size:
@@ -195,10 +138,10 @@ def _mix(
 def _backward(
     shard: VocabShard,
     local: StatsPrimitives,
-    logits: torch.Tensor,
+    logits: Tensor,
     request: StatsRequest,
     c: Coefficients,
-    *sums_and_out: torch.Tensor,
+    *sums_and_out: Tensor,
 ) -> None:
     """Compute the gradient of this rank's columns; no communication."""
     if shard.size:

@@ -99,7 +99,7 @@ def acceptance_length(
 def _summed(sums: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
     """Unbind the sums, all-reduced over the group if there is one."""
     if group is not None:
-        from dllm_kernels.distributed.reduce import summed_over
+        from dllm_kernels.distributed import summed_over
 
         sums = summed_over(sums, group)
     return sums.unbind()

@@ -13,7 +13,7 @@ from dllm_kernels._core._compiled import ROW_OPS
 from dllm_kernels._core._recipes import checked_recipe
 from dllm_kernels._utils._transform import NO_TRANSFORM
 from dllm_kernels.distributed import _divergence
-from dllm_kernels.distributed._shard import VocabShard
+from dllm_kernels.distributed._layout import VocabShard
 from tests.support.parity import small_blocks
 
 CHUNKS = 2
