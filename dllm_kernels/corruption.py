@@ -24,27 +24,14 @@ sync, it masks nothing or everything.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
-from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _corrupt, _philox
-from dllm_kernels._utils._checks import (
-    INT_DTYPES,
-    check_choice,
-    check_constant,
-    check_float,
-    check_ids,
-    check_mask,
-    check_ndim,
-    check_number,
-    check_positive_int,
-    check_same_device,
-    check_tensor,
-    type_name,
-)
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._checks import INT_DTYPES, type_name
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
@@ -96,11 +83,11 @@ def gumbel_topk(
 
     Source: Kool, van Hoof and Welling 2019, arXiv:1903.06059, section 2.3.
     """
-    check_tensor("log_w", log_w)
-    check_ndim("log_w", log_w, 1, "[D]")
+    _checks.check_tensor("log_w", log_w)
+    _checks.check_ndim("log_w", log_w, 1, "[D]")
     if uniform is not None:
-        check_tensor("uniform", uniform)
-        check_ndim("uniform", uniform, 1, "[D]")
+        _checks.check_tensor("uniform", uniform)
+        _checks.check_ndim("uniform", uniform, 1, "[D]")
         uniform = uniform[None]
     if isinstance(k, torch.Tensor) and k.dim() == 0:
         k = k[None]
@@ -184,14 +171,10 @@ def corrupt_uniform(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
-    eps = _checked_eps(eps)
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be a bool, got {type_name(exact)}")
-    level = _checked_level(level, input_ids, None)
-    seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
-    if input_ids.numel() == 0:
-        return _nothing(input_ids, backend)
-    return _run(_corrupt.mask_tokens, input_ids, loss_mask, mask_id, eps, exact, level, seed, backend)
+    what = "exact" if exact else "mask"
+    return _corrupted(what, input_ids, loss_mask, mask_id, None, eps, 1.0, level, generator, seeds, backend)
 
 
 def corrupt_blockwise(
@@ -245,18 +228,10 @@ def corrupt_blockwise(
     """
     _check_batch(input_ids, loss_mask, optional=True)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
-    eps = _checked_eps(eps)
-    block_size = _checked_block_size(block_size)
-    half_life_ratio = _checked_real("half_life_ratio", half_life_ratio)
-    if not half_life_ratio > 0:
-        raise ValueError(f"half_life_ratio must be above 0, got {half_life_ratio}")
-    level = _checked_level(level, input_ids, block_size)
-    seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
-    if input_ids.numel() == 0:
-        return _nothing(input_ids, backend)
-    return _run(
-        _corrupt.mask_topk, input_ids, loss_mask, mask_id, block_size, eps, half_life_ratio, level, seed, backend
-    )
+    ratio = _checked_real("half_life_ratio", half_life_ratio)
+    if not ratio > 0:
+        raise ValueError(f"half_life_ratio must be above 0, got {ratio}")
+    return _corrupted("topk", input_ids, loss_mask, mask_id, block_size, eps, ratio, level, generator, seeds, backend)
 
 
 def corrupt_uniform_random(
@@ -299,13 +274,8 @@ def corrupt_uniform_random(
     Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, section 3.1, the uniform transition.
     """
     _check_batch(input_ids, loss_mask, optional=False)
-    vocab_size = _checked_vocab_size(vocab_size, input_ids)
-    eps, block_size = _checked_eps(eps), _checked_block_size(block_size)
-    level = _checked_level(level, input_ids, block_size)
-    seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
-    if input_ids.numel() == 0:
-        return _nothing(input_ids, backend)
-    return _run(_corrupt.replace_tokens, input_ids, loss_mask, vocab_size, block_size, eps, level, seed, backend)
+    tokens = _checked_vocab_size(vocab_size, input_ids)
+    return _corrupted("tokens", input_ids, loss_mask, tokens, block_size, eps, 1.0, level, generator, seeds, backend)
 
 
 def corrupt_all_masked(
@@ -338,9 +308,7 @@ def corrupt_all_masked(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = _checked_mask_id(mask_token_id, input_ids)
-    if input_ids.numel() == 0:
-        return _nothing(input_ids, backend)
-    return _run(_corrupt.mask_all, input_ids, loss_mask, mask_id, backend)
+    return _run(_corrupt.corrupt, "all", input_ids, loss_mask, mask_id, None, 0.0, 1.0, None, None, backend)
 
 
 def corrupt_mix(
@@ -404,8 +372,6 @@ def corrupt_mix(
     if not isinstance(check, bool):
         raise TypeError(f"check must be a bool, got {type_name(check)}")
     seed = _philox.resolve_seed(input_ids.device, input_ids.shape[0], generator, seeds)
-    if input_ids.numel() == 0:
-        return _nothing(input_ids, backend)[:2]
     return _run(_corrupt.mix_tokens, input_ids, loss_mask, mask_id, vocab_size, p, q, check, seed, backend)
 
 
@@ -434,11 +400,11 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
 
     Source: Gong et al. 2025 (DiffuCoder), arXiv:2506.20639, section 4.2, the coupled sampling of coupled-GRPO.
     """
-    check_tensor("noise_mask", noise_mask)
-    check_ndim("noise_mask", noise_mask, 2, "[B, L]")
-    check_mask("noise_mask", noise_mask, _shape(noise_mask))
-    check_mask("loss_mask", loss_mask, _shape(noise_mask), "that of noise_mask")
-    check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
+    _checks.check_tensor("noise_mask", noise_mask)
+    _checks.check_ndim("noise_mask", noise_mask, 2, "[B, L]")
+    _checks.check_mask("noise_mask", noise_mask, noise_mask.shape)
+    _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask")
+    _checks.check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
     where = first_fraction(noise_mask, loss_mask)
     if where is not None:
         raise ValueError(
@@ -490,8 +456,8 @@ def sample_level(
 
     Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, which BD3-LM and Duo use.
     """
-    check_positive_int("B", B)
-    check_choice("method", method, _corrupt.METHODS)
+    _checks.check_positive_int("B", B)
+    _checks.check_choice("method", method, _corrupt.METHODS)
     low, high = _checked_real("low", low), _checked_real("high", high)
     if not 0 <= low <= high <= 1:
         raise ValueError(f"low and high must satisfy 0 <= low <= high <= 1, got {low} and {high}")
@@ -505,6 +471,36 @@ def sample_level(
     return _run(_corrupt.sample_level, int(B), method, low, high, seed, backend)
 
 
+def _corrupted(
+    what: str,
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    token: int,
+    block_size: int | None,
+    eps: float,
+    half_life_ratio: float,
+    level: torch.Tensor | None,
+    generator: torch.Generator | None,
+    seeds: torch.Tensor | None,
+    backend: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Check what the routines have in common, draw a seed and call ``_corrupt.corrupt``."""
+    eps = _checked_real("eps", eps)
+    if not 0 <= eps < 1:
+        raise ValueError(f"eps must lie in [0, 1), got {eps}")
+    B, L = input_ids.shape
+    blocks = 1
+    if block_size is not None:
+        _checks.check_positive_int("block_size", block_size)
+        block_size = int(block_size)
+        blocks = -(-L // block_size)
+    if level is not None:
+        level = _checked_of_row("level", level, input_ids, blocks)
+    seed = _philox.resolve_seed(input_ids.device, B, generator, seeds)
+    args = what, input_ids, loss_mask, token, block_size, eps, half_life_ratio, level, seed, backend
+    return _run(_corrupt.corrupt, *args)
+
+
 def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
     """Call a routine of ``_random/_corrupt.py``; under torch.compile that is one op."""
     if torch.compiler.is_compiling():
@@ -514,23 +510,17 @@ def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
     return routine(*args, **kwargs)
 
 
-def _nothing(input_ids: torch.Tensor, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    use_triton(backend, input_ids)  # which raises where the choice is a bad one
-    p_mask = torch.empty(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    return input_ids.clone(), torch.empty_like(p_mask, dtype=torch.bool), p_mask
-
-
 def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, optional: bool) -> None:
     if _fit(input_ids, loss_mask):
         return
-    check_ids("input_ids", input_ids)
+    _checks.check_ids("input_ids", input_ids)
     _check_whole_tensor("input_ids", input_ids)
-    check_ndim("input_ids", input_ids, 2, "[B, L]")
+    _checks.check_ndim("input_ids", input_ids, 2, "[B, L]")
     if optional and loss_mask is None:
         return
-    check_mask("loss_mask", loss_mask, _shape(input_ids), "that of input_ids")
+    _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
     _check_whole_tensor("loss_mask", loss_mask)
-    check_same_device("input_ids", input_ids, loss_mask=loss_mask)
+    _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
 
 
 def _check_whole_tensor(name: str, tensor: object) -> None:
@@ -552,10 +542,6 @@ def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
     )
 
 
-def _shape(tensor: torch.Tensor) -> Sequence[int]:
-    return tuple(tensor.shape)
-
-
 def _checked_mask_id(mask_token_id: int, input_ids: torch.Tensor) -> int:
     try:
         index = operator.index(None if isinstance(mask_token_id, bool) else mask_token_id)  # type: ignore[arg-type]
@@ -575,26 +561,12 @@ def _check_fits(name: str, token: int, input_ids: torch.Tensor) -> None:
 def _checked_real(name: str, value: object) -> float:
     if type(value) is float:
         return value
-    check_number(name, value, "a float")
+    _checks.check_number(name, value, "a float")
     return float(value)  # type: ignore[arg-type]
 
 
-def _checked_eps(eps: float) -> float:
-    eps = _checked_real("eps", eps)
-    if not 0 <= eps < 1:
-        raise ValueError(f"eps must lie in [0, 1), got {eps}")
-    return eps
-
-
-def _checked_block_size(block_size: int | None) -> int | None:
-    if block_size is None:
-        return None
-    check_positive_int("block_size", block_size)
-    return int(block_size)
-
-
 def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
-    check_positive_int("vocab_size", vocab_size)
+    _checks.check_positive_int("vocab_size", vocab_size)
     if vocab_size > 2**31:
         raise ValueError(f"vocab_size must be at most 2**31, got {vocab_size}")
     _check_fits("vocab_size - 1", vocab_size - 1, input_ids)
@@ -603,22 +575,15 @@ def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
 
 def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
     """Convert one number per row, or per block, to float32 ``[B, 1]`` or ``[B, blocks]``."""
-    check_float(name, value)
+    _checks.check_float(name, value)
     B = input_ids.shape[0]
     shapes = [(B,), (B, 1), *([(B, blocks)] if blocks > 1 else [])]
     if tuple(value.shape) not in shapes:
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
-    check_same_device("input_ids", input_ids, **{name: value})
-    check_constant(name, value)
+    _checks.check_same_device("input_ids", input_ids, **{name: value})
+    _checks.check_constant(name, value)
     if value.requires_grad:  # where gradients are off
         value = value.detach()
     if value.dtype is not torch.float32:
         value = value.to(torch.float32)
     return value if value.dim() == 2 else value.view(-1, 1)
-
-
-def _checked_level(level: torch.Tensor | None, input_ids: torch.Tensor, block_size: int | None) -> torch.Tensor | None:
-    if level is None:
-        return None
-    blocks = 1 if block_size is None else -(-input_ids.shape[1] // block_size)
-    return _checked_of_row("level", level, input_ids, blocks)

@@ -125,23 +125,11 @@ JUDGES = (
     ),
     ("_random/_compiled.py", "tests/corruption/test_corruption_compile.py"),
     (
-        "_random/_host.py",
-        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
-        " tests/corruption/test_corruption_statistics.py",
-    ),
-    (
         "*corrupt*",
         "tests/ops/test_flags.py tests/corruption/test_mix_arguments.py tests/corruption/test_corruption.py"
         " tests/internals/test_corruption.py tests/corruption/test_corruption_levels.py"
         " tests/internals/test_corruption_levels.py tests/corruption/test_corruption_statistics.py"
         " tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py",
-    ),
-    (
-        "_random/_grid.py",
-        "tests/corruption/test_corruption.py tests/internals/test_corruption.py"
-        " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
-        " tests/corruption/test_corruption_compile.py",
     ),
     (
         "_random/_rules.py",

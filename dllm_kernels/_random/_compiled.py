@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from dllm_kernels._random import _corrupt
-from dllm_kernels._random._grid import Corrupted
 from dllm_kernels._random._topk import choose
 from dllm_kernels._utils import _changing
 
@@ -28,7 +27,7 @@ def _mask(like: torch.Tensor) -> torch.Tensor:
     return like.new_empty(like.shape, dtype=torch.bool)
 
 
-def _corrupted(input_ids: torch.Tensor, *_: Any) -> Corrupted:
+def _corrupted(what: str, input_ids: torch.Tensor, *_: Any) -> _corrupt.Corrupted:
     return _ids(input_ids), _mask(input_ids), input_ids.new_empty(input_ids.shape, dtype=torch.float32)
 
 
@@ -58,10 +57,7 @@ def _with(args: list[Any], places: Sequence[int], numbers: Sequence[float]) -> l
     return args
 
 
-mask_tokens = _op(_corrupt.mask_tokens, _corrupted)
-replace_tokens = _op(_corrupt.replace_tokens, _corrupted)
-mask_all = _op(_corrupt.mask_all, _corrupted)
-mask_topk = _op(_corrupt.mask_topk, _corrupted)
+corrupt = _op(_corrupt.corrupt, _corrupted)
 mix_tokens = _op(_corrupt.mix_tokens, lambda ids, *_: (_ids(ids), _mask(ids)))
 complement = _op(_corrupt.complement, lambda noise_mask, *_: _mask(noise_mask))
 sample_level = _op(_corrupt.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32))

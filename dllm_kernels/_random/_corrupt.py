@@ -3,124 +3,144 @@ r"""The corruption routines below the public functions: the choice of backend, a
 A batch ``[B, L]`` is a grid of B rows, ``blocks`` blocks of ``size`` positions, the last of a row possibly short;
 without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike:
 from the draws it makes the chosen positions, what to put there and the level of each block, by the arithmetic of
-``_rules``. On CPU tensors ``_host`` runs it in numpy, a slice of the rows at a time.
+``_rules``.
+
+On CPU tensors the body runs on numpy arrays, a slice of the rows at a time: hosts corrupt there, often a sample at a
+time, where a numpy call costs a fifth of a torch call. Tests hold both to the same bits.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from dllm_kernels._backends._backend import use_triton
-from dllm_kernels._random import _host, _philox, _rules
-from dllm_kernels._random._grid import Change, Corrupted, Grid, Rows, lengths
+from dllm_kernels._random import _philox, _rules
 from dllm_kernels._random._rules import Array
-from dllm_kernels._random._topk import on_host, select_exact, select_largest
+from dllm_kernels._random._topk import host_slices, on_host, select_exact, select_largest, select_of_draws
 
+Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 METHODS = ("uniform", "antithetic", "stratified")  # of sample_level
 
 
-def mask_tokens(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    mask_token_id: int,
-    eps: float,
-    exact: bool,
-    level: torch.Tensor | None,
-    seed: torch.Tensor,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask each position with its row's probability; see :func:`dllm_kernels.corruption.corrupt_uniform`."""
-    check_level(level)
-    if use_triton(backend, input_ids):
-        from dllm_kernels._backends.triton.corruption import corrupt_independent, corrupt_topk
+class Grid(NamedTuple):
+    """Rows, positions of a row, blocks of a row, positions of a block."""
 
-        L = input_ids.shape[1]
-        if exact:
-            return corrupt_topk(input_ids, loss_mask, mask_token_id, 1, L, eps, 0.0, 0, level, seed, exact=True)
-        return corrupt_independent(input_ids, loss_mask, mask_token_id, 1, L, eps, level, seed, "mask")
-    grid = Grid.of(input_ids, None)
+    B: int
+    L: int
+    blocks: int
+    size: int
 
-    def body(rows: Rows) -> Change:
-        m = _level(rows, level, eps)
-        return Change(_exactly(rows, m) if exact else _coins(grid, rows, m), mask_token_id, m)
+    @classmethod
+    def of(cls, input_ids: torch.Tensor, block_size: int | None) -> Grid:
+        """Make the grid of a batch; without a block size, or with one beyond L, a row is one block of L."""
+        B, L = input_ids.shape
+        size = L if block_size is None else min(block_size, L)
+        return cls(B, L, -(-L // size), size)
 
-    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body, 1 if exact else 4)
+    @property
+    def even(self) -> bool:
+        """Whether no block is short."""
+        return self.blocks * self.size == self.L
 
+    @property
+    def lengths(self) -> list[int]:
+        """Positions of each block of a row."""
+        return [self.size] * (self.blocks - 1) + [self.L - (self.blocks - 1) * self.size]
 
-def replace_tokens(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    vocab_size: int,
-    block_size: int | None,
-    eps: float,
-    level: torch.Tensor | None,
-    seed: torch.Tensor,
-    backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random tokens; see :func:`dllm_kernels.corruption.corrupt_uniform_random`."""
-    check_level(level)
-    grid = Grid.of(input_ids, block_size)
-    if use_triton(backend, input_ids):
-        from dllm_kernels._backends.triton.corruption import corrupt_independent
+    def fold(self, at_place: Array) -> Array:
+        """``[rows, L]`` as ``[rows, blocks, size]`` where there are several and none is short."""
+        return at_place.reshape(-1, self.blocks, self.size) if self.blocks > 1 and self.even else at_place
 
-        return corrupt_independent(input_ids, loss_mask, vocab_size, grid.blocks, grid.size, eps, level, seed, "tokens")
-
-    def body(rows: Rows) -> Change:
-        m = _level(rows, level, eps)
-        token = _rules.token(rows.words, vocab_size)
-        return Change(_coins(grid, rows, m), token, None if level is None else m)
-
-    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(whole_words=True), body)
+    def beside(self, of_block: Array) -> Array:
+        """``[rows, blocks]``, or ``[rows, 1]`` for all blocks, so that it broadcasts against what ``fold`` gives."""
+        if self.blocks == 1:
+            return of_block
+        if self.even:
+            return of_block[..., None]
+        if of_block.shape[1] == 1:
+            return of_block
+        repeat = torch.repeat_interleave if isinstance(of_block, torch.Tensor) else np.repeat
+        return repeat(of_block, self.size, 1)[:, : self.L]
 
 
-def mask_all(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, mask_token_id: int, backend: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask every supervised position; see :func:`dllm_kernels.corruption.corrupt_all_masked`."""
-    if use_triton(backend, input_ids):
-        from dllm_kernels._backends.triton.corruption import corrupt_independent
+class Rows(NamedTuple):
+    """Some rows of the batch and what is drawn for them."""
 
-        return corrupt_independent(input_ids, loss_mask, mask_token_id, 1, input_ids.shape[1], 0.0, None, None, "all")
-    if on_host(input_ids):
-        return _host.mask_all(input_ids, loss_mask, mask_token_id)
-    noise = loss_mask != 0
-    p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
-    return torch.where(noise, mask_token_id, input_ids), noise, p_mask
+    part: slice
+    ids: Array
+    supervised: Array | None
+    levels: Array
+    draws: Array
+    words: Array
 
 
-def mask_topk(
+class Change(NamedTuple):
+    """Chosen positions, what to put there (a number or ``[rows, L]``), the level of each block (None: 1)."""
+
+    chosen: Array
+    token: Array | int
+    level: Array | None
+
+
+def corrupt(
+    what: str,
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,
-    mask_token_id: int,
+    token: int,
     block_size: int | None,
     eps: float,
     half_life_ratio: float,
     level: torch.Tensor | None,
-    seed: torch.Tensor,
+    seed: torch.Tensor | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask exactly k positions of a block; see :func:`dllm_kernels.corruption.corrupt_blockwise`."""
+    """Corrupt supervised positions as the functions of :mod:`dllm_kernels.corruption` say.
+
+    ======  =================================================  ===========================================
+    what    the function                                       the positions
+    ======  =================================================  ===========================================
+    mask    ``corrupt_uniform``                                each with its row's probability
+    exact   ``corrupt_uniform`` with ``exact``                 so many of a row's
+    topk    ``corrupt_blockwise``                              so many of a block's, with a position bias
+    tokens  ``corrupt_uniform_random``, ``token`` tokens       each with its block's probability
+    all     ``corrupt_all_masked``                             all, without a seed
+    ======  =================================================  ===========================================
+    """
+    if input_ids.numel() == 0:
+        return _nothing(input_ids, backend)
     check_level(level)
     grid = Grid.of(input_ids, block_size)
-    rate = position_rate(half_life_ratio, grid.L if block_size is None else block_size)
+    rate = _position_rate(half_life_ratio, grid.L if block_size is None else block_size)
     at_least = int(block_size is None)
     if use_triton(backend, input_ids):
-        from dllm_kernels._backends.triton.corruption import corrupt_topk
+        from dllm_kernels._backends.triton.corruption import corrupt_independent, corrupt_topk
 
-        return corrupt_topk(
-            input_ids, loss_mask, mask_token_id, grid.blocks, grid.size, eps, rate, at_least, level, seed
-        )
-    topk_of_blocks = _host.topk_of_blocks if on_host(input_ids) else _topk_of_blocks
+        given = input_ids, loss_mask, token, grid.blocks, grid.size, eps, level, seed
+        if what in ("exact", "topk"):
+            return corrupt_topk(*given, rate, at_least, exact=what == "exact")
+        return corrupt_independent(*given, what)
+    topk_of_blocks = _topk_of_blocks_on_host if on_host(input_ids) else _topk_of_blocks
 
     def body(rows: Rows) -> Change:
-        m = _level(rows, level, eps)
-        return Change(topk_of_blocks(grid, rows.draws, m, rate, at_least), mask_token_id, m)
+        if what == "all":
+            return Change(rows.supervised, token, None)
+        m = _rules.level(rows.levels, eps) if level is None else rows_of(level, rows)
+        if what == "exact":
+            return Change(_exactly(rows, m), token, m)
+        if what == "topk":
+            return Change(topk_of_blocks(grid, rows.draws, m, rate, at_least), token, m)
+        coins = _rules.below(grid.fold(rows.draws), grid.beside(m)).reshape(-1, grid.L)
+        if what == "tokens":
+            return Change(coins, _rules.token(rows.words, token), None if level is None else m)
+        return Change(coins, token, m)
 
-    return _corrupt(input_ids, loss_mask, seed, grid, grid.layout(), body, 2)
+    layout = _philox.Layout(grid.blocks, grid.L, whole_words=what == "tokens")
+    return _corrupt(input_ids, loss_mask, seed, grid, layout, body, {"mask": 4, "topk": 2}.get(what, 1))
 
 
 def mix_tokens(
@@ -135,6 +155,8 @@ def mix_tokens(
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Masks and other tokens; see :func:`dllm_kernels.corruption.corrupt_mix`."""
+    if input_ids.numel() == 0:
+        return _nothing(input_ids, backend)[:2]
     if check or input_ids.is_cpu:
         _check_sum(mask_prob, uniform_prob)
     if use_triton(backend, input_ids):
@@ -150,8 +172,7 @@ def mix_tokens(
         chosen = absorbed | (changed & (rows.ids != mask_token_id))
         return Change(chosen, other - (other - mask_token_id) * absorbed, None)
 
-    noisy, noise, _ = _corrupt(input_ids, loss_mask, seed, grid, grid.layout(whole_words=True), body)
-    return noisy, noise
+    return _corrupt(input_ids, loss_mask, seed, grid, _philox.Layout(1, grid.L, whole_words=True), body)[:2]
 
 
 def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) -> torch.Tensor:
@@ -169,15 +190,22 @@ def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tenso
         from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
         return kernel(B, method, low, high, seed)
-    layout = _philox.Layout(1, 0)
+    layout, row = _philox.Layout(1, 0), torch.arange(B, device=seed.device)
     if on_host(seed):
-        return _host.sample_level(B, method, low, high, seed, layout)
-    u = _rules.uniform(_philox.random_bits(seed, B, layout)[0])[:, 0]
-    level: torch.Tensor = _rules.scaled(_rules.coupled(u, torch.arange(B, device=seed.device), method), low, high)
-    return level
+        draws, row = _philox.bits_on_host(seed, range(B), layout)[0], row.numpy()
+    else:
+        draws = _philox.random_bits(seed, B, layout)[0]
+    level = _rules.scaled(_rules.coupled(_rules.uniform(draws)[:, 0], row, method), low, high)
+    return torch.as_tensor(level).contiguous()
 
 
-def position_rate(half_life_ratio: float, size: int) -> float:
+def _nothing(input_ids: torch.Tensor, backend: str) -> Corrupted:
+    use_triton(backend, input_ids)  # which raises where the choice is a bad one
+    p_mask = torch.empty(input_ids.shape, dtype=torch.float32, device=input_ids.device)
+    return input_ids.clone(), torch.empty_like(p_mask, dtype=torch.bool), p_mask
+
+
+def _position_rate(half_life_ratio: float, size: int) -> float:
     """``ln 2 / (half_life_ratio size)``, the log-weight a position gains on the one before it at m = 0."""
     # The largest log-weight, rate * size, stays finite in float32: infinite ones would be told apart by index only.
     return min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
@@ -213,19 +241,8 @@ def rows_of(tensor: torch.Tensor, rows: Rows) -> Array:
     return (tensor if isinstance(rows.draws, torch.Tensor) else tensor.numpy())[rows.part]
 
 
-def _level(rows: Rows, given: torch.Tensor | None, eps: float) -> Array:
-    """Return m of each block, float32 ``[rows, blocks]``, or ``[rows, 1]`` for all blocks of a row."""
-    return _rules.level(rows.levels, eps) if given is None else rows_of(given, rows)
-
-
-def _coins(grid: Grid, rows: Rows, level: Array) -> Array:
-    """``u < m`` for each position."""
-    return _rules.below(grid.fold(rows.draws), grid.beside(level)).reshape(-1, grid.L)
-
-
 def _exactly(rows: Rows, level: Array) -> Array:
     """Exactly round(m supervised) of the supervised positions, those of the largest draws."""
-    assert rows.supervised is not None
     length = rows.supervised.sum(1)
     k = _rules.number_to_mask(level[:, 0], length, (level[:, 0] > 0) * 1)
     return select_largest(rows.draws, rows.supervised, k)
@@ -235,7 +252,7 @@ def _topk_of_blocks(grid: Grid, draws: torch.Tensor, level: torch.Tensor, rate: 
     """Select the k positions of each block, bool ``[rows, L]``."""
     device = draws.device
     level = level.expand(-1, grid.blocks)
-    length = torch.tensor(lengths(grid), device=device)
+    length = torch.tensor(grid.lengths, device=device)
     k = _rules.number_to_mask(level, length, at_least)
     place = torch.arange(grid.size, device=device)
     log_w = _rules.log_weights(level[..., None], rate, place.to(torch.float32))
@@ -247,24 +264,80 @@ def _topk_of_blocks(grid: Grid, draws: torch.Tensor, level: torch.Tensor, rate: 
     return chosen.view(len(draws), -1)[:, : grid.L]
 
 
+def _topk_of_blocks_on_host(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:
+    """``_topk_of_blocks`` in numpy."""
+    length = np.array([grid.size] if grid.even else grid.lengths)
+    if level.shape[1] < grid.blocks:
+        level = level.repeat(grid.blocks, axis=1)
+    k = _rules.number_to_mask(level, length, at_least)
+    log_w = _rules.log_weights(level[..., None], rate, np.arange(grid.size, dtype=np.float32))
+    if not grid.even:
+        log_w[:, -1, length[-1] :] = -16.0  # u = 2^-33 has a score of -3.2, the least that there is
+        room = np.zeros((len(draws), grid.blocks * grid.size), np.uint32)
+        room[:, : grid.L] = draws
+        draws = room
+    chosen = select_of_draws(log_w.reshape(-1, grid.size), draws, k.reshape(-1), rate * grid.size)
+    return chosen.reshape(len(draws), -1)[:, : grid.L]
+
+
 def _corrupt(
     input_ids: torch.Tensor,
     loss_mask: torch.Tensor | None,
-    seed: torch.Tensor,
+    seed: torch.Tensor | None,
     grid: Grid,
     layout: _philox.Layout,
     body: Callable[[Rows], Change],
     times: int = 1,
 ) -> Corrupted:
-    """Draw, run the body on all rows, write the outputs; ``times`` is for ``host_slices``."""
+    """Draw, if there is a seed, run the body on all rows, write the outputs; ``times`` is for ``host_slices``."""
     if on_host(input_ids):
-        return _host.corrupt(input_ids, loss_mask, seed, grid, layout, body, times)
-    levels, draws, words = _philox.random_bits(seed, grid.B, layout)
+        return _corrupt_on_host(input_ids, loss_mask, seed, grid, layout, body, times)
+    bits = (None, None, None) if seed is None else _philox.random_bits(seed, grid.B, layout)
     supervised = None if loss_mask is None else loss_mask != 0
-    chosen, token, level = body(Rows(slice(None), input_ids, supervised, levels, draws, words))
+    chosen, token, level = body(Rows(slice(None), input_ids, supervised, *bits))
     noise = chosen if supervised is None else chosen & supervised
     p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     if level is not None:
         grid.fold(p_mask)[...] = grid.beside(level)
     new = token.to(input_ids.dtype) if isinstance(token, torch.Tensor) else token
     return torch.where(noise, new, input_ids), noise.contiguous(), p_mask
+
+
+def _corrupt_on_host(
+    input_ids: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
+    grid: Grid,
+    layout: _philox.Layout,
+    body: Callable[[Rows], Change],
+    times: int,
+) -> Corrupted:
+    """Draw, run the body, write the outputs, so many rows at a time as ``host_slices`` says."""
+    ids = input_ids.numpy()
+    supervised = None if loss_mask is None else (loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0).numpy()
+    noisy, noise, p_mask = (np.empty(ids.shape, dtype) for dtype in (ids.dtype, np.bool_, np.float32))
+    for rows in host_slices(grid.B, grid.L, times):
+        part = slice(rows.start, rows.stop)
+        bits = (None, None, None) if seed is None else _philox.bits_on_host(seed, rows, layout)
+        where = None if supervised is None else supervised[part]
+        chosen, token, level = body(Rows(part, ids[part], where, *bits))
+        if where is None:
+            noise[part] = chosen
+        else:
+            np.logical_and(chosen, where, out=noise[part])
+        _put(ids[part], noise[part], token, out=noisy[part])
+        if level is None:
+            p_mask[part] = 1.0
+        else:
+            grid.fold(p_mask[part])[...] = grid.beside(level)
+    return torch.from_numpy(noisy), torch.from_numpy(noise), torch.from_numpy(p_mask)
+
+
+def _put(ids: Array, noise: Array, token: Array | int, out: Array) -> None:
+    """``where(noise, token, ids)`` as ``ids + noise (token - ids)``, which wraps back to the same.
+
+    ``numpy.where`` and ``torch.where`` branch at every position: six times as long where the mask is random.
+    """
+    np.subtract(token, ids, out=out, dtype=ids.dtype, casting="unsafe")
+    np.multiply(out, noise, out=out)
+    np.add(out, ids, out=out)

@@ -341,7 +341,7 @@ def corrupt_independent(
     seed: torch.Tensor | None,
     what: str,
 ) -> Corrupted:
-    """Launch ``noise._corrupt``'s ``mask_tokens``, ``replace_tokens`` (``token`` is then V) or ``mask_all``, as ``what`` says."""
+    """Launch what ``_random/_corrupt.py`` calls "mask", "tokens" or "all"."""
     B, L = input_ids.shape
     out = _outputs(input_ids)
     tokens = what == "tokens"
@@ -367,7 +367,7 @@ def mix_tokens(
     uniform_prob: torch.Tensor,
     seed: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``noise._corrupt.mix_tokens``."""
+    """``_corrupt.mix_tokens``."""
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty((B, L), dtype=torch.bool, device=input_ids.device)
@@ -390,14 +390,14 @@ def corrupt_topk(
     blocks: int,
     size: int,
     eps: float,
-    rate: float,
-    at_least: int,
     level: torch.Tensor | None,
     seed: torch.Tensor,
+    rate: float,
+    at_least: int,
     *,
-    exact: bool = False,
+    exact: bool,
 ) -> Corrupted:
-    """Launch ``noise._corrupt.mask_topk``, or with ``exact`` its ``mask_tokens`` of an exact number of supervised positions."""
+    """Launch "topk" of ``_random/_corrupt.py``, or with ``exact`` its "exact"."""
     B, L = input_ids.shape
     out = _outputs(input_ids)
     tile = _corruption_tiles.select(size, _corruption_tiles.CORRUPT_IN_MEMORY)
@@ -425,7 +425,7 @@ def corrupt_topk(
 
 @on_its_device
 def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-    """``noise._corrupt.complement``."""
+    """``_corrupt.complement``."""
     B, L = noise_mask.shape
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
     if out.numel():
@@ -436,7 +436,7 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
 
 
 def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor) -> torch.Tensor:
-    """``noise._corrupt.sample_level``."""
+    """``_corrupt.sample_level``."""
     with torch.cuda.device_of(seed):
         out = torch.empty(B, dtype=torch.float32, device=seed.device)
         _sample_level[(triton.cdiv(B, 128),)](
