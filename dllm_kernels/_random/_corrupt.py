@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox, _rules
@@ -115,7 +116,7 @@ def corrupt(
         return _nothing(input_ids, backend)
     check_level(level)
     grid = Grid.of(input_ids, block_size)
-    rate = _position_rate(half_life_ratio, grid.L if block_size is None else block_size)
+    rate = _position_rate(half_life_ratio, block_size or grid.L) if what == "topk" else 0.0
     at_least = int(block_size is None)
     if use_triton(backend, input_ids):
         from dllm_kernels._backends.triton.corruption import corrupt_independent, corrupt_topk
@@ -124,7 +125,6 @@ def corrupt(
         if what in ("exact", "topk"):
             return corrupt_topk(*given, rate, at_least, exact=what == "exact")
         return corrupt_independent(*given, what)
-    topk_of_blocks = _topk_of_blocks_on_host if on_host(input_ids) else _topk_of_blocks
 
     def body(rows: Rows) -> Change:
         if what == "all":
@@ -133,7 +133,7 @@ def corrupt(
         if what == "exact":
             return Change(_exactly(rows, m), token, m)
         if what == "topk":
-            return Change(topk_of_blocks(grid, rows.draws, m, rate, at_least), token, m)
+            return Change(_topk_of_blocks(grid, rows.draws, m, rate, at_least), token, m)
         coins = _rules.below(grid.fold(rows.draws), grid.beside(m)).reshape(-1, grid.L)
         if what == "tokens":
             return Change(coins, _rules.token(rows.words, token), None if level is None else m)
@@ -190,13 +190,13 @@ def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tenso
         from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
         return kernel(B, method, low, high, seed)
-    layout, row = _philox.Layout(1, 0), torch.arange(B, device=seed.device)
+    layout = _philox.Layout(1, 0)
     if on_host(seed):
-        draws, row = _philox.bits_on_host(seed, range(B), layout)[0], row.numpy()
+        draws, row = _philox.bits_on_host(seed, range(B), layout)[0], np.arange(B)
     else:
-        draws = _philox.random_bits(seed, B, layout)[0]
+        draws, row = _philox.random_bits(seed, B, layout)[0], torch.arange(B, device=seed.device)
     level = _rules.scaled(_rules.coupled(_rules.uniform(draws)[:, 0], row, method), low, high)
-    return torch.as_tensor(level).contiguous()
+    return torch.as_tensor(level)
 
 
 def _nothing(input_ids: torch.Tensor, backend: str) -> Corrupted:
@@ -248,36 +248,26 @@ def _exactly(rows: Rows, level: Array) -> Array:
     return select_largest(rows.draws, rows.supervised, k)
 
 
-def _topk_of_blocks(grid: Grid, draws: torch.Tensor, level: torch.Tensor, rate: float, at_least: int) -> torch.Tensor:
+def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:
     """Select the k positions of each block, bool ``[rows, L]``."""
-    device = draws.device
-    level = level.expand(-1, grid.blocks)
-    length = torch.tensor(grid.lengths, device=device)
-    k = _rules.number_to_mask(level, length, at_least)
-    place = torch.arange(grid.size, device=device)
-    log_w = _rules.log_weights(level[..., None], rate, place.to(torch.float32))
-    log_w = log_w.masked_fill(place >= length[:, None], -torch.inf)
-    room = draws.new_zeros(len(draws), grid.blocks * grid.size)
-    room[:, : grid.L] = draws
-    u = _rules.fine_uniform(room).view(-1, grid.size)
-    chosen = select_exact(log_w.reshape(-1, grid.size), u, k.reshape(-1))
-    return chosen.view(len(draws), -1)[:, : grid.L]
-
-
-def _topk_of_blocks_on_host(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:
-    """``_topk_of_blocks`` in numpy."""
-    length = np.array([grid.size] if grid.even else grid.lengths)
-    if level.shape[1] < grid.blocks:
-        level = level.repeat(grid.blocks, axis=1)
-    k = _rules.number_to_mask(level, length, at_least)
-    log_w = _rules.log_weights(level[..., None], rate, np.arange(grid.size, dtype=np.float32))
+    lengths = grid.lengths
+    if isinstance(draws, torch.Tensor):
+        length, place = torch.tensor(lengths, device=draws.device), torch.arange(grid.size, device=draws.device)
+        level = level.expand(-1, grid.blocks)
+    else:
+        length, place = np.array(lengths[-1:] if grid.even else lengths), np.arange(grid.size)
+        level = level if level.shape[1] == grid.blocks else level.repeat(grid.blocks, axis=1)
+    k = _rules.number_to_mask(level, length, at_least).reshape(-1)
+    log_w = _rules.log_weights(level[..., None], rate, _rules.float32(place))
     if not grid.even:
-        log_w[:, -1, length[-1] :] = -16.0  # u = 2^-33 has a score of -3.2, the least that there is
-        room = np.zeros((len(draws), grid.blocks * grid.size), np.uint32)
-        room[:, : grid.L] = draws
-        draws = room
-    chosen = select_of_draws(log_w.reshape(-1, grid.size), draws, k.reshape(-1), rate * grid.size)
-    return chosen.reshape(len(draws), -1)[:, : grid.L]
+        log_w[:, -1, lengths[-1] :] = -16.0  # u = 2^-33 has a score of -3.2, the least that there is
+        missing = grid.size - lengths[-1]
+        draws = F.pad(draws, (0, missing)) if isinstance(draws, torch.Tensor) else np.pad(draws, ((0, 0), (0, missing)))
+    if isinstance(draws, torch.Tensor):
+        chosen = select_exact(log_w.reshape(-1, grid.size), _rules.fine_uniform(draws).view(-1, grid.size), k)
+    else:
+        chosen = select_of_draws(log_w.reshape(-1, grid.size), draws, k, rate * grid.size)
+    return chosen.reshape(len(level), -1)[:, : grid.L]
 
 
 def _corrupt(

@@ -70,6 +70,8 @@ from dllm_kernels._backends.triton._transform import (
 from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, aligned
 from dllm_kernels._utils._dtypes import accum_dtype
 
+Tensor = torch.Tensor
+
 
 class Kinds(NamedTuple):
     """The coefficient of each kind, None where the recipe has no such kind; arguments of ``_divergence_rows`` by these names."""
@@ -233,60 +235,52 @@ def _lam(overlap, mean_alpha_ptr, hyper, ACC: tl.constexpr):
 
 
 @triton.jit
+def _plus(total, coefficient, term):
+    """Add the term of a kind; the total where the recipe has no such kind."""
+    if coefficient is None:
+        return total
+    else:
+        return total + coefficient * term
+
+
+@triton.jit
 def _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
     """Coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax and at the target."""
-    value = sums.overlap * 0
-    if kinds.kl is not None:
-        value += number(kinds.kl, ACC) * (sums.kl * LN2)
-    if kinds.soft_ce is not None:
-        value += number(kinds.soft_ce, ACC) * (sums.soft_ce * LN2)
-    if kinds.rkl is not None:
-        value += number(kinds.rkl, ACC) * (ratio + (of_rows[3] - of_rows[1]) * LN2)
+    value = _plus(sums.overlap * 0, number(kinds.kl, ACC), sums.kl * LN2)
+    value = _plus(value, number(kinds.soft_ce, ACC), sums.soft_ce * LN2)
+    value = _plus(value, number(kinds.rkl, ACC), ratio + (of_rows[3] - of_rows[1]) * LN2)
     if kinds.jsd is not None:
         b = number(hyper.beta, ACC)
         value += number(kinds.jsd, ACC) * ((b * sums.q_mix + (1 - b) * sums.p_mix) * LN2)
-    if kinds.tv is not None:
-        value += number(kinds.tv, ACC) * (1 - sums.overlap)
+    value = _plus(value, number(kinds.tv, ACC), 1 - sums.overlap)
     if kinds.nla is not None:
         least = number(hyper.floor, ACC)
         value -= number(kinds.nla, ACC) * tl.log(tl.where(sums.overlap < least, least, sums.overlap))
-    if kinds.lk is not None:
-        value += number(kinds.lk, ACC) * (lam * (sums.kl * LN2) + (1 - lam) * (1 - sums.overlap))
-    if kinds.lk_soft_ce is not None:
-        value += number(kinds.lk_soft_ce, ACC) * (lam * (sums.soft_ce * LN2) + (1 - lam) * (1 - sums.overlap))
-    if kinds.teacher_ce is not None:
-        value += number(kinds.teacher_ce, ACC) * at_hot
-    if kinds.ce is not None:
-        value += number(kinds.ce, ACC) * at_target
-    return value
+    value = _plus(value, number(kinds.lk, ACC), lam * (sums.kl * LN2) + (1 - lam) * (1 - sums.overlap))
+    value = _plus(value, number(kinds.lk_soft_ce, ACC), lam * (sums.soft_ce * LN2) + (1 - lam) * (1 - sums.overlap))
+    value = _plus(value, number(kinds.teacher_ce, ACC), at_hot)
+    return _plus(value, number(kinds.ce, ACC), at_target)
 
 
 @triton.jit
 def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
     """All but the row's weight; ``mean`` is sum p d."""
     plain = sums.overlap * 0
-    tv_like, ratio, mix, apart = plain, plain, plain, plain
-    if kinds.kl is not None:
-        apart += number(kinds.kl, ACC)
-    if kinds.soft_ce is not None:
-        apart += number(kinds.soft_ce, ACC)
-    if kinds.tv is not None:
-        tv_like += number(kinds.tv, ACC)
+    ratio, mix = plain, plain
+    apart = _plus(_plus(plain, number(kinds.kl, ACC), 1.0), number(kinds.soft_ce, ACC), 1.0)
+    tv_like = _plus(plain, number(kinds.tv, ACC), 1.0)
     if kinds.nla is not None:
         tv_like += tl.where(sums.overlap < number(hyper.floor, ACC), 0.0, number(kinds.nla, ACC) / sums.overlap)
-    if kinds.lk is not None:
-        apart += number(kinds.lk, ACC) * lam
-        tv_like += number(kinds.lk, ACC) * (1 - lam)
-    if kinds.lk_soft_ce is not None:
-        apart += number(kinds.lk_soft_ce, ACC) * lam
-        tv_like += number(kinds.lk_soft_ce, ACC) * (1 - lam)
+    apart = _plus(apart, number(kinds.lk, ACC), lam)
+    tv_like = _plus(tv_like, number(kinds.lk, ACC), 1 - lam)
+    apart = _plus(apart, number(kinds.lk_soft_ce, ACC), lam)
+    tv_like = _plus(tv_like, number(kinds.lk_soft_ce, ACC), 1 - lam)
     if kinds.rkl is not None:
         ratio = number(kinds.rkl, ACC)
     if kinds.jsd is not None:
         mix = number(kinds.jsd, ACC) * (1 - number(hyper.beta, ACC)) * LN2
         plain -= mix * sums.p_mix
-    if kinds.teacher_ce is not None:
-        plain += number(kinds.teacher_ce, ACC)
+    plain = _plus(plain, number(kinds.teacher_ce, ACC), 1.0)
     if kinds.ce is not None:
         plain += tl.where(has_target, number(kinds.ce, ACC), 0.0)
     with_below = tv_like * (sums.below - 1) + plain
@@ -705,61 +699,43 @@ def _options(parts: dict[str, Any]) -> dict[str, int | None]:
 
 @on_its_device
 def divergence(
-    logits: torch.Tensor,
-    teacher: torch.Tensor,
-    weights: torch.Tensor,
-    recipe: Recipe,
-    *,
-    teacher_rows: torch.Tensor | None = None,
-    targets: torch.Tensor | None = None,
-    mean_alpha: torch.Tensor | None = None,
-    transform: Transform = NO_TRANSFORM,
-    teacher_transform: Transform = NO_TRANSFORM,
-    with_grad: bool,
+    logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, with_grad: bool, **more: Any
 ) -> Found:
-    """Launch over rows of both; see ``_backends._divergence`` for the contract."""
-    N, device = logits.shape[0] * logits.shape[1], logits.device
-    acc = accum_dtype(logits.dtype)
+    """Launch over rows of both; ``more`` as in ``_launch``; see ``_backends._divergence`` for the contract."""
+    N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
     value, alpha = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
     agree, kept = torch.empty(N, dtype=torch.bool, device=device), None
     if not with_grad:
         numbers = torch.empty(N, KEPT_NUMBERS, dtype=acc, device=device)
         kept = Kept(numbers, torch.empty(N, dtype=torch.int64, device=device))
-    _launch(
-        logits, teacher, logits if with_grad else None, weights, teacher_rows, targets, mean_alpha, (value, alpha, agree), kept,
-        recipe, transform, teacher_transform,
-    )  # fmt: skip
-    return Found(value, alpha, agree, kept)
+    found = Found(value, alpha, agree, kept)
+    _launch(logits, teacher, weights, recipe, kept, logits if with_grad else None, found[:3], **more)
+    return found
 
 
 @on_its_device
 def divergence_grad(
-    logits: torch.Tensor,
-    teacher: torch.Tensor,
-    weights: torch.Tensor,
-    recipe: Recipe,
-    kept: Kept,
-    out: torch.Tensor,
-    *,
-    teacher_rows: torch.Tensor | None = None,
-    targets: torch.Tensor | None = None,
-    mean_alpha: torch.Tensor | None = None,
-    transform: Transform = NO_TRANSFORM,
-    teacher_transform: Transform = NO_TRANSFORM,
+    logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, kept: Kept, out: Tensor, **more: Any
 ) -> None:
-    """Launch over rows of both; see ``_backends._divergence`` for the contract."""
-    _launch(
-        logits, teacher, out, weights, teacher_rows, targets, mean_alpha, (None, None, None), kept, recipe, transform,
-        teacher_transform,
-    )  # fmt: skip
+    """Launch over rows of both; ``more`` as in ``_launch``; see ``_backends._divergence`` for the contract."""
+    _launch(logits, teacher, weights, recipe, kept, out, (None, None, None), **more)
 
 
 def _launch(
-    logits: torch.Tensor, teacher: torch.Tensor, out: torch.Tensor | None, weights: torch.Tensor,
-    teacher_rows: torch.Tensor | None, targets: torch.Tensor | None, mean_alpha: torch.Tensor | None,
-    results: tuple[torch.Tensor | None, ...], kept: Kept | None, recipe: Recipe, transform: Transform,
-    teacher_transform: Transform,
-) -> None:  # fmt: skip
+    logits: Tensor,
+    teacher: Tensor,
+    weights: Tensor,
+    recipe: Recipe,
+    kept: Kept | None,
+    out: Tensor | None,
+    results: tuple[Tensor | None, ...],
+    *,
+    teacher_rows: Tensor | None = None,
+    targets: Tensor | None = None,
+    mean_alpha: Tensor | None = None,
+    transform: Transform = NO_TRANSFORM,
+    teacher_transform: Transform = NO_TRANSFORM,
+) -> None:
     """Launch the kernel; the gradient goes to ``out``, which may be the logits. ``results`` are value, alpha and agree."""
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
@@ -776,11 +752,11 @@ def _launch(
     parts = {part.kind: part for part in recipe.parts}
     coefficients = {kind: bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields}
     _divergence_rows[(N,)](
-        logits, teacher, None if in_place else out, weights, teacher_rows, targets, mean_alpha if recipe.mean_alpha else None,
-        *results, *(kept or (None, None)), *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
+        logits, teacher, None if in_place else out, weights, teacher_rows, targets,
+        mean_alpha if recipe.mean_alpha else None, *results, *(kept or (None, None)),
+        *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
         *arguments(transform), *arguments(teacher_transform), **coefficients, **_options(parts),
-        WITH_GRAD=out is not None,
-        ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None), FAST=acc == torch.float32 and on_nvidia(),
-        BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
-        **alone_on_a_multiprocessor(),
+        WITH_GRAD=out is not None, ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None),
+        FAST=acc == torch.float32 and on_nvidia(), BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps),
+        ACC=_acc(acc), num_warps=tile.num_warps, **FUSED, **alone_on_a_multiprocessor(),
     )  # fmt: skip
