@@ -68,7 +68,8 @@ def jit_functions():
     for path in sorted(KERNELS.rglob("*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
-                yield node.name, {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
+                names = (getattr(n, "id", getattr(n, "attr", None)) for n in ast.walk(node))  # f, and f of module.f
+                yield node.name, {*names}
 
 
 @exhaustive

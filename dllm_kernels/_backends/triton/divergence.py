@@ -44,29 +44,10 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept, Recipe
-from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton import _math, _tiles, _transform
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device, on_nvidia, threads
-from dllm_kernels._backends.triton._math import (
-    FUSED,
-    LOG2E,
-    SKIP,
-    column_of,
-    finite,
-    load_columns,
-    load_target_logit,
-    masked_tile,
-    row_offset,
-    zero_columns,
-)
-from dllm_kernels._backends.triton._transform import (
-    NO_TRANSFORM,
-    Transform,
-    arguments,
-    bits_of,
-    number,
-    through,
-    transformed,
-)
+from dllm_kernels._backends.triton._math import FUSED, LOG2E, SKIP, finite
+from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, number, transformed
 from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, aligned
 from dllm_kernels._utils._dtypes import accum_dtype
 
@@ -437,21 +418,21 @@ def _first_pass(
     teacher = student
     whole = wide // BLOCK_V * BLOCK_V
     if whole > 0:
-        z = load_columns(z_ptr, None, BLOCK_V, ALIGNED, -float("inf"), "")
-        t = load_columns(t_ptr, None, BLOCK_V, ALIGNED, -float("inf"), "")
+        z = _math.load_columns(z_ptr, None, BLOCK_V, ALIGNED, -float("inf"), "")
+        t = _math.load_columns(t_ptr, None, BLOCK_V, ALIGNED, -float("inf"), "")
         for tile in range(0, whole, BLOCK_V):  # the last iteration reloads its own tile, which is cheaper than masking
             ahead = tl.minimum(tile + BLOCK_V, whole - BLOCK_V)
-            z_ahead = load_columns(z_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), "")
-            t_ahead = load_columns(t_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), "")
+            z_ahead = _math.load_columns(z_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), "")
+            t_ahead = _math.load_columns(t_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), "")
             x = transformed(z, i, transform, ACC, tile)
             y = transformed(t, i, teacher_transform, ACC, tile)
             student, teacher, moment = _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT, WIDE)
             z, t = z_ahead, t_ahead
     if whole < wide:
-        x = load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
-        y = load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
-        x = masked_tile(x, i, i < wide - whole, transform, ACC, whole)
-        y = masked_tile(y, i, i < wide - whole, teacher_transform, ACC, whole)
+        x = _math.load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
+        y = _math.load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), "")
+        x = _math.masked_tile(x, i, i < wide - whole, transform, ACC, whole)
+        y = _math.masked_tile(y, i, i < wide - whole, teacher_transform, ACC, whole)
         student, teacher, moment = _with_tiles(x, y, whole, student, teacher, moment, WITH_MOMENT, WIDE)
     max_z, sum_z, max_t, sum_t = _of_rows(student, teacher, z_tail, t_tail)
     of_rows = (max_z, tl.log2(sum_z), max_t, tl.log2(sum_t))
@@ -506,7 +487,7 @@ def _columns(
             grad = _less(grad, i, argmax_t, of_argmax, first)
         if of_target is not None:
             grad = _less(grad, i, target, of_target, first)
-        grad = through(grad, z, i, transform, ACC, first)
+        grad = _transform.through(grad, z, i, transform, ACC, first)
         tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask, eviction_policy="evict_first")
     return sums
 
@@ -535,22 +516,22 @@ def _pass(
     whole = wide // BLOCK_V * BLOCK_V
     if whole < wide:
         there = i < wide - whole
-        z = load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-        t = load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-        x = masked_tile(z, i, there, transform, ACC, whole)
-        y = masked_tile(t, i, there, teacher_transform, ACC, whole)
+        z = _math.load_columns(z_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        t = _math.load_columns(t_ptr + whole, wide - whole, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        x = _math.masked_tile(z, i, there, transform, ACC, whole)
+        y = _math.masked_tile(t, i, there, teacher_transform, ACC, whole)
         sums = _columns(
             z, x, y, i, whole, there, out_ptr + whole, sums, of_rows, c, hots, kinds, beta, slope,
             SUM, STORE, WITH_RATIO, FAST, WIDE, ACC,
         )  # fmt: skip
     if whole > 0:
         tile = whole - BLOCK_V if REVERSE else 0
-        z = load_columns(z_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-        t = load_columns(t_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        z = _math.load_columns(z_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+        t = _math.load_columns(t_ptr + tile, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
         for _ in range(0, whole, BLOCK_V):  # the last iteration reloads its own tile, which is cheaper than masking
             ahead = tl.maximum(tile - BLOCK_V, 0) if REVERSE else tl.minimum(tile + BLOCK_V, whole - BLOCK_V)
-            z_ahead = load_columns(z_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
-            t_ahead = load_columns(t_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+            z_ahead = _math.load_columns(z_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
+            t_ahead = _math.load_columns(t_ptr + ahead, None, BLOCK_V, ALIGNED, -float("inf"), EVICT)
             x = transformed(z, i, transform, ACC, tile)
             y = transformed(t, i, teacher_transform, ACC, tile)
             sums = _columns(
@@ -565,9 +546,9 @@ def _pass(
 def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
     i = tl.arange(0, BLOCK_V)
     for tile in range(0, wide, BLOCK_V):
-        zero_columns(out_ptr + tile, i, i < wide - tile)
+        _math.zero_columns(out_ptr + tile, i, i < wide - tile)
     v = wide + tl.arange(0, WIDE)
-    zero_columns(out_ptr, v, v < V)
+    _math.zero_columns(out_ptr, v, v < V)
 
 
 @triton.jit(
@@ -594,10 +575,10 @@ def _divergence_rows(
     hyper = Hyper(beta, floor, eta, kl_scale)
     transform, teacher_transform = (gain, rate, skip), (teacher_gain, teacher_rate, teacher_skip)
     n = tl.program_id(0)
-    z_ptr = _row_at(logits_ptr, row_offset(n, L, stride_b, stride_l), WIDE, ALIGNED)
+    z_ptr = _row_at(logits_ptr, _math.row_offset(n, L, stride_b, stride_l), WIDE, ALIGNED)
     grad_ptr = z_ptr
     if out_ptr is not None:
-        grad_ptr = _row_at(out_ptr, row_offset(n, L, out_stride_b, out_stride_l), WIDE, ALIGNED)
+        grad_ptr = _row_at(out_ptr, _math.row_offset(n, L, out_stride_b, out_stride_l), WIDE, ALIGNED)
     wide = V // WIDE * WIDE
     w = tl.load(weight_ptr + n).to(ACC)
     if w == 0:
@@ -616,12 +597,12 @@ def _divergence_rows(
             r = tl.load(row_ptr + n)
         known = (r >= 0) & (r < R)
         r = tl.where(known, r, 0)
-        t_row = row_offset(r, teacher_L, teacher_stride_b, teacher_stride_l)
+        t_row = _math.row_offset(r, teacher_L, teacher_stride_b, teacher_stride_l)
         t_ptr = _row_at(teacher_ptr, t_row, WIDE, ALIGNED)
         v = wide + tl.arange(0, WIDE)
         z_few = _tail(z_ptr, wide, V, WIDE)
-        z_tail = masked_tile(z_few, v, v < V, transform, ACC)
-        t_tail = masked_tile(_tail(t_ptr, wide, V, WIDE), v, v < V, teacher_transform, ACC)
+        z_tail = _math.masked_tile(z_few, v, v < V, transform, ACC)
+        t_tail = _math.masked_tile(_tail(t_ptr, wide, V, WIDE), v, v < V, teacher_transform, ACC)
         if HAS_KEPT:
             of_rows, sums, ratio = _kept(numbers_ptr + n.to(tl.int64) * NUMBERS)
             hot = tl.load(hot_ptr + n).to(tl.int32)
@@ -638,12 +619,12 @@ def _divergence_rows(
         at_hot, at_target, y = poison, poison, hot
         has_target = w == w
         if teacher_ce is not None:
-            at_hot = (max_z - load_target_logit(z_ptr, hot, V, transform, ACC)) + log_z * LN2
+            at_hot = (max_z - _math.load_target_logit(z_ptr, hot, V, transform, ACC)) + log_z * LN2
         if ce is not None:
             target = tl.load(target_ptr + n)
             has_target = target != SKIP
-            y = column_of(target, V)
-            at_target = (max_z - load_target_logit(z_ptr, target, V, transform, ACC)) + log_z * LN2
+            y = _math.column_of(target, V)
+            at_target = (max_z - _math.load_target_logit(z_ptr, target, V, transform, ACC)) + log_z * LN2
             at_target = tl.where(has_target, at_target, 0.0)
         if not HAS_KEPT:
             sums = _of_all(poison)
@@ -694,7 +675,7 @@ def _options(parts: dict[str, Any]) -> dict[str, int | None]:
     beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
     eta, kl_scale = of_lk.hyper if of_lk else (None, None)
     found = Hyper(beta, floor, eta, kl_scale)._asdict().items()
-    return {name: None if number is None else bits_of(number) for name, number in found}
+    return {name: None if number is None else _transform.bits_of(number) for name, number in found}
 
 
 @on_its_device
@@ -750,12 +731,14 @@ def _launch(
     steps = (*transform[::2], *teacher_transform[::2])
     tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(recipe.parts), with_steps=steps != (None,) * 4)
     parts = {part.kind: part for part in recipe.parts}
-    coefficients = {kind: bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields}
+    coefficients = {
+        kind: _transform.bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields
+    }
     _divergence_rows[(N,)](
         logits, teacher, None if in_place else out, weights, teacher_rows, targets,
         mean_alpha if recipe.mean_alpha else None, *results, *(kept or (None, None)),
         *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
-        *arguments(transform), *arguments(teacher_transform), **coefficients, **_options(parts),
+        *_transform.arguments(transform), *_transform.arguments(teacher_transform), **coefficients, **_options(parts),
         WITH_GRAD=out is not None, ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None),
         FAST=acc == torch.float32 and on_nvidia(), BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps),
         ACC=_acc(acc), num_warps=tile.num_warps, **FUSED, **alone_on_a_multiprocessor(),

@@ -20,43 +20,23 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton import _math, _tiles, token_nll
 from dllm_kernels._backends.triton._launch import on_its_device, threads
-from dllm_kernels._backends.triton._math import (
-    FUSED,
-    SKIP,
-    column_of,
-    column_stats,
-    grad_tiles,
-    load_target_logit,
-    ragged_columns,
-    store_grad,
-    wide_columns,
-    zero_columns,
-)
+from dllm_kernels._backends.triton._math import FUSED, SKIP
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels._backends.triton.token_nll import (
-    NLL,
-    PER_ROW,
-    _acc,
-    _finish_row,
-    _skip_row,
-    new_rows,
-    row_grad,
-    row_stats,
-)
+from dllm_kernels._backends.triton.token_nll import NLL, PER_ROW
 from dllm_kernels._utils._dtypes import accum_dtype
 
 
 @triton.jit
 def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
-    at, first, wide = wide_columns(row, 0, V, WIDE)
+    at, first, wide = _math.wide_columns(row, 0, V, WIDE)
     i = tl.arange(0, BLOCK_V)
     for tile in range(0, wide, BLOCK_V):
-        zero_columns(logits_ptr + at + tile, i, i < wide - tile)
-    v, there = ragged_columns(0, V, first, wide, WIDE)
-    zero_columns(logits_ptr + row, v, there)
+        _math.zero_columns(logits_ptr + at + tile, i, i < wide - tile)
+    v, there = _math.ragged_columns(0, V, first, wide, WIDE)
+    _math.zero_columns(logits_ptr + row, v, there)
 
 
 @triton.jit
@@ -66,10 +46,10 @@ def _grad_row(
 ):  # fmt: skip
     """Write the gradient over a row, whose ragged columns v have already been read."""
     tile_ptr = logits_ptr + at
-    grad_tiles(
+    _math.grad_tiles(
         tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC, "evict_first"
     )
-    store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first")
+    _math.store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first")
 
 
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
@@ -86,26 +66,26 @@ def _linear_nll_rows(
     row = n.to(tl.int64) * stride_n
     transform = (gain, rate, skip)
     if y != SKIP:
-        target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, _, beaten = column_stats(
+        target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
+        row_max, row_sum, _, beaten = _math.column_stats(
             logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT, True
         )  # fmt: skip
-        _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
+        token_nll._finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
         log_sum = tl.log(row_sum)
         weightless = scale == 0  # its gradient is 0 even where it holds NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
-        at, first, wide = wide_columns(row, 0, V, WIDE)
-        v, there = ragged_columns(0, V, first, wide, WIDE)
+        at, first, wide = _math.wide_columns(row, 0, V, WIDE)
+        v, there = _math.ragged_columns(0, V, first, wide, WIDE)
         x = tl.load(logits_ptr + row + v, mask=there)
         tl.debug_barrier()  # every thread has its target's logit and the ragged columns before the first store replaces them
         if weightless:
             _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
             _grad_row(
-                x, v, there, at, first, wide, logits_ptr, row, column_of(y, V), scale, row_max, log_sum, transform, BLOCK_V, ACC
+                x, v, there, at, first, wide, logits_ptr, row, _math.column_of(y, V), scale, row_max, log_sum, transform, BLOCK_V, ACC
             )  # fmt: skip
     else:
-        _skip_row(n, out, WITH_CORRECT)
+        token_nll._skip_row(n, out, WITH_CORRECT)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
 
@@ -124,7 +104,7 @@ def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
     if t.numel() == 0:
         return
     block = 4096
-    acc = _acc(accum_dtype(t.dtype))
+    acc = token_nll._acc(accum_dtype(t.dtype))
     _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4, **FUSED)
 
 
@@ -141,15 +121,15 @@ def row_nll_grad_(
     C, V = logits.shape
     acc = accum_dtype(logits.dtype)
     if acc == torch.float64 and transform[0] is not None:  # both passes with hyperbolic tangents in one kernel spill
-        stats = row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
-        row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
+        stats = token_nll.row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
+        token_nll.row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats
-    found = new_rows(C, acc, logits.device, with_correct)
+    found = token_nll.new_rows(C, acc, logits.device, with_correct)
     bound_by_issue = (transform[0], transform[2]) != (None, None)
     tile = _tiles.linear_nll_rows(V, logits.element_size(), small=bound_by_issue)
     _linear_nll_rows[(C,)](
         logits, targets, scale, *found, logits.stride(0), V, *arguments(transform),
         WITH_CORRECT=with_correct, EVICT="" if bound_by_issue else "evict_last", BLOCK_V=tile.block_v,
-        THREADS=threads(tile.num_warps), ACC=_acc(acc), num_warps=tile.num_warps, **FUSED,
+        THREADS=threads(tile.num_warps), ACC=token_nll._acc(acc), num_warps=tile.num_warps, **FUSED,
     )  # fmt: skip
     return found

@@ -25,25 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton import _math, _tiles
 from dllm_kernels._backends.triton._launch import on_its_device, threads
-from dllm_kernels._backends.triton._math import (
-    FARTHEST,
-    FUSED,
-    LOG2E,
-    SKIP,
-    aligned_columns,
-    column_of,
-    column_stats,
-    finite,
-    load_columns,
-    load_target_logit,
-    moved,
-    ragged_columns,
-    row_offset,
-    wide_columns,
-    zero_columns,
-)
+from dllm_kernels._backends.triton._math import FARTHEST, FUSED, LOG2E, SKIP
 from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
 from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, _share, aligned
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -70,14 +54,14 @@ def _row_stats_parts(
     k = tl.program_id(0) % SPLITS
     transform = (gain, rate, skip)
     if tl.load(active_ptr + n) != SKIP:
-        row = row_offset(n, L, stride_b, stride_l)
+        row = _math.row_offset(n, L, stride_b, stride_l)
         y = tl.load(ids_ptr + n.to(tl.int64) * K)
         target_logit = tl.zeros([], ACC)
         if WITH_CORRECT:
-            target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
+            target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, moment, beaten = column_stats(
+        row_max, row_sum, moment, beaten = _math.column_stats(
             logits_ptr, row, start, end, y, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, WITH_ENTROPY, ALIGNED, "evict_first",
         )  # fmt: skip
@@ -111,8 +95,8 @@ def _row_stats_merge(
         part = n.to(tl.int64) * SPLITS + s
         maxima = tl.load(part_max_ptr + part, mask=there, other=-float("inf"))
         sums = tl.load(part_sum_ptr + part, mask=there, other=0.0)
-        row_max = finite(tl.max(maxima, 0))
-        step = finite(maxima) - row_max
+        row_max = _math.finite(tl.max(maxima, 0))
+        step = _math.finite(maxima) - row_max
         less = tl.exp2(step * LOG2E)
         row_sum = tl.sum(sums * less, 0)
         log_sum = tl.log(row_sum)
@@ -120,11 +104,11 @@ def _row_stats_merge(
         tl.store(log_sum_ptr + n, log_sum)
         if WITH_ENTROPY:
             moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
-            moment = tl.sum(less * moved(moments, sums, step), 0)
+            moment = tl.sum(less * _math.moved(moments, sums, step), 0)
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
         ids = tl.load(ids_ptr + ids_at, mask=asked, other=SKIP)
         inside = (ids >= 0) & (ids < V)
-        z = tl.load(logits_ptr + row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
+        z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
         x = tl.where(inside, transformed(z, ids, (gain, rate, skip), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
         tl.store(log_prob_ptr + ids_at, tl.where(ids == SKIP, 0.0, log_prob), mask=asked)
@@ -231,8 +215,8 @@ def _row_stats_mix(
         none = (a == 0) & (b > 0)
         ratio = b * tl.exp(-log_sum)
         beside = tl.where(b == 0, float("inf"), a / ratio)
-        row = row_offset(n, L, stride_b, stride_l)
-        at, first, wide = aligned_columns(row, 0, V, WIDE, ALIGNED)
+        row = _math.row_offset(n, L, stride_b, stride_l)
+        at, first, wide = _math.aligned_columns(row, 0, V, WIDE, ALIGNED)
         start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
         end = tl.maximum(tl.minimum(start + TILES * BLOCK_V, wide), start)
         whole = start + (end - start) // BLOCK_V * BLOCK_V
@@ -242,19 +226,19 @@ def _row_stats_mix(
         tile_ptr = logits_ptr + at
         if (a > LEAST_FACTOR) & (a + b < MOST_FACTOR):
             for tile in range(start, whole, BLOCK_V):
-                z = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
+                z = _math.load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
                 lane_mix, lane_weight = _with_products(
                     z, i, first + tile, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT, WIDE, ACC
                 )  # fmt: skip
         else:
             for tile in range(start, whole, BLOCK_V):
-                z = load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
+                z = _math.load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
                 lane_mix, lane_weight = _with_mix(
                     z, i, None, first + tile, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform,
                     WITH_WEIGHT, WIDE, ACC,
                 )  # fmt: skip
         if whole < end:
-            z = load_columns(tile_ptr + whole, end - whole, BLOCK_V, ALIGNED, 0.0, "evict_first")
+            z = _math.load_columns(tile_ptr + whole, end - whole, BLOCK_V, ALIGNED, 0.0, "evict_first")
             lane_mix, lane_weight = _with_mix(
                 z, i, i < end - whole, first + whole, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform,
                 WITH_WEIGHT, WIDE, ACC,
@@ -263,7 +247,7 @@ def _row_stats_mix(
         mix = tl.sum(lane_mix, 0)
         weight = tl.sum(lane_weight, 0)
         if start == 0:  # the ragged columns go with the first part
-            v, there = ragged_columns(0, V, first, wide, WIDE)
+            v, there = _math.ragged_columns(0, V, first, wide, WIDE)
             z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
             few_mix, few_weight = _with_mix(
                 z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
@@ -326,22 +310,22 @@ def _row_stats_bwd(
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0) // SPLITS
     transform = (gain, rate, skip)
-    row = row_offset(n, L, stride_b, stride_l)
-    at, first, wide = wide_columns(row, 0, V, WIDE)
+    row = _math.row_offset(n, L, stride_b, stride_l)
+    at, first, wide = _math.wide_columns(row, 0, V, WIDE)
     if SAME_STRIDES:
         out_row = row
         out_at = at
     else:
-        out_row = row_offset(n, L, out_stride_b, out_stride_l)
+        out_row = _math.row_offset(n, L, out_stride_b, out_stride_l)
         out_at = out_row + first
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
-    v, there = ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
+    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
     if tl.load(active_ptr + n) != SKIP:
         k = tl.arange(0, BLOCK_K)
         ids_at = n.to(tl.int64) * K
-        ids = column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=SKIP), V)
+        ids = _math.column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=SKIP), V)
         plain = tl.load(plain_ptr + n)
         of_log, of_mix, ratio, none = plain, plain, plain, False
         if WITH_LOG:
@@ -377,9 +361,9 @@ def _row_stats_bwd(
             )  # fmt: skip
     else:
         for tile in range(start, end, BLOCK_V):
-            zero_columns(out_ptr + out_at + tile, i, i < end - tile)
+            _math.zero_columns(out_ptr + out_at + tile, i, i < end - tile)
         if start == 0:
-            zero_columns(out_ptr + out_row, v, there)
+            _math.zero_columns(out_ptr + out_row, v, there)
 
 
 def _block_k(ids: torch.Tensor) -> int:

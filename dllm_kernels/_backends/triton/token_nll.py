@@ -16,22 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _tiles
+from dllm_kernels._backends.triton import _math, _tiles
 from dllm_kernels._backends.triton._launch import on_its_device, threads
-from dllm_kernels._backends.triton._math import (
-    FUSED,
-    LOG2E,
-    SKIP,
-    column_of,
-    column_stats,
-    grad_tiles,
-    load_target_logit,
-    ragged_columns,
-    row_offset,
-    store_grad,
-    wide_columns,
-    zero_columns,
-)
+from dllm_kernels._backends.triton._math import FUSED, LOG2E, SKIP
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
 from dllm_kernels._utils._dtypes import accum_dtype
 
@@ -89,9 +76,9 @@ def _token_nll_fwd(
     out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
     if _counts(n, y, weight_ptr):
-        row = row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
-        row_max, row_sum, _, beaten = column_stats(
+        row = _math.row_offset(n, L, stride_b, stride_l)
+        target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
+        row_max, row_sum, _, beaten = _math.column_stats(
             logits_ptr, row, 0, V, y, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, False, ALIGNED, "evict_first",
         )  # fmt: skip
@@ -114,11 +101,11 @@ def _token_nll_fwd_split(
     transform = (gain, rate, skip)
     y = tl.load(target_ptr + n)
     if _counts(n, y, weight_ptr):
-        row = row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(logits_ptr + row, y, V, transform, ACC)
+        row = _math.row_offset(n, L, stride_b, stride_l)
+        target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         start = k * TILES * BLOCK_V
         end = tl.minimum(start + TILES * BLOCK_V, V)
-        row_max, row_sum, _, beaten = column_stats(
+        row_max, row_sum, _, beaten = _math.column_stats(
             logits_ptr, row, start, end, y, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, False, ALIGNED, "evict_first",
         )  # fmt: skip
@@ -142,8 +129,8 @@ def _token_nll_merge(
     out = (nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr)
     y = tl.load(target_ptr + n)
     if _counts(n, y, weight_ptr):
-        row_ptr = logits_ptr + row_offset(n, L, stride_b, stride_l)
-        target_logit = load_target_logit(row_ptr, y, V, (gain, rate, skip), ACC)
+        row_ptr = logits_ptr + _math.row_offset(n, L, stride_b, stride_l)
+        target_logit = _math.load_target_logit(row_ptr, y, V, (gain, rate, skip), ACC)
         k = tl.arange(0, BLOCK_K)
         part = n.to(tl.int64) * SPLITS + k
         maxima = tl.load(part_max_ptr + part, mask=k < SPLITS, other=-float("inf"))
@@ -174,36 +161,36 @@ def _token_nll_bwd(
         scale = scale * tl.load(factor_ptr)
         on = on & (scale != 0)  # beside the other: a factor that is NaN is none of the rows of weight 0
     transform = (gain, rate, skip)
-    row = row_offset(n, L, stride_b, stride_l)
-    at, first, wide = wide_columns(row, 0, V, WIDE)
+    row = _math.row_offset(n, L, stride_b, stride_l)
+    at, first, wide = _math.wide_columns(row, 0, V, WIDE)
     if SAME_STRIDES:
         out_row = row
         out_at = at
     else:
-        out_row = row_offset(n, L, out_stride_b, out_stride_l)
+        out_row = _math.row_offset(n, L, out_stride_b, out_stride_l)
         out_at = out_row + first
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
-    v, there = ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
+    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
     if on:
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))  # of a target that no column has the NLL is NaN too
         row_max = tl.load(max_ptr + n)
         log_sum = tl.load(log_sum_ptr + n)
-        hot = column_of(y, V)
-        grad_tiles(
+        hot = _math.column_of(y, V)
+        _math.grad_tiles(
             logits_ptr + at + start, out_ptr + out_at + start, first + start, end - start, hot - first - start, scale, row_max,
             log_sum, transform, BLOCK_V, ACC, "",
         )  # fmt: skip
         if start == 0:
             x = tl.load(logits_ptr + row + v, mask=there)
             tl.debug_barrier()  # every thread has them, those beyond the 2 WIDE too, before one writes over them
-            store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "")
+            _math.store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "")
     else:
         for tile in range(start, end, BLOCK_V):
-            zero_columns(out_ptr + out_at + tile, i, i < end - tile)
+            _math.zero_columns(out_ptr + out_at + tile, i, i < end - tile)
         if start == 0:
-            zero_columns(out_ptr + out_row, v, there)
+            _math.zero_columns(out_ptr + out_row, v, there)
 
 
 def _acc(dtype: torch.dtype) -> tl.dtype:
