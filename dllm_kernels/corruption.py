@@ -582,8 +582,5 @@ def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blo
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
     _checks.check_same_device("input_ids", input_ids, **{name: value})
     _checks.check_constant(name, value)
-    if value.requires_grad:  # where gradients are off
-        value = value.detach()
-    if value.dtype is not torch.float32:
-        value = value.to(torch.float32)
+    value = value.detach().to(torch.float32)  # it may require a gradient where gradients are off
     return value if value.dim() == 2 else value.view(-1, 1)

@@ -116,15 +116,13 @@ def corrupt(
         return _nothing(input_ids, backend)
     check_level(level)
     grid = Grid.of(input_ids, block_size)
-    rate = _position_rate(half_life_ratio, block_size or grid.L) if what == "topk" else 0.0
-    at_least = int(block_size is None)
+    rate, at_least = 0.0, 0
+    if what == "topk":
+        rate, at_least = _position_rate(half_life_ratio, block_size or grid.L), int(block_size is None)
     if use_triton(backend, input_ids):
-        from dllm_kernels._backends.triton.corruption import corrupt_independent, corrupt_topk
+        from dllm_kernels._backends.triton.corruption import corrupt as kernel
 
-        given = input_ids, loss_mask, token, grid.blocks, grid.size, eps, level, seed
-        if what in ("exact", "topk"):
-            return corrupt_topk(*given, rate, at_least, exact=what == "exact")
-        return corrupt_independent(*given, what)
+        return kernel(input_ids, loss_mask, what, token, grid.blocks, grid.size, eps, rate, at_least, level, seed)
 
     def body(rows: Rows) -> Change:
         if what == "all":

@@ -46,7 +46,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dllm_kernels._utils._checks import type_name
+from dllm_kernels._utils._checks import check_dtype, check_tensor, type_name
 
 COIN_BITS, TOKEN_BITS = 23, 41
 # The counter of a row's zero; below it lie the levels of row 0, up to 2^35 of them.
@@ -137,19 +137,14 @@ def _stream(seed: int, counter: int) -> Any:
         philox = _local.philox
     except AttributeError:
         philox = _local.philox = np.random.Philox(0)
-    philox.state = {
-        "bit_generator": "Philox",
-        "state": {"counter": (counter - 1, 0, 0, 0), "key": (seed & _MASK64, 0)},
-        "buffer": (0, 0, 0, 0),
-        "buffer_pos": 4,
-        "has_uint32": 0,
-        "uinteger": 0,
-    }
+    state = {"counter": (counter - 1, 0, 0, 0), "key": (seed & _MASK64, 0)}
+    unused = {"buffer": (0, 0, 0, 0), "buffer_pos": 4, "has_uint32": 0, "uinteger": 0}
+    philox.state = {"bit_generator": "Philox", "state": state, **unused}
     return philox
 
 
 def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
-    """``random_bits`` of some rows by NumPy: int64 words, uint32 draws, or the words themselves as uint64 for whole ones.
+    """``random_bits`` of some rows by NumPy: int64 words, uint32 draws, or uint64, the words themselves, for whole ones.
 
     A coin is the high bits of either.
     """
@@ -172,7 +167,7 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
 def resolve_seed(
     device: torch.device, rows: int, generator: torch.Generator | None, seeds: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the seed of one call, int64 on ``device``, without a host sync: validated ``seeds`` ``[rows]``, or a drawn 0-d one.
+    """Return the seed of one call, int64 on ``device``, without a host sync: valid ``seeds`` ``[rows]``, or a drawn 0-d one.
 
     The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then
     drawn there, so that its state gives the same mask on every device. None is the device's default generator.
@@ -214,10 +209,8 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 
 def _checked_seeds(seeds: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
-    if not isinstance(seeds, torch.Tensor):
-        raise TypeError(f"seeds must be a torch.Tensor, got {type_name(seeds)}")
-    if seeds.dtype != torch.int64:
-        raise ValueError(f"seeds must have dtype int64, got {str(seeds.dtype).removeprefix('torch.')}")
+    check_tensor("seeds", seeds)
+    check_dtype("seeds", seeds, (torch.int64,))
     if tuple(seeds.shape) != (rows,):
         raise ValueError(f"seeds must have shape {(rows,)}, one a row, got {tuple(seeds.shape)}")
     if seeds.device != device:

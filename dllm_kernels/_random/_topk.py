@@ -18,14 +18,12 @@ scores.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random._rules import Array
 
 # Positions to work on at a time where each takes some 20 bytes of temporaries. Fewer pay the cost of a call of numpy's
 # too often; more leave the second-level cache and, where the system takes back the memory of every temporary, make a
@@ -34,8 +32,6 @@ from dllm_kernels._random import _philox, _rules
 _SLICE = 1 << 15
 
 _LOWEST = np.finfo(np.float32).min
-
-_Array = npt.NDArray[Any]
 
 _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 # ln 2 in two parts: the first has 32 significant bits, so that its product with an exponent is exact.
@@ -99,7 +95,7 @@ def _gumbel_topk_torch(
     return select_exact(log_w.masked_fill(never, -torch.inf), u.masked_fill(never, 0.5), k)
 
 
-def exact_log(x: Any) -> Any:
+def exact_log(x: Array) -> Array:
     """``ln x`` of normal positive float64 numbers, torch's or numpy's, the same to the last bit wherever it runs.
 
     With ``x = 2^e (1 + f)``, ``1 + f`` in [sqrt(1/2), sqrt(2)), and ``s = f / (2 + f)``, it is
@@ -119,8 +115,8 @@ def exact_log(x: Any) -> Any:
 
 
 def select_exact(log_w: torch.Tensor, uniform: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """Select the k largest scores of each row ``[N, D]``, defined in the module docstring; ``uniform`` in (0, 1), no NaN."""
-    score: torch.Tensor = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
+    """Select the k largest scores of each row ``[N, D]``, see the module docstring; ``uniform`` in (0, 1), no NaN."""
+    score = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
     order = torch.sort(score, dim=1, descending=True, stable=True).indices
     first = torch.arange(score.shape[1], device=score.device) < k[:, None]
     return torch.zeros_like(first).scatter_(1, order, first) & (score > -torch.inf)
@@ -154,8 +150,8 @@ def host_slices(rows: int, columns: int, times: int = 1) -> list[range]:
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
-def select_largest(draws: Any, choosable: Any, k: Any) -> Any:
-    """Select the k largest draws (integers below 2^32) among the selectable ones of each row; the lower index wins a tie.
+def select_largest(draws: Array, choosable: Array, k: Array) -> Array:
+    """Select the k largest draws (integers below 2^32) among the choosable ones of each row; the lower index wins a tie.
 
     Torch or numpy; ``draws`` and ``choosable`` ``[N, D]``, k ``[N]``, at most the number of choosable ones; bool
     ``[N, D]``.
@@ -176,7 +172,7 @@ def select_largest(draws: Any, choosable: Any, k: Any) -> Any:
     return key >= ordered[np.arange(N), D - k][:, None]
 
 
-def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) -> _Array:
+def select_on_host(log_w: Array, uniform: Array, k: Array, largest: float) -> Array:
     """``select_exact`` in numpy, by way of float32 scores that are fast but not the same on every machine.
 
     ``largest`` bounds the finite log-weights' absolute values.
@@ -184,7 +180,7 @@ def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) ->
     with np.errstate(invalid="ignore", over="ignore"):  # an overflow or a NaN makes the row unsure
         score = log_w.astype(np.float32, copy=False) - _log_exponential(uniform)
         kth, below = _boundary(score, k)
-        chosen: _Array = score >= np.maximum(kth, _LOWEST)[:, None]
+        chosen = score >= np.maximum(kth, _LOWEST)[:, None]
         unsure = _unsure(kth, below, largest)
     if unsure.any():
         rows = unsure.nonzero()[0]
@@ -192,7 +188,7 @@ def select_on_host(log_w: _Array, uniform: _Array, k: _Array, largest: float) ->
     return chosen
 
 
-def select_of_draws(log_w: _Array, draws: _Array, k: _Array, largest: float) -> _Array:
+def select_of_draws(log_w: Array, draws: Array, k: Array, largest: float) -> Array:
     """``select_on_host`` of the uniforms behind draws, and of log-weights from 0 to ``largest``, or -16: those come last.
 
     The largest scores are the smallest ``-ln u / exp(log_w)``. These, unlike a difference of logarithms, float32 holds
@@ -213,7 +209,7 @@ def select_of_draws(log_w: _Array, draws: _Array, k: _Array, largest: float) -> 
     # A key errs by less than 2^-22 + 2^-20 key: by what the roundings of u leave of a logarithm near 0, and by 4 units
     # in the last place of the logarithm and of the exponential. For two keys, and twice to be safe:
     safe = ordered.take(place + 1) > kth * (1 + _ROUNDING * 4) + _ROUNDING
-    chosen: _Array = key <= kth[:, None]
+    chosen = key <= kth[:, None]
     if not np.logical_and.reduce(safe):
         rows = np.flatnonzero(~safe)
         u = _rules.fine_uniform(draws.reshape(N, D)[rows])
@@ -226,9 +222,9 @@ _MILD = 4.0
 _ROUNDING = 2.0**-20
 
 
-def _keys(log_w: _Array, draws: _Array) -> _Array:
+def _keys(log_w: Array, draws: Array) -> Array:
     """``-ln u / exp(log_w)``, float32."""
-    key: _Array = draws.astype(np.float32).reshape(log_w.shape)
+    key = draws.astype(np.float32).reshape(log_w.shape)
     key += 0.5
     np.divide(2.0**32, key, out=key)
     np.log(key, out=key)
@@ -236,7 +232,7 @@ def _keys(log_w: _Array, draws: _Array) -> _Array:
     return key
 
 
-def _select_exact_host(log_w: _Array, uniform: _Array, k: _Array) -> _Array:
+def _select_exact_host(log_w: Array, uniform: Array, k: Array) -> Array:
     """``select_exact`` of a few rows."""
     score = log_w.astype(np.float64) - exact_log(-exact_log(uniform))
     order = np.argsort(-score, axis=1, kind="stable")
@@ -246,7 +242,7 @@ def _select_exact_host(log_w: _Array, uniform: _Array, k: _Array) -> _Array:
     return chosen
 
 
-def _log_exponential(uniform: _Array) -> _Array:
+def _log_exponential(uniform: Array) -> Array:
     """``ln(-ln u)``, float32 of float64: near u = 1 float32 would leave nothing of ``ln u``.
 
     By numpy, also where its logarithm is not vectorised: torch's starts threads, which another process on one of two
@@ -257,7 +253,7 @@ def _log_exponential(uniform: _Array) -> _Array:
     return np.log(exponential, out=exponential).astype(np.float32)
 
 
-def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
+def _unsure(kth: Array, below: Array, largest: float) -> Array:
     """Flag rows in which rounding may have swapped the k-th and the next score.
 
     A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Three roundings
@@ -266,11 +262,10 @@ def _unsure(kth: _Array, below: _Array, largest: float) -> _Array:
     """
     # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
     safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))
-    unsure: _Array = ~safe
-    return unsure
+    return ~safe
 
 
-def _boundary(score: _Array, k: _Array) -> tuple[_Array, _Array]:
+def _boundary(score: Array, k: Array) -> tuple[Array, Array]:
     """Return the k-th largest score of each row and the next: inf before the first, -inf after the last."""
     N, D = score.shape
     ordered = np.empty((N, D + 2), np.float32)

@@ -1,4 +1,4 @@
-"""Launch on the GPU that holds the tensors, whichever is current: Triton launches on the current one."""
+"""What launchers share: the GPU that holds the tensors, though Triton launches on the current one, and their layout."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any, TypeVar
 
 import torch
 import triton
+import triton.language as tl
 
 from dllm_kernels._backends._backend import interpreting
+from dllm_kernels._backends.triton._tiles import Tile
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
+# Launch option: a product and a sum may become one fused multiply-add, which is more exact here. Said at every launch,
+# since Triton is about to change its default and warns where neither is chosen.
+FUSED = {"enable_fp_fusion": True}
 # Evaluated once, because ``triton.jit`` also decides when it decorates a kernel.
 INTERPRETED = interpreting()
 
@@ -54,3 +59,45 @@ def _current_target() -> Any:
 def _target(device: Hashable) -> Any:
     """Return Triton's target of the current device, which is ``device``; looked up once per device."""
     return triton.runtime.driver.active.get_current_target()
+
+
+def of_tile(tile: Tile) -> dict[str, Any]:
+    """Arguments and options of a kernel over rows of logits."""
+    return {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
+
+
+def acc(dtype: torch.dtype) -> tl.dtype:
+    """Triton's name for a dtype of sums."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def is_flat(t: torch.Tensor) -> bool:
+    """Whether all rows ``[B, L]`` lie at equal distances."""
+    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
+
+
+def strides(t: torch.Tensor, flat: bool | None = None) -> tuple[int | None, int, int]:
+    """(L, stride_b, stride_l) for ``row_offset``; ``flat``: whether rows lie at equal distances, None: look."""
+    flat = is_flat(t) if flat is None else flat
+    return (None, 0, t.stride(1)) if flat else (t.shape[1], t.stride(0), t.stride(1))
+
+
+def strides_of_both(t: torch.Tensor, out: torch.Tensor) -> tuple[tuple[int | None, int, int, int, int], bool]:
+    """(L, stride_b, stride_l, out_stride_b, out_stride_l), and whether both tensors have the same."""
+    flat = is_flat(t) and is_flat(out)
+    L, *of_t = strides(t, flat)
+    of_out = strides(out, flat)[1:]
+    return (L, *of_t, *of_out), (*of_t,) == of_out
+
+
+def share(V: int, tile: Tile) -> tuple[int, int]:
+    """Tiles of a row that one program takes, and how many programs that makes."""
+    tiles = triton.cdiv(triton.cdiv(V, tile.splits), tile.block_v)
+    return tiles, triton.cdiv(V, tiles * tile.block_v)
+
+
+def aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether all rows ``[B, L]`` of the tensors that are given begin at a multiple of 16 bytes."""
+    given = [t for t in tensors if t is not None]
+    distances = [stride * t.element_size() for t in given for stride in t.stride()[1 if is_flat(t) else 0 : 2]]
+    return all(number % 16 == 0 for number in (*distances, *(t.data_ptr() for t in given)))

@@ -30,10 +30,6 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton._transform import number, through, transformed
 
-# Launch option: a product and a sum may become one fused multiply-add, which is more exact here. Said at every launch,
-# since Triton is about to change its default and warns where neither is chosen.
-FUSED = {"enable_fp_fusion": True}
-
 SKIP = tl.constexpr(-100)  # the target of a row that does not count
 LOG2E = tl.constexpr(1.4426950408889634)
 FARTHEST = tl.constexpr(-1e4)  # e^d is 0 long before; d is kept above it where it is multiplied by that 0

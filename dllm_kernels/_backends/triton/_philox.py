@@ -11,6 +11,15 @@ _W1 = tl.constexpr(0xBB67AE8584CAA73B)
 
 
 @triton.jit
+def seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
+    """Return the key of the rows b and their number under it: b for a shared seed, 0 for a seed per row."""
+    if SHARED_SEED:
+        return tl.load(seed_ptr), b
+    else:
+        return tl.load(seed_ptr + b, mask=b < B, other=0), b * 0
+
+
+@triton.jit
 def philox4x64(c0, c1, c2, c3, k0, k1):
     """Ten rounds on uint64 tensors of one shape, the keys of a broadcastable one."""
     m0 = tl.full(c0.shape, _M0, tl.uint64)

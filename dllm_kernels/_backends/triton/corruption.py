@@ -5,6 +5,8 @@ Levels, coins and tokens are drawn in registers. The arithmetic is that of ``_ra
 the kernels are launched without contraction into fused multiply-adds.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -12,10 +14,18 @@ import triton.language as tl
 from dllm_kernels._backends.triton import _corruption_tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
-from dllm_kernels._backends.triton._philox import draws, fine_uniform, level_draws, token_of, uniform, words
+from dllm_kernels._backends.triton._philox import (
+    draws,
+    fine_uniform,
+    level_draws,
+    seed_and_row,
+    token_of,
+    uniform,
+    words,
+)
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
-_WHAT = {"mask": 0, "tokens": 1, "all": 2}
+_WHAT = {"mask": 0, "tokens": 1, "all": 2}  # of positions that do not depend on each other
 _MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
 # Not specialised on: a kernel for each kind of length would stall a training with variable lengths.
 SIZES = [
@@ -26,15 +36,6 @@ SIZES = [
 ONES = ["blocks", "stride_l", "mask_stride_l", "seed_ptr", "level_ptr", "mask_prob_ptr", "uniform_prob_ptr"]
 # The largest sum of two probabilities that passes for 1, as _random/_rules.py has it.
 _MOST = tl.constexpr(1.0 + 1e-5)
-
-
-@triton.jit
-def _seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
-    """Return the key of the rows b and their number under it: b for a shared seed, 0 for a seed per row."""
-    if SHARED_SEED:
-        return tl.load(seed_ptr), b
-    else:
-        return tl.load(seed_ptr + b, mask=b < B, other=0), b * 0
 
 
 @triton.jit
@@ -118,7 +119,7 @@ def _corrupt_independent(
     ids, noise = _read(batch, b, block, i, (B, L, size), True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
     if WHAT != _ALL:
-        seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+        seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
         level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
         start = block * size + first
         if WHAT == _TOKENS:
@@ -147,7 +148,7 @@ def _corrupt_mix(
     mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
     total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
     supervised = supervised & (total <= _MOST)
-    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
     word = words(seed, row, stride, first + b * 0, SHARE, BLOCK)
     u = uniform(word >> 41)
     absorbed = supervised & (u < mask_prob)
@@ -200,7 +201,7 @@ def _corrupt_topk(
     block = n % blocks
     i = tl.arange(0, BLOCK)[None, :]
     ids, supervised = _read(batch, b, block, i, (B, L, size), HAS_MASK)
-    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     draw = draws(seed, row, stride, block * size, SHARE, BLOCK)
     if EXACT:
@@ -230,7 +231,7 @@ def _corrupt_topk_long(
     b = (n // blocks) + tl.zeros([1, 1], tl.int32)
     block = (n % blocks) + tl.zeros([1, 1], tl.int32)
     length = tl.minimum(size, L - (n % blocks) * size)
-    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     kept = rounded_up(size)
     key_ptr += n.to(tl.int64) * kept
@@ -290,7 +291,7 @@ def _sample_level(
     seed_ptr, out_ptr, B, low, span, high, METHOD: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    seed, row = _seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
     if METHOD == "antithetic":
         row -= b % 2
     if METHOD == "stratified":
@@ -309,12 +310,8 @@ Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _outputs(input_ids: torch.Tensor) -> Corrupted:
-    shape, device = input_ids.shape, input_ids.device
-    return (
-        torch.empty(shape, dtype=input_ids.dtype, device=device),
-        torch.empty(shape, dtype=torch.bool, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-    )
+    noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
+    return noisy, torch.empty_like(noisy, dtype=torch.bool), torch.empty_like(noisy, dtype=torch.float32)
 
 
 def _stride(blocks: int, L: int, words: bool = False) -> int:
@@ -324,36 +321,50 @@ def _stride(blocks: int, L: int, words: bool = False) -> int:
 
 def _level_strides(level: torch.Tensor | None) -> tuple[int, int]:
     """Return the strides of a level ``[B, blocks]``, or ``[B, 1]`` for all blocks of a row."""
-    if level is None:
-        return 0, 0
-    return level.stride(0), level.stride(1) if level.shape[1] > 1 else 0
+    return (0, 0) if level is None else (level.stride(0), level.stride(1) if level.shape[1] > 1 else 0)
 
 
 @on_its_device
-def corrupt_independent(
+def corrupt(
     input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
+    loss_mask: torch.Tensor | None,
+    what: str,
     token: int,
     blocks: int,
     size: int,
     eps: float,
+    rate: float,
+    at_least: int,
     level: torch.Tensor | None,
     seed: torch.Tensor | None,
-    what: str,
 ) -> Corrupted:
-    """Launch what ``_random/_corrupt.py`` calls "mask", "tokens" or "all"."""
+    """Launch what ``_random/_corrupt.py`` calls ``what``; ``rate`` and ``at_least`` are those of "topk"."""
     B, L = input_ids.shape
     out = _outputs(input_ids)
-    tokens = what == "tokens"
-    R, block, share, num_warps = _corruption_tiles.independent(blocks, size, 4 if tokens else 8)
-    grid = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
-    _corrupt_independent[grid](
-        input_ids, loss_mask, seed, level, *out, B, L, blocks, size, _stride(blocks, L, tokens), token,
-        *input_ids.stride(), *loss_mask.stride(), *_level_strides(level), eps, 1.0 - eps,
-        WHAT=_WHAT[what], SHARED_SEED=seed is not None and seed.dim() == 0, HAS_LEVEL=level is not None,
-        SHARE=share, R=R, BLOCK=block,
-        num_warps=num_warps, enable_fp_fusion=False,
+    mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
+    pointers = (input_ids, loss_mask, seed, level, *out)
+    numbers = (
+        B, L, blocks, size, _stride(blocks, L, what == "tokens"), token, *input_ids.stride(), *mask_strides,
+        *_level_strides(level), eps, 1.0 - eps,
     )  # fmt: skip
+    flags: dict[str, Any] = {"SHARED_SEED": seed is not None and seed.dim() == 0, "HAS_LEVEL": level is not None}
+    flags |= {"enable_fp_fusion": False}
+    if what in _WHAT:
+        R, block, share, num_warps = _corruption_tiles.independent(blocks, size, 4 if what == "tokens" else 8)
+        grid = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
+        flags |= {"WHAT": _WHAT[what], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
+        _corrupt_independent[grid](*pointers, *numbers, **flags)
+        return out
+    tile = _corruption_tiles.select(size, _corruption_tiles.CORRUPT_IN_MEMORY)
+    share = _corruption_tiles.share(blocks, size, tile.block, 8)
+    flags |= {"EXACT": what == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
+    flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor() if tile.num_warps == 16 else {})
+    if tile.in_memory:
+        scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
+        _corrupt_topk_long[(B * blocks,)](*pointers, scratch, *numbers, rate, at_least, **flags)
+    else:
+        grid = (triton.cdiv(B * blocks, tile.rows),)
+        _corrupt_topk[grid](*pointers, *numbers, rate, at_least, **flags, R=tile.rows)
     return out
 
 
@@ -370,7 +381,7 @@ def mix_tokens(
     """``_corrupt.mix_tokens``."""
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
-    noise = torch.empty((B, L), dtype=torch.bool, device=input_ids.device)
+    noise = torch.empty_like(noisy, dtype=torch.bool)
     R, block, share, num_warps = _corruption_tiles.independent(1, L, 4)
     grid = (triton.cdiv(B, R) * triton.cdiv(L, block),)
     _corrupt_mix[grid](
@@ -380,47 +391,6 @@ def mix_tokens(
         SHARED_SEED=seed.dim() == 0, SHARE=share, R=R, BLOCK=block, num_warps=num_warps, enable_fp_fusion=False,
     )  # fmt: skip
     return noisy, noise
-
-
-@on_its_device
-def corrupt_topk(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    mask_token_id: int,
-    blocks: int,
-    size: int,
-    eps: float,
-    level: torch.Tensor | None,
-    seed: torch.Tensor,
-    rate: float,
-    at_least: int,
-    *,
-    exact: bool,
-) -> Corrupted:
-    """Launch "topk" of ``_random/_corrupt.py``, or with ``exact`` its "exact"."""
-    B, L = input_ids.shape
-    out = _outputs(input_ids)
-    tile = _corruption_tiles.select(size, _corruption_tiles.CORRUPT_IN_MEMORY)
-    mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
-    pointers = (input_ids, loss_mask, seed, level, *out)
-    numbers = (
-        B, L, blocks, size, _stride(blocks, L), mask_token_id, *input_ids.stride(), *mask_strides,
-        *_level_strides(level), eps, 1.0 - eps, rate, at_least,
-    )  # fmt: skip
-    flags = {
-        "EXACT": exact, "HAS_MASK": loss_mask is not None, "SHARED_SEED": seed.dim() == 0,
-        "HAS_LEVEL": level is not None, "SHARE": _corruption_tiles.share(blocks, size, tile.block, 8), "BLOCK": tile.block,
-    }  # fmt: skip
-    options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
-    if tile.num_warps == 16:
-        options |= alone_on_a_multiprocessor()
-    if tile.in_memory:
-        scratch = torch.empty((B * blocks, 16 * triton.cdiv(size, 16)), dtype=torch.int64, device=input_ids.device)
-        _corrupt_topk_long[(B * blocks,)](*pointers, scratch, *numbers, **flags, **options)
-    else:
-        grid = (triton.cdiv(B * blocks, tile.rows),)
-        _corrupt_topk[grid](*pointers, *numbers, **flags, R=tile.rows, **options)
-    return out
 
 
 @on_its_device

@@ -44,11 +44,10 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept, Recipe
-from dllm_kernels._backends.triton import _math, _tiles, _transform
-from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device, on_nvidia, threads
-from dllm_kernels._backends.triton._math import FUSED, LOG2E, SKIP, finite
+from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
+from dllm_kernels._backends.triton._launch import on_its_device
+from dllm_kernels._backends.triton._math import LOG2E, SKIP, finite
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, number, transformed
-from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, aligned
 from dllm_kernels._utils._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -682,7 +681,7 @@ def _options(parts: dict[str, Any]) -> dict[str, int | None]:
 def divergence(
     logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, with_grad: bool, **more: Any
 ) -> Found:
-    """Launch over rows of both; ``more`` as in ``_launch``; see ``_backends._divergence`` for the contract."""
+    """Launch over rows of both; ``more`` as in ``_launch_rows``; see ``_backends._divergence`` for the contract."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
     value, alpha = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
     agree, kept = torch.empty(N, dtype=torch.bool, device=device), None
@@ -690,7 +689,7 @@ def divergence(
         numbers = torch.empty(N, KEPT_NUMBERS, dtype=acc, device=device)
         kept = Kept(numbers, torch.empty(N, dtype=torch.int64, device=device))
     found = Found(value, alpha, agree, kept)
-    _launch(logits, teacher, weights, recipe, kept, logits if with_grad else None, found[:3], **more)
+    _launch_rows(logits, teacher, weights, recipe, kept, logits if with_grad else None, found[:3], **more)
     return found
 
 
@@ -698,11 +697,11 @@ def divergence(
 def divergence_grad(
     logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, kept: Kept, out: Tensor, **more: Any
 ) -> None:
-    """Launch over rows of both; ``more`` as in ``_launch``; see ``_backends._divergence`` for the contract."""
-    _launch(logits, teacher, weights, recipe, kept, out, (None, None, None), **more)
+    """Launch over rows of both; ``more`` as in ``_launch_rows``; see ``_backends._divergence`` for the contract."""
+    _launch_rows(logits, teacher, weights, recipe, kept, out, (None, None, None), **more)
 
 
-def _launch(
+def _launch_rows(
     logits: Tensor,
     teacher: Tensor,
     weights: Tensor,
@@ -725,9 +724,7 @@ def _launch(
     if R == 0:  # the kernel reads a row whatever it holds; not of logits, which other programs may write over
         teacher = torch.zeros(1, 1, V, dtype=logits.dtype, device=logits.device)
     acc = accum_dtype(logits.dtype)
-    in_place = out is logits
-    flat = _flat(logits) and (out is None or _flat(out))
-    rows, out_rows = _rows_of(logits, flat), (0, 0) if out is None or in_place else _rows_of(out, flat)[1:]
+    rows = (*_launch.strides(logits), 0, 0) if out is None or out is logits else _launch.strides_of_both(logits, out)[0]
     steps = (*transform[::2], *teacher_transform[::2])
     tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(recipe.parts), with_steps=steps != (None,) * 4)
     parts = {part.kind: part for part in recipe.parts}
@@ -735,11 +732,11 @@ def _launch(
         kind: _transform.bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields
     }
     _divergence_rows[(N,)](
-        logits, teacher, None if in_place else out, weights, teacher_rows, targets,
+        logits, teacher, None if out is logits else out, weights, teacher_rows, targets,
         mean_alpha if recipe.mean_alpha else None, *results, *(kept or (None, None)),
-        *rows, *_rows_of(teacher, _flat(teacher)), *out_rows, V, R,
+        *rows[:3], *_launch.strides(teacher), *rows[3:], V, R,
         *_transform.arguments(transform), *_transform.arguments(teacher_transform), **coefficients, **_options(parts),
-        WITH_GRAD=out is not None, ALIGNED=all(aligned(t) for t in (logits, teacher, out) if t is not None),
-        FAST=acc == torch.float32 and on_nvidia(), BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps),
-        ACC=_acc(acc), num_warps=tile.num_warps, **FUSED, **alone_on_a_multiprocessor(),
+        WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
+        FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.of_tile(tile),
+        **_launch.alone_on_a_multiprocessor(),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton.language as tl
 from dllm_kernels._backends.triton import _corruption_tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import on_its_device
-from dllm_kernels._backends.triton._philox import draws, fine_uniform
+from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
 # Where _random/_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
@@ -73,12 +73,7 @@ def _row_keys(
         inside = inside & (u == u)
         u = _inside(u)
     else:
-        if SHARED_SEED:
-            seed = tl.load(seed_ptr)
-            row = n
-        else:
-            seed = tl.load(seed_ptr + n, mask=n < N, other=0)
-            row = tl.zeros_like(n)
+        seed, row = seed_and_row(seed_ptr, n, N, SHARED_SEED)
         u = fine_uniform(draws(seed, row, tl.cdiv(D, 8), first + n * 0, 8 if BLOCK >= 8 else BLOCK, BLOCK))
     log_w = _load(log_w_ptr, n, d, (N, D), stride_n, stride_d, -float("inf"))
     if log_w.dtype.primitive_bitwidth == 16:

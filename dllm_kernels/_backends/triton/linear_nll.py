@@ -20,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _math, _tiles, token_nll
-from dllm_kernels._backends.triton._launch import on_its_device, threads
-from dllm_kernels._backends.triton._math import FUSED, SKIP
+from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
+from dllm_kernels._backends.triton._launch import FUSED, on_its_device
+from dllm_kernels._backends.triton._math import SKIP
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels._backends.triton.token_nll import NLL, PER_ROW
+from dllm_kernels._backends.triton.token_nll import NLL, PER_ROW, Tensor
 from dllm_kernels._utils._dtypes import accum_dtype
 
 
@@ -70,7 +70,7 @@ def _linear_nll_rows(
         row_max, row_sum, _, beaten = _math.column_stats(
             logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT, True
         )  # fmt: skip
-        token_nll._finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
+        token_nll.finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
         log_sum = tl.log(row_sum)
         weightless = scale == 0  # its gradient is 0 even where it holds NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
@@ -85,7 +85,7 @@ def _linear_nll_rows(
                 x, v, there, at, first, wide, logits_ptr, row, _math.column_of(y, V), scale, row_max, log_sum, transform, BLOCK_V, ACC
             )  # fmt: skip
     else:
-        token_nll._skip_row(n, out, WITH_CORRECT)
+        token_nll.skip_row(n, out, WITH_CORRECT)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
 
@@ -99,23 +99,18 @@ def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.conste
 
 
 @on_its_device
-def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
+def scale_(t: Tensor, factor: Tensor) -> None:
     """Launch ``t *= factor``; every program reads the factor and leaves at once when it is 1."""
     if t.numel() == 0:
         return
     block = 4096
-    acc = token_nll._acc(accum_dtype(t.dtype))
+    acc = _launch.acc(accum_dtype(t.dtype))
     _scale_inplace[(triton.cdiv(t.numel(), block),)](t, factor, t.numel(), BLOCK=block, ACC=acc, num_warps=4, **FUSED)
 
 
 @on_its_device
 def row_nll_grad_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    with_correct: bool,
-    transform: Transform = NO_TRANSFORM,
+    logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> NLL:
     """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``_backends._rows`` for the contract."""
     C, V = logits.shape
@@ -129,7 +124,7 @@ def row_nll_grad_(
     tile = _tiles.linear_nll_rows(V, logits.element_size(), small=bound_by_issue)
     _linear_nll_rows[(C,)](
         logits, targets, scale, *found, logits.stride(0), V, *arguments(transform),
-        WITH_CORRECT=with_correct, EVICT="" if bound_by_issue else "evict_last", BLOCK_V=tile.block_v,
-        THREADS=threads(tile.num_warps), ACC=token_nll._acc(acc), num_warps=tile.num_warps, **FUSED,
+        WITH_CORRECT=with_correct, EVICT="" if bound_by_issue else "evict_last", ACC=_launch.acc(acc),
+        **_launch.of_tile(tile),
     )  # fmt: skip
     return found

@@ -25,11 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _math, _tiles
-from dllm_kernels._backends.triton._launch import on_its_device, threads
-from dllm_kernels._backends.triton._math import FARTHEST, FUSED, LOG2E, SKIP
+from dllm_kernels._backends.triton import _launch, _math, _tiles
+from dllm_kernels._backends.triton._launch import FUSED, on_its_device
+from dllm_kernels._backends.triton._math import FARTHEST, LOG2E, SKIP
 from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
-from dllm_kernels._backends.triton.token_nll import _acc, _flat, _rows_of, _share, aligned
 from dllm_kernels._utils._dtypes import accum_dtype
 
 # One value per row, or K: not specialised on alignment, because a slice or a chunk of them begins anywhere.
@@ -37,7 +36,7 @@ PER_ROW = [
     "ids_ptr", "active_ptr", "max_ptr", "log_sum_ptr", "a_ptr", "b_ptr", "of_id_ptr", "plain_ptr", "of_log_ptr", "of_mix_ptr",
 ]  # fmt: skip
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
-Optional = torch.Tensor | None
+Tensor = torch.Tensor
 
 
 @triton.jit(
@@ -366,83 +365,78 @@ def _row_stats_bwd(
             _math.zero_columns(out_ptr + out_row, v, there)
 
 
-def _block_k(ids: torch.Tensor) -> int:
+def _block_k(ids: Tensor) -> int:
     return int(triton.next_power_of_2(ids.shape[1]))
 
 
 @on_its_device
-def forward(logits: torch.Tensor, request: Any) -> tuple[Optional, ...]:
+def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     """Launch the forward pass."""
     V = logits.shape[2]
     N, K = request.ids.shape
     acc = accum_dtype(logits.dtype)
 
-    def new(*shape: int, wanted: bool = True, dtype: torch.dtype = acc) -> Optional:
+    def new(*shape: int, wanted: bool = True, dtype: torch.dtype = acc) -> Tensor | None:
         return torch.empty(*shape, dtype=dtype, device=logits.device) if wanted else None
 
     log_probs, row_max, log_sum, entropy = new(N, K), new(N), new(N), new(N, wanted=request.entropy)
     correct = new(N, wanted=request.correct, dtype=torch.bool)
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
-        tiles, splits = _share(V, tile)
-        parts = (
-            new(N, splits), new(N, splits), new(N, splits, wanted=request.entropy),
+        tiles, splits = _launch.share(V, tile)
+        of_part, beaten = (
+            new(N, splits, wanted=request.entropy),
             new(N, splits, wanted=request.correct, dtype=torch.bool),
-        )  # fmt: skip
-        sizes = (*_rows_of(logits, _flat(logits)), V, K, *arguments(request.transform))
-        flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _acc(acc)}
-        _row_stats_parts[(N * splits,)](
-            logits, request.ids, request.active, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits),
-            BLOCK_V=tile.block_v, THREADS=threads(tile.num_warps), num_warps=tile.num_warps, **FUSED,
-        )  # fmt: skip
-        _row_stats_merge[(N,)](
-            logits, request.ids, request.active, *parts, log_probs, row_max, log_sum, entropy, correct, *sizes, splits, **flags,
-            BLOCK_SPLITS=triton.next_power_of_2(splits), BLOCK_K=_block_k(request.ids), num_warps=1, **FUSED,
-        )  # fmt: skip
+        )
+        inputs = (logits, request.ids, request.active, new(N, splits), new(N, splits), of_part, beaten)
+        sizes = (*_launch.strides(logits), V, K, *arguments(request.transform))
+        flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _launch.acc(acc)}
+        options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
+        _row_stats_parts[(N * splits,)](*inputs, *sizes, tiles, splits, **flags, **options)
+        blocks = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK_K": _block_k(request.ids)}
+        outputs = (log_probs, row_max, log_sum, entropy, correct)
+        _row_stats_merge[(N,)](*inputs, *outputs, *sizes, splits, **flags, **blocks, num_warps=1, **FUSED)
     F, W = (None, None) if request.a is None else mix(logits, request, row_max, log_sum)
     return log_probs, row_max, log_sum, entropy, F, W, correct
 
 
 @on_its_device
-def mix(logits: torch.Tensor, request: Any, row_max: Optional, log_sum: Optional) -> tuple[torch.Tensor, Optional]:
+def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Launch the pass for F and W."""
     B, L, V = logits.shape
     N = B * L
     tile = _tiles.token_nll_bwd(V, logits.element_size())
-    tiles, splits = _share(V, tile)
+    tiles, splits = _launch.share(V, tile)
     # half the columns a thread: with all of them a skipped column spills on sm_90
-    num_warps = _tiles.at_most_a_thread_a_column(2 * tile.num_warps, tile.block_v)
+    tile = tile._replace(num_warps=_tiles.at_most_a_thread_a_column(2 * tile.num_warps, tile.block_v))
     F = torch.empty(N, splits, dtype=request.a.dtype, device=logits.device)
     W = torch.empty_like(F) if request.gradients else None
     if N:
         _row_stats_mix[(N * splits,)](
-            logits, request.active, row_max, log_sum, request.a, request.b, F, W, *_rows_of(logits, _flat(logits)), V,
-            *arguments(request.transform), tiles, splits, WITH_WEIGHT=request.gradients, ALIGNED=aligned(logits), BLOCK_V=tile.block_v,
-            THREADS=threads(num_warps), ACC=_acc(request.a.dtype), num_warps=num_warps, **FUSED,
+            logits, request.active, row_max, log_sum, request.a, request.b, F, W,
+            *_launch.strides(logits), V, *arguments(request.transform), tiles, splits,
+            WITH_WEIGHT=request.gradients, ALIGNED=_launch.aligned(logits), ACC=_launch.acc(request.a.dtype),
+            **_launch.of_tile(tile),
         )  # fmt: skip
     return F.sum(1), None if W is None else W.sum(1)
 
 
 @on_its_device
-def backward(
-    logits: torch.Tensor, request: Any, c: Any, row_max: torch.Tensor, log_sum: torch.Tensor, out: torch.Tensor
-) -> None:
+def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Tensor, out: Tensor) -> None:
     """Launch the backward pass."""
     B, L, V = logits.shape
     if B * L == 0:
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
-    tiles, splits = _share(V, tile)
-    flat = _flat(logits) and _flat(out)
-    rows, out_rows = _rows_of(logits, flat), _rows_of(out, flat)
+    tiles, splits = _launch.share(V, tile)
+    rows, same = _launch.strides_of_both(logits, out)
     # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks. Not
     # so float64, for which ptxas then spills.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
-    num_warps = _tiles.at_most_a_thread_a_column(num_warps, tile.block_v)
     _row_stats_bwd[(B * L * splits,)](
-        logits, request.ids, request.active, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b, row_max, log_sum, out,
-        *rows, *out_rows[1:], V, request.ids.shape[1], *arguments(request.transform), tiles, splits,
-        SAME_STRIDES=rows == out_rows, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None,
-        THROUGH=request.through, BLOCK_V=tile.block_v, BLOCK_K=_block_k(request.ids), ACC=_acc(c.plain.dtype), num_warps=num_warps,
-        **FUSED,
+        logits, request.ids, request.active, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b,
+        row_max, log_sum, out, *rows, V, request.ids.shape[1], *arguments(request.transform), tiles, splits,
+        SAME_STRIDES=same, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None, THROUGH=request.through,
+        BLOCK_V=tile.block_v, BLOCK_K=_block_k(request.ids), ACC=_launch.acc(c.plain.dtype),
+        num_warps=_tiles.at_most_a_thread_a_column(num_warps, tile.block_v), **FUSED,
     )  # fmt: skip

@@ -12,20 +12,23 @@ Of a weighted sum the kernels take the weights themselves, since each operation 
 forward writes w nll too, backward multiplies w by the sum's upstream gradient where it lies.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _math, _tiles
-from dllm_kernels._backends.triton._launch import on_its_device, threads
-from dllm_kernels._backends.triton._math import FUSED, LOG2E, SKIP
+from dllm_kernels._backends.triton import _launch, _math, _tiles
+from dllm_kernels._backends.triton._launch import FUSED, on_its_device
+from dllm_kernels._backends.triton._math import LOG2E, SKIP
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
 from dllm_kernels._utils._dtypes import accum_dtype
 
 # One value per row, or one per call: not specialised on alignment, because a slice or a chunk of them begins anywhere.
 PER_ROW = ["target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr"]
 
-NLL = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Tensor = torch.Tensor
+NLL = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def _store(n, nll, row_max, log_sum, correct, out, WITH_CORRECT: tl.constexpr):
 
 
 @triton.jit
-def _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl.constexpr):
+def finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl.constexpr):
     log_sum = tl.log(row_sum)
     nll = (row_max - target_logit) + log_sum
     nll = tl.where(row_sum == 0, float("nan"), nll)  # every logit is -inf: no distribution
@@ -59,7 +62,7 @@ def _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl
 
 
 @triton.jit
-def _skip_row(n, out, WITH_CORRECT: tl.constexpr):
+def skip_row(n, out, WITH_CORRECT: tl.constexpr):
     _store(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
 
 
@@ -82,9 +85,9 @@ def _token_nll_fwd(
             logits_ptr, row, 0, V, y, target_logit, transform,
             BLOCK_V, THREADS, ACC, WITH_CORRECT, False, ALIGNED, "evict_first",
         )  # fmt: skip
-        _finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
+        finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
     else:
-        _skip_row(n, out, WITH_CORRECT)
+        skip_row(n, out, WITH_CORRECT)
 
 
 @triton.jit(
@@ -139,9 +142,9 @@ def _token_nll_merge(
         row_max = tl.max(maxima, 0)
         row_sum = tl.sum(tl.where(k < SPLITS, sums * tl.exp2((maxima - row_max) * LOG2E), 0.0), 0)
         any_beaten = tl.max(beaten.to(tl.int32), 0)
-        _finish_row(n, row_max, row_sum, target_logit, any_beaten, out, WITH_CORRECT)
+        finish_row(n, row_max, row_sum, target_logit, any_beaten, out, WITH_CORRECT)
     else:
-        _skip_row(n, out, WITH_CORRECT)
+        skip_row(n, out, WITH_CORRECT)
 
 
 @triton.jit(
@@ -193,32 +196,6 @@ def _token_nll_bwd(
             _math.zero_columns(out_ptr + out_row, v, there)
 
 
-def _acc(dtype: torch.dtype) -> tl.dtype:
-    return tl.float64 if dtype == torch.float64 else tl.float32
-
-
-def _rows_of(t: torch.Tensor, flat: bool) -> tuple[int | None, int, int]:
-    """(L, stride_b, stride_l) for ``row_offset``."""
-    return (None, 0, t.stride(1)) if flat else (t.shape[1], t.stride(0), t.stride(1))
-
-
-def _share(V: int, tile: _tiles.Tile) -> tuple[int, int]:
-    """Tiles of a row that one program takes, and how many programs that makes."""
-    tiles = triton.cdiv(triton.cdiv(V, tile.splits), tile.block_v)
-    return tiles, triton.cdiv(V, tiles * tile.block_v)
-
-
-def aligned(t: torch.Tensor) -> bool:
-    """Whether all rows ``[B, L]`` begin at a multiple of 16 bytes."""
-    strides = t.stride()[1 if _flat(t) else 0 : 2]
-    return t.data_ptr() % 16 == 0 and all(stride * t.element_size() % 16 == 0 for stride in strides)
-
-
-def _flat(t: torch.Tensor) -> bool:
-    """Whether all rows ``[B, L]`` lie at equal distances."""
-    return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
-
-
 def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: bool) -> NLL:
     """(NLL, M, log S, correct) of N rows, to be written."""
     correct = torch.empty(N, dtype=torch.bool, device=device) if with_correct else None
@@ -226,31 +203,21 @@ def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: boo
     return nll, row_max, log_sum, correct
 
 
-def weighted_row_stats(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    weights: torch.Tensor,
-    *,
-    with_correct: bool,
-    transform: Transform = NO_TRANSFORM,
-) -> tuple[torch.Tensor | None, ...]:
+def weighted_row_stats(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
     """:func:`row_stats` with a weight a row, whose product with the NLL comes first; see ``_backends._rows`` for the contract."""
     weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
-    found = row_stats(
-        logits, targets, with_correct=with_correct, transform=transform, weights=weights, weighted=weighted
-    )
-    return weighted, *found
+    return weighted, *row_stats(logits, targets, weights, weighted, **options)
 
 
 @on_its_device
 def row_stats(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    weights: Tensor | None = None,
+    weighted: Tensor | None = None,
     *,
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
-    weights: torch.Tensor | None = None,
-    weighted: torch.Tensor | None = None,
 ) -> NLL:
     """Launch the forward pass, which also writes ``weights`` times the NLL; see ``_backends._rows`` for the contract."""
     B, L, V = logits.shape
@@ -260,35 +227,31 @@ def row_stats(
     if N == 0:
         return found
     tile = _tiles.token_nll_fwd(V, logits.element_size())
-    sizes = (*_rows_of(logits, _flat(logits)), V, *arguments(transform))
+    sizes = (*_launch.strides(logits), V, *arguments(transform))
     inputs, outputs = (logits, targets, weights), (*found, weighted)
-    flags = {"WITH_CORRECT": with_correct, "ACC": _acc(acc)}
-    options = {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
+    flags = {"WITH_CORRECT": with_correct, "ACC": _launch.acc(acc)}
+    options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
     if tile.splits == 1:
-        _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, ALIGNED=aligned(logits), **options)
+        _token_nll_fwd[(N,)](*inputs, *outputs, *sizes, **flags, **options)
         return found
-    tiles, splits = _share(V, tile)
+    tiles, splits = _launch.share(V, tile)
     parts = [torch.empty(N, splits, dtype=dtype, device=logits.device) for dtype in (acc, acc, torch.bool)]
-    _token_nll_fwd_split[(N * splits,)](
-        *inputs, *parts, *sizes, tiles, splits, **flags, ALIGNED=aligned(logits), **options
-    )
-    _token_nll_merge[(N,)](
-        *inputs, *parts, *outputs, *sizes, splits, **flags,
-        BLOCK_K=triton.next_power_of_2(splits), num_warps=1, **FUSED
-    )  # fmt: skip
+    _token_nll_fwd_split[(N * splits,)](*inputs, *parts, *sizes, tiles, splits, **flags, **options)
+    options = {"BLOCK_K": triton.next_power_of_2(splits), "num_warps": 1, **FUSED}
+    _token_nll_merge[(N,)](*inputs, *parts, *outputs, *sizes, splits, **flags, **options)
     return found
 
 
 @on_its_device
 def row_grad(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    row_max: torch.Tensor,
-    log_sum: torch.Tensor,
-    out: torch.Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    scale: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    out: Tensor,
     *,
-    factor: torch.Tensor | None = None,
+    factor: Tensor | None = None,
     transform: Transform = NO_TRANSFORM,
 ) -> None:
     """Launch the backward pass; see ``_backends._rows`` for the contract."""
@@ -296,13 +259,12 @@ def row_grad(
     if B * L == 0:
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
-    tiles, splits = _share(V, tile)
-    flat = _flat(logits) and _flat(out)
-    rows, out_rows = _rows_of(logits, flat), _rows_of(out, flat)
+    tiles, splits = _launch.share(V, tile)
+    rows, same = _launch.strides_of_both(logits, out)
     # Half the columns a thread for the tanh of a float64, for which Triton 3.6 on sm_80 has 8 bytes too few registers.
     many = logits.dtype == torch.float64 and transform[0] is not None
     _token_nll_bwd[(B * L * splits,)](
-        logits, targets, scale, factor, row_max, log_sum, out, *rows, *out_rows[1:], V, *arguments(transform), tiles, splits,
-        SAME_STRIDES=rows == out_rows, BLOCK_V=tile.block_v, ACC=_acc(scale.dtype),
+        logits, targets, scale, factor, row_max, log_sum, out, *rows, V, *arguments(transform), tiles, splits,
+        SAME_STRIDES=same, BLOCK_V=tile.block_v, ACC=_launch.acc(scale.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(tile.num_warps * (2 if many else 1), tile.block_v), **FUSED,
     )  # fmt: skip
