@@ -21,10 +21,12 @@ import torch.nn.functional as F
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox, _rules
-from dllm_kernels._random._rules import Array
+from dllm_kernels._random._philox import Layout
 from dllm_kernels._random._topk import host_slices, on_host, select_exact, select_largest, select_of_draws
 
-Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensor = torch.Tensor
+Array = _rules.Array
+Corrupted = tuple[Tensor, Tensor, Tensor]
 METHODS = ("uniform", "antithetic", "stratified")  # of sample_level
 
 
@@ -37,7 +39,7 @@ class Grid(NamedTuple):
     size: int
 
     @classmethod
-    def of(cls, input_ids: torch.Tensor, block_size: int | None) -> Grid:
+    def of(cls, input_ids: Tensor, block_size: int | None) -> Grid:
         """Make the grid of a batch; without a block size, or with one beyond L, a row is one block of L."""
         B, L = input_ids.shape
         size = L if block_size is None else min(block_size, L)
@@ -65,7 +67,7 @@ class Grid(NamedTuple):
             return of_block[..., None]
         if of_block.shape[1] == 1:
             return of_block
-        repeat = torch.repeat_interleave if isinstance(of_block, torch.Tensor) else np.repeat
+        repeat = torch.repeat_interleave if isinstance(of_block, Tensor) else np.repeat
         return repeat(of_block, self.size, 1)[:, : self.L]
 
 
@@ -88,18 +90,21 @@ class Change(NamedTuple):
     level: Array | None
 
 
+Body = Callable[[Rows], Change]
+
+
 def corrupt(
     what: str,
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
+    input_ids: Tensor,
+    loss_mask: Tensor | None,
     token: int,
     block_size: int | None,
     eps: float,
     half_life_ratio: float,
-    level: torch.Tensor | None,
-    seed: torch.Tensor | None,
+    level: Tensor | None,
+    seed: Tensor | None,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Corrupted:
     """Corrupt supervised positions as the functions of :mod:`dllm_kernels.corruption` say.
 
     ======  =================================================  ===========================================
@@ -137,21 +142,21 @@ def corrupt(
             return Change(coins, _rules.token(rows.words, token), None if level is None else m)
         return Change(coins, token, m)
 
-    layout = _philox.Layout(grid.blocks, grid.L, whole_words=what == "tokens")
+    layout = Layout(grid.blocks, grid.L, whole_words=what == "tokens")
     return _corrupt(input_ids, loss_mask, seed, grid, layout, body, {"mask": 4, "topk": 2}.get(what, 1))
 
 
 def mix_tokens(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
+    input_ids: Tensor,
+    loss_mask: Tensor,
     mask_token_id: int,
     vocab_size: int,
-    mask_prob: torch.Tensor,
-    uniform_prob: torch.Tensor,
+    mask_prob: Tensor,
+    uniform_prob: Tensor,
     check: bool,
-    seed: torch.Tensor,
+    seed: Tensor,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Masks and other tokens; see :func:`dllm_kernels.corruption.corrupt_mix`."""
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)[:2]
@@ -170,10 +175,10 @@ def mix_tokens(
         chosen = absorbed | (changed & (rows.ids != mask_token_id))
         return Change(chosen, other - (other - mask_token_id) * absorbed, None)
 
-    return _corrupt(input_ids, loss_mask, seed, grid, _philox.Layout(1, grid.L, whole_words=True), body)[:2]
+    return _corrupt(input_ids, loss_mask, seed, grid, Layout(1, grid.L, whole_words=True), body, 1)[:2]
 
 
-def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) -> torch.Tensor:
+def complement(noise_mask: Tensor, loss_mask: Tensor, backend: str) -> Tensor:
     """Select the other supervised positions; see :func:`dllm_kernels.corruption.complementary`."""
     if use_triton(backend, noise_mask):
         from dllm_kernels._backends.triton.corruption import complement as kernel
@@ -182,13 +187,13 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor, backend: str) 
     return (loss_mask != 0) & (noise_mask == 0)
 
 
-def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor, backend: str) -> torch.Tensor:
+def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, backend: str) -> Tensor:
     """One level a row; see :func:`dllm_kernels.corruption.sample_level`."""
     if use_triton(backend, seed):
         from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
         return kernel(B, method, low, high, seed)
-    layout = _philox.Layout(1, 0)
+    layout = Layout(1, 0)
     if on_host(seed):
         draws, row = _philox.bits_on_host(seed, range(B), layout)[0], np.arange(B)
     else:
@@ -197,7 +202,7 @@ def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tenso
     return torch.as_tensor(level)
 
 
-def _nothing(input_ids: torch.Tensor, backend: str) -> Corrupted:
+def _nothing(input_ids: Tensor, backend: str) -> Corrupted:
     use_triton(backend, input_ids)  # which raises where the choice is a bad one
     p_mask = torch.empty(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     return input_ids.clone(), torch.empty_like(p_mask, dtype=torch.bool), p_mask
@@ -209,7 +214,7 @@ def _position_rate(half_life_ratio: float, size: int) -> float:
     return min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
 
 
-def check_level(level: torch.Tensor | None) -> None:
+def check_level(level: Tensor | None) -> None:
     """Raise where a level lies outside [0, 1]; on a GPU looking would be a host sync."""
     if level is not None and level.is_cpu:
         values = level.numpy()
@@ -217,7 +222,7 @@ def check_level(level: torch.Tensor | None) -> None:
             raise ValueError(f"level must lie in [0, 1], got values from {values.min()} to {values.max()}")
 
 
-def _check_sum(mask_prob: torch.Tensor, uniform_prob: torch.Tensor) -> None:
+def _check_sum(mask_prob: Tensor, uniform_prob: Tensor) -> None:
     on_cpu = mask_prob.is_cpu
     p, q = (prob.numpy() if on_cpu else prob for prob in (mask_prob, uniform_prob))
     fits, total = (p >= LEAST) & (q >= LEAST), p + q
@@ -234,9 +239,9 @@ def _check_sum(mask_prob: torch.Tensor, uniform_prob: torch.Tensor) -> None:
 LEAST = -1e-5
 
 
-def rows_of(tensor: torch.Tensor, rows: Rows) -> Array:
+def rows_of(tensor: Tensor, rows: Rows) -> Array:
     """Take some rows of a tensor beside the batch, in the library of the rows."""
-    return (tensor if isinstance(rows.draws, torch.Tensor) else tensor.numpy())[rows.part]
+    return (tensor if isinstance(rows.draws, Tensor) else tensor.numpy())[rows.part]
 
 
 def _exactly(rows: Rows, level: Array) -> Array:
@@ -249,7 +254,7 @@ def _exactly(rows: Rows, level: Array) -> Array:
 def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:
     """Select the k positions of each block, bool ``[rows, L]``."""
     lengths = grid.lengths
-    if isinstance(draws, torch.Tensor):
+    if isinstance(draws, Tensor):
         length, place = torch.tensor(lengths, device=draws.device), torch.arange(grid.size, device=draws.device)
         level = level.expand(-1, grid.blocks)
     else:
@@ -260,8 +265,8 @@ def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_leas
     if not grid.even:
         log_w[:, -1, lengths[-1] :] = -16.0  # u = 2^-33 has a score of -3.2, the least that there is
         missing = grid.size - lengths[-1]
-        draws = F.pad(draws, (0, missing)) if isinstance(draws, torch.Tensor) else np.pad(draws, ((0, 0), (0, missing)))
-    if isinstance(draws, torch.Tensor):
+        draws = F.pad(draws, (0, missing)) if isinstance(draws, Tensor) else np.pad(draws, ((0, 0), (0, missing)))
+    if isinstance(draws, Tensor):
         chosen = select_exact(log_w.reshape(-1, grid.size), _rules.fine_uniform(draws).view(-1, grid.size), k)
     else:
         chosen = select_of_draws(log_w.reshape(-1, grid.size), draws, k, rate * grid.size)
@@ -269,13 +274,7 @@ def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_leas
 
 
 def _corrupt(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    grid: Grid,
-    layout: _philox.Layout,
-    body: Callable[[Rows], Change],
-    times: int = 1,
+    input_ids: Tensor, loss_mask: Tensor | None, seed: Tensor | None, grid: Grid, layout: Layout, body: Body, times: int
 ) -> Corrupted:
     """Draw, if there is a seed, run the body on all rows, write the outputs; ``times`` is for ``host_slices``."""
     if on_host(input_ids):
@@ -287,18 +286,12 @@ def _corrupt(
     p_mask = torch.ones(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     if level is not None:
         grid.fold(p_mask)[...] = grid.beside(level)
-    new = token.to(input_ids.dtype) if isinstance(token, torch.Tensor) else token
+    new = token.to(input_ids.dtype) if isinstance(token, Tensor) else token
     return torch.where(noise, new, input_ids), noise.contiguous(), p_mask
 
 
 def _corrupt_on_host(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    seed: torch.Tensor | None,
-    grid: Grid,
-    layout: _philox.Layout,
-    body: Callable[[Rows], Change],
-    times: int,
+    input_ids: Tensor, loss_mask: Tensor | None, seed: Tensor | None, grid: Grid, layout: Layout, body: Body, times: int
 ) -> Corrupted:
     """Draw, run the body, write the outputs, so many rows at a time as ``host_slices`` says."""
     ids = input_ids.numpy()

@@ -33,6 +33,7 @@ from dllm_kernels.distributed._layout import Groups, Rows, VocabShard, check_loc
 from dllm_kernels.distributed.fsdp import gather_head
 from dllm_kernels.distributed.vocab_parallel import shard_primitives
 
+Tensor = torch.Tensor
 WEIGHT, BIAS = "the LM head's weight", "the LM head's bias"
 
 
@@ -65,14 +66,14 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     return type(out)(*_whole(rows, out))
 
 
-def _whole(rows: Rows, out: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Each ``[...]`` or ``[..., K]`` of this rank's rows in the global shape, in one sum over the ranks."""
     dtype = out[0].dtype  # type: ignore[union-attr]
     local = [t for t in out if t is not None]
     parts = [part for t in local for part in (t.unbind(-1) if t.dim() > len(rows.shape) else (t,))]
     whole = iter(rows.whole(*(t.to(dtype) for t in parts)))
 
-    def made(t: torch.Tensor | None) -> torch.Tensor | None:
+    def made(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
         several = t.dim() > len(rows.shape)
@@ -83,7 +84,7 @@ def _whole(rows: Rows, out: tuple[torch.Tensor | None, ...]) -> list[torch.Tenso
     return [made(t) for t in out]
 
 
-def _on_shard(x: torch.Tensor, plan: Plan, shard: VocabShard) -> Plan:
+def _on_shard(x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
     """Adapt the plan to a split vocabulary.
 
     Every rank must cut the same chunks, since each ends in a collective, whatever number of columns it holds. A chunk
@@ -146,7 +147,7 @@ def _local_hidden(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None
     return rows.local_inputs(inputs)._replace(x=hidden, extra_x=u, **parameters), rows, shard
 
 
-def _shard_of_head(weight: torch.Tensor) -> VocabShard | None:
+def _shard_of_head(weight: Tensor) -> VocabShard | None:
     """Return the rows of the head that this rank holds where a mesh dimension splits the vocabulary, else None."""
     if not isinstance(weight, DTensor):
         return None
@@ -161,7 +162,7 @@ def _shard_of_head(weight: torch.Tensor) -> VocabShard | None:
     return VocabShard.of(weight.shape[0], weight.device_mesh, split[0]) if split else None
 
 
-def _check_laid_out_alike(heads: dict[str, torch.Tensor]) -> None:
+def _check_laid_out_alike(heads: dict[str, Tensor]) -> None:
     """Raise unless all have the layout of the weight: otherwise only one of two gradients would be all-reduced."""
     of_weight, *others = [t.placements if isinstance(t, DTensor) else None for t in heads.values()]
     for (name, other), placements in zip([*heads.items()][1:], others, strict=True):
@@ -171,8 +172,8 @@ def _check_laid_out_alike(heads: dict[str, torch.Tensor]) -> None:
             raise ValueError(f"{name} must be laid out like {whose}, {want}, got {got}; redistribute it")
 
 
-def _local_parameter(t: torch.Tensor, split: list[set[int]]) -> torch.Tensor:
-    """Return this rank's piece; its gradient is summed over the ranks of ``split``, each of which uses it for other rows."""
+def _local_parameter(t: Tensor, split: list[set[int]]) -> Tensor:
+    """Return this rank's piece; its gradient is summed over ranks of ``split``, each of which uses it for other rows."""
     if not isinstance(t, DTensor):
         return t
     mesh, placements = t.device_mesh, t.placements
@@ -190,7 +191,7 @@ def _local_parameter(t: torch.Tensor, split: list[set[int]]) -> torch.Tensor:
     return _layout.local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute makes that sum
 
 
-def _extra_rows_here(u: torch.Tensor, hidden: torch.Tensor, groups: Groups, rows: Rows) -> torch.Tensor:
+def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: Rows) -> Tensor:
     """Return the rows ``[..., r]`` of the head's low-rank part that belong to this rank's hidden states."""
     if not isinstance(u, DTensor):  # every rank has all of it and makes a part of its gradient
         return rows.local(_layout.sum_gradient_over(u, (*groups, *rows.groups)[::-1]))
@@ -200,12 +201,12 @@ def _extra_rows_here(u: torch.Tensor, hidden: torch.Tensor, groups: Groups, rows
     return _rows_here("extra[0]", u.redistribute(placements=_of_rows(like, u)), groups)[0]
 
 
-def _of_rows(placements: Any, t: torch.Tensor) -> list[Placement]:
+def _of_rows(placements: Any, t: Tensor) -> list[Placement]:
     """Keep the placements that split dimensions of ``t`` but the last; Replicate in the place of all others."""
     return [Replicate() if shard_dim(p) in (None, t.dim() - 1) else p for p in placements]
 
 
-def _rows_here(name: str, t: torch.Tensor, groups: Groups) -> tuple[torch.Tensor, Rows]:
+def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
     """Rows as this rank uses them, the same on all ranks of ``groups``, over which their gradient is summed."""
     if not isinstance(t, DTensor):
         return _layout.sum_gradient_over(t, groups) if groups else t, _layout.rows_of(name, t)
@@ -222,7 +223,7 @@ def _rows_here(name: str, t: torch.Tensor, groups: Groups) -> tuple[torch.Tensor
 
 def _local_teacher(
     inputs: RowInputs, from_hidden: bool, rows: Rows, shard: VocabShard | None
-) -> dict[str, torch.Tensor | None]:
+) -> dict[str, Tensor | None]:
     """Return this rank's part of the teacher: its rows of the student, and its columns.
 
     The teacher may be laid out in any way. A plain tensor is whole, and equal on every rank; a DTensor is
@@ -244,9 +245,7 @@ def _local_teacher(
     }
 
 
-def _teacher_rows(
-    t: torch.Tensor, x: torch.Tensor, rows: Rows, part: VocabShard | None, *, picked: bool
-) -> torch.Tensor:
+def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> Tensor:
     """Return the teacher's rows ``[..., C]`` beside the student's, or all if they are picked; only the columns of ``part``.
 
     Whether ranks communicate follows from layouts alone, which all of them know, and never from a rank's own piece.
@@ -272,14 +271,14 @@ def _beside(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) 
     return placements
 
 
-def _teacher_head(t: torch.Tensor, x: torch.Tensor, part: VocabShard | None) -> torch.Tensor:
+def _teacher_head(t: Tensor, x: Tensor, part: VocabShard | None) -> Tensor:
     """Return a parameter of the teacher's head, or its rows for the columns of ``part``."""
     name = "the teacher's head"
     t = gather_head(t, x, name)
     if isinstance(t, DTensor) and part is not None and _is_split_like(t, part):
         check_local_shape(name, t, (part.size, *t.shape[1:]))
         return t.to_local()
-    whole: torch.Tensor = plain(t)
+    whole: Tensor = plain(t)
     return whole if part is None else whole.narrow(0, part.start, part.size)
 
 

@@ -78,7 +78,9 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
-    entropy = _combine_entropy(share, next(columns)) if request.entropy else None
+    entropy = None
+    if request.entropy:
+        entropy = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0)
     off = request.active == SKIP
     correct = None
     if request.correct:
@@ -115,11 +117,6 @@ def _combine_ids(
     distance = (from_max + torch.where(owned, maxima - row_max, 0.0)).sum(0)
     lost = ~shard.in_vocabulary(request.ids) | (row_sum == 0)
     return row_max.squeeze(1), row_sum.log().squeeze(1), (distance - row_sum.log()).masked_fill(lost, math.nan)
-
-
-def _combine_entropy(log_share: Tensor, entropies: Tensor) -> Tensor:
-    """Combine the entropies of the shards, each with its share of the row, to those of whole rows."""
-    return torch.where(log_share == -math.inf, 0.0, log_share.exp() * (entropies - log_share)).sum(0)
 
 
 def _mix(

@@ -37,7 +37,8 @@ whatever x, so that an infinite one is no NaN. Comparisons and minima hide NaN: 
 that is made of it.
 """
 
-from typing import Any, NamedTuple
+from collections import namedtuple
+from typing import Any
 
 import torch
 import triton
@@ -53,53 +54,14 @@ from dllm_kernels._utils._dtypes import accum_dtype
 Tensor = torch.Tensor
 
 
-class Kinds(NamedTuple):
-    """The coefficient of each kind, None where the recipe has no such kind; arguments of ``_divergence_rows`` by these names."""
-
-    kl: Any
-    rkl: Any
-    jsd: Any
-    tv: Any
-    nla: Any
-    lk: Any
-    lk_soft_ce: Any
-    soft_ce: Any
-    teacher_ce: Any
-    ce: Any
-
-
-class Hyper(NamedTuple):
-    """The options of kinds, arguments likewise."""
-
-    beta: Any
-    floor: Any
-    eta: Any
-    kl_scale: Any
-
-
-class Sums(NamedTuple):
-    """Running sums of a row or of a lane; sums that no kind of the recipe needs keep their initial value."""
-
-    overlap: Any
-    below: Any
-    kl: Any
-    soft_ce: Any
-    ratio: Any
-    p_mix: Any
-    q_mix: Any
-
-
-class Coefficients(NamedTuple):
-    """Per-row coefficients of the gradient (:func:`_gradient`)."""
-
-    plain: Any
-    below: Any
-    ratio: Any
-    mean: Any
-    mix: Any
-    apart: Any
-
-
+# The coefficient of each kind, None where the recipe has no such kind, and the options of kinds, likewise; arguments of
+# ``_divergence_rows`` by these names.
+Kinds = namedtuple("Kinds", "kl rkl jsd tv nla lk lk_soft_ce soft_ce teacher_ce ce")
+Hyper = namedtuple("Hyper", "beta floor eta kl_scale")
+# Running sums of a row or of a lane; sums that no kind of the recipe needs keep their initial value.
+Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix")
+# Per-row coefficients of the gradient (:func:`_gradient`).
+Coefficients = namedtuple("Coefficients", "plain below ratio mean mix apart")
 # Per-row or scalar pointers; not specialised on alignment.
 PER_ROW = [
     "weight_ptr", "row_ptr", "target_ptr", "mean_alpha_ptr", "value_ptr", "alpha_ptr", "agree_ptr", "numbers_ptr", "hot_ptr",

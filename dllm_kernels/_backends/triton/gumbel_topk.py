@@ -154,12 +154,8 @@ def gumbel_topk_mask(
     uniform_strides = (0, 0) if uniform is None else uniform.stride()
     pointers = (log_w, k_ptr, uniform, seed, out)
     sizes = (N, D, k_const, *log_w.stride(), *uniform_strides)
-    flags = {
-        "HAS_K": k_ptr is not None,
-        "HAS_UNIFORM": uniform is not None,
-        "SHARED_SEED": seed is not None and seed.dim() == 0,
-        "BLOCK": tile.block,
-    }
+    flags = {"HAS_K": k_ptr is not None, "HAS_UNIFORM": uniform is not None, "BLOCK": tile.block}
+    flags["SHARED_SEED"] = seed is not None and seed.dim() == 0
     options = {"num_warps": tile.num_warps, "enable_fp_fusion": False}
     if tile.in_memory:
         scratch = torch.empty((N, 16 * triton.cdiv(D, 16)), dtype=torch.int64, device=log_w.device)
