@@ -142,7 +142,7 @@ class DLLMCollator:
         return int(supervised[0]) if supervised.size else default
 
     def _block_fill_ends(self, content_lengths: torch.Tensor, prefix_lengths: torch.Tensor) -> torch.Tensor:
-        """Return the end of each sample's fill ``[B]``: whole blocks from its prefix on, after cutting to ``max_seq_len``."""
+        """Return the end of each sample's fill ``[B]``: whole blocks from its prefix on, once content is cut."""
         content = content_lengths if self.max_seq_len is None else content_lengths.clamp(max=self.max_seq_len)
         if self.block_size is None:
             return content.clone()
@@ -195,7 +195,8 @@ def _length(i: int, sample: Mapping[str, Any]) -> int:
             raise _not_numbers(f"sample {i}, field {field!r}", sample[field]) from error
         if length != len(sample["input_ids"]):
             raise ValueError(
-                f"sample {i}, field {field!r} must be as long as its 'input_ids', {len(sample['input_ids'])}, got {length}"
+                f"sample {i}, field {field!r} must be as long as its 'input_ids', {len(sample['input_ids'])}, "
+                f"got {length}"
             )
     return length
 

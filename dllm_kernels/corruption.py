@@ -199,7 +199,7 @@ def corrupt_blockwise(
 
     Examples:
         >>> ids, generator = torch.arange(12).reshape(1, 12), torch.Generator().manual_seed(0)
-        >>> noisy, noise_mask, p_mask = corrupt_blockwise(ids, None, mask_token_id=99, block_size=4, generator=generator)
+        >>> noisy, noise_mask, p_mask = corrupt_blockwise(ids, None, 99, block_size=4, generator=generator)
         >>> torch.equal(noisy, torch.where(noise_mask, 99, ids)), p_mask.shape
         (True, torch.Size([1, 12]))
 

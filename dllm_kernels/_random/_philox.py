@@ -144,7 +144,7 @@ def _stream(seed: int, counter: int) -> Any:
 
 
 def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
-    """``random_bits`` of some rows by NumPy: int64 words, uint32 draws, or uint64, the words themselves, for whole ones.
+    """``random_bits`` of some rows by NumPy: int64 words, uint32 draws or, for whole words, these as uint64.
 
     A coin is the high bits of either.
     """
@@ -167,7 +167,7 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
 def resolve_seed(
     device: torch.device, rows: int, generator: torch.Generator | None, seeds: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return the seed of one call, int64 on ``device``, without a host sync: valid ``seeds`` ``[rows]``, or a drawn 0-d one.
+    """Return a call's seed, int64 on ``device``, without a host sync: valid ``seeds`` ``[rows]``, or a drawn 0-d one.
 
     The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then
     drawn there, so that its state gives the same mask on every device. None is the device's default generator.

@@ -101,8 +101,9 @@ def log_weights(level: Array, rate: float, place: Array) -> Array:
 
 
 def channels(mask_prob: Array, uniform_prob: Array, draws: Array) -> tuple[Array, Array]:
-    """Select the positions that become MASK, and those that become MASK or a token; none in a row whose sum exceeds 1 + 1e-5.
+    """Select the positions that become MASK, and those that become MASK or a token; none in a row of too large a sum.
 
+    Too large is more than 1 + 1e-5.
     ``u < mask_prob`` and ``u < mask_prob + uniform_prob``, summed in float32.
     """
     xp, total = _library(mask_prob), mask_prob + uniform_prob

@@ -151,7 +151,7 @@ def host_slices(rows: int, columns: int, times: int = 1) -> list[range]:
 
 
 def select_largest(draws: Array, choosable: Array, k: Array) -> Array:
-    """Select the k largest draws (integers below 2^32) among the choosable ones of each row; the lower index wins a tie.
+    """Select the k largest draws (integers below 2^32) of the choosable ones of each row; the lower index wins a tie.
 
     Torch or numpy; ``draws`` and ``choosable`` ``[N, D]``, k ``[N]``, at most the number of choosable ones; bool
     ``[N, D]``.
@@ -189,7 +189,7 @@ def select_on_host(log_w: Array, uniform: Array, k: Array, largest: float) -> Ar
 
 
 def select_of_draws(log_w: Array, draws: Array, k: Array, largest: float) -> Array:
-    """``select_on_host`` of the uniforms behind draws, and of log-weights from 0 to ``largest``, or -16: those come last.
+    """``select_on_host`` of the uniforms behind draws, and log-weights from 0 to ``largest``, or -16: those are last.
 
     The largest scores are the smallest ``-ln u / exp(log_w)``. These, unlike a difference of logarithms, float32 holds
     well enough where u is one of 2^32 and the weights are of one size; and positive floats are sorted as the integers

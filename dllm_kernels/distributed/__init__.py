@@ -1,7 +1,7 @@
 """The losses on many processes: sharded heads (FSDP2), split vocabularies (tensor parallelism), global counts.
 
-The only part of the package that imports ``torch.distributed``; ``ops`` loads it when it meets a DTensor. Nothing has to
-be called: hand DTensors to the losses. What is here is for the training loop:
+The only part of the package that imports ``torch.distributed``; ``ops`` loads it when it meets a DTensor. Nothing has
+to be called: hand DTensors to the losses. What is here is for the training loop:
 
 - :func:`global_token_count`, :func:`summed_over`: denominators and statistics over ranks;
 - :class:`LossHead`, :func:`gather_head`, :func:`set_gradient_divide_factor`: heads under FSDP2.

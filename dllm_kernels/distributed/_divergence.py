@@ -36,9 +36,9 @@ Tensor = torch.Tensor
 
 
 def divergence(
-    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, teacher_rows: Tensor | None = None,
-    targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform, teacher_transform: Transform,
-    with_grad: bool,
+    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *,
+    teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
+    transform: Transform, teacher_transform: Transform, with_grad: bool,
 ) -> Found:  # fmt: skip
     """See ``_backends/_divergence.py``."""
     program = Program(recipe)

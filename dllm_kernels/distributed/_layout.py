@@ -154,7 +154,7 @@ class VocabShard(NamedTuple):
 
 
 def rows_of(name: str, t: torch.Tensor) -> Rows:
-    """Return the rows of ``[..., C]`` that this rank holds, however the last dimension is laid out; all of a plain tensor."""
+    """Return the rows of ``[..., C]`` that this rank holds, for any layout of its columns; all of a plain tensor."""
     if not isinstance(t, DTensor):
         return Rows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
     mesh, leading = t.device_mesh, t.dim() - 1

@@ -173,7 +173,7 @@ def _check_laid_out_alike(heads: dict[str, Tensor]) -> None:
 
 
 def _local_parameter(t: Tensor, split: list[set[int]]) -> Tensor:
-    """Return this rank's piece; its gradient is summed over ranks of ``split``, each of which uses it for other rows."""
+    """Return this rank's piece; its gradient is summed over ranks of ``split``, which use it for other rows."""
     if not isinstance(t, DTensor):
         return t
     mesh, placements = t.device_mesh, t.placements
@@ -246,7 +246,7 @@ def _local_teacher(
 
 
 def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> Tensor:
-    """Return the teacher's rows ``[..., C]`` beside the student's, or all if they are picked; only the columns of ``part``.
+    """Return the teacher's rows ``[..., C]`` beside the student's, or all if picked; only the columns of ``part``.
 
     Whether ranks communicate follows from layouts alone, which all of them know, and never from a rank's own piece.
     """

@@ -109,7 +109,7 @@ def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
 def _combine_ids(
     shard: VocabShard, request: StatsRequest, maxima: Tensor, sums: Tensor, from_max: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, log S, log p) of whole rows, from ``[ranks, N, 1]``, the same, and how far ids lie from their shard's maximum."""
+    """(M, log S, log p) of whole rows, from ``[ranks, N, 1]``, the same, and the ids' distances to their shard's M."""
     row_max = maxima.amax(0)
     row_sum = (sums * torch.exp(maxima - row_max)).sum(0)
     rank = torch.arange(maxima.shape[0], device=maxima.device).view(-1, 1, 1)

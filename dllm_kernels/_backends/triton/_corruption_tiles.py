@@ -52,8 +52,7 @@ class IndependentTile(NamedTuple):
 def independent(blocks: int, size: int, counter: int) -> IndependentTile:
     """Positions that do not depend on each other; ``counter`` is how many of them one counter serves.
 
-    Where blocks begin at any draw of a counter each position counts by itself: at eight of those a thread sm_100
-        spills.
+    Where blocks begin at any draw of a counter each position counts by itself: at eight of them a thread sm_100 spills.
     """
     block = max(4, min(1024, _next_power_of_2(size)))
     part = share(blocks, size, block, counter)
@@ -61,5 +60,5 @@ def independent(blocks: int, size: int, counter: int) -> IndependentTile:
 
 
 def share(blocks: int, size: int, block: int, counter: int) -> int:
-    """Return how many of the ``counter`` positions of a counter a tile can take at a time, for any start of its block."""
+    """Return how many of a counter's ``counter`` positions a tile can take at a time, for any start of its block."""
     return min(block, counter if blocks == 1 else math.gcd(size, counter))

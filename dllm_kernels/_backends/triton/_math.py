@@ -12,10 +12,11 @@ largest of a tile's x in the lane,
 
     m' = max(m, t),    s <- s exp(m - m') + sum exp(x - m'),    m <- m',
 
-one rescaling for REPS * WIDE columns. m is kept above the most negative finite number wherever it is subtracted, so that
--inf gives exp(-inf) = 0 and never inf - inf. At the end M = max m,  S = sum s exp(m - M) over the lanes. For the entropy a
-lane also keeps t = sum exp(x - m) (x - m), of which a larger maximum makes exp(m - m') (t + (m - m') s). x - M is made
-before it is scaled by log2(e) for exp2: a product M * log2(e) taken out of the loop would be infinite for |M| > 2.3e38.
+one rescaling for REPS * WIDE columns. m is kept above the most negative finite number wherever it is subtracted, so
+that -inf gives exp(-inf) = 0 and never inf - inf. At the end M = max m,  S = sum s exp(m - M) over the lanes. For the
+entropy a lane also keeps t = sum exp(x - m) (x - m), of which a larger maximum makes exp(m - m') (t + (m - m') s).
+x - M is made before it is scaled by log2(e) for exp2: a product M * log2(e) taken out of the loop would be infinite for
+|M| > 2.3e38.
 
 **Does a column beat the target?** When M > z_y. When M = z_y one does if it equals z_y at a lower index. Tiles wholly
 before the target's are judged by the lane maxima as they were then, which costs one select a tile; the target's own
@@ -64,7 +65,7 @@ def column_of(y, V):
 
 @triton.jit
 def wide_columns(row, start, end, WIDE: tl.constexpr):
-    """For a row at position ``row``: position and column of the first aligned access in [start, end), and their columns."""
+    """For a row at position ``row``: position, column of the first aligned access in [start, end), and its columns."""
     up = row + start + (WIDE - 1)
     at = up // WIDE * WIDE
     first = start + (WIDE - 1) - (up % WIDE).to(tl.int32)
@@ -102,10 +103,8 @@ def _one_by_one(ptr, i, limit, STEP: tl.constexpr, COUNT: tl.constexpr, OTHER: t
 
 
 @triton.jit
-def load_columns(
-    ptr, limit, BLOCK_V: tl.constexpr, ALIGNED: tl.constexpr, OTHER: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """Columns [BLOCK_V] below the limit, a multiple of WIDE, or all of them where it is None; OTHER in the place of the rest.
+def load_columns(ptr, limit, BLOCK_V: tl.constexpr, ALIGNED: tl.constexpr, OTHER: tl.constexpr, EVICT: tl.constexpr):
+    """Columns [BLOCK_V] below the limit, a multiple of WIDE, or all of them where it is None; OTHER in the rest.
 
     Where the row is not ALIGNED a thread loads the same columns one by one, so that it adds them up in the same order.
     """
@@ -162,6 +161,13 @@ def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, W
 
 
 @triton.jit
+def lane_sum(lanes, x, WIDE: tl.constexpr):
+    """Update the sums of the lanes with one more tile x [n], of which a lane holds WIDE columns at a time."""
+    LANES: tl.constexpr = lanes.shape[0]
+    return lanes + tl.sum(tl.sum(tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
+
+
+@triton.jit
 def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     """Whether a lower column of the target's own tile equals it."""
     i = (y - first) // BLOCK_V * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -173,13 +179,13 @@ def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.co
 @triton.jit
 def column_stats(
     logits_ptr, row, start, end, y, target_logit, transform,
-    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr, WITH_ENTROPY: tl.constexpr,
-    ALIGNED: tl.constexpr, EVICT: tl.constexpr, AHEAD: tl.constexpr = False,
+    BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr,
+    WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, EVICT: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
     """(M, S, T), and whether a column of [start, end) beats the target, reading each column once.
 
     Of the transformed logits x: M their maximum, S the sum of exp(x - M), T that of exp(x - M) (x - M) where
-        WITH_ENTROPY.
+    WITH_ENTROPY.
 
     Rows begin at multiples of WIDE where they are ALIGNED. Where not all do, either one by one (False), so that a sum
     has the order that it has in an aligned row, or anywhere (None), as fast and in an order of its own.
@@ -244,7 +250,7 @@ def column_stats(
 def store_grad(
     x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, first, ACC: tl.constexpr, EVICT: tl.constexpr
 ):
-    """Write scale * (softmax - onehot) * slope for the columns i; the one-hot, at ``hot``, is subtracted before the rounding.
+    """Write scale * (softmax - onehot) * slope for the columns i, rounded once the one-hot, at ``hot``, is subtracted.
 
     ``first`` as in ``transformed``.
     """

@@ -42,9 +42,8 @@ def token_nll_fwd(V: int, itemsize: int) -> Tile:
     """One pass over a row: 8 KiB of it a tile, 4 warps, so four 16-byte loads a thread are on their way at a time.
 
     A row of eight tiles and more is split over two programs, a long one over programs of sixteen tiles, whatever the
-    number
-    of rows: a sum has its order, and a row its bits, from where it is split. Of 8 tiles a simulated H200 loses 2 %
-        more.
+    number of rows: a sum has its order, and a row its bits, from where it is split. Of 8 tiles a simulated H200 loses
+    2 % more.
     """
     block = _bytes_to_block(itemsize, 8192, V)
     splits = min(V // (4 * block), max(2, -(-V // (16 * block))))
@@ -73,7 +72,7 @@ def _programs(V: int, itemsize: int) -> int:
 
 
 def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
-    """Tile of a program that reads a whole row twice and writes it once: 32 KiB, 16 warps; 16 KiB, 8 warps for a short row.
+    """Tile of a program that reads a row twice and writes it once: 32 KiB, 16 warps; 16 KiB, 8 warps for a short row.
 
     Half of that where there is a soft cap or a column to skip, for which there are no registers otherwise.
 
@@ -85,7 +84,7 @@ def linear_nll_rows(V: int, itemsize: int, small: bool = False) -> Tile:
 
 
 def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool = False) -> Tile:
-    """Tile of a program that reads a pair of rows two or three times: 16 KiB of each, 16 warps; half of both for short rows.
+    """Tile of a program that reads a pair of rows two or three times: 16 KiB of each, 16 warps; half for short rows.
 
     Of 8 KiB where there is a soft cap, a column to skip or more than two kinds, for which there are no registers
     otherwise, and of 4 KiB for more than five kinds, of which ten spill on AMD with 8.

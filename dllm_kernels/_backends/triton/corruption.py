@@ -173,9 +173,7 @@ def number_to_mask(level, length, at_least):
 
 
 @triton.jit
-def _position_keys(
-    draw, choosable, first, level, rate, EXACT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _position_keys(draw, choosable, first, level, rate, EXACT: tl.constexpr, BLOCK: tl.constexpr):
     """Keys [R, BLOCK] of the positions first .. of each block: the draws themselves, or their biased Gumbel scores."""
     if EXACT:
         return tl.where(choosable, draw.to(tl.int64), NEVER)
@@ -399,9 +397,9 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
     B, L = noise_mask.shape
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
     if out.numel():
-        _complement[(B * triton.cdiv(L, 1024),)](
-            noise_mask, loss_mask, out, B, L, *noise_mask.stride(), *loss_mask.stride(), BLOCK=1024, enable_fp_fusion=False
-        )  # fmt: skip
+        sizes = B, L, *noise_mask.stride(), *loss_mask.stride()
+        grid = (B * triton.cdiv(L, 1024),)
+        _complement[grid](noise_mask, loss_mask, out, *sizes, BLOCK=1024, enable_fp_fusion=False)
     return out
 
 

@@ -1,4 +1,4 @@
-r"""Divergence of rows of student logits to rows of teacher logits: value, acceptance, agreement and gradient in one launch.
+r"""Divergence of rows of student to rows of teacher logits: value, acceptance, agreement and gradient in one launch.
 
 One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - M} of a row's transformed logits, in
 base 2,
@@ -46,7 +46,7 @@ import triton.language as tl
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept, Recipe
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
-from dllm_kernels._backends.triton._launch import on_its_device
+from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import LOG2E, SKIP, finite
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, number, transformed
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -62,10 +62,6 @@ Hyper = namedtuple("Hyper", "beta floor eta kl_scale")
 Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix")
 # Per-row coefficients of the gradient (:func:`_gradient`).
 Coefficients = namedtuple("Coefficients", "plain below ratio mean mix apart")
-# Per-row or scalar pointers; not specialised on alignment.
-PER_ROW = [
-    "weight_ptr", "row_ptr", "target_ptr", "mean_alpha_ptr", "value_ptr", "alpha_ptr", "agree_ptr", "numbers_ptr", "hot_ptr",
-]  # fmt: skip
 
 LN2 = tl.constexpr(0.6931471805599453)
 TIE = tl.constexpr(1 + 2.0**-18)
@@ -89,7 +85,7 @@ def _times(e, x):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """Compute log2 of numbers in (0, 1] that are not tiny; FAST: one instruction, to 2^-22 near 1; ``tl.log2`` takes fifteen."""
+    """Compute log2 of numbers in (0, 1], not tiny; FAST: one instruction, to 2^-22 near 1; ``tl.log2`` takes 15."""
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -108,13 +104,6 @@ def _from_mixture(lp, lq, beta, FAST: tl.constexpr):
 
 
 @triton.jit
-def _lane_sum(lanes, x, WIDE: tl.constexpr):
-    """Update the sums of the lanes with one more tile x [n], of which a lane holds WIDE columns at a time."""
-    LANES: tl.constexpr = lanes.shape[0]
-    return lanes + tl.sum(tl.sum(tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
-
-
-@triton.jit
 def _of_all(x):
     return Sums(x, x, x, x, x, x, x)
 
@@ -129,24 +118,22 @@ def _totals(sums, tails):
 
 
 @triton.jit
-def _with_terms(
-    sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
+def _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr):
     """Update the sums of the lanes with one more tile."""
     overlap, below, kl, soft_ce, ratio, p_mix, q_mix = sums
-    overlap = _lane_sum(overlap, tl.minimum(p, q), WIDE)
+    overlap = _math.lane_sum(overlap, tl.minimum(p, q), WIDE)
     if _any(kinds.tv, kinds.nla, kinds.lk, kinds.lk_soft_ce):
-        below = _lane_sum(below, tl.where(p <= q * TIE, p, 0.0), WIDE)
+        below = _math.lane_sum(below, tl.where(p <= q * TIE, p, 0.0), WIDE)
     if _any(kinds.kl, kinds.lk):
-        kl = _lane_sum(kl, _times(q, lq - lp), WIDE)
+        kl = _math.lane_sum(kl, _times(q, lq - lp), WIDE)
     if _any(kinds.soft_ce, kinds.lk_soft_ce):
-        soft_ce = _lane_sum(soft_ce, _times(q, 0 - lp), WIDE)
+        soft_ce = _math.lane_sum(soft_ce, _times(q, 0 - lp), WIDE)
     if WITH_RATIO:
-        ratio = _lane_sum(ratio, _times(p, d), WIDE)
+        ratio = _math.lane_sum(ratio, _times(p, d), WIDE)
     if kinds.jsd is not None:
         of_p, of_q = _from_mixture(lp, lq, beta, FAST)
-        p_mix = _lane_sum(p_mix, _times(p, of_p), WIDE)
-        q_mix = _lane_sum(q_mix, _times(q, of_q), WIDE)
+        p_mix = _math.lane_sum(p_mix, _times(p, of_p), WIDE)
+        q_mix = _math.lane_sum(q_mix, _times(q, of_q), WIDE)
     return Sums(overlap, below, kl, soft_ce, ratio, p_mix, q_mix)
 
 
@@ -187,7 +174,7 @@ def _plus(total, coefficient, term):
 
 @triton.jit
 def _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
-    """Coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax and at the target."""
+    """Coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax and the target."""
     value = _plus(sums.overlap * 0, number(kinds.kl, ACC), sums.kl * LN2)
     value = _plus(value, number(kinds.soft_ce, ACC), sums.soft_ce * LN2)
     value = _plus(value, number(kinds.rkl, ACC), ratio + (of_rows[3] - of_rows[1]) * LN2)
@@ -250,7 +237,7 @@ def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
 
 @triton.jit
 def _with_tile(x, tile, lanes, WIDE: tl.constexpr):
-    """(maximum, sum, first tile that has the maximum) of the lanes after one more tile; and x less the maximum, e^that."""
+    """(maximum, sum, first tile with the maximum) of the lanes after one more tile; and x less the maximum, e^that."""
     lane_max, lane_sum, lane_tile = lanes
     LANES: tl.constexpr = lane_max.shape[0]
     x = tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE])
@@ -338,7 +325,7 @@ def _argmaxes(
     z_ptr, t_ptr, wide, student, teacher, z_tail, t_tail, max_z, max_t, transform, teacher_transform,
     BLOCK_V: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Find the first column of either row that has the maximum, by re-reading the first tile with it; NOWHERE if there is none."""
+    """Find the first column of either row with its maximum, by re-reading the first tile with it; NOWHERE for none."""
     WIDE: tl.constexpr = z_tail.shape[0]
     tile_z, tile_t = _minima(
         tl.where(student[0] == max_z, student[2], NOWHERE), tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
@@ -455,9 +442,9 @@ def _columns(
 
 @triton.jit
 def _pass(
-    z_ptr, t_ptr, out_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, beta, transform, teacher_transform, slope,
-    REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr, ALIGNED: tl.constexpr,
-    FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
+    z_ptr, t_ptr, out_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, beta, transform, teacher_transform,
+    slope, REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr,
+    ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Both rows once, either way, each tile on its way while the one before it is worked on; the sums of the row.
 
@@ -512,14 +499,7 @@ def _zero_row(out_ptr, wide, V, WIDE: tl.constexpr, BLOCK_V: tl.constexpr):
     _math.zero_columns(out_ptr, v, v < V)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW,
-    do_not_specialize=[
-        "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
-        "V", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip",
-        *Kinds._fields, *Hyper._fields,
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=[*SIZES, *Kinds._fields, *Hyper._fields])
 def _divergence_rows(
     logits_ptr, teacher_ptr, out_ptr, weight_ptr, row_ptr, target_ptr, mean_alpha_ptr, value_ptr, alpha_ptr, agree_ptr,
     numbers_ptr, hot_ptr,
@@ -569,8 +549,8 @@ def _divergence_rows(
             hot = tl.load(hot_ptr + n).to(tl.int32)
         else:
             of_rows, ratio, argmax, hot = _first_pass(
-                z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, rkl is not None and not SUMS_FIRST, ALIGNED,
-                BLOCK_V, THREADS, ACC,
+                z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, rkl is not None and not SUMS_FIRST,
+                ALIGNED, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
         max_z, log_z, _, log_t = of_rows
         poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
@@ -591,8 +571,8 @@ def _divergence_rows(
             sums = _of_all(poison)
         if SUMS_FIRST and not HAS_KEPT:
             sums = _pass(
-                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, None, None, kinds, b, transform, teacher_transform,
-                None, True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
+                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, None, None, kinds, b, transform,
+                teacher_transform, None, True, True, False, rkl is not None, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             ratio = sums.ratio
         lam = poison
@@ -604,9 +584,7 @@ def _divergence_rows(
                 scale, slope = w * number(gain, ACC), (None, None, skip)
             scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
             c = _coefficients(sums, ratio, lam, has_target, kinds, hyper, ACC)
-            c = Coefficients(
-                scale * c.plain, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart
-            )  # fmt: skip
+            c = Coefficients(scale * c.plain, scale * c.below, scale * c.ratio, c.mean, scale * c.mix, scale * c.apart)
             of_hot, of_y = None, None
             if teacher_ce is not None:
                 of_hot = scale * number(teacher_ce, ACC)
@@ -615,8 +593,9 @@ def _divergence_rows(
             hots = (hot, of_hot, y, of_y)
             tl.debug_barrier()  # every thread has what it wants of the row before the first store replaces it
             found = _pass(
-                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, b, transform, teacher_transform,
-                slope, not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED, FAST, BLOCK_V, THREADS, ACC,
+                z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, b, transform,
+                teacher_transform, slope, not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED,
+                FAST, BLOCK_V, THREADS, ACC,
             )  # fmt: skip
             if not SUMS_FIRST and not HAS_KEPT:
                 sums = found
@@ -678,7 +657,7 @@ def _launch_rows(
     transform: Transform = NO_TRANSFORM,
     teacher_transform: Transform = NO_TRANSFORM,
 ) -> None:
-    """Launch the kernel; the gradient goes to ``out``, which may be the logits. ``results`` are value, alpha and agree."""
+    """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results`` are value, alpha and agree."""
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
     if N == 0:

@@ -7,9 +7,8 @@ again, while it is near, and stores
     logits[c, v] <- scale[c] * (exp(logits[c, v] - M - log S) - [v = y]).
 
 The second loop goes from the row's end to its start, where the first has just been. What the first reads the L2 is
-asked to
-keep, and what the second has written to let go of: finished lines would compete with rows that are to be read again.
-Rows that are not active get zeros, so that the GEMMs need no mask.
+asked to keep, and what the second has written to let go of: finished lines would compete with rows that are to be read
+again. Rows that are not active get zeros, so that the GEMMs need no mask.
 
 Few rows leave multiprocessors idle, for as long as one row takes one of them, some 30 us: little beside the GEMMs,
 which read the whole head even for one row. So there is one kernel whatever the number of rows, and a CUDA graph that
@@ -21,10 +20,10 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
-from dllm_kernels._backends.triton._launch import FUSED, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, on_its_device
 from dllm_kernels._backends.triton._math import SKIP
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
-from dllm_kernels._backends.triton.token_nll import NLL, PER_ROW, Tensor
+from dllm_kernels._backends.triton.token_nll import NLL, Tensor
 from dllm_kernels._utils._dtypes import accum_dtype
 
 
@@ -68,7 +67,8 @@ def _linear_nll_rows(
     if y != SKIP:
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, _, beaten = _math.column_stats(
-            logits_ptr, row, 0, V, y, target_logit, transform, BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT, True
+            logits_ptr, row, 0, V, y, target_logit, transform,
+            BLOCK_V, THREADS, ACC, WITH_CORRECT, False, None, EVICT, True
         )  # fmt: skip
         token_nll.finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
         log_sum = tl.log(row_sum)
@@ -77,15 +77,16 @@ def _linear_nll_rows(
         at, first, wide = _math.wide_columns(row, 0, V, WIDE)
         v, there = _math.ragged_columns(0, V, first, wide, WIDE)
         x = tl.load(logits_ptr + row + v, mask=there)
-        tl.debug_barrier()  # every thread has its target's logit and the ragged columns before the first store replaces them
+        tl.debug_barrier()  # every thread has its target's logit and the ragged columns before a store replaces them
         if weightless:
             _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
+            hot = _math.column_of(y, V)
             _grad_row(
-                x, v, there, at, first, wide, logits_ptr, row, _math.column_of(y, V), scale, row_max, log_sum, transform, BLOCK_V, ACC
-            )  # fmt: skip
+                x, v, there, at, first, wide, logits_ptr, row, hot, scale, row_max, log_sum, transform, BLOCK_V, ACC
+            )
     else:
-        token_nll.skip_row(n, out, WITH_CORRECT)
+        token_nll.store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
         _zero_row(logits_ptr, row, V, BLOCK_V)
 
 
@@ -112,7 +113,7 @@ def scale_(t: Tensor, factor: Tensor) -> None:
 def row_nll_grad_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> NLL:
-    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; see ``_backends._rows`` for the contract."""
+    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; the contract is in ``_backends._rows``."""
     C, V = logits.shape
     acc = accum_dtype(logits.dtype)
     if acc == torch.float64 and transform[0] is not None:  # both passes with hyperbolic tangents in one kernel spill

@@ -1,6 +1,7 @@
-r"""Log-probabilities at given ids, entropy and a sum of log-mixtures of each active row, and the gradient of all of them.
+r"""Log-probabilities at given ids, entropy and a sum of log-mixtures of each active row, and the gradient of them all.
 
-With d_v = x_v - M for the transformed logits x of a row, M = max x, S = sum e^{d_v}, T = sum e^{d_v} d_v, p_v = e^{d_v} / S:
+With d_v = x_v - M for the transformed logits x of a row, M = max x, S = sum e^{d_v}, T = sum e^{d_v} d_v and
+p_v = e^{d_v} / S:
 
     log p_k = d_k - log S,        lse = M + log S,        H = log S - T / S,
     F = sum_v log(a + b p_v),     W = sum_v q_v,          q_v = p_v / (p_v + a / b), 1 where a is 0.
@@ -26,23 +27,16 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _math, _tiles
-from dllm_kernels._backends.triton._launch import FUSED, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import FARTHEST, LOG2E, SKIP
 from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
 from dllm_kernels._utils._dtypes import accum_dtype
 
-# One value per row, or K: not specialised on alignment, because a slice or a chunk of them begins anywhere.
-PER_ROW = [
-    "ids_ptr", "active_ptr", "max_ptr", "log_sum_ptr", "a_ptr", "b_ptr", "of_id_ptr", "plain_ptr", "of_log_ptr", "of_mix_ptr",
-]  # fmt: skip
 LEAST_FACTOR, MOST_FACTOR = tl.constexpr(1e-9), tl.constexpr(1e9)  # the product of four of them is a normal float32
 Tensor = torch.Tensor
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW,
-    do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS"],
-)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_parts(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, K, gain, rate, skip, TILES, SPLITS,
@@ -73,10 +67,7 @@ def _row_stats_parts(
             tl.store(part_beaten_ptr + part, beaten)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW,
-    do_not_specialize=["L", "stride_b", "stride_l", "V", "K", "gain", "rate", "skip", "SPLITS"],
-)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_merge(
     logits_ptr, ids_ptr, active_ptr, part_max_ptr, part_sum_ptr, part_moment_ptr, part_beaten_ptr,
     log_prob_ptr, max_ptr, log_sum_ptr, entropy_ptr, correct_ptr,
@@ -127,13 +118,12 @@ def _row_stats_merge(
 
 @triton.jit
 def _mix_weights(q, lane_weight, v, there, first, skip, WIDE: tl.constexpr):
-    """W of the lanes after the q of one more tile, of which neither the skipped column nor one that is not ``there`` counts."""
-    LANES: tl.constexpr = lane_weight.shape[0]
+    """W of the lanes after the q of one more tile, of which the skipped column and those not ``there`` count as 0."""
     if skip is not None:
         q = with_column(q, v, skip, 0.0, first)
     if there is not None:
         q = tl.where(there, q, 0.0)
-    return lane_weight + tl.sum(tl.sum(tl.reshape(q, [q.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
+    return _math.lane_sum(lane_weight, q, WIDE)
 
 
 @triton.jit
@@ -148,13 +138,12 @@ def _with_mix(
     gain, rate, skip = transform  # whatever the skipped column holds, it adds 0
     d = transformed(z, v, (gain, rate, None), ACC) - row_max
     e = tl.exp2(d * LOG2E)
-    LANES: tl.constexpr = lane_mix.shape[0]
     terms = tl.where(none, d, tl.log(a + ratio * e))
     if there is not None:
         terms = tl.where(there, terms, 0.0)
     if skip is not None:
         terms = with_column(terms, v, skip, 0.0, first)
-    lane_mix += tl.sum(tl.sum(tl.reshape(terms, [z.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
+    lane_mix = _math.lane_sum(lane_mix, terms, WIDE)
     if WITH_WEIGHT:
         lane_weight = _mix_weights(tl.where(none, 1.0, e / (e + beside)), lane_weight, v, there, first, skip, WIDE)
     return lane_mix, lane_weight
@@ -174,8 +163,8 @@ def _products_of_four(x):
 
 @triton.jit
 def _with_products(
-    z, v, first, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr, WIDE: tl.constexpr,
-    ACC: tl.constexpr,
+    z, v, first, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
+    WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Add a tile without masks as ``_with_mix`` does, with one logarithm per four terms, whose product fits float32."""
     gain, rate, skip = transform
@@ -191,10 +180,7 @@ def _with_products(
     return lane_mix, lane_weight
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW,
-    do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"],
-)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_mix(
     logits_ptr, active_ptr, max_ptr, log_sum_ptr, a_ptr, b_ptr, part_mix_ptr, part_weight_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
@@ -227,7 +213,8 @@ def _row_stats_mix(
             for tile in range(start, whole, BLOCK_V):
                 z = _math.load_columns(tile_ptr + tile, None, BLOCK_V, ALIGNED, 0.0, "evict_first")
                 lane_mix, lane_weight = _with_products(
-                    z, i, first + tile, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT, WIDE, ACC
+                    z, i, first + tile, lane_mix, lane_weight, row_max, a, ratio, beside, transform,
+                    WITH_WEIGHT, WIDE, ACC,
                 )  # fmt: skip
         else:
             for tile in range(start, whole, BLOCK_V):
@@ -249,8 +236,8 @@ def _row_stats_mix(
             v, there = _math.ragged_columns(0, V, first, wide, WIDE)
             z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
             few_mix, few_weight = _with_mix(
-                z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, beside, transform, WITH_WEIGHT,
-                2 * WIDE, ACC,
+                z, v, there, None, tl.zeros([1], ACC), tl.zeros([1], ACC), row_max, none, a, ratio, beside, transform,
+                WITH_WEIGHT, 2 * WIDE, ACC,
             )  # fmt: skip
             mix += tl.sum(few_mix, 0)
             weight += tl.sum(few_weight, 0)
@@ -294,17 +281,12 @@ def _store_grad(
     tl.store(out_ptr + i, grad.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW,
-    do_not_specialize=[
-        "L", "stride_b", "stride_l", "out_stride_b", "out_stride_l", "V", "K", "gain", "rate", "skip", "TILES", "SPLITS",
-    ],
-)  # fmt: skip
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _row_stats_bwd(
-    logits_ptr, ids_ptr, active_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr, out_ptr,
-    L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, gain, rate, skip, TILES, SPLITS,
-    SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+    logits_ptr, ids_ptr, active_ptr, of_id_ptr, plain_ptr, of_log_ptr, of_mix_ptr, a_ptr, b_ptr, max_ptr, log_sum_ptr,
+    out_ptr, L, stride_b, stride_l, out_stride_b, out_stride_l, V, K, gain, rate, skip, TILES, SPLITS,
+    SAME_STRIDES: tl.constexpr, WITH_LOG: tl.constexpr, WITH_MIX: tl.constexpr, THROUGH: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     n = tl.program_id(0) // SPLITS

@@ -8,8 +8,8 @@ A long row is split over several programs, whose partial (M, S, beaten) a second
 M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row: the gradient,
 or zeros. Inactive rows (target = SKIP, or a weight of 0) are never read.
 
-Of a weighted sum the kernels take the weights themselves, since each operation on [N] numbers beside them costs a launch:
-forward writes w nll too, backward multiplies w by the sum's upstream gradient where it lies.
+Of a weighted sum the kernels take the weights themselves, since each operation on [N] numbers beside them costs a
+launch: forward writes w nll too, backward multiplies w by the sum's upstream gradient where it lies.
 """
 
 from typing import Any
@@ -19,13 +19,10 @@ import triton
 import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _math, _tiles
-from dllm_kernels._backends.triton._launch import FUSED, on_its_device
+from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import LOG2E, SKIP
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
 from dllm_kernels._utils._dtypes import accum_dtype
-
-# One value per row, or one per call: not specialised on alignment, because a slice or a chunk of them begins anywhere.
-PER_ROW = ["target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr"]
 
 Tensor = torch.Tensor
 NLL = tuple[Tensor, Tensor, Tensor, Tensor | None]
@@ -41,8 +38,8 @@ def _counts(n, y, weight_ptr):
 
 
 @triton.jit
-def _store(n, nll, row_max, log_sum, correct, out, WITH_CORRECT: tl.constexpr):
-    """``out``: where NLL, M, log S and correct of all rows are, and the weights and their products with the NLL, or None."""
+def store_row(n, nll, row_max, log_sum, correct, out, WITH_CORRECT: tl.constexpr):
+    """``out``: where NLL, M, log S, correct of all rows go; the weights and their products with the NLL, or None."""
     nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr = out
     tl.store(nll_ptr + n, nll)
     tl.store(max_ptr + n, row_max)
@@ -58,17 +55,10 @@ def finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl.
     log_sum = tl.log(row_sum)
     nll = (row_max - target_logit) + log_sum
     nll = tl.where(row_sum == 0, float("nan"), nll)  # every logit is -inf: no distribution
-    _store(n, nll, row_max, log_sum, (nll == nll) & (beaten == 0), out, WITH_CORRECT)
+    store_row(n, nll, row_max, log_sum, (nll == nll) & (beaten == 0), out, WITH_CORRECT)
 
 
-@triton.jit
-def skip_row(n, out, WITH_CORRECT: tl.constexpr):
-    _store(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
-
-
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip"]
-)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_fwd(
     logits_ptr, target_ptr, weight_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
     L, stride_b, stride_l, V, gain, rate, skip,
@@ -87,13 +77,10 @@ def _token_nll_fwd(
         )  # fmt: skip
         finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
     else:
-        skip_row(n, out, WITH_CORRECT)
+        store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW,
-    do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "TILES", "SPLITS"],
-)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_fwd_split(
     logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     L, stride_b, stride_l, V, gain, rate, skip, TILES, SPLITS,
@@ -118,10 +105,7 @@ def _token_nll_fwd_split(
         tl.store(part_beaten_ptr + part, beaten)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=PER_ROW,
-    do_not_specialize=["L", "stride_b", "stride_l", "V", "gain", "rate", "skip", "SPLITS"],
-)
+@triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=SIZES)
 def _token_nll_merge(
     logits_ptr, target_ptr, weight_ptr, part_max_ptr, part_sum_ptr, part_beaten_ptr,
     nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weighted_ptr,
@@ -144,7 +128,7 @@ def _token_nll_merge(
         any_beaten = tl.max(beaten.to(tl.int32), 0)
         finish_row(n, row_max, row_sum, target_logit, any_beaten, out, WITH_CORRECT)
     else:
-        skip_row(n, out, WITH_CORRECT)
+        store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
 
 
 @triton.jit(
@@ -182,8 +166,8 @@ def _token_nll_bwd(
         log_sum = tl.load(log_sum_ptr + n)
         hot = _math.column_of(y, V)
         _math.grad_tiles(
-            logits_ptr + at + start, out_ptr + out_at + start, first + start, end - start, hot - first - start, scale, row_max,
-            log_sum, transform, BLOCK_V, ACC, "",
+            logits_ptr + at + start, out_ptr + out_at + start, first + start, end - start, hot - first - start, scale,
+            row_max, log_sum, transform, BLOCK_V, ACC, "",
         )  # fmt: skip
         if start == 0:
             x = tl.load(logits_ptr + row + v, mask=there)
@@ -204,7 +188,7 @@ def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: boo
 
 
 def weighted_row_stats(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
-    """:func:`row_stats` with a weight a row, whose product with the NLL comes first; see ``_backends._rows`` for the contract."""
+    """:func:`row_stats` with a weight a row, whose product with the NLL comes first, as ``_backends._rows`` says."""
     weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
     return weighted, *row_stats(logits, targets, weights, weighted, **options)
 
@@ -219,7 +203,7 @@ def row_stats(
     with_correct: bool,
     transform: Transform = NO_TRANSFORM,
 ) -> NLL:
-    """Launch the forward pass, which also writes ``weights`` times the NLL; see ``_backends._rows`` for the contract."""
+    """Launch the forward pass, which also writes ``weights`` times the NLL; the contract is in ``_backends._rows``."""
     B, L, V = logits.shape
     N = B * L
     acc = accum_dtype(logits.dtype)
