@@ -106,9 +106,8 @@ class DLLMCollator:
                 original raised an AssertionError). Every message names the sample and the field.
         """
         samples = list(batch)
-        lengths = torch.tensor(
-            [_length(i, sample) for i, sample in enumerate(samples)], dtype=torch.int64, device="cpu"
-        )
+        found = [_length(i, sample) for i, sample in enumerate(samples)]
+        lengths = torch.tensor(found, dtype=torch.int64, device="cpu")
         rows = {field: self._rows(samples, field) for field in FIELDS}
         starts = torch.zeros_like(lengths)
         if self.response_window:
@@ -128,12 +127,10 @@ class DLLMCollator:
 
     def _rows(self, samples: Sequence[Mapping[str, Any]], field: str) -> list[Row]:
         """One field of every sample as an array, cut to ``max_seq_len``: what lies beyond is not worth converting."""
-        whole = self.response_window and field == "loss_mask"  # a run beyond the cut is still a second run
-        limit = None if whole or self.max_seq_len is None else max(self.max_seq_len, 1)
-        fractions = field == "loss_mask"
-        return [
-            _as_row(f"sample {i}, field {field!r}", sample[field], limit, fractions) for i, sample in enumerate(samples)
-        ]
+        is_mask = field == "loss_mask"  # in which a run beyond the cut is still a second run
+        limit = None if self.max_seq_len is None or (is_mask and self.response_window) else max(self.max_seq_len, 1)
+        names = (f"sample {i}, field {field!r}" for i in range(len(samples)))
+        return [_as_row(name, sample[field], limit, is_mask) for name, sample in zip(names, samples, strict=True)]
 
     @staticmethod
     def _first_supervised_index(loss_mask: Sequence[Any] | Row, default: int) -> int:

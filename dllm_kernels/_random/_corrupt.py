@@ -72,11 +72,11 @@ class Grid(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of the batch and what is drawn for them."""
+    """Some rows of the batch, which of their positions are supervised (None: all), and what is drawn for them."""
 
     part: slice
     ids: Array
-    supervised: Array | None
+    supervised: Array
     levels: Array
     draws: Array
     words: Array
@@ -193,11 +193,9 @@ def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, bac
         from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
         return kernel(B, method, low, high, seed)
-    layout = Layout(1, 0)
-    if on_host(seed):
-        draws, row = _philox.bits_on_host(seed, range(B), layout)[0], np.arange(B)
-    else:
-        draws, row = _philox.random_bits(seed, B, layout)[0], torch.arange(B, device=seed.device)
+    host, layout = on_host(seed), Layout(1, 0)
+    draws: Array = (_philox.bits_on_host(seed, range(B), layout) if host else _philox.random_bits(seed, B, layout))[0]
+    row: Array = np.arange(B) if host else torch.arange(B, device=seed.device)
     level = _rules.scaled(_rules.coupled(_rules.uniform(draws)[:, 0], row, method), low, high)
     return torch.as_tensor(level)
 
@@ -254,22 +252,23 @@ def _exactly(rows: Rows, level: Array) -> Array:
 def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:
     """Select the k positions of each block, bool ``[rows, L]``."""
     lengths = grid.lengths
-    if isinstance(draws, Tensor):
-        length, place = torch.tensor(lengths, device=draws.device), torch.arange(grid.size, device=draws.device)
-        level = level.expand(-1, grid.blocks)
-    else:
-        length, place = np.array(lengths[-1:] if grid.even else lengths), np.arange(grid.size)
-        level = level if level.shape[1] == grid.blocks else level.repeat(grid.blocks, axis=1)
+    host = not isinstance(draws, Tensor)
+    length: Array = np.array(lengths[-1:] if grid.even else lengths) if host else draws.new_tensor(lengths)
+    place: Array = np.arange(grid.size) if host else torch.arange(grid.size, device=draws.device)
+    if level.shape[1] < grid.blocks:
+        level = level.repeat(grid.blocks, axis=1) if host else level.expand(-1, grid.blocks)
     k = _rules.number_to_mask(level, length, at_least).reshape(-1)
     log_w = _rules.log_weights(level[..., None], rate, _rules.float32(place))
     if not grid.even:
         log_w[:, -1, lengths[-1] :] = -16.0  # u = 2^-33 has a score of -3.2, the least that there is
         missing = grid.size - lengths[-1]
-        draws = F.pad(draws, (0, missing)) if isinstance(draws, Tensor) else np.pad(draws, ((0, 0), (0, missing)))
-    if isinstance(draws, Tensor):
-        chosen = select_exact(log_w.reshape(-1, grid.size), _rules.fine_uniform(draws).view(-1, grid.size), k)
+        draws = np.pad(draws, ((0, 0), (0, missing))) if host else F.pad(draws, (0, missing))
+    log_w = log_w.reshape(-1, grid.size)
+    chosen: Array
+    if host:
+        chosen = select_of_draws(log_w, draws, k, rate * grid.size)
     else:
-        chosen = select_of_draws(log_w.reshape(-1, grid.size), draws, k, rate * grid.size)
+        chosen = select_exact(log_w, _rules.fine_uniform(draws).view(-1, grid.size), k)
     return chosen.reshape(len(level), -1)[:, : grid.L]
 
 

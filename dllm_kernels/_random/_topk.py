@@ -116,7 +116,7 @@ def exact_log(x: Array) -> Array:
 
 def select_exact(log_w: torch.Tensor, uniform: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     """Select the k largest scores of each row ``[N, D]``, see the module docstring; ``uniform`` in (0, 1), no NaN."""
-    score = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
+    score: torch.Tensor = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
     order = torch.sort(score, dim=1, descending=True, stable=True).indices
     first = torch.arange(score.shape[1], device=score.device) < k[:, None]
     return torch.zeros_like(first).scatter_(1, order, first) & (score > -torch.inf)

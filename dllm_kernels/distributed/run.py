@@ -140,11 +140,11 @@ def _local_hidden(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None
     check_dtypes("hidden", hidden, {"weight": weight, "bias": bias})
     check_dtypes("hidden", hidden, {"extra[0]": u, "extra[1]": second, "weight": weight})
     check_dtypes("hidden", hidden, {"embedding": embedding})
-    for name, t in heads.items() if shard is not None else ():
-        if isinstance(t, DTensor):
+    for name, t in heads.items():
+        if shard is not None and isinstance(t, DTensor):
             check_local_shape(name, t, (shard.size, *t.shape[1:]))
-    parameters = {"weight": weight, "bias": bias, "extra_weight": second, "embedding": embedding}
-    return rows.local_inputs(inputs)._replace(x=hidden, extra_x=u, **parameters), rows, shard
+    local_inputs = rows.local_inputs(inputs)._replace(x=hidden, extra_x=u, weight=weight, bias=bias)
+    return local_inputs._replace(extra_weight=second, embedding=embedding), rows, shard
 
 
 def _shard_of_head(weight: Tensor) -> VocabShard | None:
@@ -221,9 +221,7 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
     return _layout.sum_gradient_over(local, groups) if groups and not any(vocab) else local, rows
 
 
-def _local_teacher(
-    inputs: RowInputs, from_hidden: bool, rows: Rows, shard: VocabShard | None
-) -> dict[str, Tensor | None]:
+def _local_teacher(inputs: RowInputs, from_hidden: bool, rows: Rows, shard: VocabShard | None) -> dict[str, Any]:
     """Return this rank's part of the teacher: its rows of the student, and its columns.
 
     The teacher may be laid out in any way. A plain tensor is whole, and equal on every rank; a DTensor is

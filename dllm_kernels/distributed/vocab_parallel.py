@@ -78,10 +78,9 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
-    entropy = None
+    off, entropy = request.active == SKIP, None
     if request.entropy:
-        entropy = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0)
-    off = request.active == SKIP
+        entropy = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(off, 0)
     correct = None
     if request.correct:
         best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max  # a shard of -inf beats nothing
@@ -90,20 +89,16 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     row_max, log_sum = row_max.masked_fill(off, 0), log_sum.masked_fill(off, 0)
     F, W = (None, None) if request.a is None else _mix(shard, local, logits, request, row_max, log_sum)
     log_probs = log_probs.masked_fill((request.ids == SKIP) | off.unsqueeze(1), 0)
-    return StatsResult(
-        log_probs, row_max, log_sum, None if entropy is None else entropy.masked_fill(off, 0), F, W, correct
-    )
+    return StatsResult(log_probs, row_max, log_sum, entropy, F, W, correct)
 
 
 def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
     """Return the neutral result of a shard without columns."""
     acc = accum_dtype(dtype)
     zero = torch.zeros(request.active.shape, dtype=acc, device=request.active.device)
-    log_probs = torch.zeros(request.ids.shape, dtype=acc, device=request.active.device)
     lowest, none = zero + torch.finfo(acc).min, zero - math.inf
-    return StatsResult(
-        log_probs, lowest, none, zero if request.entropy else None, correct=zero != 0 if request.correct else None
-    )
+    entropy, correct = zero if request.entropy else None, zero != 0 if request.correct else None
+    return StatsResult(zero.new_zeros(request.ids.shape), lowest, none, entropy, correct=correct)
 
 
 def _combine_ids(

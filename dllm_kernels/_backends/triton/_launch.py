@@ -107,9 +107,8 @@ def strides(t: torch.Tensor, flat: bool | None = None) -> tuple[int | None, int,
 def strides_of_both(t: torch.Tensor, out: torch.Tensor) -> tuple[tuple[int | None, int, int, int, int], bool]:
     """(L, stride_b, stride_l, out_stride_b, out_stride_l), and whether both tensors have the same."""
     flat = is_flat(t) and is_flat(out)
-    L, *of_t = strides(t, flat)
-    of_out = strides(out, flat)[1:]
-    return (L, *of_t, *of_out), (*of_t,) == of_out
+    of_t, of_out = strides(t, flat), strides(out, flat)
+    return (*of_t, *of_out[1:]), of_t == of_out
 
 
 def share(V: int, tile: Tile) -> tuple[int, int]:

@@ -307,19 +307,9 @@ def _sample_level(
 Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _outputs(input_ids: torch.Tensor) -> Corrupted:
-    noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
-    return noisy, torch.empty_like(noisy, dtype=torch.bool), torch.empty_like(noisy, dtype=torch.float32)
-
-
 def _stride(blocks: int, L: int, words: bool = False) -> int:
     """Counters that a row draws from, as ``_random/_philox.py`` lays them out."""
     return -(-blocks // 8) - (-L // (4 if words else 8))
-
-
-def _level_strides(level: torch.Tensor | None) -> tuple[int, int]:
-    """Return the strides of a level ``[B, blocks]``, or ``[B, 1]`` for all blocks of a row."""
-    return (0, 0) if level is None else (level.stride(0), level.stride(1) if level.shape[1] > 1 else 0)
 
 
 @on_its_device
@@ -338,12 +328,15 @@ def corrupt(
 ) -> Corrupted:
     """Launch what ``_random/_corrupt.py`` calls ``what``; ``rate`` and ``at_least`` are those of "topk"."""
     B, L = input_ids.shape
-    out = _outputs(input_ids)
+    noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
+    out = noisy, torch.empty_like(noisy, dtype=torch.bool), torch.empty_like(noisy, dtype=torch.float32)
     mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
+    # A level [B, 1] is that of all blocks of a row.
+    level_strides = (0, 0) if level is None else (level.stride(0), level.stride(1) if level.shape[1] > 1 else 0)
     pointers = (input_ids, loss_mask, seed, level, *out)
     numbers = (
         B, L, blocks, size, _stride(blocks, L, what == "tokens"), token, *input_ids.stride(), *mask_strides,
-        *_level_strides(level), eps, 1.0 - eps,
+        *level_strides, eps, 1.0 - eps,
     )  # fmt: skip
     flags: dict[str, Any] = {"SHARED_SEED": seed is not None and seed.dim() == 0, "HAS_LEVEL": level is not None}
     flags |= {"enable_fp_fusion": False}

@@ -270,22 +270,6 @@ def _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT: tl.constexpr,
 
 
 @triton.jit
-def _maxima(a, b):
-    """Reduce two vectors at once, because each reduction is two barriers of the program."""
-    return tl.split(tl.max(tl.join(a, b), 0))
-
-
-@triton.jit
-def _minima(a, b):
-    return tl.split(tl.min(tl.join(a, b), 0))
-
-
-@triton.jit
-def _sums(a, b):
-    return tl.split(tl.sum(tl.join(a, b), 0))
-
-
-@triton.jit
 def _below_maximum(lanes, tail, lanes_max, tail_max):
     """(M, the terms of S in the lanes, those in the tail) of a row."""
     lane_max, lane_sum, _ = lanes
@@ -295,11 +279,11 @@ def _below_maximum(lanes, tail, lanes_max, tail_max):
 
 @triton.jit
 def _of_rows(student, teacher, z_tail, t_tail):
-    """(M_z, S_z, M_t, S_t)."""
-    lanes_z, lanes_t = _maxima(student[0], teacher[0])
+    """(M_z, S_z, M_t, S_t); of both rows at once, because each reduction is two barriers of the program."""
+    lanes_z, lanes_t = tl.split(tl.max(tl.join(student[0], teacher[0]), 0))
     max_z, in_lanes_z, in_tail_z = _below_maximum(student, z_tail, lanes_z, tl.max(z_tail, 0))
     max_t, in_lanes_t, in_tail_t = _below_maximum(teacher, t_tail, lanes_t, tl.max(t_tail, 0))
-    sum_z, sum_t = _sums(in_lanes_z, in_lanes_t)
+    sum_z, sum_t = tl.split(tl.sum(tl.join(in_lanes_z, in_lanes_t), 0))
     return max_z, sum_z + tl.sum(in_tail_z, 0), max_t, sum_t + tl.sum(in_tail_t, 0)
 
 
@@ -327,12 +311,12 @@ def _argmaxes(
 ):  # fmt: skip
     """Find the first column of either row with its maximum, by re-reading the first tile with it; NOWHERE for none."""
     WIDE: tl.constexpr = z_tail.shape[0]
-    tile_z, tile_t = _minima(
-        tl.where(student[0] == max_z, student[2], NOWHERE), tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
-    )
+    tile_z = tl.where(student[0] == max_z, student[2], NOWHERE)
+    tile_t = tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
+    tile_z, tile_t = tl.split(tl.min(tl.join(tile_z, tile_t), 0))
     of_z = _tile_again(z_ptr, tile_z, wide, max_z, transform, WIDE, BLOCK_V, ACC)
     of_t = _tile_again(t_ptr, tile_t, wide, max_t, teacher_transform, WIDE, BLOCK_V, ACC)
-    column_z, column_t = _minima(of_z, of_t)
+    column_z, column_t = tl.split(tl.min(tl.join(of_z, of_t), 0))
     return _in_tail(column_z, wide, z_tail, max_z), _in_tail(column_t, wide, t_tail, max_t)
 
 

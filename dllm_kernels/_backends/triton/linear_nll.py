@@ -38,19 +38,6 @@ def _zero_row(logits_ptr, row, V, BLOCK_V: tl.constexpr):
     _math.zero_columns(logits_ptr + row, v, there)
 
 
-@triton.jit
-def _grad_row(
-    x, v, there, at, first, wide, logits_ptr, row, hot, scale, row_max, log_sum, transform, BLOCK_V: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
-    """Write the gradient over a row, whose ragged columns v have already been read."""
-    tile_ptr = logits_ptr + at
-    _math.grad_tiles(
-        tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC, "evict_first"
-    )
-    _math.store_grad(x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first")
-
-
 @triton.jit(do_not_specialize_on_alignment=PER_ROW, do_not_specialize=["stride_n", "V", "gain", "rate", "skip"])
 def _linear_nll_rows(
     logits_ptr, target_ptr, scale_ptr, nll_ptr, max_ptr, log_sum_ptr, correct_ptr,
@@ -82,8 +69,23 @@ def _linear_nll_rows(
             _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
             hot = _math.column_of(y, V)
-            _grad_row(
-                x, v, there, at, first, wide, logits_ptr, row, hot, scale, row_max, log_sum, transform, BLOCK_V, ACC
+            tile_ptr = logits_ptr + at
+            _math.grad_tiles(
+                tile_ptr,
+                tile_ptr,
+                first,
+                wide,
+                hot - first,
+                scale,
+                row_max,
+                log_sum,
+                transform,
+                BLOCK_V,
+                ACC,
+                "evict_first",
+            )
+            _math.store_grad(
+                x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first"
             )
     else:
         token_nll.store_row(n, 0.0, 0.0, 0.0, False, out, WITH_CORRECT)
