@@ -19,16 +19,16 @@ from dllm_kernels._random._topk import choose
 from dllm_kernels._utils import _changing
 
 
-def _ids(input_ids: torch.Tensor) -> torch.Tensor:
-    return input_ids.new_empty(input_ids.shape)
-
-
-def _mask(like: torch.Tensor) -> torch.Tensor:
+def _mask(like: torch.Tensor, *_: Any) -> torch.Tensor:
     return like.new_empty(like.shape, dtype=torch.bool)
 
 
+def _mixed(input_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return input_ids.new_empty(input_ids.shape), _mask(input_ids)
+
+
 def _corrupted(what: str, input_ids: torch.Tensor, *_: Any) -> _corrupt.Corrupted:
-    return _ids(input_ids), _mask(input_ids), input_ids.new_empty(input_ids.shape, dtype=torch.float32)
+    return *_mixed(input_ids), input_ids.new_empty(input_ids.shape, dtype=torch.float32)
 
 
 def _op(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
@@ -58,8 +58,8 @@ def _with(args: list[Any], places: Sequence[int], numbers: Sequence[float]) -> l
 
 
 corrupt = _op(_corrupt.corrupt, _corrupted)
-mix_tokens = _op(_corrupt.mix_tokens, lambda ids, *_: (_ids(ids), _mask(ids)))
-complement = _op(_corrupt.complement, lambda noise_mask, *_: _mask(noise_mask))
+mix_tokens = _op(_corrupt.mix_tokens, _mixed)
+complement = _op(_corrupt.complement, _mask)
 sample_level = _op(_corrupt.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32))
 
 
@@ -71,6 +71,4 @@ def gumbel_topk_mask(
     return choose(log_w, k, uniform, seed, backend)
 
 
-@gumbel_topk_mask.register_fake
-def _(log_w: torch.Tensor, *_: Any) -> torch.Tensor:
-    return _mask(log_w)
+gumbel_topk_mask.register_fake(_mask)

@@ -61,9 +61,7 @@ class Grid(NamedTuple):
 
     def beside(self, of_block: Array) -> Array:
         """``[rows, blocks]``, or ``[rows, 1]`` for all blocks, so that it broadcasts against what ``fold`` gives."""
-        if self.blocks == 1:
-            return of_block
-        if self.even:
+        if self.even and self.blocks > 1:
             return of_block[..., None]
         if of_block.shape[1] == 1:
             return of_block
@@ -301,15 +299,9 @@ def _corrupt_on_host(
         bits = (None, None, None) if seed is None else _philox.bits_on_host(seed, rows, layout)
         where = None if supervised is None else supervised[part]
         chosen, token, level = body(Rows(part, ids[part], where, *bits))
-        if where is None:
-            noise[part] = chosen
-        else:
-            np.logical_and(chosen, where, out=noise[part])
+        np.logical_and(chosen, True if where is None else where, out=noise[part])
         _put(ids[part], noise[part], token, out=noisy[part])
-        if level is None:
-            p_mask[part] = 1.0
-        else:
-            grid.fold(p_mask[part])[...] = grid.beside(level)
+        grid.fold(p_mask[part])[...] = 1.0 if level is None else grid.beside(level)
     return torch.from_numpy(noisy), torch.from_numpy(noise), torch.from_numpy(p_mask)
 
 

@@ -120,12 +120,8 @@ MOST = float(np.float32(1.0 + 1e-5))
 def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> Array:
     """Draw a token that is neither MASK nor the present one: one of ``vocab_size - 2``, shifted past both."""
     found = token(words, vocab_size - 2)
-    if isinstance(ids, torch.Tensor):
-        low, high = ids.clip(max=mask_token), ids.clip(mask_token)
-    else:
-        low, high = np.minimum(ids, mask_token), np.maximum(ids, mask_token)
-    found += found >= low
-    found += found >= high
+    found += found >= ids.clip(max=mask_token)
+    found += found >= ids.clip(min=mask_token)
     return found
 
 

@@ -89,9 +89,8 @@ class Rows(NamedTuple):
 
     def local_inputs(self, inputs: RowInputs) -> RowInputs:
         """Replace each tensor that has one entry per row by this rank's part."""
-        given = {name: t for name in PER_ROW if (t := getattr(inputs, name)) is not None}
-        per_row: dict[str, Any] = {name: self.local(t) for name, t in given.items()}
-        return inputs._replace(**per_row, aux=tuple(self.local(t) for t in inputs.aux))
+        each: dict[str, Any] = {name: self.local(t) for name in PER_ROW if (t := getattr(inputs, name)) is not None}
+        return inputs._replace(**each, aux=tuple(self.local(t) for t in inputs.aux))
 
     def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Per-row results of the global shape, the same on every rank, from this rank's parts: one small sum."""

@@ -213,10 +213,6 @@ def _submesh(weight: DTensor, dims: Sequence[int]) -> DeviceMesh:
     return mesh[tuple(str(name) for name in names)]
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-
-
 class _Gather(torch.autograd.Function):
     """All-gather over the data-parallel mesh dimensions forward; sum to the shards, divided, backward.
 
@@ -232,7 +228,8 @@ class _Gather(torch.autograd.Function):
         placements: list[Placement] = [Replicate() if d is None else Shard(d) for d in splits]
         ctx.weight_layout = (weight.device_mesh, weight.placements, weight.shape, weight.stride())
         ctx.dtype, ctx.factor = weight.dtype, _divide_factor(weight, mesh.size())
-        ctx.mesh, ctx.placements, ctx.piece = mesh, placements, (shape, _contiguous_stride(shape))
+        stride = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+        ctx.mesh, ctx.placements, ctx.piece = mesh, placements, (shape, stride)
         piece = as_dtensor(weight.to_local().to(dtype), mesh, placements, *ctx.piece)
         return piece.redistribute(placements=[Replicate()] * mesh.ndim).to_local()
 

@@ -164,10 +164,10 @@ def _shard_of_head(weight: Tensor) -> VocabShard | None:
 
 def _check_laid_out_alike(heads: dict[str, Tensor]) -> None:
     """Raise unless all have the layout of the weight: otherwise only one of two gradients would be all-reduced."""
-    of_weight, *others = [t.placements if isinstance(t, DTensor) else None for t in heads.values()]
-    for (name, other), placements in zip([*heads.items()][1:], others, strict=True):
-        if placements != of_weight:
-            want, got = (layout(t) if isinstance(t, DTensor) else "a plain tensor" for t in (heads[WEIGHT], other))
+    for name, other in heads.items():
+        both = heads[WEIGHT], other
+        if len({getattr(t, "placements", None) for t in both}) > 1:
+            want, got = (layout(t) if isinstance(t, DTensor) else "a plain tensor" for t in both)
             whose = "its weight" if name == BIAS else WEIGHT
             raise ValueError(f"{name} must be laid out like {whose}, {want}, got {got}; redistribute it")
 
@@ -259,13 +259,11 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, 
 
 def _beside(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
     """Split over the mesh as the student's ``rows`` are, and as its columns; what is not, is whole on every rank."""
-    of_columns, placements = x.dim() - 1, list[Placement]()
+    kept = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
+    placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, kept, strict=True)]
     for i, p in enumerate(x.placements):
-        if shard_dim(p) == of_columns:
-            placements.append(Shard(t.dim() - 1) if columns else Replicate())
-        else:
-            kept = not picked and x.device_mesh.get_group(i) in rows.groups
-            placements.append(p if kept else Replicate())
+        if columns and shard_dim(p) == x.dim() - 1:
+            placements[i] = Shard(t.dim() - 1)
     return placements
 
 

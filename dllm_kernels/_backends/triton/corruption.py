@@ -11,18 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _corruption_tiles
+from dllm_kernels._backends.triton import _corruption_tiles, _philox
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
-from dllm_kernels._backends.triton._philox import (
-    draws,
-    fine_uniform,
-    level_draws,
-    seed_and_row,
-    token_of,
-    uniform,
-    words,
-)
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
 _WHAT = {"mask": 0, "tokens": 1, "all": 2}  # of positions that do not depend on each other
@@ -45,7 +36,7 @@ def _level(levels, seed, row, b, block, B, stride, HAS_LEVEL: tl.constexpr):
     if HAS_LEVEL:
         return tl.load(level_ptr + b * stride_b + block * stride_n, mask=b < B, other=0.0)
     else:
-        return uniform(level_draws(seed, row, stride, block) >> 9) * one_minus_eps + eps
+        return _philox.uniform(_philox.level_draws(seed, row, stride, block) >> 9) * one_minus_eps + eps
 
 
 @triton.jit
@@ -119,15 +110,15 @@ def _corrupt_independent(
     ids, noise = _read(batch, b, block, i, (B, L, size), True)
     p = tl.full([R, BLOCK], 1.0, tl.float32)
     if WHAT != _ALL:
-        seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
+        seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
         level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
         start = block * size + first
         if WHAT == _TOKENS:
-            word = words(seed, row, stride, start, SHARE, BLOCK)
-            noise = noise & (uniform(word >> 41) < level)
-            token = token_of(word, token)
+            word = _philox.words(seed, row, stride, start, SHARE, BLOCK)
+            noise = noise & (_philox.uniform(word >> 41) < level)
+            token = _philox.token_of(word, token)
         else:
-            noise = noise & (uniform(draws(seed, row, stride, start, SHARE, BLOCK) >> 9) < level)
+            noise = noise & (_philox.uniform(_philox.draws(seed, row, stride, start, SHARE, BLOCK) >> 9) < level)
         if (WHAT == _MASK) | HAS_LEVEL:
             p = tl.broadcast_to(level, [R, BLOCK])
     _write((noisy_ptr, noise_ptr, p_ptr), b, block, i, (B, L, size), ids, noise, token, p)
@@ -148,11 +139,11 @@ def _corrupt_mix(
     mask_prob = tl.load(mask_prob_ptr + b * p_stride, mask=b < B, other=0.0)
     total = mask_prob + tl.load(uniform_prob_ptr + b * q_stride, mask=b < B, other=0.0)
     supervised = supervised & (total <= _MOST)
-    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
-    word = words(seed, row, stride, first + b * 0, SHARE, BLOCK)
-    u = uniform(word >> 41)
+    seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    word = _philox.words(seed, row, stride, first + b * 0, SHARE, BLOCK)
+    u = _philox.uniform(word >> 41)
     absorbed = supervised & (u < mask_prob)
-    other = token_of(word, vocab_size - 2)
+    other = _philox.token_of(word, vocab_size - 2)
     clean = ids.to(tl.int64)
     other += (other >= tl.minimum(clean, token)).to(tl.int64)
     other += (other >= tl.maximum(clean, token)).to(tl.int64)
@@ -180,7 +171,7 @@ def _position_keys(draw, choosable, first, level, rate, EXACT: tl.constexpr, BLO
     else:
         i = (first + tl.arange(0, BLOCK))[None, :]
         log_w = ((1.0 - level) * rate) * i.to(tl.float32)
-        return keys(score(log_w, fine_uniform(draw)), choosable)
+        return keys(score(log_w, _philox.fine_uniform(draw)), choosable)
 
 
 @triton.jit(do_not_specialize=SIZES, do_not_specialize_on_alignment=ONES)
@@ -199,9 +190,9 @@ def _corrupt_topk(
     block = n % blocks
     i = tl.arange(0, BLOCK)[None, :]
     ids, supervised = _read(batch, b, block, i, (B, L, size), HAS_MASK)
-    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
-    draw = draws(seed, row, stride, block * size, SHARE, BLOCK)
+    draw = _philox.draws(seed, row, stride, block * size, SHARE, BLOCK)
     if EXACT:
         length = tl.sum(supervised.to(tl.int32), 1)[:, None]
         at_least = (level > 0).to(tl.int32)
@@ -229,7 +220,7 @@ def _corrupt_topk_long(
     b = (n // blocks) + tl.zeros([1, 1], tl.int32)
     block = (n % blocks) + tl.zeros([1, 1], tl.int32)
     length = tl.minimum(size, L - (n % blocks) * size)
-    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     level = _level(levels, seed, row, b, block, B, stride, HAS_LEVEL)
     kept = rounded_up(size)
     key_ptr += n.to(tl.int64) * kept
@@ -241,7 +232,7 @@ def _corrupt_topk_long(
         may = (i < length)[None, :]
         if EXACT:
             _, may = _read(batch, b, block, i[None, :], (B, L, size), HAS_MASK)
-        draw = draws(seed, row, stride, block * size + start, SHARE, BLOCK)
+        draw = _philox.draws(seed, row, stride, block * size + start, SHARE, BLOCK)
         key = tl.reshape(_position_keys(draw, may, start, level, rate, EXACT, BLOCK), [BLOCK])
         tl.store(key_ptr + i, key, mask=i < kept)
         lo, hi, choosable = widen(lo, hi, choosable, key)
@@ -289,12 +280,12 @@ def _sample_level(
     seed_ptr, out_ptr, B, low, span, high, METHOD: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    seed, row = seed_and_row(seed_ptr, b, B, SHARED_SEED)
+    seed, row = _philox.seed_and_row(seed_ptr, b, B, SHARED_SEED)
     if METHOD == "antithetic":
         row -= b % 2
     if METHOD == "stratified":
         row *= 0
-    x = uniform(level_draws(seed, row, 1, tl.zeros_like(b)) >> 9)
+    x = _philox.uniform(_philox.level_draws(seed, row, 1, tl.zeros_like(b)) >> 9)
     if METHOD == "antithetic":
         x = tl.where(b % 2 == 1, 1.0 - x, x)
     if METHOD == "stratified":

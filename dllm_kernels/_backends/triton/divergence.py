@@ -538,9 +538,7 @@ def _divergence_rows(
             )  # fmt: skip
         max_z, log_z, _, log_t = of_rows
         poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
-        b = poison
-        if jsd is not None:
-            b = number(beta, ACC)
+        b = number(beta, ACC)
         at_hot, at_target, y = poison, poison, hot
         has_target = w == w
         if teacher_ce is not None:
