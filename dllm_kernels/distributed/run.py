@@ -154,7 +154,7 @@ def _shard_of_head(weight: Tensor) -> VocabShard | None:
     split = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
     if len(split) > 1 or any(shard_dim(weight.placements[i]) != 0 for i in split):
         raise ValueError(
-            f"{WEIGHT} must be Shard(0), split by vocabulary, over one tensor-parallel mesh dimension, got "
+            "the LM head's weight must be Shard(0), split by vocabulary, over one tensor-parallel mesh dimension, got "
             f"{layout(weight)}; redistribute it"
         )
     for i in split:
