@@ -24,12 +24,7 @@ BESIDE = (
     "cut-cross-entropy", "flash-attn", "quack-kernels", "torchtitan", "lightning", "bitsandbytes",
 )  # fmt: skip
 # Each holds a word or a number if it is set as intended.
-VARIABLES = (
-    "DLLM_KERNELS_BACKEND",
-    "DLLM_KERNELS_CHECK",
-    "TRITON_INTERPRET",
-    "OMP_NUM_THREADS",
-)
+VARIABLES = ("DLLM_KERNELS_BACKEND", "DLLM_KERNELS_CHECK", "TRITON_INTERPRET", "OMP_NUM_THREADS")
 TOLERANCE = 1e-5
 
 

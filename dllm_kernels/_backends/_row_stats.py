@@ -35,6 +35,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends._rows import NLL, SKIP, StatsPrimitives, column_of
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
@@ -61,10 +62,10 @@ class StatsRequest(NamedTuple):
         weights: ``[N]`` or None. Rows of weight 0 are inactive too. Only given by :func:`nll_of_stats`, for whole rows.
     """
 
-    ids: torch.Tensor
-    active: torch.Tensor
-    a: torch.Tensor | None = None
-    b: torch.Tensor | None = None
+    ids: Tensor
+    active: Tensor
+    a: Tensor | None = None
+    b: Tensor | None = None
     transform: Transform = NO_TRANSFORM
     entropy: bool = False
     correct: bool = False
@@ -72,7 +73,7 @@ class StatsRequest(NamedTuple):
     whole: bool = True
     lse: bool = True
     through: bool = True
-    weights: torch.Tensor | None = None
+    weights: Tensor | None = None
 
 
 class StatsResult(NamedTuple):
@@ -81,31 +82,31 @@ class StatsResult(NamedTuple):
     ``row_max`` and ``log_sum`` are tensors if requested.
     """
 
-    log_probs: torch.Tensor
+    log_probs: Tensor
     row_max: Any
     log_sum: Any
-    entropy: torch.Tensor | None = None
-    mix: torch.Tensor | None = None
-    mix_weight: torch.Tensor | None = None
-    correct: torch.Tensor | None = None
+    entropy: Tensor | None = None
+    mix: Tensor | None = None
+    mix_weight: Tensor | None = None
+    correct: Tensor | None = None
 
 
 class Upstream(NamedTuple):
     """Upstream gradients of the differentiable outputs, ``[N, K]`` and ``[N]``; None for outputs without a gradient."""
 
-    log_probs: torch.Tensor | None
-    lse: torch.Tensor | None
-    entropy: torch.Tensor | None
-    mix: torch.Tensor | None
+    log_probs: Tensor | None
+    lse: Tensor | None
+    entropy: Tensor | None
+    mix: Tensor | None
 
 
 class Coefficients(NamedTuple):
     """Per-row terms of the gradient: ``of_ids [N, K]``, ``plain``, ``of_log``, ``of_mix [N]`` are g_k, A, B, g_F."""
 
-    of_ids: torch.Tensor
-    plain: torch.Tensor
-    of_log: torch.Tensor | None
-    of_mix: torch.Tensor | None
+    of_ids: Tensor
+    plain: Tensor
+    of_log: Tensor | None
+    of_mix: Tensor | None
 
     @classmethod
     def of(cls, upstream: Upstream, request: StatsRequest, found: StatsResult) -> Coefficients:
@@ -123,7 +124,7 @@ class Coefficients(NamedTuple):
             plain -= _times(upstream.mix, found.mix_weight)
         return cls(of_ids, plain, None if upstream.entropy is None else -upstream.entropy, upstream.mix)
 
-    def size(self, upstream: Upstream) -> torch.Tensor:
+    def size(self, upstream: Upstream) -> Tensor:
         """Upper bound on the gradient terms of each row, ``[N]``; 0 for rows without a gradient."""
         size = self.of_ids.abs().sum(1) + self.plain.abs()
         for part in (upstream.lse, upstream.entropy, upstream.mix):
@@ -131,13 +132,13 @@ class Coefficients(NamedTuple):
                 size = size + part.abs()
         return size
 
-    def over(self, size: torch.Tensor) -> Coefficients:
+    def over(self, size: Tensor) -> Coefficients:
         """Divide by one number per row."""
         of_ids, *others = self
         return Coefficients(of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others))  # type: ignore[arg-type]
 
 
-def _times(grad: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
+def _times(grad: Tensor, value: Tensor | None) -> Tensor:
     """Product of a gradient and a value; 0 if the gradient is 0, even if the value is NaN."""
     assert value is not None
     return torch.where(grad != 0, grad * value, 0.0)
@@ -151,28 +152,28 @@ def nll_of_stats(
     ``V``: number of columns of a whole row, if the backend works on a part of each row.
     """
 
-    def requested(targets: torch.Tensor, weights: torch.Tensor | None, **options: Any) -> StatsRequest:
+    def requested(targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:
         active = targets if V is None or weights is None else targets.masked_fill(weights == 0, SKIP)
         return StatsRequest(targets.unsqueeze(1), active, weights=weights if V is None else None, **options)
 
     def nll(
-        logits: torch.Tensor, targets: torch.Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM,
-        with_lse: bool = True, weights: torch.Tensor | None = None,
+        logits: Tensor, targets: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM,
+        with_lse: bool = True, weights: Tensor | None = None,
     ) -> NLL:  # fmt: skip
         request = requested(targets, weights, transform=transform, correct=with_correct, lse=with_lse)
         found = stats.forward(logits, request)
         return torch.rsub(found.log_probs.squeeze(1), 0), found.row_max, found.log_sum, found.correct
 
     def weighted_nll(
-        logits: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor, *, with_correct: bool,
+        logits: Tensor, targets: Tensor, weights: Tensor, *, with_correct: bool,
         transform: Transform = NO_TRANSFORM, with_lse: bool = True,
     ) -> tuple[Any, ...]:  # fmt: skip
         found = nll(logits, targets, with_correct=with_correct, transform=transform, with_lse=with_lse, weights=weights)
         return found[0] * weights, *found
 
     def nll_grad(
-        logits: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, row_max: Any, log_sum: Any,
-        out: torch.Tensor, *, factor: torch.Tensor | None = None, transform: Transform = NO_TRANSFORM,
+        logits: Tensor, targets: Tensor, scale: Tensor, row_max: Any, log_sum: Any,
+        out: Tensor, *, factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
     ) -> None:  # fmt: skip
         if factor is not None and not (factor.is_cpu and factor.item() == 1):
             scale = torch.where(scale != 0, scale * factor, 0.0)  # rows of scale 0 stay inactive if the factor is NaN

@@ -50,18 +50,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends._divergence import Divergences
 
 SKIP = -100
-NLL = tuple[torch.Tensor, Any, Any, torch.Tensor | None]
+NLL = tuple[Tensor, Any, Any, Tensor | None]
 
 
 class StatsPrimitives(NamedTuple):
     """One backend's primitives of the row statistics."""
 
     forward: Callable[..., Any]
-    mix: Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+    mix: Callable[..., tuple[Tensor, Tensor | None]]
     backward: Callable[..., None]
 
 
@@ -73,14 +74,14 @@ class RowPrimitives(NamedTuple):
     weighted_nll: Callable[..., tuple[Any, ...]]
     nll_grad: Callable[..., None]
     nll_and_grad_: Callable[..., NLL]
-    scale_: Callable[[torch.Tensor, torch.Tensor], None]
+    scale_: Callable[[Tensor, Tensor], None]
     divergence: Divergences
     divergence_grad: Callable[..., None]
-    add_parts: Callable[[torch.Tensor], torch.Tensor] | None = None
-    local_ids: Callable[[torch.Tensor], torch.Tensor] | None = None
+    add_parts: Callable[[Tensor], Tensor] | None = None
+    local_ids: Callable[[Tensor], Tensor] | None = None
 
 
-def column_of(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:
     """For each id a column to read, and a mask of the ids that no column has.
 
     The mask is None if every id has a column. That is known on a CPU only: elsewhere it would be a host sync. As unsigned
@@ -92,7 +93,7 @@ def column_of(y: torch.Tensor, V: int) -> tuple[torch.Tensor, torch.Tensor | Non
     return column, column != y if V else torch.ones_like(y, dtype=torch.bool)
 
 
-def as_blv(logits: torch.Tensor) -> torch.Tensor:
+def as_blv(logits: Tensor) -> Tensor:
     """View ``[..., V]`` logits as ``[B, L, V]`` with columns side by side; copies only where no view can."""
     V = logits.shape[-1]
     if logits.stride(-1) != 1 and V > 1:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._core._plan import Plan
 
 ROW_MULTIPLE = 128
-Outputs = Sequence[torch.Tensor | None]
+Outputs = Sequence[Tensor | None]
 
 
 class ActiveRows:
@@ -25,7 +26,7 @@ class ActiveRows:
         overflow: whether a given ``num_active`` is too small (0-d bool); None if not given.
     """
 
-    def __init__(self, targets: torch.Tensor, num_active: int | None) -> None:
+    def __init__(self, targets: Tensor, num_active: int | None) -> None:
         """List the rows whose target, of ``targets [N]``, is not ``SKIP``.
 
         Reading their number back is a host sync on a GPU; it pays since the matrix products then run on these rows
@@ -34,8 +35,8 @@ class ActiveRows:
         """
         self.total = targets.numel()
         self._targets = targets
-        self.overflow: torch.Tensor | None = None
-        self._index: torch.Tensor | None = None
+        self.overflow: Tensor | None = None
+        self._index: Tensor | None = None
         self._padded = num_active is not None
         mask = targets != SKIP
         if num_active is not None:
@@ -46,27 +47,27 @@ class ActiveRows:
             self._index = index if index.numel() < self.total else None
         self.count = self.total if self._index is None else self._index.numel()
 
-    def take(self, t: torch.Tensor, chunk: slice) -> torch.Tensor:
+    def take(self, t: Tensor, chunk: slice) -> Tensor:
         """Take the chunk's rows of a per-row tensor; a view if all rows are active."""
         if self._index is None:
             return t[chunk]
         index = self._index[chunk]
         return t.index_select(0, index.clamp(max=self.total - 1) if self._padded else index)
 
-    def take_targets(self, chunk: slice) -> torch.Tensor:
+    def take_targets(self, chunk: slice) -> Tensor:
         """Take the chunk's targets; ``SKIP`` in the padding of a given ``num_active``."""
         targets = self.take(self._targets, chunk)
         if self._index is None or not self._padded:
             return targets
         return targets.masked_fill(self._index[chunk] == self.total, SKIP)
 
-    def empty(self, *columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def empty(self, *columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a per-row result for :meth:`put` to fill; inactive rows are zero."""
         if self._index is None:
             return torch.empty(self.total, *columns, dtype=dtype, device=device)
         return torch.zeros(self.total + self._padded, *columns, dtype=dtype, device=device)
 
-    def put(self, out: torch.Tensor, chunk: slice, value: torch.Tensor) -> None:
+    def put(self, out: Tensor, chunk: slice, value: Tensor) -> None:
         """Write the chunk's rows; the padding of a given ``num_active`` goes to a spare last row."""
         if self._index is None:
             out[chunk] = value
@@ -87,14 +88,14 @@ class ActiveRows:
                     t.masked_fill_(self.overflow, math.nan)
         return [None if t is None else self.whole(t) for t in out]
 
-    def whole(self, out: torch.Tensor) -> torch.Tensor:
+    def whole(self, out: Tensor) -> Tensor:
         """Drop the spare row; copies a result ``[N]``, because callers may write into it."""
         if not self._padded:
             return out
         return out[: self.total].clone() if out.dim() == 1 else out[: self.total]
 
 
-def _captured(t: torch.Tensor) -> bool:
+def _captured(t: Tensor) -> bool:
     """Whether a CUDA graph is being captured, during which nothing can be read back."""
     return t.is_cuda and torch.cuda.is_current_stream_capturing()
 

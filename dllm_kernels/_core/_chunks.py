@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels._backends._rows import SKIP
@@ -21,20 +22,20 @@ from dllm_kernels._core._plan import Plan
 # (CPU).
 SLAB = 4096
 
-Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
+Rows = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Factors(NamedTuple):
     """Per-row factors ``[N]`` applied to gradients after the matrix products; None for 1."""
 
-    hidden: torch.Tensor | None = None
-    head: torch.Tensor | None = None
+    hidden: Tensor | None = None
+    head: Tensor | None = None
 
 
 NO_FACTORS = Factors()
 
 
-def unit_scale(scale: torch.Tensor, plan: Plan) -> tuple[torch.Tensor, Factors, torch.Tensor | None]:
+def unit_scale(scale: Tensor, plan: Plan) -> tuple[Tensor, Factors, Tensor | None]:
     """Split per-row scales into (scales of the logits gradient ``[N]``, factors after the matmuls, 0-d loss scale).
 
     Per-row loss scaling, for float16 only: w / N times a probability would underflow, so the gradient of the logits is
@@ -77,13 +78,13 @@ class Chunks:
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
         self.grad_hidden = self.rows.empty(D, dtype=inputs.x.dtype, device=device) if needs.x else None
-        self.grad_extra_x: torch.Tensor | None = None
+        self.grad_extra_x: Tensor | None = None
         if needs.extra_x and inputs.extra_x is not None:
             self.grad_extra_x = self.rows.empty(inputs.extra_x.shape[1], dtype=inputs.extra_x.dtype, device=device)
-        self.grad_weight: torch.Tensor | None = None
-        self.grad_extra_weight: torch.Tensor | None = None
+        self.grad_weight: Tensor | None = None
+        self.grad_extra_weight: Tensor | None = None
 
-    def __iter__(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Compute the logits of each chunk; yield (slice, hidden rows, targets, logits)."""
         for start in range(0, self.rows.count, self.size):
             chunk = slice(start, min(start + self.size, self.rows.count))
@@ -97,11 +98,11 @@ class Chunks:
                 logits.addmm_(self._extra_rows(chunk), self.extra_weight.t())
             yield chunk, h, self.rows.take_targets(chunk), logits
 
-    def _extra_rows(self, chunk: slice) -> torch.Tensor:
+    def _extra_rows(self, chunk: slice) -> Tensor:
         assert self.inputs.extra_x is not None
         return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
 
-    def run(self, scale: torch.Tensor | None) -> Rows:
+    def run(self, scale: Tensor | None) -> Rows:
         """Run one pass over all chunks: (nll, row_max, log_sum, correct), and accumulate the gradients for ``scale [N]``.
 
         With ``scale=None`` only the first matmul and the reduction run.
@@ -123,13 +124,7 @@ class Chunks:
         return nll, row_max, log_sum, correct
 
     def add_gradients(
-        self,
-        chunk: slice,
-        h: torch.Tensor,
-        y: torch.Tensor,
-        grad_logits: torch.Tensor,
-        scale: torch.Tensor,
-        factors: Factors | None = None,
+        self, chunk: slice, h: Tensor, y: Tensor, grad_logits: Tensor, scale: Tensor, factors: Factors | None = None
     ) -> None:
         """Accumulate the hidden, weight and bias gradients from ``grad_logits``, which has overwritten the logits.
 
@@ -146,7 +141,7 @@ class Chunks:
             # Zero the rows without a gradient, because 0 * NaN would reach all of grad_weight.
             idle = ((scale == 0) | (y == SKIP)).unsqueeze(1)
 
-            def added(total: torch.Tensor | None, h: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
+            def added(total: Tensor | None, h: Tensor, parameter: Tensor | None) -> Tensor:
                 assert parameter is not None
                 h = h if of_head is None else h * of_head
                 return self._plus_product(total, h.masked_fill(idle, 0), grad_logits, parameter.dtype)
@@ -160,7 +155,7 @@ class Chunks:
         if self.grad_bias is not None:
             _add_column_sums(self.grad_bias, grad_logits, of_head)
 
-    def raised(self, loss_scale: torch.Tensor, size: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def raised(self, loss_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """Return (new loss scale, per-row factors), and rescale the head gradients accumulated so far."""
         largest = torch.maximum(loss_scale, size.amax())
         for grad in (self.grad_weight, self.grad_bias, self.grad_extra_weight):
@@ -168,9 +163,7 @@ class Chunks:
                 grad *= loss_scale / largest
         return largest, size / largest
 
-    def _plus_product(
-        self, total: torch.Tensor | None, h: torch.Tensor, grad_logits: torch.Tensor, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _plus_product(self, total: Tensor | None, h: Tensor, grad_logits: Tensor, dtype: torch.dtype) -> Tensor:
         """Accumulate ``grad_logits^T h`` into ``total`` in float32.
 
         With a single chunk the matmul's own output dtype is used, unless the result must still be unscaled or cast to
@@ -195,16 +188,16 @@ class Chunks:
         _add_product_by_slabs(total, a, h)
         return total
 
-    def gradients(self, loss_scale: torch.Tensor | None = None, *, wide: bool = False) -> Gradients:
+    def gradients(self, loss_scale: Tensor | None = None, *, wide: bool = False) -> Gradients:
         """Gradients in the dtypes of the inputs, the head's times ``loss_scale``.
 
         With ``wide`` those of the head are in the accumulation dtype.
         """
 
-        def of_rows(grad: torch.Tensor | None) -> torch.Tensor | None:
+        def of_rows(grad: Tensor | None) -> Tensor | None:
             return None if grad is None else self.rows.whole(grad)
 
-        def of_head(grad: torch.Tensor | None, parameter: torch.Tensor | None, needed: bool) -> torch.Tensor | None:
+        def of_head(grad: Tensor | None, parameter: Tensor | None, needed: bool) -> Tensor | None:
             if parameter is None or not needed:
                 return None
             if grad is None:  # there was no chunk
@@ -223,20 +216,20 @@ class Chunks:
         )
 
 
-def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate ``[rows, V]``; on a GPU each row begins at a multiple of 64 elements, for aligned matmuls and kernels."""
     columns = -(-V // 64) * 64 if device.type == "cuda" else V
     return torch.empty(rows, columns, dtype=dtype, device=device)[:, :V]
 
 
-def _add_product_by_slabs(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+def _add_product_by_slabs(out: Tensor, a: Tensor, b: Tensor) -> None:
     """Add ``a b`` to ``out`` in its dtype, casting ``a`` one slab at a time: no float32 copy of a chunk exists."""
     wide = b.to(out.dtype)
     for v in range(0, a.shape[0], SLAB):
         out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide)
 
 
-def _add_column_sums(out: torch.Tensor, a: torch.Tensor, factor: torch.Tensor | None) -> None:
+def _add_column_sums(out: Tensor, a: Tensor, factor: Tensor | None) -> None:
     """Add the column sums of ``a``, with rows times their factor, to ``out`` in its dtype; in slabs if that makes copies."""
     whole = factor is None and (a.is_cuda or a.dtype == out.dtype)
     slab = max(a.shape[1], 1) if whole else SLAB  # a rank may hold no columns

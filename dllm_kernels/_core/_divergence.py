@@ -19,25 +19,10 @@ import torch
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept
 from dllm_kernels._backends._rows import SKIP, as_blv
+from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
 from dllm_kernels._core._nll import scale_copies, scale_in_place
-from dllm_kernels._core._op import (
-    GRADS,
-    LOGITS,
-    Output,
-    Outputs,
-    RowOp,
-    SingleUseBackward,
-    Spec,
-    as_outputs,
-    gradient_outputs,
-    gradients_of,
-    per_row,
-    per_row_bool,
-    scalar,
-    scaled_rows,
-)
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._stats import row_ids
@@ -63,7 +48,7 @@ def computes_gradients(plan: Plan) -> bool:
     return plan.from_hidden and any(plan.needs) and (not plan.of_divergence.per_row or plan.needs.frozen_head)
 
 
-def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
+def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the loss, the results per row, and the gradients that the plan needs.
 
     The loss is the weighted sum, and the gradients are those of it; under loss scaling, each row's has yet to be
@@ -87,10 +72,10 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
             found, grads = _of_head(inputs, plan, needs, scale, factors, wide=loss_scale is not None)
         weighted = torch.where(weights != 0, weights * found.value, 0.0)
         loss = weighted if config.per_row else weighted.sum()
-        return {"loss": loss, **found._asdict(), **as_outputs(grads), "loss_scale": loss_scale, "row_size": size}
+        return {"loss": loss, **found._asdict(), **_op.as_outputs(grads), "loss_scale": loss_scale, "row_size": size}
 
 
-def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     """Scale the gradients that forward computed; without them, read given logits again, or compute a head's again."""
     if computes_gradients(plan):
         return (_scale_copies if plan.of_divergence.per_row else scale_in_place)(inputs, outputs, upstream, plan)
@@ -110,12 +95,12 @@ def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan
         return chunks.gradients(loss_scale)
 
 
-def _scale_copies(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+def _scale_copies(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     """Scale the gradients that forward computed out of place."""
     if not plan.of_divergence.per_row:
         return scale_copies(inputs, outputs, upstream, plan)
-    factor, grads = outputs["row_size"] * upstream["loss"], gradients_of(outputs)
-    return Gradients(x=scaled_rows(grads.x, factor), extra_x=scaled_rows(grads.extra_x, factor))
+    factor, grads = outputs["row_size"] * upstream["loss"], _op.gradients_of(outputs)
+    return Gradients(x=_op.scaled_rows(grads.x, factor), extra_x=_op.scaled_rows(grads.extra_x, factor))
 
 
 def _ones(weights: Tensor) -> Tensor:
@@ -303,7 +288,7 @@ def _rows_at(t: Tensor, index: Tensor) -> Tensor:
     return rows.masked_fill_((index != inside).unsqueeze(1), math.nan)
 
 
-def _loss_spec(inputs: RowInputs, plan: Plan) -> Spec:
+def _loss_spec(inputs: RowInputs, plan: Plan) -> _op.Spec:
     return (inputs.ids.shape[:1] if plan.of_divergence.per_row else ()), plan.accum_dtype
 
 
@@ -311,49 +296,51 @@ def _scales_loss(plan: Plan) -> bool:
     return computes_gradients(plan) and plan.needs_loss_scaling and not plan.of_divergence.per_row
 
 
-def _kept_spec(columns: tuple[int, ...], dtype: torch.dtype | None = None) -> Callable[[RowInputs, Plan], Spec | None]:
+def _kept_spec(
+    columns: tuple[int, ...], dtype: torch.dtype | None = None
+) -> Callable[[RowInputs, Plan], _op.Spec | None]:
     """Make the spec of an output ``[N, *columns]`` that backward from given logits reads."""
 
-    def of(inputs: RowInputs, plan: Plan) -> Spec | None:
+    def of(inputs: RowInputs, plan: Plan) -> _op.Spec | None:
         wanted = any(plan.needs) and not plan.from_hidden
         return ((inputs.ids.shape[0], *columns), dtype or plan.accum_dtype) if wanted else None
 
     return of
 
 
-def _single_use(inputs: RowInputs, plan: Plan) -> SingleUseBackward | None:
+def _single_use(inputs: RowInputs, plan: Plan) -> _op.SingleUseBackward | None:
     if not computes_gradients(plan) or plan.of_divergence.per_row:
         return None
-    return SingleUseBackward("linear_divergence", 'reduction="none"', inputs, plan)
+    return _op.SingleUseBackward("linear_divergence", 'reduction="none"', inputs, plan)
 
 
 _INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "weights")
 _TEACHER = tuple(name for name in RowInputs._fields if name.startswith("teacher_"))
 
-DIVERGENCE = RowOp(
+DIVERGENCE = _op.RowOp(
     "divergence",
     row_ids,
     (
-        Output("loss", _loss_spec, differentiable=True),
-        Output("value", per_row()),
-        Output("acceptance_rate", per_row()),
-        Output("agree", per_row_bool()),
-        Output("mean_acceptance", scalar(lambda plan: plan.of_divergence.recipe.mean_alpha), public=False),
-        *gradient_outputs(computes_gradients, scaled=_scales_loss),
-        Output("loss_scale", scalar(_scales_loss), public=False),
-        Output("row_size", per_row(computes_gradients), public=False),
-        Output("kept_numbers", _kept_spec((KEPT_NUMBERS,)), public=False),
-        Output("kept_argmax", _kept_spec((), torch.int64), public=False),
+        _op.Output("loss", _loss_spec, differentiable=True),
+        _op.Output("value", _op.per_row()),
+        _op.Output("acceptance_rate", _op.per_row()),
+        _op.Output("agree", _op.per_row_bool()),
+        _op.Output("mean_acceptance", _op.scalar(lambda plan: plan.of_divergence.recipe.mean_alpha), public=False),
+        *_op.gradient_outputs(computes_gradients, scaled=_scales_loss),
+        _op.Output("loss_scale", _op.scalar(_scales_loss), public=False),
+        _op.Output("row_size", _op.per_row(computes_gradients), public=False),
+        _op.Output("kept_numbers", _kept_spec((KEPT_NUMBERS,)), public=False),
+        _op.Output("kept_argmax", _kept_spec((), torch.int64), public=False),
     ),
     _forward,
     lambda plan: (
-        ((), (*GRADS, "loss_scale", "row_size"))
+        ((), (*_op.GRADS, "loss_scale", "row_size"))
         if computes_gradients(plan)
         else ((*_INPUTS, *_TEACHER), ("mean_acceptance", "kept_numbers", "kept_argmax"))
     ),
     _backward,
     Divergence,
-    ("torch.softmax and what follows from it", f"torch.softmax of {LOGITS}"),
+    ("torch.softmax and what follows from it", f"torch.softmax of {_op.LOGITS}"),
     inline_backward=lambda plan: _scale_copies if computes_gradients(plan) else None,
     before_backward=_single_use,
 )

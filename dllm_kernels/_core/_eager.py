@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._core._first_order import FirstOrder, first_order, handle
 from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
@@ -23,12 +24,12 @@ def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
     return _by_name(op, function.apply(op, plan, inputs, *inputs.grad_inputs))  # type: ignore[no-untyped-call]
 
 
-def _by_name(op: RowOp, output: Sequence[torch.Tensor | None]) -> Outputs:
+def _by_name(op: RowOp, output: Sequence[Tensor | None]) -> Outputs:
     """Name the outputs of :func:`_forward`, without the handle."""
     return {out.name: t for out, t in zip(op.outputs, output[:-1], strict=True)}
 
 
-def _forward(op: RowOp, plan: Plan, inputs: RowInputs, *_: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+def _forward(op: RowOp, plan: Plan, inputs: RowInputs, *_: Tensor | None) -> tuple[Tensor | None, ...]:
     """All outputs and the handle. ``inputs.grad_inputs`` are passed a second time, for autograd to see them."""
     outputs = op.forward(inputs, plan)
     return *(outputs.get(out.name) for out in op.outputs), handle(inputs.x)
@@ -53,13 +54,13 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor | None, ...]:
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
         output = _forward(*inputs)
         _setup(ctx, inputs, output)
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         op, plan, dtypes_ = ctx.op, ctx.plan, ctx.dtypes
         upstream = upstream_of(ctx.differentiable, grads)
         if upstream is None:
@@ -69,7 +70,7 @@ class _Rows(torch.autograd.Function):
         *saved, hook = ctx.saved_tensors  # read once, because an activation checkpoint recomputes and frees them
         names, n = tuple(upstream), len(saved)
 
-        def gradients(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        def gradients(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
             given = dict(zip(names, tensors[n:-1], strict=True))
             return tuple(in_dtypes(op.backward(*restored(op, plan, tensors[:n]), given, plan), dtypes_))
 
@@ -94,7 +95,7 @@ def restored(op: RowOp, plan: Plan, saved: Sequence[Any]) -> tuple[RowInputs, Ou
     return RowInputs.restored(of_inputs, saved[:n]), dict(zip(of_outputs, saved[n:], strict=True))
 
 
-def upstream_of(differentiable: Sequence[str | None], grads: Sequence[torch.Tensor | None]) -> Outputs | None:
+def upstream_of(differentiable: Sequence[str | None], grads: Sequence[Tensor | None]) -> Outputs | None:
     """Name the upstream gradients, made contiguous; None if there are none."""
     found = {
         name: g.contiguous()
@@ -104,11 +105,11 @@ def upstream_of(differentiable: Sequence[str | None], grads: Sequence[torch.Tens
     return found or None
 
 
-def dtypes(tensors: Sequence[torch.Tensor | None]) -> list[torch.dtype | None]:
+def dtypes(tensors: Sequence[Tensor | None]) -> list[torch.dtype | None]:
     """Return the dtype of each tensor."""
     return [None if t is None else t.dtype for t in tensors]
 
 
-def in_dtypes(grads: Sequence[torch.Tensor | None], dtypes: list[torch.dtype | None]) -> list[torch.Tensor | None]:
+def in_dtypes(grads: Sequence[Tensor | None], dtypes: list[torch.dtype | None]) -> list[Tensor | None]:
     """Cast each gradient to the dtype of its input."""
     return [None if g is None or dtype is None else g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)]

@@ -8,37 +8,22 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import SKIP, as_blv
+from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
-from dllm_kernels._core._op import (
-    GRADS,
-    LOGITS,
-    Names,
-    Output,
-    Outputs,
-    RowOp,
-    SingleUseBackward,
-    as_outputs,
-    gradient_outputs,
-    gradients_of,
-    per_row,
-    per_row_bool,
-    scalar,
-    scaled_rows,
-)
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
 
 Tensor = torch.Tensor
-CROSS_ENTROPY = ("torch.nn.functional.cross_entropy", f"torch.nn.functional.cross_entropy on {LOGITS}")
-STATS: Names = ("row_max", "log_sum")
+CROSS_ENTROPY = ("torch.nn.functional.cross_entropy", f"torch.nn.functional.cross_entropy on {_op.LOGITS}")
+STATS: _op.Names = ("row_max", "log_sum")
 
 _NLL_OUTPUTS = (
-    Output("nll", per_row(), differentiable=True),
-    Output("lse", per_row(lambda plan: plan.options.with_lse)),
-    Output("correct", per_row_bool(lambda plan: plan.options.with_correct)),
+    _op.Output("nll", _op.per_row(), differentiable=True),
+    _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse)),
+    _op.Output("correct", _op.per_row_bool(lambda plan: plan.options.with_correct)),
 )
-_STATS_OUTPUTS = tuple(Output(name, per_row(lambda plan: plan.keeps_lse), public=False) for name in STATS)
+_STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse), public=False) for name in STATS)
 
 
 def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -71,7 +56,7 @@ def weighted_sum(nll: Tensor, weights: Tensor, plan: Plan) -> Tensor:
     return (torch.where(weights != 0, product, 0.0) if plan.mask_zero_weight else product).sum()
 
 
-def _named(plan: Plan, nll: Any, row_max: Any, log_sum: Any, correct: Any) -> Outputs:
+def _named(plan: Plan, nll: Any, row_max: Any, log_sum: Any, correct: Any) -> _op.Outputs:
     """Name the per-row outputs that all four ops share."""
     lse = row_max + log_sum if plan.options.with_lse else None
     return {"nll": nll, "lse": lse, "correct": correct, "row_max": row_max, "log_sum": log_sum}
@@ -82,12 +67,12 @@ def _primitive_options(plan: Plan) -> dict[str, Any]:
     return options if plan.keeps_lse else {**options, "with_lse": False}
 
 
-def _nll_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+def _nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     return _named(plan, *plan.primitives().nll(as_blv(inputs.x), inputs.targets, **_primitive_options(plan)))
 
 
 def _logits_gradient(
-    inputs: RowInputs, outputs: Outputs, plan: Plan, scale: Tensor | None, factor: Tensor | None
+    inputs: RowInputs, outputs: _op.Outputs, plan: Plan, scale: Tensor | None, factor: Tensor | None
 ) -> Gradients:
     """Compute the gradient of the logits from the saved (row_max, log_sum)."""
     logits, inplace = inputs.x, plan.options.inplace_backward
@@ -101,7 +86,7 @@ def _logits_gradient(
     return Gradients(grad)
 
 
-TOKEN_NLL = RowOp(
+TOKEN_NLL = _op.RowOp(
     "token_nll",
     row_targets,
     (*_NLL_OUTPUTS, *_STATS_OUTPUTS),
@@ -113,7 +98,7 @@ TOKEN_NLL = RowOp(
 )
 
 
-def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """On a GPU each op on ``[N]`` is a kernel launch, so the kernels multiply by the weights and torch only sums."""
     assert inputs.weights is not None
     logits, primitives, options = as_blv(inputs.x), plan.primitives(), _primitive_options(plan)
@@ -128,10 +113,10 @@ def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> Outputs:
     return {"loss": weighted_sum(nll, inputs.weights, plan), **_named(plan, nll, *found[1:])}
 
 
-_LOSS = Output("loss", scalar(), differentiable=True)
+_LOSS = _op.Output("loss", _op.scalar(), differentiable=True)
 _WEIGHTED_OUTPUTS = (_LOSS, _NLL_OUTPUTS[0]._replace(differentiable=False), *_NLL_OUTPUTS[1:])
 
-WEIGHTED_NLL = RowOp(
+WEIGHTED_NLL = _op.RowOp(
     "weighted_nll",
     row_targets,
     (*_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS),
@@ -148,7 +133,7 @@ def scales_loss(plan: Plan) -> bool:
     return plan.needs_loss_scaling and any(plan.needs)
 
 
-def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the loss, the results per row, and the gradients that the plan needs.
 
     Where the plan needs loss scaling, the gradients of the rows have yet to be multiplied by their weights, and those
@@ -164,33 +149,33 @@ def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
         nll = rounded(nll, plan)
         grads = chunks.gradients(wide=loss_scale is not None)
         loss = weighted_sum(nll, inputs.weights, plan)
-        return {"loss": loss, **_named(plan, nll, *stats), **as_outputs(grads), "loss_scale": loss_scale}
+        return {"loss": loss, **_named(plan, nll, *stats), **_op.as_outputs(grads), "loss_scale": loss_scale}
 
 
-def scale_in_place(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+def scale_in_place(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     """Scale the gradients saved by forward in place; this can therefore run only once."""
     if outputs.get("loss_scale") is not None:
         return scale_copies(inputs, outputs, upstream, plan)
-    grads = gradients_of(outputs)
+    grads = _op.gradients_of(outputs)
     for grad in grads:
         if grad is not None:
             plan.primitives().scale_(grad, upstream["loss"])
     return grads
 
 
-def scale_copies(inputs: RowInputs, outputs: Outputs, upstream: Outputs, _: Plan) -> Gradients:
+def scale_copies(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, _: Plan) -> Gradients:
     """Scale the gradients saved by forward out of place.
 
     Under loss scaling a gradient per row is multiplied by its row's size: ``row_size`` where the op has it, else its
     weight.
     """
-    grads, loss_scale, grad_loss = gradients_of(outputs), outputs.get("loss_scale"), upstream["loss"]
+    grads, loss_scale, grad_loss = _op.gradients_of(outputs), outputs.get("loss_scale"), upstream["loss"]
     if loss_scale is None:
         return Gradients(*(None if g is None else _times(g, grad_loss) for g in grads))
     size = outputs["row_size"] if outputs.get("row_size") is not None else inputs.weights
     of_rows, of_head = size * grad_loss, grad_loss * loss_scale
     head = Gradients(*(None if g is None else _times(g, of_head) for g in grads._replace(x=None, extra_x=None)))
-    return head._replace(x=scaled_rows(grads.x, of_rows), extra_x=scaled_rows(grads.extra_x, of_rows))
+    return head._replace(x=_op.scaled_rows(grads.x, of_rows), extra_x=_op.scaled_rows(grads.extra_x, of_rows))
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
@@ -198,36 +183,36 @@ def _times(grad: Tensor, factor: Tensor) -> Tensor:
     return (grad.to(factor.dtype) * factor).to(grad.dtype)
 
 
-WEIGHTED_LINEAR_NLL = RowOp(
+WEIGHTED_LINEAR_NLL = _op.RowOp(
     "weighted_linear_nll",
     weighted_targets,
     (
-        *_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS, *gradient_outputs(lambda _: True, scaled=scales_loss),
-        Output("loss_scale", scalar(scales_loss), public=False),
+        *_WEIGHTED_OUTPUTS, *_STATS_OUTPUTS, *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
+        _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
     ),
     _weighted_linear_forward,
-    lambda plan: (("weights",) if scales_loss(plan) else (), (*GRADS, "loss_scale")),
+    lambda plan: (("weights",) if scales_loss(plan) else (), (*_op.GRADS, "loss_scale")),
     scale_in_place,
     WeightedNLL,
     CROSS_ENTROPY,
     inline_backward=lambda _: scale_copies,
-    before_backward=partial(SingleUseBackward, "weighted_linear_nll", "linear_token_nll"),
+    before_backward=partial(_op.SingleUseBackward, "weighted_linear_nll", "linear_token_nll"),
 )  # fmt: skip
 
 
-def _linear_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+def _linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the results per row; with a frozen head also the gradients of the rows for upstream gradients of 1."""
     with no_autocast(inputs):
         frozen = plan.needs.frozen_head
         ones = torch.ones(len(inputs.x), dtype=plan.accum_dtype, device=inputs.x.device) if frozen else None
         chunks = Chunks(inputs, plan, plan.needs if frozen else NO_GRADIENTS)
-        return {**_named(plan, *chunks.run(ones)), **as_outputs(chunks.gradients())}
+        return {**_named(plan, *chunks.run(ones)), **_op.as_outputs(chunks.gradients())}
 
 
-def _linear_backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+def _linear_backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     """Frozen head: the saved gradients of the rows times the upstream ones. Otherwise recompute the logits."""
     if plan.needs.frozen_head:
-        x, extra_x = (scaled_rows(outputs.get(name), upstream["nll"]) for name in ("grad_x", "grad_extra_x"))
+        x, extra_x = (_op.scaled_rows(outputs.get(name), upstream["nll"]) for name in ("grad_x", "grad_extra_x"))
         return Gradients(x, extra_x=extra_x)
     with no_autocast(inputs):
         scale = upstream["nll"].reshape(-1).to(plan.accum_dtype).contiguous()
@@ -242,12 +227,12 @@ def _linear_backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, pla
         return chunks.gradients(loss_scale)
 
 
-LINEAR_TOKEN_NLL = RowOp(
+LINEAR_TOKEN_NLL = _op.RowOp(
     "linear_token_nll",
     row_targets,
     (
         *_NLL_OUTPUTS, *_STATS_OUTPUTS,
-        *gradient_outputs(lambda plan: plan.needs.frozen_head, ("x", "extra_x")),
+        *_op.gradient_outputs(lambda plan: plan.needs.frozen_head, ("x", "extra_x")),
     ),
     _linear_forward,
     lambda plan: (

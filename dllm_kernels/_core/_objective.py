@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends._row_stats import StatsResult, Upstream
 from dllm_kernels._backends._rows import SKIP
@@ -23,12 +24,10 @@ class Objective:
         several: whether the caller's ids have one dimension more than the rows.
     """
 
-    fn: Callable[..., torch.Tensor]
+    fn: Callable[..., Tensor]
     several: bool
 
-    def of(
-        self, found: StatsResult, active: torch.Tensor, aux: Sequence[torch.Tensor], needed: bool
-    ) -> tuple[torch.Tensor, Upstream]:
+    def of(self, found: StatsResult, active: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
         """Return (value per row, 0 in skipped rows; gradients of their sum, None for statistics that fn does not use)."""
         leaves = [found.log_probs, found.row_max + found.log_sum, found.entropy]
         leaves = [None if t is None else t.detach().clone().requires_grad_(needed) for t in leaves]
@@ -40,13 +39,13 @@ class Objective:
         upstream = [None if t is None or not needed else next(those) for t in leaves]
         return total.detach(), Upstream(upstream[0], upstream[1], upstream[2], None)
 
-    def _called(self, leaves: list[Any], correct: torch.Tensor | None, aux: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _called(self, leaves: list[Any], correct: Tensor | None, aux: Sequence[Tensor]) -> Tensor:
         log_probs, lse, entropy = leaves
         stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, correct)
         return checked_value(self.fn(stats, *aux), lse)
 
     @staticmethod
-    def _gradients(total: torch.Tensor, leaves: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    def _gradients(total: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
         if total.grad_fn is None or not total.requires_grad:
             return (None,) * len(leaves)
         mine = {id(t) for t in leaves}
@@ -58,10 +57,10 @@ class Objective:
         return torch.autograd.grad(total, leaves, allow_unused=True)
 
 
-def checked_value(value: Any, lse: torch.Tensor) -> torch.Tensor:
+def checked_value(value: Any, lse: Tensor) -> Tensor:
     """Validate the value that ``fn`` returned for rows with this logsumexp ``[R]``; cast it to its dtype."""
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
-        got = f"dtype {value.dtype}" if isinstance(value, torch.Tensor) else type_name(value)
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = f"dtype {value.dtype}" if isinstance(value, Tensor) else type_name(value)
         raise TypeError(f"fn must return a floating tensor, got {got}")
     if value.shape != lse.shape:
         raise ValueError(
@@ -70,7 +69,7 @@ def checked_value(value: Any, lse: torch.Tensor) -> torch.Tensor:
     return value.to(lse.dtype)
 
 
-def _leaves_of(t: torch.Tensor) -> Iterator[torch.Tensor]:
+def _leaves_of(t: Tensor) -> Iterator[Tensor]:
     """Yield the leaf tensors that a result would send gradients to."""
     seen: set[Any] = set()
     waiting = [t.grad_fn]

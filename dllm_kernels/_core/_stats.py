@@ -13,23 +13,10 @@ import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
 from dllm_kernels._backends._rows import SKIP, as_blv
+from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels._core._nll import scale_in_place, scales_loss
-from dllm_kernels._core._op import (
-    GRADS,
-    LOGITS,
-    Output,
-    Outputs,
-    RowOp,
-    SingleUseBackward,
-    Spec,
-    as_outputs,
-    gradient_outputs,
-    per_row,
-    per_row_bool,
-    scalar,
-)
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import RowObjective, RowStats
 
@@ -47,7 +34,7 @@ def row_ids(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
     return ids, zeros if inputs.active is None else zeros.masked_fill(inputs.active.detach().reshape(-1) == 0, SKIP)
 
 
-def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
+def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     found = (_linear_forward if plan.from_hidden else _logits_forward)(inputs, plan)
     lse = found.row_max + found.log_sum if plan.options.with_lse else None
     return {**found._asdict(), "lse": lse}
@@ -69,7 +56,7 @@ def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
         return found if found.log_probs is out[0] else found._replace(log_probs=found.log_probs.clone())
 
 
-def _backward(inputs: RowInputs, outputs: Outputs, upstream: Outputs, plan: Plan) -> Gradients:
+def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     found = StatsResult(*(outputs.get(name) for name in StatsResult._fields))  # type: ignore[arg-type]
     of_outputs = Upstream(*(upstream.get(name) for name in Upstream._fields))
     return (_linear_backward if plan.from_hidden else _logits_backward)(inputs, found, of_outputs, plan)
@@ -135,36 +122,36 @@ def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype) -> list[Te
     return [rows.empty(request.ids.shape[1], dtype=dtype, device=device), *floats, correct]
 
 
-def _ids_spec(inputs: RowInputs, plan: Plan) -> Spec:
+def _ids_spec(inputs: RowInputs, plan: Plan) -> _op.Spec:
     return tuple(inputs.ids.shape), plan.accum_dtype
 
 
-_LOG_PROBS = Output("log_probs", _ids_spec, differentiable=True, like_ids=True)
-_LSE = Output("lse", per_row(lambda plan: plan.options.with_lse), differentiable=True)
-_ENTROPY = Output("entropy", per_row(lambda plan: plan.options.entropy), differentiable=True)
-_CORRECT = Output("correct", per_row_bool(lambda plan: plan.options.with_correct))
+_LOG_PROBS = _op.Output("log_probs", _ids_spec, differentiable=True, like_ids=True)
+_LSE = _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse), differentiable=True)
+_ENTROPY = _op.Output("entropy", _op.per_row(lambda plan: plan.options.entropy), differentiable=True)
+_CORRECT = _op.Output("correct", _op.per_row_bool(lambda plan: plan.options.with_correct))
 _INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "mix_a", "mix_b")
 
-ROW_STATS = RowOp(
+ROW_STATS = _op.RowOp(
     "row_stats",
     row_ids,
     (
         _LOG_PROBS, _LSE, _ENTROPY,
-        Output("mix", per_row(lambda plan: plan.with_mix), differentiable=True),
+        _op.Output("mix", _op.per_row(lambda plan: plan.with_mix), differentiable=True),
         _CORRECT,
-        Output("row_max", per_row(lambda plan: plan.keeps_lse), public=False),
-        Output("log_sum", per_row(lambda plan: plan.keeps_lse), public=False),
-        Output("mix_weight", per_row(lambda plan: plan.with_mix and any(plan.needs)), public=False),
+        _op.Output("row_max", _op.per_row(lambda plan: plan.keeps_lse), public=False),
+        _op.Output("log_sum", _op.per_row(lambda plan: plan.keeps_lse), public=False),
+        _op.Output("mix_weight", _op.per_row(lambda plan: plan.with_mix and any(plan.needs)), public=False),
     ),
     _forward,
     lambda _: (_INPUTS, ("log_probs", "row_max", "log_sum", "entropy", "mix_weight")),
     _backward,
     RowStats,
-    ("torch.log_softmax and what follows from it", f"torch.log_softmax of {LOGITS}"),
+    ("torch.log_softmax and what follows from it", f"torch.log_softmax of {_op.LOGITS}"),
 )  # fmt: skip
 
 
-def _objective_forward(inputs: RowInputs, plan: Plan) -> Outputs:
+def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the loss, the value and the statistics per row, and the gradients that the plan needs.
 
     Per chunk: the statistics, the objective of them, and the gradient over the logits, which are computed once. Under
@@ -202,24 +189,24 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> Outputs:
         results: dict[str, Any] = {"loss": value.sum(), "value": value, "lse": stats.row_max + stats.log_sum}
         results |= {name: getattr(stats, name) for name in ("log_probs", "entropy", "correct")}
         row_size = None if sizes is None else rows.whole(sizes)
-        return {**results, **as_outputs(grads), "loss_scale": loss_scale, "row_size": row_size}
+        return {**results, **_op.as_outputs(grads), "loss_scale": loss_scale, "row_size": row_size}
 
 
-ROW_OBJECTIVE = RowOp(
+ROW_OBJECTIVE = _op.RowOp(
     "linear_row_objective",
     row_ids,
     (
-        Output("loss", scalar(), differentiable=True),
-        Output("value", per_row()),
+        _op.Output("loss", _op.scalar(), differentiable=True),
+        _op.Output("value", _op.per_row()),
         *(out._replace(differentiable=False) for out in (_LOG_PROBS, _LSE, _ENTROPY, _CORRECT)),
-        *gradient_outputs(lambda _: True, scaled=scales_loss),
-        Output("loss_scale", scalar(scales_loss), public=False),
-        Output("row_size", per_row(scales_loss), public=False),
+        *_op.gradient_outputs(lambda _: True, scaled=scales_loss),
+        _op.Output("loss_scale", _op.scalar(scales_loss), public=False),
+        _op.Output("row_size", _op.per_row(scales_loss), public=False),
     ),
     _objective_forward,
-    lambda _: ((), (*GRADS, "loss_scale", "row_size")),
+    lambda _: ((), (*_op.GRADS, "loss_scale", "row_size")),
     scale_in_place,
     RowObjective,
-    ("", f"torch.log_softmax of {LOGITS}"),
-    before_backward=partial(SingleUseBackward, "linear_row_objective", "linear_row_stats"),
+    ("", f"torch.log_softmax of {_op.LOGITS}"),
+    before_backward=partial(_op.SingleUseBackward, "linear_row_objective", "linear_row_stats"),
 )

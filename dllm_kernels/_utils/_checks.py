@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_kernels._utils import _changing
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -29,7 +30,7 @@ FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Of a soft cap or a scale: float32 holds it, its inverse and their product.
 FACTORS = (1e-18, 1e18)
 ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")  # of an environment variable, in any case
-Extra = tuple[torch.Tensor, torch.Tensor]  # the second part of a head
+Extra = tuple[Tensor, Tensor]  # the second part of a head
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -65,11 +66,11 @@ def type_name(value: object) -> str:
 
 def check_tensor(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is a tensor."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type_name(value)}")
 
 
-def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
     """Raise a ValueError unless the tensor's dtype is one of ``dtypes``."""
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} must have dtype {_names(dtypes)}, got {_names([tensor.dtype])}")
@@ -78,14 +79,14 @@ def check_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) 
 def check_float(name: str, value: object) -> None:
     """Raise unless ``value`` is a float16, bfloat16, float32 or float64 tensor."""
     check_tensor(name, value)
-    assert isinstance(value, torch.Tensor)
+    assert isinstance(value, Tensor)
     check_dtype(name, value, FLOAT_DTYPES)
 
 
 def check_ids(name: str, value: object) -> None:
     """Raise unless ``value`` is an integer tensor."""
     check_tensor(name, value)
-    assert isinstance(value, torch.Tensor)
+    assert isinstance(value, Tensor)
     check_dtype(name, value, INT_DTYPES)
 
 
@@ -96,20 +97,20 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be a bool, got {type_name(value)}")
 
 
-def check_shape(name: str, tensor: torch.Tensor, expected: Sequence[int], of: str = "") -> None:
+def check_shape(name: str, tensor: Tensor, expected: Sequence[int], of: str = "") -> None:
     """Raise ValueError unless the tensor has exactly this shape; ``of`` explains the expected shape."""
     if tuple(tensor.shape) != tuple(expected):
         hint = f" ({of})" if of else ""
         raise ValueError(f"{name} must have shape {tuple(expected)}{hint}, got {tuple(tensor.shape)}")
 
 
-def check_ndim(name: str, tensor: torch.Tensor, ndim: int, layout: str) -> None:
+def check_ndim(name: str, tensor: Tensor, ndim: int, layout: str) -> None:
     """Raise ValueError unless the tensor has ``ndim`` dimensions; ``layout`` names them."""
     if tensor.dim() != ndim:
         raise ValueError(f"{name} must have shape {layout}, got {tuple(tensor.shape)}")
 
 
-def check_same_device(first_name: str, first: torch.Tensor, **others: torch.Tensor | None) -> None:
+def check_same_device(first_name: str, first: Tensor, **others: Tensor | None) -> None:
     """Raise a ValueError unless every given tensor is on the device of the first."""
     for name, tensor in others.items():
         if tensor is not None and tensor.device != first.device:
@@ -128,7 +129,7 @@ def check_constant(name: str, value: object, instead: str = "") -> None:
         ValueError: ``value`` requires a gradient, and gradients are enabled.
         NotImplementedError: ``value`` has a tangent of forward-mode differentiation.
     """
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, Tensor):
         return
     check_no_tangent(value)
     if value.requires_grad and torch.is_grad_enabled():
@@ -139,7 +140,7 @@ def check_constant(name: str, value: object, instead: str = "") -> None:
 def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") -> None:
     """Raise unless ``value`` is a bool, integer or floating mask of the expected shape."""
     check_tensor(name, value)
-    assert isinstance(value, torch.Tensor)
+    assert isinstance(value, Tensor)
     check_dtype(name, value, (torch.bool, *INT_DTYPES, *FLOAT_DTYPES))
     check_shape(name, value, expected, of)
 
@@ -186,7 +187,7 @@ def check_count(name: str, value: object) -> None:
     """Raise unless ``value`` is None, a number, or a tensor with one element."""
     if value is None or (not isinstance(value, bool) and isinstance(value, numbers.Real)):  # NumPy's numbers too
         return
-    if isinstance(value, (torch.Tensor, np.ndarray)):  # NumPy's numbers are arrays while a graph is traced
+    if isinstance(value, (Tensor, np.ndarray)):  # NumPy's numbers are arrays while a graph is traced
         if math.prod(value.shape) != 1:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         return
@@ -197,18 +198,14 @@ def check_total(name: str, value: Any) -> None:
     """Raise unless ``value`` passes :func:`check_count` and is not negative; the sign is not read from a GPU."""
     check_count(name, value)
     value = plain(value)
-    known = values_are_there(value) if isinstance(value, torch.Tensor) else isinstance(value, numbers.Real)
+    known = values_are_there(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
     if known and value < 0:
-        got = value.item() if isinstance(value, torch.Tensor) else value
+        got = value.item() if isinstance(value, Tensor) else value
         raise ValueError(f"{name} must not be negative, got {_changing.shown(got)}")
 
 
 def check_rows(
-    names: Names,
-    rows: torch.Tensor,
-    targets: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
+    names: Names, rows: Tensor, targets: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
 ) -> int:
     """Validate logits, or hidden states and head, and the dtype and device of the targets; return V."""
     check_float(names.rows, rows)
@@ -227,7 +224,7 @@ def check_rows(
     return rows.shape[-1]
 
 
-def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def _check_head(names: Names, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     check_ndim(names.weight, weight, 2, "[V, D]")
     V, D = weight.shape
     if 0 in (V, D):
@@ -242,7 +239,7 @@ def _check_head(names: Names, hidden: torch.Tensor, weight: torch.Tensor, bias: 
         check_shape(names.bias, bias, (V,), f"one entry per row of {names.weight}")
 
 
-def check_dtypes(rows_name: str, rows: torch.Tensor, others: Mapping[str, torch.Tensor | None]) -> None:
+def check_dtypes(rows_name: str, rows: Tensor, others: Mapping[str, Tensor | None]) -> None:
     """Raise unless all others have the dtype of the rows, or autocast will cast them; autocast never casts float64.
 
     A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
@@ -258,8 +255,8 @@ def check_dtypes(rows_name: str, rows: torch.Tensor, others: Mapping[str, torch.
 
 
 def checked_extra(
-    names: Names, hidden: torch.Tensor, weight: torch.Tensor, extra: Any, name: str = "extra"
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    names: Names, hidden: Tensor, weight: Tensor, extra: Any, name: str = "extra"
+) -> tuple[Tensor | None, Tensor | None]:
     """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given."""
     if extra is None:
         return None, None
@@ -297,7 +294,7 @@ def targets_checked(check_targets: bool | None) -> bool:
 def check_target_range(
     check_targets: bool | None,
     name: str,
-    targets: torch.Tensor,
+    targets: Tensor,
     V: int,
     ignore_index: int | None = -100,
     *,
@@ -320,7 +317,7 @@ def check_target_range(
         raise_bad_target(plain(targets), name, V, ignore_index, shift, skip_id)
 
 
-def check_inplace(logits: torch.Tensor, rows: torch.Tensor) -> None:
+def check_inplace(logits: Tensor, rows: Tensor) -> None:
     """Raise unless the gradient can be written over the logits, seen as ``rows [B, L, V]``: no copy, no shared memory."""
     if torch.compiler.is_compiling() or transforms_active():
         raise ValueError("inplace_backward must be False under torch.compile and torch.func, got True")
@@ -332,7 +329,7 @@ def check_inplace(logits: torch.Tensor, rows: torch.Tensor) -> None:
         )
 
 
-def _rows_overlap(x: torch.Tensor) -> bool:
+def _rows_overlap(x: Tensor) -> bool:
     """Whether rows of ``x [B, L, V]`` may share memory.
 
     They do not where the steps along B and L nest, each at least as long as what the smaller ones span. Steps that
@@ -421,14 +418,14 @@ def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: A
     )
 
 
-def check_active(names: Names, rows: torch.Tensor, active: torch.Tensor | None) -> None:
+def check_active(names: Names, rows: Tensor, active: Tensor | None) -> None:
     """Raise unless ``active`` is None or a mask of the rows ``[..., C]``."""
     if active is not None:
         check_mask("active", active, rows.shape[:-1], f"that of {names.targets}")
         check_same_device(names.rows, rows, active=active)
 
 
-def checked_weights(names: Names, weights: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def checked_weights(names: Names, weights: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
     """Validate the weights of rows ``[..., C]``; return them detached, in the accumulation dtype."""
     check_mask("weights", weights, targets.shape, f"that of {names.targets}")
     check_same_device(names.targets, targets, weights=weights)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -20,12 +21,12 @@ def is_dtensor(t: Any) -> bool:
     Only tensors are tested: a count that varies between steps is a symbol while a graph is traced, and has no
         attributes.
     """
-    return type(t) is not torch.Tensor and isinstance(t, torch.Tensor) and hasattr(t, "device_mesh")
+    return type(t) is not Tensor and isinstance(t, Tensor) and hasattr(t, "device_mesh")
 
 
 def any_dtensor(*tensors: Any) -> bool:
     """Return True if one of the arguments, tensors or None, is a DTensor."""
-    return any(type(t) is not torch.Tensor and t is not None and is_dtensor(t) for t in tensors)
+    return any(type(t) is not Tensor and t is not None and is_dtensor(t) for t in tensors)
 
 
 def plain(t: Any) -> Any:
@@ -35,10 +36,10 @@ def plain(t: Any) -> Any:
 
 def all_plain(*tensors: Any) -> tuple[Any, ...]:
     """Apply :func:`plain` to each."""
-    return tuple([t if t is None or type(t) is torch.Tensor else plain(t) for t in tensors])
+    return tuple([t if t is None or type(t) is Tensor else plain(t) for t in tensors])
 
 
-def autocasts(t: torch.Tensor) -> bool:
+def autocasts(t: Tensor) -> bool:
     """Whether autocast is enabled on the tensor's device; False on the meta device."""
     return t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
 
@@ -48,13 +49,13 @@ def plain_count(count: Any) -> Any:
     return torch.as_tensor(count, device="cpu") if isinstance(count, np.ndarray) else plain(count)
 
 
-def has_values(t: torch.Tensor) -> bool:
+def has_values(t: Tensor) -> bool:
     """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
     # Compare the device type by name: the mock GPU has another type, and launches kernels.
-    return (type(t) is torch.Tensor and t.is_cpu) or not (t.device.type == "meta" or isinstance(t, FakeTensor))
+    return (type(t) is Tensor and t.is_cpu) or not (t.device.type == "meta" or isinstance(t, FakeTensor))
 
 
-def check_no_tangent(*tensors: torch.Tensor | None) -> None:
+def check_no_tangent(*tensors: Tensor | None) -> None:
     """Raise if an input has a forward-mode tangent, which would be dropped and give a derivative of 0."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
@@ -74,7 +75,7 @@ def transforms_active() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def levels(t: torch.Tensor) -> Iterator[torch.Tensor]:
+def levels(t: Tensor) -> Iterator[Tensor]:
     """Yield the tensor, then the tensor that it wraps at each level of ``torch.func`` transforms; the last is plain."""
     yield t
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -82,12 +83,12 @@ def levels(t: torch.Tensor) -> Iterator[torch.Tensor]:
         yield t
 
 
-def is_batched(t: torch.Tensor) -> bool:
+def is_batched(t: Tensor) -> bool:
     """Whether the tensor has a batch dimension of ``torch.func.vmap``, which its shape does not show."""
     return transforms_active() and any(torch._C._functorch.is_batchedtensor(each) for each in levels(t))
 
 
-def check_not_batched(*tensors: torch.Tensor | None) -> None:
+def check_not_batched(*tensors: Tensor | None) -> None:
     """Raise if one of the tensors :func:`is_batched`."""
     if not torch.compiler.is_compiling() and any(t is not None and is_batched(t) for t in tensors):
         refuse_vmap()
@@ -101,6 +102,6 @@ def refuse_vmap() -> NoReturn:
     )
 
 
-def values_are_there(t: torch.Tensor | None) -> bool:
+def values_are_there(t: Tensor | None) -> bool:
     """Whether reading values costs no sync: on CPU, with real data, and not while a graph is traced."""
     return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling() and not is_batched(t)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class Transform(NamedTuple):
@@ -48,7 +49,7 @@ class Transform(NamedTuple):
 NO_TRANSFORM = Transform()
 
 
-def transformed(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.Tensor:
+def transformed(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
     """Transform logits z ``[..., V]``, in the accumulation dtype; returns z itself if there is nothing to do.
 
     The result is written to ``out``, of the same shape and dtype, which may be z.
@@ -56,9 +57,7 @@ def transformed(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> tor
     return _masked(_scaled(z, transform, out), transform, out)
 
 
-def with_slope(
-    z: torch.Tensor, transform: Transform, out: torch.Tensor, slope: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | float]:
+def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor | float]:
     """Return :func:`transformed` and its derivative, which is one number if it is the same for all logits.
 
     Otherwise the derivative is written to ``slope``, of the shape and dtype of z, which must not share memory with
@@ -72,14 +71,14 @@ def with_slope(
     return _masked(x, transform, out), slope.square_().mul_(-scale).add_(scale)
 
 
-def _scaled(z: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.Tensor:
+def _scaled(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
     cap, scale, _ = transform
     if cap is not None:
         return torch.div(z, cap, out=out).tanh_().mul_(cap if scale is None else cap * scale)
     return z if scale is None else torch.mul(z, scale, out=out)
 
 
-def _masked(x: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.Tensor:
+def _masked(x: Tensor, transform: Transform, out: Tensor) -> Tensor:
     if transform.skip_id is None:
         return x
     x = x if x is out else out.copy_(x)
@@ -87,9 +86,9 @@ def _masked(x: torch.Tensor, transform: Transform, out: torch.Tensor) -> torch.T
     return x
 
 
-def through_(grad: torch.Tensor, slope: torch.Tensor | float, transform: Transform) -> torch.Tensor:
+def through_(grad: Tensor, slope: Tensor | float, transform: Transform) -> Tensor:
     """Make the gradient ``[..., V]`` in the transformed logits, in place, that in the logits; 0 in the skipped column."""
-    if isinstance(slope, torch.Tensor) or slope != 1:
+    if isinstance(slope, Tensor) or slope != 1:
         grad.mul_(slope)
     if transform.skip_id is not None:
         grad.select(-1, transform.skip_id).zero_()

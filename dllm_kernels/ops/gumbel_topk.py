@@ -8,18 +8,7 @@ import torch
 
 from dllm_kernels._random import _philox
 from dllm_kernels._random._topk import choose, counts
-from dllm_kernels._utils._checks import (
-    INT_DTYPES,
-    check_dtype,
-    check_float,
-    check_int,
-    check_int64,
-    check_same_device,
-    check_shape,
-    check_tensor,
-    is_int,
-    type_name,
-)
+from dllm_kernels._utils import _checks
 
 
 def gumbel_topk_mask(
@@ -77,27 +66,27 @@ def gumbel_topk_mask(
 
 
 def _check(log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None) -> None:
-    check_float("log_w", log_w)
+    _checks.check_float("log_w", log_w)
     if log_w.dim() != 2:
         raise ValueError(f"log_w must have shape [N, D], got {tuple(log_w.shape)}")
     check_k(k, log_w)
     if uniform is not None:
-        check_tensor("uniform", uniform)
-        check_dtype("uniform", uniform, (torch.float32, torch.float64))
-        check_shape("uniform", uniform, log_w.shape, "that of log_w")
-        check_same_device("log_w", log_w, uniform=uniform)
+        _checks.check_tensor("uniform", uniform)
+        _checks.check_dtype("uniform", uniform, (torch.float32, torch.float64))
+        _checks.check_shape("uniform", uniform, log_w.shape, "that of log_w")
+        _checks.check_same_device("log_w", log_w, uniform=uniform)
 
 
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
     """Raise unless ``k`` is an int of at least 0, or an integer tensor ``[N]`` of such."""
     if not isinstance(k, torch.Tensor):
-        if not is_int(k):
-            raise TypeError(f"k must be an int or a torch.Tensor, got {type_name(k)}")
-        check_int("k", k, 0)
-        check_int64("k", k)
+        if not _checks.is_int(k):
+            raise TypeError(f"k must be an int or a torch.Tensor, got {_checks.type_name(k)}")
+        _checks.check_int("k", k, 0)
+        _checks.check_int64("k", k)
         return
-    check_dtype("k", k, INT_DTYPES)
-    check_shape("k", k, log_w.shape[:1], "the rows of log_w")
-    check_same_device("log_w", log_w, k=k)
+    _checks.check_dtype("k", k, _checks.INT_DTYPES)
+    _checks.check_shape("k", k, log_w.shape[:1], "the rows of log_w")
+    _checks.check_same_device("log_w", log_w, k=k)
     if k.device.type == "cpu" and not torch.compiler.is_compiling() and bool((k < 0).any()):
         raise ValueError(f"k must be at least 0, got {int(k.min())} in row {int(k.argmin())}")

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends.torch._workers import how_many
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -39,11 +40,11 @@ class Buffers(NamedTuple):
         more: more blocks in the dtype of sums.
     """
 
-    wide: torch.Tensor
-    narrow: torch.Tensor | None
-    slope: torch.Tensor | None
-    padded: torch.Tensor | None
-    more: Sequence[torch.Tensor]
+    wide: Tensor
+    narrow: Tensor | None
+    slope: Tensor | None
+    padded: Tensor | None
+    more: Sequence[Tensor]
 
 
 class RowIndex(NamedTuple):
@@ -57,14 +58,14 @@ class RowIndex(NamedTuple):
         host. whole: True if these are all rows in order.
     """
 
-    numbers: torch.Tensor
+    numbers: Tensor
     total: int
     n: int
     first: int | None
     whole: bool
 
     @classmethod
-    def of(cls, t: torch.Tensor, off: int, weights: torch.Tensor | None = None) -> RowIndex:
+    def of(cls, t: Tensor, off: int, weights: Tensor | None = None) -> RowIndex:
         """List the rows whose entry in ``t [N]`` is not ``off`` and whose weight is not 0; a host sync unless on a CPU.
 
         NumPy, because ``torch.nonzero`` on a CPU branches at every entry: 325 us for 32,768 random ones, NumPy 40 (AMD
@@ -85,27 +86,27 @@ class RowIndex(NamedTuple):
         return cls(torch.from_numpy(on_host), N, n, on_host.item(0) if adjacent else None, n == N > 0)
 
     @classmethod
-    def listed(cls, numbers: torch.Tensor, total: int) -> RowIndex:
+    def listed(cls, numbers: Tensor, total: int) -> RowIndex:
         """Rows in any order, each any number of times."""
         n, first = numbers.shape[0], None
         if numbers.is_cpu and n and bool((np.diff(numbers.numpy()) == 1).all()):
             first = int(numbers[0])
         return cls(numbers, total, n, first, first == 0 and n == total)
 
-    def take(self, t: torch.Tensor) -> torch.Tensor:
+    def take(self, t: Tensor) -> Tensor:
         """Take the entries of these rows from a tensor with one entry per row; ``t`` itself if these are all rows."""
         return t if self.whole else t.index_select(0, self.numbers)
 
-    def put(self, t: torch.Tensor) -> torch.Tensor:
+    def put(self, t: Tensor) -> Tensor:
         """Inverse of :meth:`take`: one entry per row of the call, 0 in all other rows."""
         return t if self.whole else t.new_zeros(self.total, *t.shape[1:]).index_copy_(0, self.numbers, t)
 
 
-def split(t: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
+def split(t: Tensor, size: int) -> tuple[Tensor, ...]:
     return (t,) if t.shape[0] <= size else torch.split(t, size)
 
 
-def top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+def top(t: Tensor, block: Tensor) -> Tensor:
     """Take the first rows of ``t``, as many as the block has."""
     return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
 
@@ -113,7 +114,7 @@ def top(t: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
 class RowGather:
     """Rows of a ``[B, L, V]`` tensor, block by block: in place if the rows are adjacent, otherwise copied."""
 
-    def __init__(self, t: torch.Tensor, rows: RowIndex) -> None:
+    def __init__(self, t: Tensor, rows: RowIndex) -> None:
         (B, L, V), (batch, position, column) = t.shape, t.stride()
         position = position if L > 1 else batch if B > 1 else V
         batch = batch if B > 1 else L * position
@@ -127,14 +128,14 @@ class RowGather:
         self.index = rows.numbers if dense else rows.numbers // L * batch + rows.numbers % L * position
         self.together = dense and rows.first is not None
 
-    def blocks(self, size: int) -> tuple[torch.Tensor, ...]:
+    def blocks(self, size: int) -> tuple[Tensor, ...]:
         """Blocks of ``size``: views of the rows if they are adjacent, otherwise their numbers in ``flat``."""
         first, count = self.rows.first, self.rows.n
         if not self.together or first is None:
             return split(self.index, size)
         return split(self.flat if count == self.flat.shape[0] else self.flat[first : first + count], size)
 
-    def load(self, block: torch.Tensor, wide: torch.Tensor, buffers: Buffers) -> torch.Tensor:
+    def load(self, block: Tensor, wide: Tensor, buffers: Buffers) -> Tensor:
         """Return the block in the dtype of sums: a view of the rows, or a copy in ``wide``, the top of ``buffers.wide``."""
         if self.together:
             return block if block.dtype == wide.dtype else wide.copy_(block)
@@ -142,11 +143,11 @@ class RowGather:
             return torch.index_select(self.flat, 0, block, out=wide)
         return wide.copy_(torch.index_select(self.flat, 0, block, out=top(buffers.narrow, block)))
 
-    def room(self, block: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    def room(self, block: Tensor, wide: Tensor) -> Tensor:
         """Memory to compute the argument of :meth:`store` in: the rows themselves, or ``wide``."""
         return block if self.together and block.dtype == wide.dtype else wide
 
-    def store(self, block: torch.Tensor, values: torch.Tensor, buffers: Buffers) -> None:
+    def store(self, block: Tensor, values: Tensor, buffers: Buffers) -> None:
         """Write what was computed in :meth:`room`."""
         if self.together:
             if values is not block:
@@ -166,24 +167,24 @@ class RowScatter:
 
     together = False
 
-    def __init__(self, flat: torch.Tensor, rows: RowIndex, size: int) -> None:
+    def __init__(self, flat: Tensor, rows: RowIndex, size: int) -> None:
         index, source = rows.numbers.numpy(), np.full(rows.total, size)
         source[index] = np.arange(rows.n) if rows.n <= size else np.arange(rows.n) % size
         self.flat, self.source = flat, torch.from_numpy(source)
         self.bounds = [0, *index[size::size].tolist(), rows.total]
 
-    def blocks(self, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def blocks(self, size: int) -> list[tuple[Tensor, Tensor]]:
         """Blocks of (rows up to the first one of the next block, their rows in the buffer)."""
         if len(self.bounds) == 2:
             return [(self.flat, self.source)]
         lengths = [hi - lo for lo, hi in zip(self.bounds, self.bounds[1:], strict=False)]
         return list(zip(torch.split(self.flat, lengths), torch.split(self.source, lengths), strict=True))
 
-    def room(self, block: tuple[torch.Tensor, torch.Tensor], wide: torch.Tensor) -> torch.Tensor:
+    def room(self, block: tuple[Tensor, Tensor], wide: Tensor) -> Tensor:
         """Memory to compute the argument of :meth:`store` in."""
         return wide
 
-    def store(self, block: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor, buffers: Buffers) -> None:
+    def store(self, block: tuple[Tensor, Tensor], values: Tensor, buffers: Buffers) -> None:
         """Write what was computed in :meth:`room`, and the zeros."""
         rows, source = block
         if buffers.narrow is not None:
@@ -193,7 +194,7 @@ class RowScatter:
         torch.index_select(buffers.padded, 0, source, out=rows)
 
 
-def with_zeros_between(out: torch.Tensor, rows: RowIndex, size: int) -> RowGather | RowScatter:
+def with_zeros_between(out: Tensor, rows: RowIndex, size: int) -> RowGather | RowScatter:
     """Target of blocks of ``size`` for the rows of an index in ``[B, L, V]``; all other rows are or will be zeros."""
     target = RowGather(out, rows)
     if rows.whole:
@@ -209,7 +210,7 @@ def with_zeros_between(out: torch.Tensor, rows: RowIndex, size: int) -> RowGathe
     return target
 
 
-def zero_rows_(t: torch.Tensor, idle: torch.Tensor) -> None:
+def zero_rows_(t: Tensor, idle: Tensor) -> None:
     """Zero the rows of ``t [..., V]`` for which ``idle [N]`` is True."""
     if t.is_cpu:
         t.view(-1, t.shape[-1]).index_fill_(0, RowIndex.of(idle, 0).numbers, 0)
@@ -217,7 +218,7 @@ def zero_rows_(t: torch.Tensor, idle: torch.Tensor) -> None:
         t.masked_fill_(idle.view(*t.shape[:-1], 1), 0)
 
 
-def sum_rows(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+def sum_rows(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Sum of each row of ``[R, V]``, ``[R, 1]``; bitwise independent of the other rows.
 
     torch splits a full reduction across threads, so that its rounding depends on the number of threads. A single long
@@ -229,7 +230,7 @@ def sum_rows(x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
     return total if out is None else out.copy_(total)
 
 
-def a_row_at_a_time(function: Callable[..., torch.Tensor], z: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+def a_row_at_a_time(function: Callable[..., Tensor], z: Tensor, out: Tensor) -> Tensor:
     """``torch.softmax`` or ``torch.log_softmax`` of ``[R, V]`` along V, written to ``out``, which may be z.
 
     One call replaces maximum, difference, exponential, sum and quotient: on a CPU a third of their time if torch's
@@ -257,7 +258,7 @@ def team(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int =
 
 
 def buffers_for(
-    threads: int, size: int, V: int, like: torch.Tensor, *, wide: bool = True, narrow: bool = False,
+    threads: int, size: int, V: int, like: Tensor, *, wide: bool = True, narrow: bool = False,
     slope: bool = False, padded: bool = False, more: int = 0,
 ) -> list[Buffers]:  # fmt: skip
     """:class:`Buffers` of ``size`` rows for each thread, on the device of ``like``, a tensor of logits."""

@@ -39,19 +39,7 @@ import torch
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, NO_HYPER, TIE, Found, Hyper, Kept, Option, Recipe
 from dllm_kernels._backends._rows import SKIP, column_of
-from dllm_kernels._backends.torch._blocks import (
-    Buffers,
-    RowGather,
-    RowIndex,
-    RowScatter,
-    a_row_at_a_time,
-    buffers_for,
-    split,
-    sum_rows,
-    team,
-    top,
-    with_zeros_between,
-)
+from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
@@ -262,10 +250,10 @@ class Program:
     def summed(self, c: Columns, room: Sequence[Tensor]) -> list[Tensor]:
         """Return a and the sum of each feature, ``[R, 1]``; features of the gradient are kept in the room."""
         work, *kept = room
-        found = [sum_rows(torch.minimum(c.p, c.q, out=work))]
+        found = [_blocks.sum_rows(torch.minimum(c.p, c.q, out=work))]
         for feature, hyper in self.sums:
             out = kept[self.kept.index((feature, hyper))] if (feature, hyper) in self.kept else work
-            found.append(sum_rows(feature.of(c, hyper or NO_HYPER, out)))
+            found.append(_blocks.sum_rows(feature.of(c, hyper or NO_HYPER, out)))
         return found
 
     def rows(self, sums: Sequence[Tensor], n: Numbers, w: Tensor) -> tuple[Tensor, Coefficients]:
@@ -324,8 +312,8 @@ def _key(feature: Feature, hyper: Hyper) -> Key:
 class Room(NamedTuple):
     """Buffers of one thread: the student's, with blocks to work in, and the teacher's."""
 
-    student: Buffers
-    teacher: Buffers
+    student: _blocks.Buffers
+    teacher: _blocks.Buffers
 
 
 class Block(NamedTuple):
@@ -339,7 +327,7 @@ class Block(NamedTuple):
     @property
     def more(self) -> list[Tensor]:
         """Scratch buffers with as many rows as the block."""
-        return [top(buffer, self.z) for buffer in self.room.student.more]
+        return [_blocks.top(buffer, self.z) for buffer in self.room.student.more]
 
 
 class Norms(NamedTuple):
@@ -371,20 +359,20 @@ class Pairs:
         self.work_blocks = work_blocks
         self.logits, self.teacher = logits, teacher
         self.transforms = transform, teacher_transform
-        self.rows, self.acc = RowIndex.of(weights, 0), accum_dtype(logits.dtype)
-        self.threads, self.size = team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
+        self.rows, self.acc = _blocks.RowIndex.of(weights, 0), accum_dtype(logits.dtype)
+        self.threads, self.size = _blocks.team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
         self.lost: Tensor | None = None
         if self.rows.n:
-            self.student = RowGather(logits, self.rows)
+            self.student = _blocks.RowGather(logits, self.rows)
             self.theirs = self._teacher_rows(teacher_rows)
 
-    def _teacher_rows(self, teacher_rows: Tensor | None) -> RowGather:
+    def _teacher_rows(self, teacher_rows: Tensor | None) -> _blocks.RowGather:
         if teacher_rows is None:
-            return RowGather(self.teacher, self.rows)
+            return _blocks.RowGather(self.teacher, self.rows)
         total = self.teacher.shape[0] * self.teacher.shape[1]
         index, lost = column_of(self.rows.take(teacher_rows), total)
         self.lost = None if lost is None else lost.unsqueeze(1)
-        return RowGather(self.teacher, RowIndex.listed(index, total))
+        return _blocks.RowGather(self.teacher, _blocks.RowIndex.listed(index, total))
 
     def taken(self, t: Tensor | None) -> Tensor | None:
         """Entries of these rows in a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``."""
@@ -408,34 +396,34 @@ class Pairs:
             if out is not None:
                 out.zero_()
             return
-        target = None if out is None else with_zeros_between(out, self.rows, self.size)
+        target = None if out is None else _blocks.with_zeros_between(out, self.rows, self.size)
         count = -(-n // self.size)
         writes = [None] * count if target is None else target.blocks(self.size)
-        parts = zip(*([None] * count if t is None else split(t, self.size) for t in per_row), strict=True)
+        parts = zip(*([None] * count if t is None else _blocks.split(t, self.size) for t in per_row), strict=True)
         blocks = zip(self.student.blocks(self.size), self.theirs.blocks(self.size), writes, parts, strict=True)
         in_place = self.student.together and (target is None or target.together)
         caps = target is not None and self.transforms[0].softcap is not None
-        mine = buffers_for(
+        mine = _blocks.buffers_for(
             self.threads, self.size, V, self.logits, narrow=not in_place, slope=caps,
-            padded=isinstance(target, RowScatter), more=self.work_blocks,
+            padded=isinstance(target, _blocks.RowScatter), more=self.work_blocks,
         )  # fmt: skip
-        its = buffers_for(self.threads, self.size, V, self.teacher, narrow=not self.theirs.together)
+        its = _blocks.buffers_for(self.threads, self.size, V, self.teacher, narrow=not self.theirs.together)
         rooms = [Room(a, b) for a, b in zip(mine, its, strict=True)]
         share_out([partial(self._block, work, target, *here) for here in blocks], rooms)
 
     def _block(
-        self, work: Callable[..., Tensor | None], target: RowGather | RowScatter | None, mine: Tensor, its: Tensor,
+        self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None, mine: Tensor, its: Tensor,
         to: Any, parts: Sequence[Tensor | None], room: Room,
     ) -> None:  # fmt: skip
         transform, its_transform = self.transforms
-        wide, slope = top(room.student.wide, mine), 1.0
+        wide, slope = _blocks.top(room.student.wide, mine), 1.0
         z = self.student.load(mine, wide, room.student)
         if target is None:
             z = transformed(z, transform, wide)
         else:
-            slope_buffer = None if room.student.slope is None else top(room.student.slope, mine)
+            slope_buffer = None if room.student.slope is None else _blocks.top(room.student.slope, mine)
             z, slope = with_slope(z, transform, wide, slope_buffer)  # type: ignore[assignment]
-        its_wide = top(room.teacher.wide, its)
+        its_wide = _blocks.top(room.teacher.wide, its)
         t = transformed(self.theirs.load(its, its_wide, room.teacher), its_transform, its_wide)
         block = Block(z, t, slope, room)
         if target is None:
@@ -482,7 +470,7 @@ def _skipped_by_both(transform: Transform, teacher_transform: Transform) -> int 
 
 def _softmaxes(program: Program, block: Block) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Compute p and q; return them with the unused buffers."""
-    p, q = (a_row_at_a_time(torch.softmax, x, b) for x, b in zip((block.z, block.t), block.more, strict=False))
+    p, q = (_blocks.a_row_at_a_time(torch.softmax, x, b) for x, b in zip((block.z, block.t), block.more, strict=False))
     return p, q, block.more[2:]
 
 

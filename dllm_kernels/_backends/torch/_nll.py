@@ -9,19 +9,11 @@ import math
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends._row_stats import StatsRequest
 from dllm_kernels._backends._rows import NLL, SKIP, column_of
-from dllm_kernels._backends.torch._blocks import (
-    DEVICE_BLOCK_BYTES,
-    Buffers,
-    buffers_for,
-    split,
-    sum_rows,
-    team,
-    top,
-    zero_rows_,
-)
+from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._stats import Sums
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -29,12 +21,7 @@ from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, wi
 
 
 def nll_and_grad_(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    *,
-    with_correct: bool,
-    transform: Transform = NO_TRANSFORM,
+    logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> NLL:
     """See ``_backends._rows``. Works in place on a chunk that already has the dtype of sums."""
     (C, V), acc = logits.shape, accum_dtype(logits.dtype)
@@ -45,23 +32,23 @@ def nll_and_grad_(
         row_scale = row_scale.masked_fill(lost, math.nan)
     sums = Sums.empty(C, logits, StatsRequest(ids, targets, correct=with_correct))
 
-    def work(block: torch.Tensor, part: Sums, column: torch.Tensor, row_scale: torch.Tensor, buffers: Buffers) -> None:
-        x = block if block.dtype == acc else top(buffers.wide, block).copy_(block)
-        z, slope = with_slope(x, transform, x, None if buffers.slope is None else top(buffers.slope, block))
+    def work(block: Tensor, part: Sums, column: Tensor, row_scale: Tensor, buffers: _blocks.Buffers) -> None:
+        x = block if block.dtype == acc else _blocks.top(buffers.wide, block).copy_(block)
+        z, slope = with_slope(x, transform, x, None if buffers.slope is None else _blocks.top(buffers.slope, block))
         part.find_largest(z)
         torch.gather(z, 1, column, out=part.log_probs)  # the target's logit; log_sum holds S until the end
-        row_sum = sum_rows(torch.sub(z, part.row_max, out=x).exp_(), part.log_sum)  # type: ignore[arg-type]
+        row_sum = _blocks.sum_rows(torch.sub(z, part.row_max, out=x).exp_(), part.log_sum)  # type: ignore[arg-type]
         grad = x.mul_(row_scale / row_sum).scatter_add_(1, column, -row_scale)
         through_(grad, slope, transform)
         if x is not block:
             block.copy_(x)
 
-    threads, size = team(C, V, acc, logits.device)
-    per_row = [split(t, size) for t in (logits, column, row_scale)]
+    threads, size = _blocks.team(C, V, acc, logits.device)
+    per_row = [_blocks.split(t, size) for t in (logits, column, row_scale)]
     blocks = zip(per_row[0], sums.blocks(size, len(per_row[0])), *per_row[1:], strict=True)
-    buffers = buffers_for(threads, size, V, logits, wide=logits.dtype != acc, slope=caps)
+    buffers = _blocks.buffers_for(threads, size, V, logits, wide=logits.dtype != acc, slope=caps)
     share_out([partial(work, *block) for block in blocks], buffers)
-    zero_rows_(logits, off | (scale == 0))
+    _blocks.zero_rows_(logits, off | (scale == 0))
     row_max, log_sum = sums.normalizer(sums.log_sum.log_())  # type: ignore[union-attr]
     nll = ((row_max - sums.log_probs) + log_sum).masked_fill_(log_sum == -math.inf, math.nan)
     nll = (nll if lost is None else nll.masked_fill_(lost, math.nan)).squeeze(1)
@@ -70,7 +57,7 @@ def nll_and_grad_(
     return nll.masked_fill_(off, 0), row_max, log_sum, correct
 
 
-def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
+def scale_(t: Tensor, factor: Tensor) -> None:
     """See ``_backends._rows``. Off the CPU the multiplication is unconditional: checking the factor would be a sync.
 
     A CPU multiplies by a 0-d factor in the precision of the factor. A GPU would round it to the dtype of t first.
@@ -79,5 +66,5 @@ def scale_(t: torch.Tensor, factor: torch.Tensor) -> None:
         if factor != 1:
             t.mul_(factor)
         return
-    for block in torch.split(t, max(1, DEVICE_BLOCK_BYTES // max(t[0].nbytes, 1))) if t.numel() else ():
+    for block in torch.split(t, max(1, _blocks.DEVICE_BLOCK_BYTES // max(t[0].nbytes, 1))) if t.numel() else ():
         block.copy_(block.to(factor.dtype).mul_(factor))

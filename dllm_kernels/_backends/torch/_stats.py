@@ -10,22 +10,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
 from dllm_kernels._backends._rows import SKIP, column_of
-from dllm_kernels._backends.torch._blocks import (
-    Buffers,
-    RowGather,
-    RowIndex,
-    RowScatter,
-    a_row_at_a_time,
-    buffers_for,
-    split,
-    sum_rows,
-    team,
-    top,
-    with_zeros_between,
-)
+from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform, through_, transformed, with_slope
@@ -41,13 +30,13 @@ class _Mix(NamedTuple):
         any_none: False if ``none`` is known to be False everywhere; only a CPU is asked.
     """
 
-    a: torch.Tensor
-    b: torch.Tensor
-    none: torch.Tensor
+    a: Tensor
+    b: Tensor
+    none: Tensor
     any_none: bool
 
     @classmethod
-    def of(cls, request: StatsRequest, rows: RowIndex) -> _Mix:
+    def of(cls, request: StatsRequest, rows: _blocks.RowIndex) -> _Mix:
         """Take the mixture of these rows."""
         assert request.a is not None
         assert request.b is not None
@@ -56,17 +45,17 @@ class _Mix(NamedTuple):
         return cls(a, b, none, not none.is_cpu or bool(none.any()))
 
     def blocks(self, size: int) -> list[_Mix]:
-        parts = (split(t, size) for t in (self.a, self.b, self.none))
+        parts = (_blocks.split(t, size) for t in (self.a, self.b, self.none))
         return [_Mix(a, b, none, self.any_none) for a, b, none in zip(*parts, strict=True)]
 
     @property
-    def beside(self) -> torch.Tensor:
+    def beside(self) -> Tensor:
         """X with q = p / (p + x)."""
         return torch.where(self.b == 0, math.inf, self.a / self.b)
 
 
 def _add_up_mix(
-    p: torch.Tensor, log_p_sum: torch.Tensor | None, mix: _Mix, sums: Sums, spare: torch.Tensor, transform: Transform
+    p: Tensor, log_p_sum: Tensor | None, mix: _Mix, sums: Sums, spare: Tensor, transform: Transform
 ) -> None:
     """Write F and W of a block. ``log_p_sum`` is needed if ``mix.any_none``."""
     skip, V = transform.skip_id, p.shape[1]
@@ -74,36 +63,36 @@ def _add_up_mix(
     if skip is not None:
         spare.select(1, skip).fill_(1)
         V -= 1
-    sum_rows(spare.log_(), sums.mix)
+    _blocks.sum_rows(spare.log_(), sums.mix)
     if sums.mix_weight is not None:
         torch.add(p, mix.beside, out=spare)
-        sum_rows(torch.div(p, spare, out=spare), sums.mix_weight)
+        _blocks.sum_rows(torch.div(p, spare, out=spare), sums.mix_weight)
         sums.mix_weight.masked_fill_(mix.none, V)
     if log_p_sum is not None:
         assert sums.mix is not None
         sums.mix.copy_(torch.where(mix.none, log_p_sum + V * mix.b.log(), sums.mix))
 
 
-def _log_p_sum(log_p: torch.Tensor, mix: _Mix, transform: Transform) -> torch.Tensor | None:
+def _log_p_sum(log_p: Tensor, mix: _Mix, transform: Transform) -> Tensor | None:
     """Sum of log p if ``mix.any_none``, otherwise None. Sets the skipped column to 0, its share of every sum."""
     if transform.skip_id is not None:
         log_p.select(1, transform.skip_id).fill_(0)
-    return sum_rows(log_p) if mix.any_none else None
+    return _blocks.sum_rows(log_p) if mix.any_none else None
 
 
 class Sums(NamedTuple):
     """Per-row accumulators; None if not requested."""
 
-    log_probs: torch.Tensor
-    row_max: torch.Tensor | None = None
-    best: torch.Tensor | None = None
-    log_sum: torch.Tensor | None = None
-    moment: torch.Tensor | None = None
-    mix: torch.Tensor | None = None
-    mix_weight: torch.Tensor | None = None
+    log_probs: Tensor
+    row_max: Tensor | None = None
+    best: Tensor | None = None
+    log_sum: Tensor | None = None
+    moment: Tensor | None = None
+    mix: Tensor | None = None
+    mix_weight: Tensor | None = None
 
     @classmethod
-    def empty(cls, n: int, like: torch.Tensor, request: StatsRequest) -> Sums:
+    def empty(cls, n: int, like: Tensor, request: StatsRequest) -> Sums:
         dtype, device, mix = accum_dtype(like.dtype), like.device, request.a is not None
         log_probs = torch.empty(n, request.ids.shape[1], dtype=dtype, device=device)
         if not (request.lse or request.correct or request.entropy or mix):
@@ -113,14 +102,14 @@ class Sums(NamedTuple):
         best = torch.empty(n, 1, dtype=torch.int64, device=device) if request.correct else None
         return cls(log_probs, row_max, best, *others)
 
-    def find_largest(self, z: torch.Tensor) -> None:
+    def find_largest(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""
         if self.best is not None:
             torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))  # type: ignore[arg-type]
         elif self.row_max is not None:
             torch.amax(z, 1, keepdim=True, out=self.row_max)
 
-    def normalizer(self, log_sum: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def normalizer(self, log_sum: Tensor) -> tuple[Tensor, Tensor]:
         """(M, log S). In a row, or shard of a row, of nothing but -inf, M is the lowest finite number and S is 0."""
         assert self.row_max is not None
         row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
@@ -130,47 +119,49 @@ class Sums(NamedTuple):
         """Split into views of ``[size, 1]`` and ``[size, K]``."""
         if count == 1:
             return [self]
-        parts = ([None] * count if t is None else split(t, size) for t in self)
+        parts = ([None] * count if t is None else _blocks.split(t, size) for t in self)
         return [Sums(*part) for part in zip(*parts, strict=True)]
 
 
 def _reduce(
-    source: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix | None, column: torch.Tensor,
-    buffers: Buffers
+    source: _blocks.RowGather, transform: Transform, block: Tensor, sums: Sums, mix: _Mix | None, column: Tensor,
+    buffers: _blocks.Buffers
 ) -> None:  # fmt: skip
     """Compute all sums of a block of rows."""
-    wide = top(buffers.wide, block)
+    wide = _blocks.top(buffers.wide, block)
     z = transformed(source.load(block, wide, buffers), transform, wide)
     sums.find_largest(z)
-    log_p = a_row_at_a_time(torch.log_softmax, z, wide)
+    log_p = _blocks.a_row_at_a_time(torch.log_softmax, z, wide)
     torch.gather(log_p, 1, column, out=sums.log_probs)
     if sums.log_sum is not None:  # the largest of (z - M) - log S is 0 - log S, to the bit
         torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
     if sums.moment is None and mix is None:
         return
-    p = torch.exp(log_p, out=top(buffers.more[0], block))
+    p = torch.exp(log_p, out=_blocks.top(buffers.more[0], block))
     log_p_sum = None if mix is None else _log_p_sum(log_p, mix, transform)
     if sums.moment is not None:
-        sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
+        _blocks.sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
     if mix is not None:
         _add_up_mix(p, log_p_sum, mix, sums, wide, transform)
 
 
-def forward(logits: torch.Tensor, request: StatsRequest) -> StatsResult:
+def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
-    rows = RowIndex.of(request.active, SKIP, request.weights)
+    rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
     if not rows.n:
         return _nothing(request, acc)
-    source, sums = RowGather(logits, rows), Sums.empty(rows.n, logits, request)
+    source, sums = _blocks.RowGather(logits, rows), Sums.empty(rows.n, logits, request)
     ids = rows.take(request.ids)
     column, lost = column_of(ids, V)
-    threads, size = team(rows.n, V, acc, logits.device)
-    columns = split(column, size)
+    threads, size = _blocks.team(rows.n, V, acc, logits.device)
+    columns = _blocks.split(column, size)
     with_mix = request.a is not None
     mixes = _Mix.of(request, rows).blocks(size) if with_mix else [None] * len(columns)
     blocks = zip(source.blocks(size), sums.blocks(size, len(columns)), mixes, columns, strict=True)
-    buffers = buffers_for(threads, size, V, logits, narrow=not source.together, more=int(request.entropy or with_mix))
+    buffers = _blocks.buffers_for(
+        threads, size, V, logits, narrow=not source.together, more=int(request.entropy or with_mix)
+    )
     share_out([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
     found = _of_rows(sums)
     if lost is not None:
@@ -200,20 +191,18 @@ def _of_rows(sums: Sums) -> StatsResult:
     return StatsResult(sums.log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
 
 
-def mix(
-    logits: torch.Tensor, request: StatsRequest, row_max: torch.Tensor, log_sum: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor | None]:
     """See ``_backends/_row_stats.py``."""
     V = logits.shape[-1]
-    rows = RowIndex.of(request.active, SKIP, request.weights)
+    rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
     sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
     if rows.n:
-        source = RowGather(logits, rows)
-        threads, size = team(rows.n, V, row_max.dtype, logits.device)
-        per_row = (split(rows.take(t).unsqueeze(1), size) for t in (row_max, log_sum))
+        source = _blocks.RowGather(logits, rows)
+        threads, size = _blocks.team(rows.n, V, row_max.dtype, logits.device)
+        per_row = (_blocks.split(rows.take(t).unsqueeze(1), size) for t in (row_max, log_sum))
         mixes = _Mix.of(request, rows).blocks(size)
         jobs = zip(source.blocks(size), sums.blocks(size, len(mixes)), mixes, *per_row, strict=True)
-        buffers = buffers_for(threads, size, V, logits, narrow=not source.together, more=1)
+        buffers = _blocks.buffers_for(threads, size, V, logits, narrow=not source.together, more=1)
         share_out([partial(_mix_block, source, request.transform, *job) for job in jobs], buffers)
     assert sums.mix is not None
     F, W = sums.mix, sums.mix_weight
@@ -221,12 +210,12 @@ def mix(
 
 
 def _mix_block(
-    source: RowGather, transform: Transform, block: torch.Tensor, sums: Sums, mix: _Mix, row_max: torch.Tensor,
-    log_sum: torch.Tensor, buffers: Buffers,
+    source: _blocks.RowGather, transform: Transform, block: Tensor, sums: Sums, mix: _Mix, row_max: Tensor,
+    log_sum: Tensor, buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
-    wide = top(buffers.wide, block)
+    wide = _blocks.top(buffers.wide, block)
     log_p = torch.sub(transformed(source.load(block, wide, buffers), transform, wide), row_max, out=wide).sub_(log_sum)
-    p = torch.exp(log_p, out=top(buffers.more[0], block))
+    p = torch.exp(log_p, out=_blocks.top(buffers.more[0], block))
     _add_up_mix(p, _log_p_sum(log_p, mix, transform), mix, sums, wide, transform)
 
 
@@ -237,25 +226,19 @@ class _Grad(NamedTuple):
     whole row, otherwise e^d times ``over_sum``. ``column`` and ``of_ids`` are ``[n, K]``, all others ``[n, 1]``.
     """
 
-    plain: torch.Tensor
-    column: torch.Tensor
-    of_ids: torch.Tensor
-    row_max: torch.Tensor | None = None
-    over_sum: torch.Tensor | None = None
-    of_log: torch.Tensor | None = None
-    of_mix: torch.Tensor | None = None
-    beside: torch.Tensor | None = None
-    none: torch.Tensor | None = None
+    plain: Tensor
+    column: Tensor
+    of_ids: Tensor
+    row_max: Tensor | None = None
+    over_sum: Tensor | None = None
+    of_log: Tensor | None = None
+    of_mix: Tensor | None = None
+    beside: Tensor | None = None
+    none: Tensor | None = None
 
     @classmethod
     def of(
-        cls,
-        c: Coefficients,
-        request: StatsRequest,
-        row_max: torch.Tensor,
-        log_sum: torch.Tensor,
-        rows: RowIndex,
-        V: int,
+        cls, c: Coefficients, request: StatsRequest, row_max: Tensor, log_sum: Tensor, rows: _blocks.RowIndex, V: int
     ) -> _Grad:
         """Take the terms of these rows."""
         take = rows.take
@@ -282,14 +265,14 @@ class _Grad(NamedTuple):
         count = -(-self.plain.shape[0] // size)
         if count == 1:
             return [self]
-        parts = (split(t, size) if isinstance(t, torch.Tensor) else [t] * count for t in self)
+        parts = (_blocks.split(t, size) if isinstance(t, Tensor) else [t] * count for t in self)
         return [_Grad(*part) for part in zip(*parts, strict=True)]
 
-    def made(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
+    def made(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
         """Write the gradient in the transformed logits z to ``out``, which may be z."""
         return self._dense(z, out, *spare).scatter_add_(1, self.column, self.of_ids)
 
-    def _dense(self, z: torch.Tensor, out: torch.Tensor, *spare: torch.Tensor) -> torch.Tensor:
+    def _dense(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
         """All terms except those of the ids."""
         p = self._p(z, spare[0] if spare else out)
         if self.of_log is None:
@@ -302,50 +285,45 @@ class _Grad(NamedTuple):
             grad.addcmul_(q, self.of_mix)
         return grad
 
-    def _p(self, z: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    def _p(self, z: Tensor, out: Tensor) -> Tensor:
         if self.over_sum is None:
-            return a_row_at_a_time(torch.softmax, z, out)
+            return _blocks.a_row_at_a_time(torch.softmax, z, out)
         return torch.sub(z, self.row_max, out=out).exp_().mul_(self.over_sum)  # type: ignore[arg-type]
 
 
 def backward(
-    logits: torch.Tensor,
-    request: StatsRequest,
-    c: Coefficients,
-    row_max: torch.Tensor,
-    log_sum: torch.Tensor,
-    out: torch.Tensor,
+    logits: Tensor, request: StatsRequest, c: Coefficients, row_max: Tensor, log_sum: Tensor, out: Tensor
 ) -> None:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
-    rows = RowIndex.of(request.active, SKIP, request.weights)
+    rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
     if not rows.n:
         out.zero_()
         return
-    threads, size = team(rows.n, V, acc, logits.device)
-    source, target = RowGather(logits, rows), with_zeros_between(out, rows, size)
+    threads, size = _blocks.team(rows.n, V, acc, logits.device)
+    source, target = _blocks.RowGather(logits, rows), _blocks.with_zeros_between(out, rows, size)
     grad = _Grad.of(c, request, row_max, log_sum, rows, V)
     blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
     jobs = [partial(_grad_block, source, target, request, *block) for block in blocks]
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
     caps = request.transform.softcap is not None and request.through
     in_place = source.together and target.together
-    padded = isinstance(target, RowScatter)
-    buffers = buffers_for(threads, size, V, logits, narrow=not in_place, slope=caps, padded=padded, more=more)
+    padded = isinstance(target, _blocks.RowScatter)
+    buffers = _blocks.buffers_for(threads, size, V, logits, narrow=not in_place, slope=caps, padded=padded, more=more)
     share_out(jobs, buffers)
 
 
 def _grad_block(
-    source: RowGather, target: RowGather | RowScatter, request: StatsRequest, block: torch.Tensor, to: Any, grad: _Grad,
-    buffers: Buffers
+    source: _blocks.RowGather, target: _blocks.RowGather | _blocks.RowScatter, request: StatsRequest, block: Tensor, to: Any, grad: _Grad,
+    buffers: _blocks.Buffers
 ) -> None:  # fmt: skip
     transform = request.transform
-    wide = top(buffers.wide, block)
+    wide = _blocks.top(buffers.wide, block)
     loaded = source.load(block, wide, buffers)
     if request.through:
-        slope_buffer = None if buffers.slope is None else top(buffers.slope, block)
+        slope_buffer = None if buffers.slope is None else _blocks.top(buffers.slope, block)
         z, slope = with_slope(loaded, transform, wide, slope_buffer)
     else:
         z, slope = transformed(loaded, transform, wide), 1.0
-    values = grad.made(z, target.room(to, wide), *(top(t, block) for t in buffers.more))
+    values = grad.made(z, target.room(to, wide), *(_blocks.top(t, block) for t in buffers.more))
     target.store(to, through_(values, slope, transform), buffers)
