@@ -61,10 +61,10 @@ def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | Non
     """Return :func:`transformed` and its derivative, which is one number if it is the same for all logits.
 
     Otherwise the derivative is written to ``slope``, of the shape and dtype of z, which must not share memory with
-    ``out``. None is enough without a soft cap.
+    ``out``. None is enough without a soft cap, and where the derivative is not used.
     """
     scale = 1.0 if transform.scale is None else transform.scale
-    if transform.softcap is None:
+    if transform.softcap is None or slope is None:
         return transformed(z, transform, out), scale
     slope = torch.div(z, transform.softcap, out=slope).tanh_()
     x = torch.mul(slope, transform.softcap * scale, out=out)

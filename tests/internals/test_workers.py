@@ -240,7 +240,7 @@ def test_rows_between_the_listed_ones_are_zeros(dtype, size):
     index = _blocks.RowIndex.of(torch.zeros(12).index_fill(0, rows, 1), 0)
     target = _blocks.with_zeros_between(out, index, size)
     assert isinstance(target, _blocks.RowScatter)
-    (buffers,) = _blocks.buffers_for(1, size, 3, out, narrow=True, padded=True)
+    (buffers,) = _blocks.buffers_for(1, size, out, narrow=True, padded=True)
     for block, part in zip(target.blocks(size), values.split(size), strict=True):
         target.store(block, target.room(block, buffers.wide[: len(part)]).copy_(part), buffers)
     assert torch.equal(out.view(12, 3), torch.zeros(12, 3).index_copy_(0, rows, values).to(dtype))

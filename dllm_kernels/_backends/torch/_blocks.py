@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dllm_kernels._backends.torch._workers import how_many
 from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import Transform, with_slope
 
 # Bytes of a block that one thread works on. It has to stay in a core's cache.
 BLOCK_BYTES = 1 << 20
@@ -29,6 +30,9 @@ DEVICE_BLOCK_BYTES = 256 << 20
 GRAIN = 1 << 15
 
 
+Fields = TypeVar("Fields", bound=tuple[Any, ...])
+
+
 class Buffers(NamedTuple):
     """Buffers of one thread.
 
@@ -36,7 +40,7 @@ class Buffers(NamedTuple):
         wide: a block in the dtype of sums; without rows if not requested.
         narrow: a block in the dtype of the logits; None if not requested, or if that is the dtype of sums.
         slope: a block in the dtype of sums for the derivative of the soft cap; None if not requested.
-        padded: the last of ``wide`` and ``narrow`` with a row for zeros behind it; None if not requested.
+        padded: the last of ``wide`` and ``narrow``, if requested: it has a row for zeros behind the block.
         more: more blocks in the dtype of sums.
     """
 
@@ -106,6 +110,15 @@ def split(t: Tensor, size: int) -> tuple[Tensor, ...]:
     return (t,) if t.shape[0] <= size else torch.split(t, size)
 
 
+def split_all(per_row: Fields, size: int) -> list[Fields]:
+    """Split a tuple of tensors with one entry per row into blocks; what is no tensor is the same in each of them."""
+    n = per_row[0].shape[0]
+    if n <= size:
+        return [per_row]
+    parts = (torch.split(t, size) if isinstance(t, Tensor) else [t] * -(-n // size) for t in per_row)
+    return [getattr(type(per_row), "_make", tuple)(part) for part in zip(*parts, strict=True)]
+
+
 def top(t: Tensor, block: Tensor) -> Tensor:
     """Take the first rows of ``t``, as many as the block has."""
     return t if t.shape[0] == block.shape[0] else t[: block.shape[0]]
@@ -156,6 +169,15 @@ class RowGather:
             self.flat.index_copy_(0, block, values)
         else:
             self.flat.index_copy_(0, block, top(buffers.narrow, block).copy_(values))
+
+
+def transformed_rows(
+    source: RowGather, block: Tensor, transform: Transform, buffers: Buffers
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """Return (transformed logits of a block in the dtype of sums, their slope if there is a buffer for it, ``wide``)."""
+    wide = top(buffers.wide, block)
+    slope = None if buffers.slope is None else top(buffers.slope, block)
+    return *with_slope(source.load(block, wide, buffers), transform, wide, slope), wide
 
 
 class RowScatter:
@@ -258,19 +280,15 @@ def team(rows: int, V: int, acc: torch.dtype, device: torch.device, sides: int =
 
 
 def buffers_for(
-    threads: int, size: int, V: int, like: Tensor, *, wide: bool = True, narrow: bool = False,
+    threads: int, size: int, like: Tensor, *, wide: bool = True, narrow: bool = False,
     slope: bool = False, padded: bool = False, more: int = 0,
 ) -> list[Buffers]:  # fmt: skip
     """:class:`Buffers` of ``size`` rows for each thread, on the device of ``like``, a tensor of logits."""
-    dtype, device, made = accum_dtype(like.dtype), like.device, []
+    V, dtype, device, made = like.shape[-1], accum_dtype(like.dtype), like.device, []
     for _ in range(threads):
         a = torch.empty(size * wide + padded, V, dtype=dtype, device=device)
         b = torch.empty(size + padded, V, dtype=like.dtype, device=device) if narrow and like.dtype != dtype else None
-        padded_block = None
-        if padded and b is None:
-            a, padded_block = a[:size], a
-        elif padded and b is not None:
-            b, padded_block = b[:size], b
         blocks = [torch.empty(size, V, dtype=dtype, device=device) for _ in range(more + slope)]
-        made.append(Buffers(a, b, blocks.pop() if slope else None, padded_block, blocks))
+        last = a if b is None else b
+        made.append(Buffers(a, b, blocks.pop() if slope else None, last if padded else None, blocks))
     return made

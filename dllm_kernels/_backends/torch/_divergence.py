@@ -42,11 +42,12 @@ from dllm_kernels._backends._rows import SKIP, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_, transformed, with_slope
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_
 
 Tensor = torch.Tensor
 # Columns that are reduced to a maximum first, because torch's argmax runs at a tenth of the speed of its maximum.
 TILE = 256
+OfRow = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of the gradient
 
 
 class Columns(NamedTuple):
@@ -57,8 +58,8 @@ class Columns(NamedTuple):
 
     p: Tensor
     q: Tensor
-    log_p: Tensor | None
-    log_q: Tensor | None
+    log_p: Any
+    log_q: Any
     careful: bool = False
 
     def times(self, e: Tensor, x: Tensor) -> Tensor:
@@ -96,25 +97,9 @@ class Feature(NamedTuple):
     hyper: bool = False
 
 
-def _difference(c: Columns, _: Hyper, out: Tensor) -> Tensor:
-    return torch.sub(c.p, c.q, out=out)
-
-
 def _below(c: Columns, _: Hyper, out: Tensor) -> Tensor:
     """``p [p <= q]``."""
     return torch.mul(c.q, TIE, out=out).ge_(c.p).mul_(c.p)
-
-
-def _forward_kl(c: Columns, _: Hyper, out: Tensor) -> Tensor:
-    return c.times(c.q, torch.sub(c.log_q, c.log_p, out=out))  # type: ignore[arg-type]
-
-
-def _reverse_kl(c: Columns, _: Hyper, out: Tensor) -> Tensor:
-    return c.times(c.p, torch.sub(c.log_p, c.log_q, out=out))  # type: ignore[arg-type]
-
-
-def _cross_entropy(c: Columns, _: Hyper, out: Tensor) -> Tensor:
-    return c.times(c.q, torch.neg(c.log_p, out=out))  # type: ignore[arg-type]
 
 
 def _log_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
@@ -123,60 +108,36 @@ def _log_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
     return m.clamp_(min=torch.finfo(m.dtype).tiny).log_()  # m = 0 only if p = q = 0
 
 
-def _student_to_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
-    return c.times(c.p, torch.sub(c.log_p, _log_mean(c, h, out), out=out))  # type: ignore[arg-type]
-
-
-def _teacher_to_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
-    return c.times(c.q, torch.sub(c.log_q, _log_mean(c, h, out), out=out))  # type: ignore[arg-type]
-
-
 STUDENT = Feature(lambda c, h, out: c.p)
-DIFFERENCE = Feature(_difference)
+DIFFERENCE = Feature(lambda c, h, out: torch.sub(c.p, c.q, out=out))
 BELOW = Feature(_below)
-FORWARD_KL = Feature(_forward_kl, logs=True)
-REVERSE_KL = Feature(_reverse_kl, logs=True)
-CROSS_ENTROPY = Feature(_cross_entropy, logs=True)
-STUDENT_TO_MEAN = Feature(_student_to_mean, logs=True, hyper=True)
-TEACHER_TO_MEAN = Feature(_teacher_to_mean, logs=True, hyper=True)
+FORWARD_KL = Feature(lambda c, h, out: c.times(c.q, torch.sub(c.log_q, c.log_p, out=out)), logs=True)
+REVERSE_KL = Feature(lambda c, h, out: c.times(c.p, torch.sub(c.log_p, c.log_q, out=out)), logs=True)
+CROSS_ENTROPY = Feature(lambda c, h, out: c.times(c.q, torch.neg(c.log_p, out=out)), logs=True)
+STUDENT_TO_MEAN = Feature(
+    lambda c, h, out: c.times(c.p, torch.sub(c.log_p, _log_mean(c, h, out), out=out)), logs=True, hyper=True
+)
+TEACHER_TO_MEAN = Feature(
+    lambda c, h, out: c.times(c.q, torch.sub(c.log_q, _log_mean(c, h, out), out=out)), logs=True, hyper=True
+)
 
 
-def _sum(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Tensor, tuple[Any, ...]]:
-    return X[0], (1.0,)
-
-
-def _rkl(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Tensor, tuple[Any, ...]]:
-    return X[0], (1.0, -X[0])
-
-
-def _jsd(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Tensor, tuple[Any, ...]]:
+def _jsd(X: Sequence[Tensor], n: Numbers, h: Hyper) -> OfRow:
     of_p, of_q = X
     rest = 1 - h[0]
     return h[0] * of_q + rest * of_p, (rest, -rest * of_p)
 
 
-def _tv(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Tensor, tuple[Any, ...]]:
-    return 1 - n.alpha, (X[0], -1.0)
-
-
-def _nla(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Tensor, tuple[Any, ...]]:
+def _nla(X: Sequence[Tensor], n: Numbers, h: Hyper) -> OfRow:
     over = torch.where(n.alpha < h[0], 0.0, 1 / n.alpha)
     value = torch.where(n.alpha < h[0], h[0], n.alpha).log().neg()  # a maximum would hide a NaN
     return value, (X[0] * over, -over)
 
 
-def _lk(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Tensor, tuple[Any, ...]]:
+def _lk(X: Sequence[Tensor], n: Numbers, h: Hyper) -> OfRow:
     base, below = X
     lam = h[1] * torch.exp(-h[0] * n.lam_alpha)
     return lam * base + (1 - lam) * (1 - n.alpha), (lam, (1 - lam) * below, lam - 1)
-
-
-def _at_best(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Any, tuple[Any, ...]]:
-    return n.at_best, (1.0,)
-
-
-def _at_target(X: Sequence[Tensor], n: Numbers, h: Hyper) -> tuple[Any, tuple[Any, ...]]:
-    return n.at_target, (n.on,)
 
 
 class Kind(NamedTuple):
@@ -192,7 +153,7 @@ class Kind(NamedTuple):
 
     sums: tuple[Feature, ...]
     gradient: tuple[Feature, ...]
-    row: Callable[[Sequence[Tensor], Numbers, Hyper], tuple[Any, tuple[Any, ...]]]
+    row: Callable[[Sequence[Tensor], Numbers, Hyper], OfRow]
     minus: str = ""
     options: Mapping[str, Option] = MappingProxyType({})
 
@@ -202,16 +163,16 @@ FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
 OF_LAM = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
 # Compiled graphs identify a kind by its position. The public names are derived from this table (``_core/_recipes.py``).
 KINDS = {
-    "kl": Kind((FORWARD_KL,), (DIFFERENCE,), _sum),
-    "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), _rkl),
+    "kl": Kind((FORWARD_KL,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
+    "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), lambda X, n, h: (X[0], (1.0, -X[0]))),
     "jsd": Kind((STUDENT_TO_MEAN, TEACHER_TO_MEAN), (STUDENT_TO_MEAN, STUDENT), _jsd, options=BETA),
-    "tv": Kind((BELOW,), (STUDENT, BELOW), _tv),
+    "tv": Kind((BELOW,), (STUDENT, BELOW), lambda X, n, h: (1 - n.alpha, (X[0], -1.0))),
     "nla": Kind((BELOW,), (STUDENT, BELOW), _nla, options=FLOOR),
     "lk": Kind((FORWARD_KL, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
     "lk_soft_ce": Kind((CROSS_ENTROPY, BELOW), (DIFFERENCE, STUDENT, BELOW), _lk, options=OF_LAM),
-    "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), _sum),
-    "teacher_ce": Kind((), (STUDENT,), _at_best, "best"),
-    "ce": Kind((), (STUDENT,), _at_target, "target"),
+    "soft_ce": Kind((CROSS_ENTROPY,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
+    "teacher_ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_best, (1.0,)), "best"),
+    "ce": Kind((), (STUDENT,), lambda X, n, h: (n.at_target, (n.on,)), "target"),
 }
 Key = tuple[Feature, Hyper | None]
 
@@ -309,25 +270,12 @@ def _key(feature: Feature, hyper: Hyper) -> Key:
     return feature, hyper if feature.hyper else None
 
 
-class Room(NamedTuple):
-    """Buffers of one thread: the student's, with blocks to work in, and the teacher's."""
-
-    student: _blocks.Buffers
-    teacher: _blocks.Buffers
-
-
 class Block(NamedTuple):
-    """A block of rows of both sides: transformed logits ``[R, V]``, the slope of the student's, and the buffers."""
+    """A block of rows of both sides, transformed logits ``[R, V]``, and scratch buffers with as many rows."""
 
     z: Tensor
     t: Tensor
-    slope: Tensor | float
-    room: Room
-
-    @property
-    def more(self) -> list[Tensor]:
-        """Scratch buffers with as many rows as the block."""
-        return [_blocks.top(buffer, self.z) for buffer in self.room.student.more]
+    more: list[Tensor]
 
 
 class Norms(NamedTuple):
@@ -391,47 +339,34 @@ class Pairs:
 
     def each(self, work: Callable[..., Tensor | None], *per_row: Tensor | None, out: Tensor | None = None) -> None:
         """Call ``work(block, memory, *parts of per_row)`` for every block; with ``out``, it returns their gradient."""
-        n, V = self.rows.n, self.logits.shape[-1]
-        if n == 0:
+        if not self.rows.n:
             if out is not None:
                 out.zero_()
             return
         target = None if out is None else _blocks.with_zeros_between(out, self.rows, self.size)
-        count = -(-n // self.size)
-        writes = [None] * count if target is None else target.blocks(self.size)
-        parts = zip(*([None] * count if t is None else _blocks.split(t, self.size) for t in per_row), strict=True)
+        parts = _blocks.split_all(per_row, self.size)
+        writes = [None] * len(parts) if target is None else target.blocks(self.size)
         blocks = zip(self.student.blocks(self.size), self.theirs.blocks(self.size), writes, parts, strict=True)
-        in_place = self.student.together and (target is None or target.together)
-        caps = target is not None and self.transforms[0].softcap is not None
-        mine = _blocks.buffers_for(
-            self.threads, self.size, V, self.logits, narrow=not in_place, slope=caps,
-            padded=isinstance(target, _blocks.RowScatter), more=self.work_blocks,
+        buffers = _blocks.buffers_for(
+            self.threads, self.size, self.logits, padded=isinstance(target, _blocks.RowScatter), more=self.work_blocks,
+            narrow=not (self.student.together and (target is None or target.together)),
+            slope=target is not None and self.transforms[0].softcap is not None,
         )  # fmt: skip
-        its = _blocks.buffers_for(self.threads, self.size, V, self.teacher, narrow=not self.theirs.together)
-        rooms = [Room(a, b) for a, b in zip(mine, its, strict=True)]
+        its = _blocks.buffers_for(self.threads, self.size, self.teacher, narrow=not self.theirs.together)
+        rooms = list(zip(buffers, its, strict=True))
         share_out([partial(self._block, work, target, *here) for here in blocks], rooms)
 
     def _block(
-        self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None, mine: Tensor, its: Tensor,
-        to: Any, parts: Sequence[Tensor | None], room: Room,
+        self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None, mine: Tensor,
+        its: Tensor, to: Any, parts: Sequence[Tensor | None], room: tuple[_blocks.Buffers, _blocks.Buffers],
     ) -> None:  # fmt: skip
-        transform, its_transform = self.transforms
-        wide, slope = _blocks.top(room.student.wide, mine), 1.0
-        z = self.student.load(mine, wide, room.student)
-        if target is None:
-            z = transformed(z, transform, wide)
-        else:
-            slope_buffer = None if room.student.slope is None else _blocks.top(room.student.slope, mine)
-            z, slope = with_slope(z, transform, wide, slope_buffer)  # type: ignore[assignment]
-        its_wide = _blocks.top(room.teacher.wide, its)
-        t = transformed(self.theirs.load(its, its_wide, room.teacher), its_transform, its_wide)
-        block = Block(z, t, slope, room)
-        if target is None:
-            work(block, None, *parts)
-            return
-        grad = work(block, target.room(to, wide), *parts)
-        assert grad is not None
-        target.store(to, through_(grad, slope, transform), room.student)
+        buffers, its_buffers = room
+        z, slope, wide = _blocks.transformed_rows(self.student, mine, self.transforms[0], buffers)
+        t, _, _ = _blocks.transformed_rows(self.theirs, its, self.transforms[1], its_buffers)
+        block = Block(z, t, [_blocks.top(buffer, z) for buffer in buffers.more])
+        grad = work(block, None if target is None else target.room(to, wide), *parts)
+        if target is not None and grad is not None:
+            target.store(to, through_(grad, slope, self.transforms[0]), buffers)
 
 
 def divergence(
@@ -443,12 +378,12 @@ def divergence(
     program = Program(recipe)
     pairs = Pairs(logits, teacher, weights, teacher_rows, program.work_blocks, transform, teacher_transform)
     value, alpha, agree = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
-    numbers, hot = (None, None) if with_grad else (pairs.empty(KEPT_NUMBERS), pairs.empty(dtype=torch.int64))
+    kept = None if with_grad else Kept(pairs.empty(KEPT_NUMBERS), pairs.empty(dtype=torch.int64))
     work = partial(_whole_rows, program, mean_alpha, _skipped_by_both(transform, teacher_transform))
-    per_row = (pairs.taken(weights), pairs.lost, pairs.taken(targets), value, alpha, agree, numbers, hot)
+    per_row = (pairs.taken(weights), pairs.lost, pairs.taken(targets), value, alpha, agree, *(kept or (None, None)))
     pairs.each(work, *per_row, out=logits if with_grad else None)
-    kept = None if numbers is None or hot is None else Kept(pairs.placed(numbers), pairs.placed(hot))
-    return Found(pairs.placed(value), pairs.placed(alpha), pairs.placed(agree), kept)
+    value, alpha, agree = (pairs.placed(t) for t in (value, alpha, agree))
+    return Found(value, alpha, agree, kept and Kept(*(pairs.placed(t) for t in kept)))
 
 
 def divergence_grad(
@@ -468,26 +403,32 @@ def _skipped_by_both(transform: Transform, teacher_transform: Transform) -> int 
     return transform.skip_id if transform.skip_id == teacher_transform.skip_id else None
 
 
-def _softmaxes(program: Program, block: Block) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """Compute p and q; return them with the unused buffers."""
-    p, q = (_blocks.a_row_at_a_time(torch.softmax, x, b) for x, b in zip((block.z, block.t), block.more, strict=False))
-    return p, q, block.more[2:]
+def _columns(program: Program, block: Block, norms: Norms, skip: int | None) -> tuple[Columns, list[Tensor]]:
+    """Return p and q, which the first two buffers hold, with their logarithms if a kind needs them; and the other buffers."""
+    p, q, *room = block.more
+    if not program.logs:
+        return Columns(p, q, None, None), room
+    return Columns(p, q, *logarithms(block, norms, room, skip)), room[2:]
+
+
+def _softmaxes(block: Block) -> tuple[Tensor, Tensor]:
+    """Compute p and q in the first two buffers."""
+    p, q, *_ = block.more
+    return _blocks.a_row_at_a_time(torch.softmax, block.z, p), _blocks.a_row_at_a_time(torch.softmax, block.t, q)
 
 
 def _whole_rows(
     program: Program, mean_alpha: Tensor | None, skip: int | None, block: Block, out: Tensor | None, weight: Tensor,
-    lost: Tensor | None, y: Tensor | None, value_out: Tensor, alpha_out: Tensor, agree: Tensor, numbers: Tensor | None,
-    hot_out: Tensor | None,
+    lost: Tensor | None, y: Tensor | None, value_out: Tensor, alpha_out: Tensor, agree: Tensor, numbers: Any,
+    hot_out: Any,
 ) -> Tensor | None:  # fmt: skip
     """Compute the results of a block, and its gradient if requested."""
     z, t = block.z, block.t
     (row_max, best), (its_row_max, hot) = largest(z), largest(t)
-    p, q, work = _softmaxes(program, block)
+    p, q = _softmaxes(block)
     log_sum, its_log_sum = (x.gather(1, v).log_().neg_() for x, v in ((p, best), (q, hot)))  # the largest p is 1 / S
     norms = Norms(row_max, log_sum, its_row_max, its_log_sum)
-    columns = Columns(p, q, None, None)
-    if program.logs:
-        columns, work = Columns(p, q, *logarithms(block, norms, work, skip)), work[2:]
+    columns, work = _columns(program, block, norms, skip)
     at_best = at(z, hot, row_max, log_sum)[0] if program.best else None
     at_target, on = (None, None) if y is None else at(z, y, row_max, log_sum)
     # A CPU is careful only after a sum that is not finite. Elsewhere looking would be a host sync for each block.
@@ -502,7 +443,7 @@ def _whole_rows(
     value_out.copy_(value)
     alpha_out.copy_(alpha)
     torch.logical_and(best == hot, ~alpha.isnan(), out=agree)
-    if numbers is not None and hot_out is not None:
+    if numbers is not None:
         numbers.copy_(program.numbers(norms, alpha, sums))
         hot_out.copy_(hot)
     return None if out is None else with_single_columns(program.made(columns, work, c, out), hot, y, c)
@@ -513,21 +454,20 @@ def _gradient(
     y: Tensor | None, numbers: Tensor, hot: Tensor,
 ) -> Tensor:  # fmt: skip
     """Compute the gradient of a block from the statistics of its rows."""
-    p, q, work = _softmaxes(program, block)
+    _softmaxes(block)
     norms = Norms.of(numbers)
-    columns = Columns(p, q, None, None)
-    if program.logs:
-        columns, work = Columns(p, q, *logarithms(block, norms, work, skip), careful=True), work[2:]
+    columns, work = _columns(program, block, norms, skip)
     on = None if y is None else at(block.z, y, norms.row_max, norms.log_sum)[1]
     c = program.coefficients(numbers, mean_alpha, on, weight)
-    return with_single_columns(program.made(columns, work, c, out), hot, y, c)
+    return with_single_columns(program.made(columns._replace(careful=True), work, c, out), hot, y, c)
 
 
 def with_single_columns(grad: Tensor, hot: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:
-    """Subtract the terms of the teacher's argmax and of the target from a gradient, in place."""
-    for column, factor in ((hot, c.best), (y, c.target)):
-        if factor is not None and column is not None:
-            subtract_at(grad, column, factor)
+    """Subtract the terms of the teacher's argmax and of the target, if there is such a column, in place."""
+    for y_, factor in ((hot, c.best), (y, c.target)):
+        if factor is not None and y_ is not None:
+            column, lost = column_of(y_, grad.shape[1])
+            grad.scatter_add_(1, column, -factor if lost is None else torch.where(lost, 0.0, -factor))
     return grad
 
 
@@ -549,12 +489,6 @@ def at(z: Tensor, y: Tensor, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, 
         return nll, torch.ones_like(nll)
     on = (~lost).to(nll.dtype).masked_fill_(lost & (y != SKIP), math.nan)
     return torch.where(on != 0, nll * on, 0.0), on
-
-
-def subtract_at(grad: Tensor, y: Tensor, factor: Tensor) -> None:
-    """Subtract the factor of each row in its column y, if there is such a column."""
-    column, lost = column_of(y, grad.shape[1])
-    grad.scatter_add_(1, column, -factor if lost is None else torch.where(lost, 0.0, -factor))
 
 
 def largest(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,31 +25,32 @@ def nll_and_grad_(
 ) -> NLL:
     """See ``_backends._rows``. Works in place on a chunk that already has the dtype of sums."""
     (C, V), acc = logits.shape, accum_dtype(logits.dtype)
-    ids, off, caps = targets.unsqueeze(1), targets == SKIP, transform.softcap is not None
+    ids, off = targets.unsqueeze(1), targets == SKIP
     column, lost = column_of(ids, V)
     row_scale = scale.unsqueeze(1)
     if lost is not None:
         row_scale = row_scale.masked_fill(lost, math.nan)
     sums = Sums.empty(C, logits, StatsRequest(ids, targets, correct=with_correct))
 
-    def work(block: Tensor, part: Sums, column: Tensor, row_scale: Tensor, buffers: _blocks.Buffers) -> None:
+    def work(rows: tuple[Tensor, Tensor, Tensor], part: Sums, buffers: _blocks.Buffers) -> None:
+        block, column, row_scale = rows
         x = block if block.dtype == acc else _blocks.top(buffers.wide, block).copy_(block)
         z, slope = with_slope(x, transform, x, None if buffers.slope is None else _blocks.top(buffers.slope, block))
         part.find_largest(z)
         torch.gather(z, 1, column, out=part.log_probs)  # the target's logit; log_sum holds S until the end
-        row_sum = _blocks.sum_rows(torch.sub(z, part.row_max, out=x).exp_(), part.log_sum)  # type: ignore[arg-type]
+        row_sum = _blocks.sum_rows(torch.sub(z, part.row_max, out=x).exp_(), part.log_sum)
         grad = x.mul_(row_scale / row_sum).scatter_add_(1, column, -row_scale)
         through_(grad, slope, transform)
         if x is not block:
             block.copy_(x)
 
     threads, size = _blocks.team(C, V, acc, logits.device)
-    per_row = [_blocks.split(t, size) for t in (logits, column, row_scale)]
-    blocks = zip(per_row[0], sums.blocks(size, len(per_row[0])), *per_row[1:], strict=True)
-    buffers = _blocks.buffers_for(threads, size, V, logits, wide=logits.dtype != acc, slope=caps)
-    share_out([partial(work, *block) for block in blocks], buffers)
+    parts = (_blocks.split_all(t, size) for t in ((logits, column, row_scale), sums))
+    buffers = _blocks.buffers_for(threads, size, logits, wide=logits.dtype != acc, slope=transform.softcap is not None)
+    share_out([partial(work, *block) for block in zip(*parts, strict=True)], buffers)
     _blocks.zero_rows_(logits, off | (scale == 0))
-    row_max, log_sum = sums.normalizer(sums.log_sum.log_())  # type: ignore[union-attr]
+    sums.log_sum.log_()
+    row_max, log_sum = sums.normalizer()
     nll = ((row_max - sums.log_probs) + log_sum).masked_fill_(log_sum == -math.inf, math.nan)
     nll = (nll if lost is None else nll.masked_fill_(lost, math.nan)).squeeze(1)
     correct = None if sums.best is None else (sums.best.squeeze(1) == targets) & ~nll.isnan() & ~off

@@ -17,7 +17,7 @@ from dllm_kernels._backends._rows import SKIP, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._transform import Transform, through_, transformed, with_slope
+from dllm_kernels._utils._transform import Transform, through_
 
 
 class _Mix(NamedTuple):
@@ -38,15 +38,9 @@ class _Mix(NamedTuple):
     @classmethod
     def of(cls, request: StatsRequest, rows: _blocks.RowIndex) -> _Mix:
         """Take the mixture of these rows."""
-        assert request.a is not None
-        assert request.b is not None
-        a, b = (rows.take(t).unsqueeze(1) for t in (request.a, request.b))
+        a, b = (rows.take(t).unsqueeze(1) for t in (request.a, request.b))  # type: ignore[arg-type]
         none = (a == 0) & (b > 0)
         return cls(a, b, none, not none.is_cpu or bool(none.any()))
-
-    def blocks(self, size: int) -> list[_Mix]:
-        parts = (_blocks.split(t, size) for t in (self.a, self.b, self.none))
-        return [_Mix(a, b, none, self.any_none) for a, b, none in zip(*parts, strict=True)]
 
     @property
     def beside(self) -> Tensor:
@@ -69,7 +63,6 @@ def _add_up_mix(
         _blocks.sum_rows(torch.div(p, spare, out=spare), sums.mix_weight)
         sums.mix_weight.masked_fill_(mix.none, V)
     if log_p_sum is not None:
-        assert sums.mix is not None
         sums.mix.copy_(torch.where(mix.none, log_p_sum + V * mix.b.log(), sums.mix))
 
 
@@ -84,12 +77,12 @@ class Sums(NamedTuple):
     """Per-row accumulators; None if not requested."""
 
     log_probs: Tensor
-    row_max: Tensor | None = None
-    best: Tensor | None = None
-    log_sum: Tensor | None = None
-    moment: Tensor | None = None
-    mix: Tensor | None = None
-    mix_weight: Tensor | None = None
+    row_max: Any = None
+    best: Any = None
+    log_sum: Any = None
+    moment: Any = None
+    mix: Any = None
+    mix_weight: Any = None
 
     @classmethod
     def empty(cls, n: int, like: Tensor, request: StatsRequest) -> Sums:
@@ -105,31 +98,22 @@ class Sums(NamedTuple):
     def find_largest(self, z: Tensor) -> None:
         """Write the maxima of a block, and their columns."""
         if self.best is not None:
-            torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))  # type: ignore[arg-type]
+            torch.max(z, 1, keepdim=True, out=(self.row_max, self.best))
         elif self.row_max is not None:
             torch.amax(z, 1, keepdim=True, out=self.row_max)
 
-    def normalizer(self, log_sum: Tensor) -> tuple[Tensor, Tensor]:
+    def normalizer(self) -> tuple[Tensor, Tensor]:
         """(M, log S). In a row, or shard of a row, of nothing but -inf, M is the lowest finite number and S is 0."""
-        assert self.row_max is not None
         row_max = self.row_max.clamp(min=torch.finfo(self.row_max.dtype).min)
-        return row_max, log_sum.masked_fill_(self.row_max == -math.inf, -math.inf)
-
-    def blocks(self, size: int, count: int) -> list[Sums]:
-        """Split into views of ``[size, 1]`` and ``[size, K]``."""
-        if count == 1:
-            return [self]
-        parts = ([None] * count if t is None else _blocks.split(t, size) for t in self)
-        return [Sums(*part) for part in zip(*parts, strict=True)]
+        return row_max, self.log_sum.masked_fill_(self.row_max == -math.inf, -math.inf)
 
 
 def _reduce(
     source: _blocks.RowGather, transform: Transform, block: Tensor, sums: Sums, mix: _Mix | None, column: Tensor,
-    buffers: _blocks.Buffers
+    buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
     """Compute all sums of a block of rows."""
-    wide = _blocks.top(buffers.wide, block)
-    z = transformed(source.load(block, wide, buffers), transform, wide)
+    z, _, wide = _blocks.transformed_rows(source, block, transform, buffers)
     sums.find_largest(z)
     log_p = _blocks.a_row_at_a_time(torch.log_softmax, z, wide)
     torch.gather(log_p, 1, column, out=sums.log_probs)
@@ -147,23 +131,22 @@ def _reduce(
 
 def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     """See ``_backends/_row_stats.py``."""
-    V, acc = logits.shape[-1], accum_dtype(logits.dtype)
+    V, acc, with_mix = logits.shape[-1], accum_dtype(logits.dtype), request.a is not None
     rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
-    if not rows.n:
-        return _nothing(request, acc)
-    source, sums = _blocks.RowGather(logits, rows), Sums.empty(rows.n, logits, request)
-    ids = rows.take(request.ids)
+    sums, ids = Sums.empty(rows.n, logits, request), rows.take(request.ids)
     column, lost = column_of(ids, V)
-    threads, size = _blocks.team(rows.n, V, acc, logits.device)
-    columns = _blocks.split(column, size)
-    with_mix = request.a is not None
-    mixes = _Mix.of(request, rows).blocks(size) if with_mix else [None] * len(columns)
-    blocks = zip(source.blocks(size), sums.blocks(size, len(columns)), mixes, columns, strict=True)
-    buffers = _blocks.buffers_for(
-        threads, size, V, logits, narrow=not source.together, more=int(request.entropy or with_mix)
-    )
-    share_out([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
-    found = _of_rows(sums)
+    if rows.n:
+        source, more = _blocks.RowGather(logits, rows), int(request.entropy or with_mix)
+        threads, size = _blocks.team(rows.n, V, acc, logits.device)
+        buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.together, more=more)
+        columns = _blocks.split(column, size)
+        mixes = _blocks.split_all(_Mix.of(request, rows), size) if with_mix else [None] * len(columns)
+        blocks = zip(source.blocks(size), _blocks.split_all(sums, size), mixes, columns, strict=True)
+        share_out([partial(_reduce, source, request.transform, *block) for block in blocks], buffers)
+    row_max, log_sum = (None, None) if sums.log_sum is None else sums.normalizer()
+    entropy = None if sums.moment is None else 0 - sums.moment
+    of_rows = (None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy, sums.mix, sums.mix_weight))
+    found = StatsResult(sums.log_probs, *of_rows)
     if lost is not None:
         found.log_probs.masked_fill_(lost, math.nan).masked_fill_(ids == SKIP, 0)
     if sums.best is not None:
@@ -171,50 +154,28 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     return found if rows.whole else StatsResult._make(None if t is None else rows.put(t) for t in found)
 
 
-def _nothing(request: StatsRequest, acc: torch.dtype) -> StatsResult:
-    """Zeros; None if not requested."""
-    mix = request.a is not None
-
-    def zeros(wanted: bool, dtype: torch.dtype = acc) -> Any:
-        return request.active.new_zeros(request.active.shape, dtype=dtype) if wanted else None
-
-    log_probs = request.ids.new_zeros(request.ids.shape, dtype=acc)
-    entropy, part, correct = zeros(request.entropy), mix and request.gradients, zeros(request.correct, torch.bool)
-    return StatsResult(log_probs, zeros(request.lse), zeros(request.lse), entropy, zeros(mix), zeros(part), correct)
-
-
-def _of_rows(sums: Sums) -> StatsResult:
-    """All statistics except ``correct``."""
-    row_max, log_sum = (None, None) if sums.log_sum is None else sums.normalizer(sums.log_sum)
-    entropy = None if sums.moment is None else 0 - sums.moment
-    of_rows = (row_max, log_sum, entropy, sums.mix, sums.mix_weight)
-    return StatsResult(sums.log_probs, *(None if t is None else t.squeeze(1) for t in of_rows))
-
-
 def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor | None]:
     """See ``_backends/_row_stats.py``."""
-    V = logits.shape[-1]
+    V, acc = logits.shape[-1], accum_dtype(logits.dtype)
     rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
     sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
     if rows.n:
-        source = _blocks.RowGather(logits, rows)
-        threads, size = _blocks.team(rows.n, V, row_max.dtype, logits.device)
-        per_row = (_blocks.split(rows.take(t).unsqueeze(1), size) for t in (row_max, log_sum))
-        mixes = _Mix.of(request, rows).blocks(size)
-        jobs = zip(source.blocks(size), sums.blocks(size, len(mixes)), mixes, *per_row, strict=True)
-        buffers = _blocks.buffers_for(threads, size, V, logits, narrow=not source.together, more=1)
-        share_out([partial(_mix_block, source, request.transform, *job) for job in jobs], buffers)
-    assert sums.mix is not None
-    F, W = sums.mix, sums.mix_weight
-    return rows.put(F.squeeze(1)), None if W is None else rows.put(W.squeeze(1))
+        source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
+        threads, size = _blocks.team(rows.n, V, acc, logits.device)
+        buffers = _blocks.buffers_for(threads, size, logits, narrow=not source.together, more=1)
+        parts = (_blocks.split_all(t, size) for t in (sums, _Mix.of(request, rows), tuple(normalizer)))
+        blocks = zip(source.blocks(size), *parts, strict=True)
+        share_out([partial(_mix_block, source, request.transform, *block) for block in blocks], buffers)
+    return rows.put(sums.mix.squeeze(1)), None if sums.mix_weight is None else rows.put(sums.mix_weight.squeeze(1))
 
 
 def _mix_block(
-    source: _blocks.RowGather, transform: Transform, block: Tensor, sums: Sums, mix: _Mix, row_max: Tensor,
-    log_sum: Tensor, buffers: _blocks.Buffers,
+    source: _blocks.RowGather, transform: Transform, block: Tensor, sums: Sums, mix: _Mix,
+    normalizer: tuple[Tensor, Tensor], buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
-    wide = _blocks.top(buffers.wide, block)
-    log_p = torch.sub(transformed(source.load(block, wide, buffers), transform, wide), row_max, out=wide).sub_(log_sum)
+    z, _, wide = _blocks.transformed_rows(source, block, transform, buffers)
+    row_max, log_sum = normalizer
+    log_p = torch.sub(z, row_max, out=wide).sub_(log_sum)
     p = torch.exp(log_p, out=_blocks.top(buffers.more[0], block))
     _add_up_mix(p, _log_p_sum(log_p, mix, transform), mix, sums, wide, transform)
 
@@ -229,66 +190,53 @@ class _Grad(NamedTuple):
     plain: Tensor
     column: Tensor
     of_ids: Tensor
-    row_max: Tensor | None = None
-    over_sum: Tensor | None = None
-    of_log: Tensor | None = None
-    of_mix: Tensor | None = None
-    beside: Tensor | None = None
-    none: Tensor | None = None
+    row_max: Any = None
+    over_sum: Any = None
+    of_log: Any = None
+    of_mix: Any = None
+    beside: Any = None
+    none: Any = None
 
     @classmethod
     def of(
-        cls, c: Coefficients, request: StatsRequest, row_max: Tensor, log_sum: Tensor, rows: _blocks.RowIndex, V: int
+        cls, c: Coefficients, request: StatsRequest, row_max: Any, log_sum: Any, rows: _blocks.RowIndex, V: int
     ) -> _Grad:
         """Take the terms of these rows."""
-        take = rows.take
-        column, lost = column_of(take(request.ids), V)
-        of_ids, plain = take(c.of_ids), take(c.plain).unsqueeze(1)
+        column, lost = column_of(rows.take(request.ids), V)
+        of_ids, plain = rows.take(c.of_ids), rows.take(c.plain).unsqueeze(1)
         if lost is not None:
             if request.whole:
                 plain = plain.masked_fill((lost & (of_ids != 0)).any(1, keepdim=True), math.nan)
             of_ids = of_ids.masked_fill(lost, 0)
         grad = cls(plain, column, of_ids)
         if not request.whole:
-            grad = grad._replace(over_sum=torch.exp(-take(log_sum)).unsqueeze(1))
+            grad = grad._replace(over_sum=torch.exp(-rows.take(log_sum)).unsqueeze(1))
         if not request.whole or c.of_log is not None:
-            grad = grad._replace(row_max=take(row_max).unsqueeze(1))
+            grad = grad._replace(row_max=rows.take(row_max).unsqueeze(1))
         if c.of_log is not None:
-            of_log = take(c.of_log).unsqueeze(1)
-            grad = grad._replace(of_log=of_log, plain=grad.plain - of_log * take(log_sum).unsqueeze(1))
+            of_log = rows.take(c.of_log).unsqueeze(1)
+            grad = grad._replace(of_log=of_log, plain=grad.plain - of_log * rows.take(log_sum).unsqueeze(1))
         if c.of_mix is not None:
             mix = _Mix.of(request, rows)
-            grad = grad._replace(of_mix=take(c.of_mix).unsqueeze(1), beside=mix.beside, none=mix.none)
+            grad = grad._replace(of_mix=rows.take(c.of_mix).unsqueeze(1), beside=mix.beside, none=mix.none)
         return grad
-
-    def blocks(self, size: int) -> list[_Grad]:
-        count = -(-self.plain.shape[0] // size)
-        if count == 1:
-            return [self]
-        parts = (_blocks.split(t, size) if isinstance(t, Tensor) else [t] * count for t in self)
-        return [_Grad(*part) for part in zip(*parts, strict=True)]
 
     def made(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
         """Write the gradient in the transformed logits z to ``out``, which may be z."""
-        return self._dense(z, out, *spare).scatter_add_(1, self.column, self.of_ids)
-
-    def _dense(self, z: Tensor, out: Tensor, *spare: Tensor) -> Tensor:
-        """All terms except those of the ids."""
-        p = self._p(z, spare[0] if spare else out)
+        p = spare[0] if spare else out
+        if self.over_sum is None:
+            _blocks.a_row_at_a_time(torch.softmax, z, p)
+        else:
+            torch.sub(z, self.row_max, out=p).exp_().mul_(self.over_sum)
         if self.of_log is None:
             grad = torch.mul(p, self.plain, out=out)
         else:
-            d = torch.sub(z, self.row_max, out=out)  # type: ignore[arg-type]
+            d = torch.sub(z, self.row_max, out=out)
             grad = torch.addcmul(self.plain, d.clamp_(min=FARTHEST), self.of_log, out=out).mul_(p)
         if self.of_mix is not None:
-            q = p.div_(torch.add(p, self.beside, out=spare[1])).masked_fill_(self.none, 1)  # type: ignore[arg-type]
+            q = p.div_(torch.add(p, self.beside, out=spare[1])).masked_fill_(self.none, 1)
             grad.addcmul_(q, self.of_mix)
-        return grad
-
-    def _p(self, z: Tensor, out: Tensor) -> Tensor:
-        if self.over_sum is None:
-            return _blocks.a_row_at_a_time(torch.softmax, z, out)
-        return torch.sub(z, self.row_max, out=out).exp_().mul_(self.over_sum)  # type: ignore[arg-type]
+        return grad.scatter_add_(1, self.column, self.of_ids)
 
 
 def backward(
@@ -300,30 +248,23 @@ def backward(
     if not rows.n:
         out.zero_()
         return
-    threads, size = _blocks.team(rows.n, V, acc, logits.device)
-    source, target = _blocks.RowGather(logits, rows), _blocks.with_zeros_between(out, rows, size)
     grad = _Grad.of(c, request, row_max, log_sum, rows, V)
-    blocks = zip(source.blocks(size), target.blocks(size), grad.blocks(size), strict=True)
-    jobs = [partial(_grad_block, source, target, request, *block) for block in blocks]
+    source, caps = _blocks.RowGather(logits, rows), request.transform.softcap is not None and request.through
     more = 2 if grad.of_mix is not None else int(grad.of_log is not None)
-    caps = request.transform.softcap is not None and request.through
-    in_place = source.together and target.together
-    padded = isinstance(target, _blocks.RowScatter)
-    buffers = _blocks.buffers_for(threads, size, V, logits, narrow=not in_place, slope=caps, padded=padded, more=more)
-    share_out(jobs, buffers)
+    threads, size = _blocks.team(rows.n, V, acc, logits.device)
+    target = _blocks.with_zeros_between(out, rows, size)
+    buffers = _blocks.buffers_for(
+        threads, size, logits, narrow=not (source.together and target.together), slope=caps, more=more,
+        padded=isinstance(target, _blocks.RowScatter),
+    )  # fmt: skip
+    blocks = zip(source.blocks(size), target.blocks(size), _blocks.split_all(grad, size), strict=True)
+    share_out([partial(_grad_block, source, target, request, *block) for block in blocks], buffers)
 
 
 def _grad_block(
-    source: _blocks.RowGather, target: _blocks.RowGather | _blocks.RowScatter, request: StatsRequest, block: Tensor, to: Any, grad: _Grad,
-    buffers: _blocks.Buffers
+    source: _blocks.RowGather, target: _blocks.RowGather | _blocks.RowScatter, request: StatsRequest, block: Tensor,
+    to: Any, grad: _Grad, buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
-    transform = request.transform
-    wide = _blocks.top(buffers.wide, block)
-    loaded = source.load(block, wide, buffers)
-    if request.through:
-        slope_buffer = None if buffers.slope is None else _blocks.top(buffers.slope, block)
-        z, slope = with_slope(loaded, transform, wide, slope_buffer)
-    else:
-        z, slope = transformed(loaded, transform, wide), 1.0
+    z, slope, wide = _blocks.transformed_rows(source, block, request.transform, buffers)
     values = grad.made(z, target.room(to, wide), *(_blocks.top(t, block) for t in buffers.more))
-    target.store(to, through_(values, slope, transform), buffers)
+    target.store(to, through_(values, slope if request.through else 1.0, request.transform), buffers)
