@@ -65,13 +65,12 @@ class Chunks:
     def __init__(self, inputs: RowInputs, plan: Plan, needs: NeedsGrad, factors: Factors = NO_FACTORS) -> None:
         self.inputs, self.plan, self.needs, self.factors = inputs, plan, needs, factors
         self.weight = inputs.head.to(plan.dtype)
-        self.bias = None if inputs.bias is None else inputs.bias.to(plan.dtype)
-        self.extra_weight = None if inputs.extra_weight is None else inputs.extra_weight.to(plan.dtype)
+        others = (inputs.bias, inputs.extra_weight)
+        self.bias, self.extra_weight = (None if t is None else t.to(plan.dtype) for t in others)
         self.primitives = plan.primitives()
         (V, D), device = inputs.head.shape, inputs.x.device
         sms = multiprocessors(device)
         self.grad_bias = torch.zeros(V, dtype=plan.accum_dtype, device=device) if needs.bias else None
-        assert inputs.targets is not None
         # This may wait for the GPU, which is then idle: what does not depend on the number of active rows comes before.
         self.rows = ActiveRows(inputs.targets, plan.options.num_active)
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, sms)
@@ -90,12 +89,8 @@ class Chunks:
             chunk = slice(start, min(start + self.size, self.rows.count))
             h = self.rows.take(self.inputs.x, chunk).to(self.plan.dtype)
             logits = self.logits[: h.shape[0]]
-            if self.bias is None:
-                torch.mm(h, self.weight.t(), out=logits)
-            else:
-                torch.addmm(self.bias, h, self.weight.t(), out=logits)
-            if self.extra_weight is not None:
-                logits.addmm_(self._extra_rows(chunk), self.extra_weight.t())
+            extra_h = None if self.extra_weight is None else self._extra_rows(chunk)
+            head_product(h, self.weight, self.bias, extra_h, self.extra_weight, logits)
             yield chunk, h, self.rows.take_targets(chunk), logits
 
     def _extra_rows(self, chunk: slice) -> Tensor:
@@ -214,6 +209,18 @@ class Chunks:
             of_rows(self.grad_extra_x),
             of_head(self.grad_extra_weight, inputs.extra_weight, needs.extra_weight),
         )
+
+
+def head_product(
+    h: Tensor, weight: Tensor, bias: Tensor | None, extra_h: Tensor | None, extra_weight: Tensor | None, out: Tensor
+) -> None:
+    """Write ``h weight^T + bias + extra_h extra_weight^T``, with the parts that are given."""
+    if bias is None:
+        torch.mm(h, weight.t(), out=out)
+    else:
+        torch.addmm(bias, h, weight.t(), out=out)
+    if extra_weight is not None and extra_h is not None:
+        out.addmm_(extra_h, extra_weight.t())
 
 
 def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

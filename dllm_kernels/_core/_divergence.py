@@ -11,7 +11,7 @@ products.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept
 from dllm_kernels._backends._rows import SKIP, as_blv
 from dllm_kernels._core import _op
-from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, no_autocast, unit_scale
+from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, head_product, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
 from dllm_kernels._core._nll import scale_copies, scale_in_place
 from dllm_kernels._core._plan import Plan
@@ -45,7 +45,7 @@ class _Found(NamedTuple):
 
 def computes_gradients(plan: Plan) -> bool:
     """Whether forward computes the gradients, and backward only scales them: from hidden states, where possible."""
-    return plan.from_hidden and any(plan.needs) and (not plan.of_divergence.per_row or plan.needs.frozen_head)
+    return plan.from_hidden and any(plan.needs) and (not plan.divergence.per_row or plan.needs.frozen_head)
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
@@ -55,14 +55,13 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     multiplied by ``row_size`` and the head's by ``loss_scale``. With ``per_row`` the loss is each row's weighted value,
     and the gradient that of weights of 1.
     """
-    assert inputs.weights is not None
-    config, weights, computes = plan.of_divergence, inputs.weights, computes_gradients(plan)
+    config, weights, computes = plan.divergence, inputs.weights, computes_gradients(plan)
     with no_autocast(inputs):
         needs = plan.needs if computes else NO_GRADIENTS
         scale, factors, loss_scale = weights * config.value_scale, NO_FACTORS, None
         size = scale if computes else None  # saved, since value_scale is unknown while a graph is traced
         if config.per_row:
-            scale = _ones(weights)
+            scale = (weights != 0).to(weights.dtype)
         elif any(needs):
             scale, factors, loss_scale = unit_scale(scale, plan)
             factors = factors._replace(hidden=None)  # applied in backward
@@ -78,33 +77,19 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
 def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     """Scale the gradients that forward computed; without them, read given logits again, or compute a head's again."""
     if computes_gradients(plan):
-        return (_scale_copies if plan.of_divergence.per_row else scale_in_place)(inputs, outputs, upstream, plan)
-    assert inputs.weights is not None
+        return scale_in_place(inputs, outputs, upstream, plan)
     grad_loss, mean = upstream["loss"], outputs.get("mean_acceptance")
     with no_autocast(inputs):
-        scale = torch.where(grad_loss != 0, inputs.weights * grad_loss * plan.of_divergence.value_scale, 0.0)
+        scale = torch.where(grad_loss != 0, inputs.weights * grad_loss * plan.divergence.value_scale, 0.0)
         if not plan.from_hidden:
             kept = Kept(outputs["kept_numbers"], outputs["kept_argmax"])
             return Gradients(_grad_of_logits(inputs, plan, scale, mean, kept))
         scale, factors, loss_scale = unit_scale(scale, plan)
-        assert inputs.targets is not None
         rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, SKIP))
         chunks = Chunks(rows, plan, plan.needs, factors)
         for _ in _passed(chunks, scale, mean, with_grad=True):
             pass
         return chunks.gradients(loss_scale)
-
-
-def _scale_copies(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
-    """Scale the gradients that forward computed out of place."""
-    if not plan.of_divergence.per_row:
-        return scale_copies(inputs, outputs, upstream, plan)
-    factor, grads = outputs["row_size"] * upstream["loss"], _op.gradients_of(outputs)
-    return Gradients(x=_op.scaled_rows(grads.x, factor), extra_x=_op.scaled_rows(grads.extra_x, factor))
-
-
-def _ones(weights: Tensor) -> Tensor:
-    return (weights != 0).to(weights.dtype)
 
 
 def _of_head(
@@ -113,7 +98,7 @@ def _of_head(
     """Compute the results of all rows, and the gradients for these scales."""
     chunks = Chunks(inputs, plan, needs, factors)
     mean = None
-    if plan.of_divergence.recipe.mean_alpha:
+    if plan.divergence.recipe.mean_alpha:
         mean = _mean(inputs, plan, _filled(chunks, scale, None, with_grad=False).acceptance_rate)
     found = _filled(chunks, scale, mean, with_grad=any(needs))
     return found, chunks.gradients(wide=wide) if any(needs) else Gradients()
@@ -121,27 +106,25 @@ def _of_head(
 
 def _mean(inputs: RowInputs, plan: Plan, acceptance_rate: Tensor) -> Tensor:
     """Return the weighted mean of the acceptance rate over the rows of a call."""
-    assert inputs.weights is not None
     weights = inputs.weights
-    total: Callable[[Tensor], Tensor] = plan.of_divergence.all_reduce or (lambda t: t)
-    return total(torch.where(weights != 0, weights * acceptance_rate, 0.0).sum()) / total(weights.sum())
+    total = plan.divergence.all_reduce or (lambda t: t)
+    mean: Tensor = total(torch.where(weights != 0, weights * acceptance_rate, 0.0).sum()) / total(weights.sum())
+    return mean
 
 
 def _filled(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> _Found:
     """Compute the results of all rows in one pass over the chunks."""
     rows, plan, device = chunks.rows, chunks.plan, chunks.logits.device
-    value, acceptance_rate = (rows.empty(dtype=plan.accum_dtype, device=device) for _ in range(2))
-    agree = rows.empty(dtype=torch.bool, device=device)
+    out = [rows.empty(dtype=dtype, device=device) for dtype in (plan.accum_dtype, plan.accum_dtype, torch.bool)]
     for chunk, found in _passed(chunks, scale, mean, with_grad=with_grad):
-        for out, part in zip((value, acceptance_rate, agree), found[:3], strict=True):
-            rows.put(out, chunk, part)
-    value, acceptance_rate, agree = rows.finished([value, acceptance_rate, agree])
-    return _Found(value * plan.of_divergence.value_scale, acceptance_rate, agree, mean)
+        rows.put_each(out, chunk, found[:3])
+    value, acceptance_rate, agree = rows.finished(out)
+    return _Found(value * plan.divergence.value_scale, acceptance_rate, agree, mean)
 
 
 def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
     """Yield each chunk with its results, and add the chunk's gradients if requested."""
-    take, teacher, recipe = chunks.rows.take, _TeacherChunks(chunks), chunks.plan.of_divergence.recipe
+    take, teacher, recipe = chunks.rows.take, _TeacherChunks(chunks), chunks.plan.divergence.recipe
     compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad, **_shared_arguments(chunks.plan, mean))
     for chunk, h, targets, logits in chunks:
         s = take(scale, chunk).masked_fill(targets == SKIP, 0)
@@ -154,7 +137,7 @@ def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bo
 
 def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
     """Return the arguments of the row primitives (``_backends/_divergence.py``) that are shared by all rows of a call."""
-    config = plan.of_divergence
+    config = plan.divergence
     return {
         "recipe": config.recipe.settled, "mean_alpha": mean, "transform": plan.options.transform,
         "teacher_transform": config.teacher_transform,
@@ -169,12 +152,10 @@ class _TeacherChunks:
         self.inputs, self.dtype, self.rows = inputs, chunks.plan.dtype, chunks.rows
         own = inputs.teacher_weight is not None
         head = (inputs.teacher_weight, inputs.teacher_bias) if own else (chunks.weight, chunks.bias)
-        weight, self.bias, self.extra_weight = (self._compared(t) for t in (*head, inputs.teacher_extra_weight))
-        assert weight is not None
-        self.weight = weight
-        self.buffer = aligned_rows(chunks.logits.shape[0], weight.shape[0], dtype=self.dtype, device=weight.device)
+        self.weight, self.bias, self.extra_weight = (self._compared(t) for t in (*head, inputs.teacher_extra_weight))
+        self.buffer = aligned_rows(len(chunks.logits), len(self.weight), dtype=self.dtype, device=self.weight.device)
 
-    def _compared(self, t: Tensor | None) -> Tensor | None:
+    def _compared(self, t: Tensor | None) -> Any:
         """Pick the head's rows of the compared columns, in the dtype of the logits."""
         if t is None:
             return None
@@ -183,18 +164,14 @@ class _TeacherChunks:
 
     def logits(self, chunk: slice) -> Tensor:
         """Compute the teacher's logits of a chunk's rows."""
-        assert self.inputs.teacher_x is not None
-        h = self._rows(self.inputs.teacher_x, chunk)
-        out = self.buffer[: h.shape[0]]
-        if self.bias is None:
-            torch.mm(h, self.weight.t(), out=out)
-        else:
-            torch.addmm(self.bias, h, self.weight.t(), out=out)
-        if self.extra_weight is not None and self.inputs.teacher_extra_x is not None:
-            out.addmm_(self._rows(self.inputs.teacher_extra_x, chunk), self.extra_weight.t())
+        h, extra_h = (self._rows(t, chunk) for t in (self.inputs.teacher_x, self.inputs.teacher_extra_x))
+        out = self.buffer[: len(h)]
+        head_product(h, self.weight, self.bias, extra_h, self.extra_weight, out)
         return out
 
-    def _rows(self, t: Tensor, chunk: slice) -> Tensor:
+    def _rows(self, t: Tensor | None, chunk: slice) -> Any:
+        if t is None:
+            return None
         rows = self.inputs.teacher_rows
         return (self.rows.take(t, chunk) if rows is None else _picked(t, self.rows.take(rows, chunk))).to(self.dtype)
 
@@ -208,20 +185,15 @@ def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 
 def _of_logits(inputs: RowInputs, plan: Plan) -> _Found:
     mean = None
-    if plan.of_divergence.recipe.mean_alpha:
+    if plan.divergence.recipe.mean_alpha:
         mean = _mean(inputs, plan, _rows_of_logits(inputs, plan, None).alpha)
     value, acceptance_rate, agree, kept = _rows_of_logits(inputs, plan, mean)
-    found = _Found(value * plan.of_divergence.value_scale, acceptance_rate, agree, mean)
-    return (
-        found
-        if kept is None or not any(plan.needs)
-        else found._replace(kept_numbers=kept.numbers, kept_argmax=kept.hot)
-    )
+    of_kept = (kept.numbers, kept.hot) if kept is not None and any(plan.needs) else (None, None)
+    return _Found(value * plan.divergence.value_scale, acceptance_rate, agree, mean, *of_kept)
 
 
 def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None) -> Found:
     """Compute the results of N rows."""
-    assert inputs.weights is not None
     weights, logits, shared = inputs.weights, as_blv(inputs.x), _shared_arguments(plan, mean)
     compared = partial(plan.primitives().divergence, with_grad=False)
     if inputs.teacher_columns is None:
@@ -252,9 +224,8 @@ def _pairs_of_logits(
     logits: Tensor, inputs: RowInputs, plan: Plan, scale: Tensor
 ) -> Iterator[tuple[slice, tuple[slice, slice], dict[str, Any]]]:
     """Yield (which of the N rows, their place in ``[B, L]``, the arguments of a row primitive that belong to these rows)."""
-    assert inputs.teacher_x is not None
     index, teacher = inputs.teacher_rows, as_blv(inputs.teacher_x)
-    y = inputs.ids[:, 0].contiguous() if plan.of_divergence.recipe.wants_targets else None
+    y = inputs.ids[:, 0].contiguous() if plan.divergence.recipe.wants_targets else None
     if inputs.teacher_columns is None:
         given = {"teacher": teacher, "weights": scale, "teacher_rows": index, "targets": y}
         yield slice(None), (slice(None), slice(None)), given
@@ -289,27 +260,20 @@ def _rows_at(t: Tensor, index: Tensor) -> Tensor:
 
 
 def _loss_spec(inputs: RowInputs, plan: Plan) -> _op.Spec:
-    return (inputs.ids.shape[:1] if plan.of_divergence.per_row else ()), plan.accum_dtype
+    return (inputs.ids.shape[:1] if plan.divergence.per_row else ()), plan.accum_dtype
 
 
 def _scales_loss(plan: Plan) -> bool:
-    return computes_gradients(plan) and plan.needs_loss_scaling and not plan.of_divergence.per_row
+    return computes_gradients(plan) and plan.needs_loss_scaling and not plan.divergence.per_row
 
 
-def _kept_spec(
-    columns: tuple[int, ...], dtype: torch.dtype | None = None
-) -> Callable[[RowInputs, Plan], _op.Spec | None]:
-    """Make the spec of an output ``[N, *columns]`` that backward from given logits reads."""
-
-    def of(inputs: RowInputs, plan: Plan) -> _op.Spec | None:
-        wanted = any(plan.needs) and not plan.from_hidden
-        return ((inputs.ids.shape[0], *columns), dtype or plan.accum_dtype) if wanted else None
-
-    return of
+def _keeps(plan: Plan) -> bool:
+    """Whether backward reads statistics that forward kept: from given logits."""
+    return any(plan.needs) and not plan.from_hidden
 
 
 def _single_use(inputs: RowInputs, plan: Plan) -> _op.SingleUseBackward | None:
-    if not computes_gradients(plan) or plan.of_divergence.per_row:
+    if not computes_gradients(plan) or plan.divergence.per_row:
         return None
     return _op.SingleUseBackward("linear_divergence", 'reduction="none"', inputs, plan)
 
@@ -324,13 +288,13 @@ DIVERGENCE = _op.RowOp(
         _op.Output("loss", _loss_spec, differentiable=True),
         _op.Output("value", _op.per_row()),
         _op.Output("acceptance_rate", _op.per_row()),
-        _op.Output("agree", _op.per_row_bool()),
-        _op.Output("mean_acceptance", _op.scalar(lambda plan: plan.of_divergence.recipe.mean_alpha), public=False),
+        _op.Output("agree", _op.per_row(dtype=torch.bool)),
+        _op.Output("mean_acceptance", _op.scalar(lambda plan: plan.divergence.recipe.mean_alpha), public=False),
         *_op.gradient_outputs(computes_gradients, scaled=_scales_loss),
         _op.Output("loss_scale", _op.scalar(_scales_loss), public=False),
         _op.Output("row_size", _op.per_row(computes_gradients), public=False),
-        _op.Output("kept_numbers", _kept_spec((KEPT_NUMBERS,)), public=False),
-        _op.Output("kept_argmax", _kept_spec((), torch.int64), public=False),
+        _op.Output("kept_numbers", _op.per_row(_keeps, (KEPT_NUMBERS,)), public=False),
+        _op.Output("kept_argmax", _op.per_row(_keeps, dtype=torch.int64), public=False),
     ),
     _forward,
     lambda plan: (
@@ -341,6 +305,6 @@ DIVERGENCE = _op.RowOp(
     _backward,
     Divergence,
     ("torch.softmax and what follows from it", f"torch.softmax of {_op.LOGITS}"),
-    inline_backward=lambda plan: _scale_copies if computes_gradients(plan) else None,
+    inline_backward=lambda plan: scale_copies if computes_gradients(plan) else None,
     before_backward=_single_use,
 )

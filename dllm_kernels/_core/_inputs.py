@@ -55,7 +55,8 @@ NO_GRADIENTS = NeedsGrad()
 class RowInputs(NamedTuple):
     """Tensors of a call: rows of logits, or of hidden states with the LM head, and constants per row.
 
-    Public functions build it with rows of the caller's shape ``[...]``. :func:`flattened` turns those into N rows.
+    Public functions build it with rows of the caller's shape ``[...]``. :func:`flattened` turns those into N rows. A
+    field typed ``Any`` is a tensor in the ops that read it, and None in the others.
 
     Attributes:
         x: logits ``[..., V]`` in any strides, which are never flattened; or hidden states ``[..., D]``.
@@ -91,13 +92,13 @@ class RowInputs(NamedTuple):
     extra_x: Tensor | None = None
     extra_weight: Tensor | None = None
     active: Tensor | None = None
-    targets: Tensor | None = None
-    weights: Tensor | None = None
+    targets: Any = None
+    weights: Any = None
     mix_a: Tensor | None = None
     mix_b: Tensor | None = None
     bump: Tensor | None = None
-    embedding: Tensor | None = None
-    teacher_x: Tensor | None = None
+    embedding: Any = None
+    teacher_x: Any = None
     teacher_weight: Tensor | None = None
     teacher_bias: Tensor | None = None
     teacher_rows: Tensor | None = None

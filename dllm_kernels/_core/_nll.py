@@ -21,7 +21,7 @@ STATS: _op.Names = ("row_max", "log_sum")
 _NLL_OUTPUTS = (
     _op.Output("nll", _op.per_row(), differentiable=True),
     _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse)),
-    _op.Output("correct", _op.per_row_bool(lambda plan: plan.options.with_correct)),
+    _op.Output("correct", _op.per_row(lambda plan: plan.options.with_correct, dtype=torch.bool)),
 )
 _STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse), public=False) for name in STATS)
 
@@ -100,7 +100,6 @@ TOKEN_NLL = _op.RowOp(
 
 def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """On a GPU each op on ``[N]`` is a kernel launch, so the kernels multiply by the weights and torch only sums."""
-    assert inputs.weights is not None
     logits, primitives, options = as_blv(inputs.x), plan.primitives(), _primitive_options(plan)
     found: tuple[Any, ...]
     if plan.mask_zero_weight:
@@ -139,7 +138,6 @@ def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     Where the plan needs loss scaling, the gradients of the rows have yet to be multiplied by their weights, and those
     of the head, in the accumulation dtype, by ``loss_scale``.
     """
-    assert inputs.weights is not None
     with no_autocast(inputs):
         needed = any(plan.needs)
         scale, factors, loss_scale = unit_scale(inputs.weights, plan) if needed else (None, NO_FACTORS, None)
@@ -154,7 +152,7 @@ def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
 
 def scale_in_place(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
     """Scale the gradients saved by forward in place; this can therefore run only once."""
-    if outputs.get("loss_scale") is not None:
+    if outputs.get("loss_scale") is not None or upstream["loss"].dim():
         return scale_copies(inputs, outputs, upstream, plan)
     grads = _op.gradients_of(outputs)
     for grad in grads:
@@ -166,14 +164,15 @@ def scale_in_place(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Output
 def scale_copies(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, _: Plan) -> Gradients:
     """Scale the gradients saved by forward out of place.
 
-    Under loss scaling a gradient per row is multiplied by its row's size: ``row_size`` where the op has it, else its
-    weight.
+    Under loss scaling, and where the loss is that of each row, a gradient per row is multiplied by its row's size:
+    ``row_size`` where the op has it, else its weight.
     """
     grads, loss_scale, grad_loss = _op.gradients_of(outputs), outputs.get("loss_scale"), upstream["loss"]
-    if loss_scale is None:
+    if loss_scale is None and not grad_loss.dim():
         return Gradients(*(None if g is None else _times(g, grad_loss) for g in grads))
     size = outputs["row_size"] if outputs.get("row_size") is not None else inputs.weights
-    of_rows, of_head = size * grad_loss, grad_loss * loss_scale
+    of_rows = size * grad_loss
+    of_head = grad_loss if loss_scale is None else grad_loss * loss_scale
     head = Gradients(*(None if g is None else _times(g, of_head) for g in grads._replace(x=None, extra_x=None)))
     return head._replace(x=_op.scaled_rows(grads.x, of_rows), extra_x=_op.scaled_rows(grads.extra_x, of_rows))
 

@@ -8,7 +8,7 @@ inputs.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,8 @@ Outputs = dict[str, Any]
 Backward = Callable[[RowInputs, Outputs, Outputs, Plan], Gradients]
 Names = tuple[str, ...]
 
+# Inputs whose gradients have one row per row of the call; those of the others are sums over rows.
+OF_ROWS = ("x", "extra_x")
 LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
 
 
@@ -78,23 +80,16 @@ class RowOp(NamedTuple):
         return [(out, spec) for out in self.outputs if (spec := out.spec(inputs, plan)) is not None]
 
 
-def per_row(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
-    """Make the spec of an output ``[N]`` in the accumulation dtype."""
-    return lambda inputs, plan: ((_rows(inputs),), plan.accum_dtype) if wanted(plan) else None
-
-
-def per_row_bool(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
-    """Make the spec of a bool output ``[N]``."""
-    return lambda inputs, plan: ((_rows(inputs),), torch.bool) if wanted(plan) else None
+def per_row(
+    wanted: Callable[[Plan], bool] = lambda _: True, columns: tuple[int, ...] = (), dtype: torch.dtype | None = None
+) -> Callable[[RowInputs, Plan], Spec | None]:
+    """Make the spec of an output ``[N, *columns]``, by default in the accumulation dtype."""
+    return lambda inputs, plan: ((inputs.ids.shape[0], *columns), dtype or plan.accum_dtype) if wanted(plan) else None
 
 
 def scalar(wanted: Callable[[Plan], bool] = lambda _: True) -> Callable[[RowInputs, Plan], Spec | None]:
     """Make the spec of a 0-d output in the accumulation dtype."""
     return lambda _, plan: ((), plan.accum_dtype) if wanted(plan) else None
-
-
-def _rows(inputs: RowInputs) -> int:
-    return inputs.ids.shape[0]
 
 
 def gradient_outputs(
@@ -111,7 +106,7 @@ def gradient_outputs(
             t: Tensor | None = getattr(inputs, field)
             if t is None or not getattr(plan.needs, field) or not computed(plan):
                 return None
-            wide = scaled is not None and field not in ("x", "extra_x") and scaled(plan)
+            wide = scaled is not None and field not in OF_ROWS and scaled(plan)
             return tuple(t.shape), plan.accum_dtype if wide else t.dtype
 
         return of
@@ -137,35 +132,25 @@ class SingleUseBackward:
 
     def __init__(self, name: str, instead: str, inputs: RowInputs, plan: Plan) -> None:
         self.name, self.instead, self.consumed = name, instead, False
-        head = (
-            (inputs.weight, plan.needs.weight),
-            (inputs.bias, plan.needs.bias),
-            (inputs.extra_weight, plan.needs.extra_weight),
-        )
-        self.head = [weakref.ref([*levels(t)][-1]) for t, trains in head if trains and t is not None]
+        needed = zip(Gradients._fields, inputs.grad_inputs, plan.needs, strict=True)
+        head = [t for field, t, needs in needed if needs and t is not None and field not in OF_ROWS]
+        self.head = [weakref.ref([*levels(t)][-1]) for t in head]
 
     def __call__(self) -> None:
         if self.consumed:
             raise RuntimeError(
-                f"{self.name} computes its gradients in the forward pass and frees them in the first backward; recompute the "
-                f"loss to run backward again, or use {self.instead}"
+                f"{self.name} computes its gradients in the forward pass and frees them in the first backward; "
+                f"recompute the loss to run backward again, or use {self.instead}"
             )
         self.consumed = True
-        _check_still_gathered(self.head)
-
-
-def _check_still_gathered(head: Iterable[weakref.ref[Tensor]]) -> None:
-    """Raise if FSDP2 freed the gathered head before its gradient arrived: the gradient would be lost.
-
-    Backward does not read the head here, so nothing else would notice.
-    """
-    for parameter in (ref() for ref in head):
-        if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
-            raise RuntimeError(
-                "weight, bias or extra[1] was freed before its gradient arrived, which would be lost: under fully_shard with "
-                "reshard_after_forward=False, run the loss inside the head's forward (dllm_kernels.distributed.LossHead) "
-                "where the head is also called by itself in the same step"
-            )
+        for parameter in (ref() for ref in self.head):
+            # FSDP2 may have freed the gathered head. Backward does not read it here, so nothing else would notice.
+            if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
+                raise RuntimeError(
+                    "weight, bias or extra[1] was freed before its gradient arrived, which would be lost: under "
+                    "fully_shard with reshard_after_forward=False, run the loss inside the head's forward "
+                    "(dllm_kernels.distributed.LossHead) where the head is also called by itself in the same step"
+                )
 
 
 def scaled_rows(grad: Tensor | None, factor: Tensor | None) -> Tensor | None:

@@ -92,7 +92,7 @@ class Plan(NamedTuple):
         with_mix: whether the mixture of the row statistics is requested.
         mask_zero_weight: rows of weight zero may be active, so NaN in them must be masked out of the sum.
         rows: row primitives used instead of the backend's: those of a split vocabulary.
-        divergence: configuration of a divergence, or None.
+        divergence: the ``DivergencePlan`` of a divergence, or None.
         objective: ``Objective`` of the row statistics, or None; eager only.
     """
 
@@ -104,7 +104,7 @@ class Plan(NamedTuple):
     with_mix: bool = False
     mask_zero_weight: bool = False
     rows: RowPrimitives | None = None
-    divergence: DivergencePlan | None = None
+    divergence: Any = None
     objective: Any = None
 
     @classmethod
@@ -141,12 +141,6 @@ class Plan(NamedTuple):
             return True
         return self.options.entropy and any(self.needs)
 
-    @property
-    def of_divergence(self) -> DivergencePlan:
-        """The configuration of the divergence, which must be present."""
-        assert self.divergence is not None
-        return self.divergence
-
     def primitives(self) -> RowPrimitives:
         """Return the row primitives to call."""
         return row_primitives(self.triton) if self.rows is None else self.rows
@@ -168,9 +162,9 @@ class Plan(NamedTuple):
         dtype, needs = _DTYPES[next(integers)], NeedsGrad(*(bool(next(integers)) for _ in NeedsGrad._fields))
         skip_id = next(integers)
         of_plan, of_options = (_fields(kinds, integers) for kinds in (_OF_PLAN, _OF_OPTIONS))
-        of_divergence, floats = list(integers), _changing.unpacked(factors, changing)
+        rest, floats = list(integers), _changing.unpacked(factors, changing)
         options = Options(Transform.of(floats[:2], None if skip_id == _NONE else skip_id), **of_options)
-        divergence = DivergencePlan.unpacked(of_divergence, floats[2:]) if of_divergence else None
+        divergence = DivergencePlan.unpacked(rest, floats[2:]) if rest else None
         return cls(dtype, options=options, needs=needs, divergence=divergence, **of_plan)
 
 

@@ -30,7 +30,6 @@ from dllm_kernels._utils._transform import Transform, transformed
 
 def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
     """Compute ``[N, E]`` in the dtype of the logits, zeros in skipped rows; the ids are those of the bumps."""
-    assert inputs.embedding is not None
     with no_autocast(inputs):
         tied, transform = inputs.embedding is inputs.weight, plan.options.transform
         own_table = None if tied else inputs.embedding.to(plan.dtype)  # before Chunks, which may wait for the GPU
@@ -90,7 +89,6 @@ def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tenso
 
 
 def _spec(inputs: RowInputs, plan: Plan) -> Spec:
-    assert inputs.embedding is not None
     return (inputs.x.shape[0], inputs.embedding.shape[1]), plan.dtype
 
 

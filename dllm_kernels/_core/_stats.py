@@ -96,7 +96,6 @@ def _linear_backward(inputs: RowInputs, found: StatsResult, upstream: Upstream, 
 def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
     """Make the request for the statistics of the plan, from flattened inputs."""
     o = plan.options
-    assert inputs.targets is not None
     return StatsRequest(
         inputs.ids, inputs.targets, inputs.mix_a, inputs.mix_b, o.transform, o.entropy, o.with_correct, any(plan.needs),
         lse=plan.keeps_lse,
@@ -129,7 +128,7 @@ def _ids_spec(inputs: RowInputs, plan: Plan) -> _op.Spec:
 _LOG_PROBS = _op.Output("log_probs", _ids_spec, differentiable=True, like_ids=True)
 _LSE = _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse), differentiable=True)
 _ENTROPY = _op.Output("entropy", _op.per_row(lambda plan: plan.options.entropy), differentiable=True)
-_CORRECT = _op.Output("correct", _op.per_row_bool(lambda plan: plan.options.with_correct))
+_CORRECT = _op.Output("correct", _op.per_row(lambda plan: plan.options.with_correct, dtype=torch.bool))
 _INPUTS = ("x", "weight", "bias", "extra_x", "extra_weight", "ids", "targets", "mix_a", "mix_b")
 
 ROW_STATS = _op.RowOp(

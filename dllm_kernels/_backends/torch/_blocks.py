@@ -116,7 +116,8 @@ def split_all(per_row: Fields, size: int) -> list[Fields]:
     if n <= size:
         return [per_row]
     parts = (torch.split(t, size) if isinstance(t, Tensor) else [t] * -(-n // size) for t in per_row)
-    return [getattr(type(per_row), "_make", tuple)(part) for part in zip(*parts, strict=True)]
+    make: Any = getattr(type(per_row), "_make", tuple)
+    return [make(part) for part in zip(*parts, strict=True)]
 
 
 def top(t: Tensor, block: Tensor) -> Tensor:
