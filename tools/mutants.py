@@ -162,7 +162,6 @@ JUDGES = (
         " tests/internals/test_compile.py",
     ),
     ("_utils/_head.py", "tests/losses/test_head.py tests/losses/test_losses.py tests/internals/test_losses.py"),
-    ("_core/_first_order.py", "tests/ops/test_second_order.py tests/ops/test_torch_func.py"),
     ("_backends/torch/_workers.py", "tests/internals/test_workers.py"),
     (
         "ops/token_log_probs.py",
@@ -187,8 +186,8 @@ JUDGES = (
     ),
     (
         "_core/_eager.py",
-        "tests/ops/test_second_order.py tests/ops/test_flags.py tests/ops/test_linear_nll.py"
-        " tests/internals/test_linear_nll.py -k 'not triton'",
+        "tests/ops/test_second_order.py tests/ops/test_torch_func.py tests/ops/test_flags.py"
+        " tests/ops/test_linear_nll.py tests/internals/test_linear_nll.py -k 'not triton'",
     ),
     (
         "_core/_run.py",

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._core._divergence import DIVERGENCE
-from dllm_kernels._core._eager import dtypes, in_dtypes, restored, upstream_of
-from dllm_kernels._core._first_order import first_order, handle
+from dllm_kernels._core._eager import dtypes, first_order, handle, in_dtypes, restored, upstream_of
 from dllm_kernels._core._inputs import GRAD_INPUTS, TENSORS, RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._op import Outputs, RowOp

@@ -1,18 +1,30 @@
-"""The row ops as one autograd Function, for eager mode and for ``torch.func.grad`` and ``torch.func.vjp``."""
+"""The row ops as one autograd Function, for eager mode and for ``torch.func.grad`` and ``torch.func.vjp``.
+
+:func:`first_order` makes backward passes without a derivative of their own raise when they are differentiated.
+``torch.autograd.function.once_differentiable`` complains only where the upstream gradient has a graph. Where it is a
+constant, as in ``torch.autograd.grad(loss, x, create_graph=True)``, the gradient it returns passes for a constant too,
+and a penalty on it would silently train nothing.
+
+The error must lie on every path from the gradient to the inputs of the Function, and to the upstream gradients:
+autograd visits nothing else where it is told whose gradient is wanted (``backward(inputs=[weight])``). The inputs
+themselves are not at hand in backward, where the Function has kept its gradients instead of them. But an output of
+the Function leads to all of them, and an empty one (:func:`handle`) costs no memory to keep.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dllm_kernels._core._first_order import FirstOrder, first_order, handle
 from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
 from dllm_kernels._core._op import Outputs, RowOp
 from dllm_kernels._core._plan import Plan
-from dllm_kernels._utils._plain import transforms_active
+from dllm_kernels._utils._plain import refuse_forward_mode, refuse_vmap, transforms_active
+
+Tensors = tuple[Tensor | None, ...]
 
 
 def call(op: RowOp, inputs: RowInputs, plan: Plan) -> Outputs:
@@ -29,7 +41,7 @@ def _by_name(op: RowOp, output: Sequence[Tensor | None]) -> Outputs:
     return {out.name: t for out, t in zip(op.outputs, output[:-1], strict=True)}
 
 
-def _forward(op: RowOp, plan: Plan, inputs: RowInputs, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+def _forward(op: RowOp, plan: Plan, inputs: RowInputs, *_: Tensor | None) -> Tensors:
     """All outputs and the handle. ``inputs.grad_inputs`` are passed a second time, for autograd to see them."""
     outputs = op.forward(inputs, plan)
     return *(outputs.get(out.name) for out in op.outputs), handle(inputs.x)
@@ -52,9 +64,57 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.set_materialize_grads(False)
 
 
+def handle(like: Tensor) -> Tensor:
+    """Make an empty output that leads from a backward pass to the inputs; save it and return it."""
+    return like.new_empty(0)
+
+
+def first_order(make: Callable[..., Tensors], tensors: Sequence[Tensor | None], instead: str) -> Tensors:
+    """Compute gradients ``make(*tensors)`` that raise when they are differentiated.
+
+    Args:
+        make: computes the gradients from its arguments alone, which a transform of ``torch.func`` unwraps.
+        tensors: the upstream gradients, the saved tensors, and a tensor that leads to all inputs that require a
+            gradient: a :func:`handle`, or the only such input.
+        instead: what to use if a second derivative is needed.
+    """
+    if not torch.is_grad_enabled() and not transforms_active():
+        return make(*tensors)
+    return _Gradients.apply(make, instead, *tensors)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class FirstOrder:
+    """Base of autograd Functions: raises for each transform of ``torch.func`` that needs more than a gradient."""
+
+    @staticmethod
+    def vmap(*_: Any) -> Any:
+        refuse_vmap()
+
+    @staticmethod
+    def jvp(*_: Any) -> Any:
+        refuse_forward_mode()
+
+
+class _Gradients(FirstOrder, torch.autograd.Function):
+    @staticmethod
+    def forward(make: Callable[..., Tensors], _: str, *tensors: Tensor | None) -> Tensors:
+        return make(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.instead = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError(
+            "a gradient that dllm_kernels made was differentiated, and it has no second derivative; "
+            f"for a second-order term use {ctx.instead}"
+        )
+
+
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, *inputs: Any) -> Tensors:
         output = _forward(*inputs)
         _setup(ctx, inputs, output)
         return output
@@ -70,7 +130,7 @@ class _Rows(torch.autograd.Function):
         *saved, hook = ctx.saved_tensors  # read once, because an activation checkpoint recomputes and frees them
         names, n = tuple(upstream), len(saved)
 
-        def gradients(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        def gradients(*tensors: Tensor | None) -> Tensors:
             given = dict(zip(names, tensors[n:-1], strict=True))
             return tuple(in_dtypes(op.backward(*restored(op, plan, tensors[:n]), given, plan), dtypes_))
 

@@ -14,7 +14,7 @@ import torch
 from dllm_kernels._backends._divergence import NO_HYPER, Hyper, Option, Part, Recipe
 from dllm_kernels._backends.torch._divergence import KINDS
 from dllm_kernels._utils import _changing
-from dllm_kernels._utils._checks import check_finite, check_number, type_name
+from dllm_kernels._utils._checks import check_choice, check_finite, check_number, type_name
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 # Other names that callers may use.
@@ -37,8 +37,9 @@ def checked_recipe(kind: Any, *, alpha: Any = None, base: Any = None, **options:
         ValueError: an unknown name, a number out of range, or an option that belongs to none of the kinds.
     """
     wanted = _coefficients(kind)
-    _check_choice("alpha", alpha, ("row", "mean"))
-    _check_choice("base", base, ("kl", "soft_ce"))
+    for name, value, known in (("alpha", alpha, ("row", "mean")), ("base", base, ("kl", "soft_ce"))):
+        if value is not None:
+            check_choice(name, value, known)
     used = {name for kind_ in wanted for name in _options_of(kind_)}
     given = {**options, **({"alpha": alpha, "base": base} if "lk" not in wanted else {})}
     for name, value in given.items():
@@ -92,11 +93,6 @@ def _coefficients(kind: Any) -> dict[str, float]:
     return found
 
 
-def _check_choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value is not None and value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
-
-
 def _checked_option(name: str, value: Any, option: Option) -> float:
     if value is None:
         return option.default
@@ -104,23 +100,6 @@ def _checked_option(name: str, value: Any, option: Option) -> float:
     if not option.least <= float(value) <= option.most:
         raise ValueError(f"{name} must lie in [{option.least}, {option.most}], got {_changing.shown(float(value))}")
     return float(value)
-
-
-def indices(recipe: Recipe) -> list[int]:
-    """Encode the integers of :func:`recipe_of`."""
-    return [int(recipe.mean_alpha), *(_ORDER.index(part.kind) for part in recipe.parts)]
-
-
-def floats(recipe: Recipe) -> list[float]:
-    """Encode the floats of :func:`recipe_of`."""
-    return [number for part in recipe.parts for number in (part.coefficient, *part.hyper)]
-
-
-def recipe_of(indices: list[int], floats: list[float]) -> Recipe:
-    """Decode the recipe of these :func:`indices` and :func:`floats`, which the schema of a compiled op can carry."""
-    mean_alpha, *kinds = indices
-    parts = (Part(_ORDER[k], floats[3 * i], tuple(floats[3 * i + 1 : 3 * i + 3])) for i, k in enumerate(kinds))  # type: ignore[arg-type]
-    return Recipe(tuple(parts), bool(mean_alpha))
 
 
 class DivergencePlan(NamedTuple):
@@ -143,17 +122,22 @@ class DivergencePlan(NamedTuple):
     @property
     def integers(self) -> list[int]:
         """Everything but floats, as :meth:`unpacked` takes it."""
-        skip = self.teacher_transform.skip_id
-        return [int(self.per_row), -1 if skip is None else skip, *indices(self.recipe)]
+        skip, recipe = self.teacher_transform.skip_id, self.recipe
+        kinds = [_ORDER.index(part.kind) for part in recipe.parts]
+        return [int(self.per_row), -1 if skip is None else skip, int(recipe.mean_alpha), *kinds]
 
     @property
     def floats(self) -> list[float]:
         """The floats, as :meth:`unpacked` takes them."""
-        return [self.value_scale, *self.teacher_transform.factors, *floats(self.recipe)]
+        of_parts = [number for part in self.recipe.parts for number in (part.coefficient, *part.hyper)]
+        return [self.value_scale, *self.teacher_transform.factors, *of_parts]
 
     @classmethod
     def unpacked(cls, integers: Sequence[int], numbers: Sequence[float]) -> DivergencePlan:
         """Rebuild from :attr:`integers` and :attr:`floats`."""
-        per_row, skip, *kinds = integers
-        transform = Transform.of(numbers[1:3], None if skip < 0 else skip)
-        return cls(recipe_of(kinds, list(numbers[3:])), transform, numbers[0], bool(per_row))
+        per_row, skip, mean_alpha, *kinds = integers
+        value_scale, softcap, scale, *of_parts = numbers
+        triples = zip(*[iter(of_parts)] * 3, strict=True)
+        parts = (Part(_ORDER[k], c, (first, second)) for k, (c, first, second) in zip(kinds, triples, strict=True))
+        transform = Transform.of((softcap, scale), None if skip < 0 else skip)
+        return cls(Recipe(tuple(parts), bool(mean_alpha)), transform, value_scale, bool(per_row))

@@ -6,8 +6,9 @@ gradient over them. Nothing else of length V per row is kept.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels._core._nll import scale_in_place, scales_loss
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import RowObjective, RowStats
+from dllm_kernels._utils._checks import type_name
 
 Tensor = torch.Tensor
 
@@ -148,6 +150,70 @@ ROW_STATS = _op.RowOp(
     RowStats,
     ("torch.log_softmax and what follows from it", f"torch.log_softmax of {_op.LOGITS}"),
 )  # fmt: skip
+
+
+class Objective(NamedTuple):
+    """``fn(stats, *aux) -> [R]`` of R rows.
+
+    Attributes:
+        fn: the caller's function.
+        several: whether the caller's ids have one dimension more than the rows.
+    """
+
+    fn: Callable[..., Tensor]
+    several: bool
+
+    def of(self, found: StatsResult, active: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
+        """Return (value per row, 0 in skipped rows; gradients of their sum, None for statistics that fn does not use)."""
+        given = (found.log_probs, found.row_max + found.log_sum, found.entropy)
+        leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
+        log_probs, lse, entropy = leaves
+        with torch.set_grad_enabled(needed):
+            stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, found.correct)
+            value = torch.where(active != SKIP, checked_value(self.fn(stats, *aux), lse), 0.0)
+            upstream = _gradients(value.sum(), leaves) if needed else [None] * len(leaves)
+        return value.detach(), Upstream._make([*upstream, None])
+
+
+def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Differentiate an objective in the statistics that it was given."""
+    if total.grad_fn is None or not total.requires_grad:
+        return [None for _ in leaves]
+    mine = [t for t in leaves if t is not None]
+    if not {id(t) for t in _leaves_of(total)} <= {id(t) for t in mine}:
+        raise ValueError(
+            "fn must not use a tensor that requires a gradient, which it would not get; detach it, or compute the "
+            "objective from linear_row_stats"
+        )
+    found = iter(torch.autograd.grad(total, mine, allow_unused=True))
+    return [None if t is None else next(found) for t in leaves]
+
+
+def checked_value(value: Any, lse: Tensor) -> Tensor:
+    """Validate the value that ``fn`` returned for rows with this logsumexp ``[R]``; cast it to its dtype."""
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        got = f"dtype {value.dtype}" if isinstance(value, Tensor) else type_name(value)
+        raise TypeError(f"fn must return a floating tensor, got {got}")
+    if value.shape != lse.shape:
+        raise ValueError(
+            f"fn must return one number for each of its {lse.numel()} rows, got shape {tuple(value.shape)}"
+        )
+    return value.to(lse.dtype)
+
+
+def _leaves_of(t: Tensor) -> Iterator[Tensor]:
+    """Yield the leaf tensors that a result would send gradients to."""
+    seen: set[Any] = set()
+    waiting = [t.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            yield variable
+        waiting += [following for following, _ in node.next_functions]
 
 
 def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:

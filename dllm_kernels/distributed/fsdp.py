@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from dllm_kernels._core._first_order import first_order
+from dllm_kernels._core._eager import first_order
 from dllm_kernels._core._plan import compute_dtype
 from dllm_kernels._utils._checks import check_number, type_name
 from dllm_kernels._utils._head import LINEAR_FORWARDS, check_plain_head

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._core._call import call
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._nll import TOKEN_NLL
 from dllm_kernels._core._plan import Options
+from dllm_kernels._core._run import call
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain

@@ -21,13 +21,12 @@ import torch
 
 from dllm_kernels._backends._divergence import Recipe
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels._core._call import checked
 from dllm_kernels._core._divergence import DIVERGENCE
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options, compute_dtype
 from dllm_kernels._core._recipes import DivergencePlan, checked_recipe
 from dllm_kernels._core._results import Divergence
-from dllm_kernels._core._run import run
+from dllm_kernels._core._run import checked, run
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, values_are_there

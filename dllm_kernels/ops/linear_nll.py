@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import torch
 
-from dllm_kernels._core._call import call
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, WEIGHTED_LINEAR_NLL
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import TokenNLL, WeightedNLL
+from dllm_kernels._core._run import call
 from dllm_kernels._utils._checks import LINEAR, Extra, check_constant
 from dllm_kernels._utils._transform import Transform
 

@@ -14,13 +14,11 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._core._call import call, checked
 from dllm_kernels._core._inputs import RowInputs
-from dllm_kernels._core._objective import Objective, checked_value
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import RowObjective, RowStats
-from dllm_kernels._core._run import run
-from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS
+from dllm_kernels._core._run import call, checked, run
+from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective, checked_value
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, has_values, transforms_active

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._core._call import call
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import RowStats
+from dllm_kernels._core._run import call
 from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._transform import Transform

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._rows import SKIP
-from dllm_kernels._core._call import checked
 from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
 from dllm_kernels._core._plan import Options
-from dllm_kernels._core._run import run
+from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._dtypes import accum_dtype

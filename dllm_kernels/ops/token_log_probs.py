@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._core._call import checked
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options
-from dllm_kernels._core._run import run
+from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced

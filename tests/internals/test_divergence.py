@@ -3,7 +3,7 @@
 import importlib.util
 
 from dllm_kernels._backends.torch._divergence import KINDS
-from dllm_kernels._core._recipes import checked_recipe, floats, indices, recipe_of
+from dllm_kernels._core._recipes import DivergencePlan, checked_recipe
 from tests.ops.test_divergence import MANY
 
 
@@ -17,5 +17,5 @@ def test_names():
     assert checked_recipe({"l1": 0.5, "tv": 1, "kl": 0}) == checked_recipe({"tv": 2.0})
     if importlib.util.find_spec("triton"):
         assert set(KINDS) == set(importlib.import_module("dllm_kernels._backends.triton.divergence").Kinds._fields)
-    recipe = checked_recipe(MANY, beta=0.3, base="soft_ce")
-    assert recipe_of(indices(recipe), floats(recipe)) == recipe
+    plan = DivergencePlan(checked_recipe(MANY, beta=0.3, base="soft_ce"))
+    assert DivergencePlan.unpacked(plan.integers, plan.floats) == plan
