@@ -1,64 +1,12 @@
 """Fused losses and corruption for training diffusion language models: change the import, keep the code."""
 
+# ruff: noqa: F403, F405 -- the names of each package are listed in its __all__, and those of this one below
 from dllm_kernels._core._run import Run, dtensors_by
 from dllm_kernels.collate import DLLMCollator
-from dllm_kernels.corruption import (
-    batched_gumbel_topk,
-    complementary,
-    corrupt_all_masked,
-    corrupt_blockwise,
-    corrupt_mix,
-    corrupt_uniform,
-    corrupt_uniform_random,
-    gumbel_topk,
-    sample_level,
-)
-from dllm_kernels.losses import (
-    BlockDiffusionCrossEntropyLoss,
-    DFlashDecayLoss,
-    DLLMLossOutput,
-    DraftDistillationLoss,
-    HybridDiffusionLLMLoss,
-    IDLMLoss,
-    MDLMCrossEntropyLoss,
-    SCDDLoss,
-    SCDDSchedule,
-    acceptance_length,
-    compute_per_token_nll,
-    draft_accuracy,
-    encoder_ar_loss,
-    encoder_ar_loss_fused,
-    scdd_schedule,
-)
-from dllm_kernels.mtp import (
-    FusedLinearCrossEntropy,
-    MaskedCrossEntropy,
-    MTPLossConfig,
-    MTPLossOutput,
-    PipelineCausalLMLoss,
-    calculate_loss,
-    calculate_mtp_loss,
-)
-from dllm_kernels.ops import (
-    Divergence,
-    RowObjective,
-    RowStats,
-    TokenLogProbs,
-    divergence,
-    dpace_weights,
-    gumbel_topk_mask,
-    linear_divergence,
-    linear_row_objective,
-    linear_row_stats,
-    linear_token_nll,
-    row_objective,
-    row_stats,
-    soft_embedding,
-    token_log_probs,
-    token_nll,
-    weighted_linear_nll,
-    weighted_nll,
-)
+from dllm_kernels.corruption import *
+from dllm_kernels.losses import *
+from dllm_kernels.mtp import *
+from dllm_kernels.ops import *
 
 __version__ = "0.1.0"
 

@@ -11,25 +11,12 @@ from dllm_kernels._backends._rows import RowPrimitives, StatsPrimitives
 @functools.cache
 def row_primitives(triton: bool) -> RowPrimitives:
     """Return the row primitives of a backend; Triton is imported only if requested."""
-    return _triton() if triton else _torch()
+    if triton:
+        from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, token_nll
 
-
-def _triton() -> RowPrimitives:
-    from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, token_nll
-
-    return RowPrimitives(
-        StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward),
-        token_nll.row_stats,
-        token_nll.weighted_row_stats,
-        token_nll.row_grad,
-        linear_nll.row_nll_grad_,
-        linear_nll.scale_,
-        divergence.divergence,
-        divergence.divergence_grad,
-    )
-
-
-def _torch() -> RowPrimitives:
+        stats = StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward)
+        of_nll = token_nll.row_stats, token_nll.weighted_row_stats, token_nll.row_grad, linear_nll.row_nll_grad_
+        return RowPrimitives(stats, *of_nll, linear_nll.scale_, divergence.divergence, divergence.divergence_grad)
     from dllm_kernels._backends.torch import _divergence, _nll, _stats
 
     stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward)

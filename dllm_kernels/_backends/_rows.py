@@ -102,8 +102,4 @@ def as_blv(logits: Tensor) -> Tensor:
         return logits
     if logits.dim() < 3:
         return logits.view(1, 1, V) if logits.dim() == 1 else logits.unsqueeze(0)
-    B, L = math.prod(logits.shape[:-2]), logits.shape[-2]
-    try:
-        return logits.view(B, L, V)
-    except RuntimeError:
-        return logits.reshape(B, L, V)
+    return logits.reshape(math.prod(logits.shape[:-2]), logits.shape[-2], V)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,16 +128,11 @@ def _choose_for_gpu(rows: int, V: int, D: int, trains_head: bool, most: int, sms
     return min(sizes, key=lambda size: (_gpu_cost(size, rows, costs), size))
 
 
-class _ChunkCosts(NamedTuple):
-    """Cost of a chunk of c rows: ``of_tiles[ceil(c / 128)] + per_row * c``."""
-
-    of_tiles: tuple[int, ...]
-    per_row: int
-
-
 @functools.lru_cache(maxsize=64)
-def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> _ChunkCosts:
-    """Model the time of a chunk of up to ``most`` rows, in steps of the inner dimension of one wave of 128 x 256 tiles.
+def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tuple[tuple[int, ...], int]:
+    """Return (of_tiles, per_row): a chunk of c rows costs ``of_tiles[ceil(c / 128)] + per_row * c``.
+
+    The model is the time of a chunk of up to ``most`` rows, in steps of the inner dimension of one wave of 128 x 256 tiles.
 
     The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C /
     128) ceil(D / 256) of V steps: few and long, so starting a wave for a few more tiles costs most (at 7,680 rows and D
@@ -151,11 +146,11 @@ def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> _Chu
     fixed = 2000 + (V * D // 6000 if trains_head else 0)  # 2000: launches and the tail of a product
     highs = range(most // ROW_MULTIPLE + 1)
     of_tiles = (waves(high * -(-V // 256)) * D + waves(high * -(-D // 256)) * V + fixed for high in highs)
-    return _ChunkCosts(tuple(of_tiles), waves(-(-V // 128) * -(-D // 256)) if trains_head else 0)
+    return tuple(of_tiles), waves(-(-V // 128) * -(-D // 256)) if trains_head else 0
 
 
-def _gpu_cost(size: int, rows: int, costs: _ChunkCosts) -> int:
-    """Add up the costs of all chunks of ``rows`` rows."""
-    whole, rest = divmod(rows, size)
-    total = whole * costs.of_tiles[size // ROW_MULTIPLE] + rows * costs.per_row
-    return total + (costs.of_tiles[-(-rest // ROW_MULTIPLE)] if rest else 0)
+def _gpu_cost(size: int, rows: int, costs: tuple[tuple[int, ...], int]) -> int:
+    """Add up the :func:`_chunk_costs` of all chunks of ``rows`` rows."""
+    (of_tiles, per_row), (whole, rest) = costs, divmod(rows, size)
+    total = whole * of_tiles[size // ROW_MULTIPLE] + rows * per_row
+    return total + (of_tiles[-(-rest // ROW_MULTIPLE)] if rest else 0)

@@ -11,7 +11,7 @@ products.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -124,12 +124,12 @@ def _filled(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bo
 
 def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
     """Yield each chunk with its results, and add the chunk's gradients if requested."""
-    take, teacher, recipe = chunks.rows.take, _TeacherChunks(chunks), chunks.plan.divergence.recipe
+    take, teacher, recipe = chunks.rows.take, _teacher_of(chunks), chunks.plan.divergence.recipe
     compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad, **_shared_arguments(chunks.plan, mean))
     for chunk, h, targets, logits in chunks:
         s = take(scale, chunk).masked_fill(targets == SKIP, 0)
         y = take(chunks.inputs.ids[:, 0], chunk) if recipe.wants_targets else None
-        found = compared(logits[None], teacher.logits(chunk)[None], s, targets=y)
+        found = compared(logits[None], teacher(chunk)[None], s, targets=y)
         if with_grad:
             chunks.add_gradients(chunk, h, targets, logits, s)
         yield chunk, found
@@ -144,36 +144,34 @@ def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class _TeacherChunks:
-    """Computes the teacher's logits beside the student's chunks."""
+def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
+    """Make the function that computes the teacher's logits beside a chunk of the student's."""
+    inputs, dtype, rows = chunks.inputs, chunks.plan.dtype, chunks.rows
 
-    def __init__(self, chunks: Chunks) -> None:
-        inputs = chunks.inputs
-        self.inputs, self.dtype, self.rows = inputs, chunks.plan.dtype, chunks.rows
-        own = inputs.teacher_weight is not None
-        head = (inputs.teacher_weight, inputs.teacher_bias) if own else (chunks.weight, chunks.bias)
-        self.weight, self.bias, self.extra_weight = (self._compared(t) for t in (*head, inputs.teacher_extra_weight))
-        self.buffer = aligned_rows(len(chunks.logits), len(self.weight), dtype=self.dtype, device=self.weight.device)
-
-    def _compared(self, t: Tensor | None) -> Any:
+    def compared(t: Tensor | None) -> Any:
         """Pick the head's rows of the compared columns, in the dtype of the logits."""
         if t is None:
             return None
-        t, columns = t.detach(), self.inputs.teacher_columns
-        return (t if columns is None else _picked(t, columns)).to(self.dtype)
+        columns = inputs.teacher_columns
+        return (t.detach() if columns is None else _picked(t.detach(), columns)).to(dtype)
 
-    def logits(self, chunk: slice) -> Tensor:
-        """Compute the teacher's logits of a chunk's rows."""
-        h, extra_h = (self._rows(t, chunk) for t in (self.inputs.teacher_x, self.inputs.teacher_extra_x))
-        out = self.buffer[: len(h)]
-        head_product(h, self.weight, self.bias, extra_h, self.extra_weight, out)
-        return out
-
-    def _rows(self, t: Tensor | None, chunk: slice) -> Any:
+    def taken(t: Tensor | None, chunk: slice) -> Any:
         if t is None:
             return None
-        rows = self.inputs.teacher_rows
-        return (self.rows.take(t, chunk) if rows is None else _picked(t, self.rows.take(rows, chunk))).to(self.dtype)
+        index = inputs.teacher_rows
+        return (rows.take(t, chunk) if index is None else _picked(t, rows.take(index, chunk))).to(dtype)
+
+    own = inputs.teacher_weight is not None
+    head = (inputs.teacher_weight, inputs.teacher_bias) if own else (chunks.weight, chunks.bias)
+    weight, bias, extra_weight = (compared(t) for t in (*head, inputs.teacher_extra_weight))
+    buffer = aligned_rows(len(chunks.logits), len(weight), dtype=dtype, device=weight.device)
+
+    def logits(chunk: slice) -> Tensor:
+        h, extra_h = (taken(t, chunk) for t in (inputs.teacher_x, inputs.teacher_extra_x))
+        head_product(h, weight, bias, extra_h, extra_weight, out := buffer[: len(h)])
+        return out
+
+    return logits
 
 
 def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:

@@ -76,17 +76,15 @@ def check_dtype(name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Non
         raise ValueError(f"{name} must have dtype {_names(dtypes)}, got {_names([tensor.dtype])}")
 
 
-def check_float(name: str, value: object) -> None:
+def check_float(name: str, value: Any) -> None:
     """Raise unless ``value`` is a float16, bfloat16, float32 or float64 tensor."""
     check_tensor(name, value)
-    assert isinstance(value, Tensor)
     check_dtype(name, value, FLOAT_DTYPES)
 
 
-def check_ids(name: str, value: object) -> None:
+def check_ids(name: str, value: Any) -> None:
     """Raise unless ``value`` is an integer tensor."""
     check_tensor(name, value)
-    assert isinstance(value, Tensor)
     check_dtype(name, value, INT_DTYPES)
 
 
@@ -137,10 +135,9 @@ def check_constant(name: str, value: object, instead: str = "") -> None:
         raise ValueError(f"{name} must not require a gradient, since it is taken as a constant; detach it{or_else}")
 
 
-def check_mask(name: str, value: object, expected: Sequence[int], of: str = "") -> None:
+def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> None:
     """Raise unless ``value`` is a bool, integer or floating mask of the expected shape."""
     check_tensor(name, value)
-    assert isinstance(value, Tensor)
     check_dtype(name, value, (torch.bool, *INT_DTYPES, *FLOAT_DTYPES))
     check_shape(name, value, expected, of)
 
@@ -392,6 +389,13 @@ def check_factor(name: str, value: Any) -> None:
     least, most = FACTORS
     if not least <= float(value) <= most:
         raise ValueError(f"{name} must be positive, from {least} to {most}, got {_changing.shown(float(value))}")
+
+
+def checked_temperature(temperature: Any) -> float:
+    """Validate a number by which logits are divided."""
+    check_number("temperature", temperature)
+    check_factor("temperature", temperature)  # as its inverse has to be one
+    return float(temperature)
 
 
 def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,8 +32,6 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels._utils._transform import Transform
 
-LOGITS = _checks.Names("logits", "targets")
-LINEAR = _checks.Names("hidden", "targets", "weight", "bias")
 OWN_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
 SHARED_HEAD = _checks.Names("teacher_hidden", "targets", "weight", "bias")
 Kind = str | Mapping[str, float]
@@ -137,14 +135,13 @@ def divergence(
     _checks.check_float("logits", logits)
     targets, weights = _defaults(logits, targets, weights, recipe)
     options = Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend)
-    inputs, options = checked(LOGITS, RowInputs(logits, targets, weights=weights), options)
+    inputs, options = checked(_checks.LOGITS, RowInputs(logits, targets, weights=weights), options)
     _checks.check_float("teacher_logits", teacher_logits)
     _checks.check_dtype("teacher_logits", teacher_logits, (logits.dtype,))
     if teacher_logits.dim() == 0 or teacher_logits.shape[-1] == 0:
         raise ValueError(f"teacher_logits must have shape [..., V] with V >= 1, got {tuple(teacher_logits.shape)}")
     inputs = _with_teacher(inputs, teacher_logits, teacher_rows, draft_to_target)
-    sides = Sides("logits", "teacher_logits")
-    return _compared(sides, inputs, options, recipe, temperature, reduction, teacher_transform)
+    return _compared("logits", inputs, options, recipe, temperature, reduction, teacher_transform)
 
 
 def linear_divergence(
@@ -243,7 +240,9 @@ def linear_divergence(
     _checks.check_float("hidden", hidden)
     targets, weights = _defaults(hidden, targets, weights, recipe)
     options = Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend, chunk_size, num_active)
-    inputs, options = checked(LINEAR, RowInputs(hidden, targets, weight, bias, weights=weights), options, extra=extra)
+    inputs, options = checked(
+        _checks.LINEAR, RowInputs(hidden, targets, weight, bias, weights=weights), options, extra=extra
+    )
     names, head = OWN_HEAD, (teacher_weight, teacher_bias)
     if teacher_weight is None:
         if teacher_bias is not None:
@@ -260,15 +259,7 @@ def linear_divergence(
         inputs, teacher_hidden, teacher_rows, draft_to_target, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
         teacher_extra_x=u, teacher_extra_weight=second,
     )  # fmt: skip
-    sides = Sides("hidden", "teacher_hidden")
-    return _compared(sides, inputs, options, recipe, temperature, reduction, teacher_transform)
-
-
-class Sides(NamedTuple):
-    """Argument names of the rows of each side."""
-
-    student: str
-    teacher: str
+    return _compared("hidden", inputs, options, recipe, temperature, reduction, teacher_transform)
 
 
 def _defaults(x: torch.Tensor, targets: Any, weights: Any, recipe: Recipe) -> tuple[Any, Any]:
@@ -294,23 +285,16 @@ def _with_teacher(
 
 
 def _compared(
-    sides: Sides,
-    inputs: RowInputs,
-    options: Options,
-    recipe: Recipe,
-    temperature: Any,
-    reduction: Any,
-    teacher_transform: Any,
+    name: str, inputs: RowInputs, options: Options, recipe: Recipe, temperature: Any, reduction: Any, its_transform: Any
 ) -> Divergence:
-    """Check the teacher against the student, and compare them."""
+    """Check the teacher against the student, whose rows have this name, and compare them."""
     x, teacher, rows, columns = inputs.x, inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns
-    assert teacher is not None
-    teacher_head = inputs.weight if inputs.teacher_weight is None else inputs.teacher_weight
+    its_head = inputs.weight if inputs.teacher_weight is None else inputs.teacher_weight
     V = x.shape[-1] if inputs.weight is None else inputs.weight.shape[0]
-    teacher_vocab_size = teacher.shape[-1] if teacher_head is None else teacher_head.shape[0]
-    _check_rows(sides, x, teacher, rows)
-    _check_columns(sides, x, V, teacher_vocab_size, columns)
-    if rows is not None and inputs.weights is not None:
+    teacher_vocab_size = teacher.shape[-1] if its_head is None else its_head.shape[0]
+    _check_rows(name, x, teacher, rows)
+    _check_columns(name, x, V, teacher_vocab_size, columns)
+    if rows is not None:
         read = rows.masked_fill(inputs.weights == 0, 0)
         _checks.check_target_range(options.check_targets, "teacher_rows", read, teacher.shape[:-1].numel(), None)
     if columns is not None:
@@ -318,42 +302,37 @@ def _compared(
         _checks.check_target_range(always, "draft_to_target", columns, teacher_vocab_size, None)
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")
-    _checks.check_number("temperature", temperature)
-    _checks.check_factor("temperature", temperature)
-    T = float(temperature)
-    transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T)
+    T = _checks.checked_temperature(temperature)
+    transform = _tempered(_checked_transform(its_transform, V, options.transform), T)
     options = replaced(options, transform=_tempered(options.transform, T))
     config = DivergencePlan(recipe, transform, T * T, reduction == "none")
     return run(DIVERGENCE, replaced(inputs, active=inputs.weights), options, divergence=config)  # type: ignore[no-any-return]
 
 
-def _check_rows(sides: Sides, x: torch.Tensor, teacher: torch.Tensor, index: torch.Tensor | None) -> None:
+def _check_rows(name: str, x: torch.Tensor, teacher: torch.Tensor, index: torch.Tensor | None) -> None:
     rows, teacher_rows = tuple(x.shape[:-1]), tuple(teacher.shape[:-1])
-    _checks.check_same_device(sides.student, x, **{sides.teacher: teacher})
+    _checks.check_same_device(name, x, **{f"teacher_{name}": teacher})
     if index is not None:
         _checks.check_ids("teacher_rows", index)
-        _checks.check_shape("teacher_rows", index, rows, f"that of {sides.student} without its last dimension")
-        _checks.check_same_device(sides.student, x, teacher_rows=index)
+        _checks.check_shape("teacher_rows", index, rows, f"that of {name} without its last dimension")
+        _checks.check_same_device(name, x, teacher_rows=index)
         if math.prod(rows) and not math.prod(teacher_rows):
-            raise ValueError(f"{sides.teacher} must have at least one row, got shape {tuple(teacher.shape)}")
+            raise ValueError(f"teacher_{name} must have at least one row, got shape {tuple(teacher.shape)}")
     elif teacher_rows != rows:
         raise ValueError(
-            f"{sides.teacher} must have shape {(*rows, '*')}, the rows of {sides.student}, unless teacher_rows is given, got "
-            f"{tuple(teacher.shape)}"
+            f"teacher_{name} must have shape {(*rows, '*')}, the rows of {name}, unless teacher_rows is given, "
+            f"got {tuple(teacher.shape)}"
         )
 
 
-def _check_columns(
-    sides: Sides, x: torch.Tensor, V: int, teacher_vocab_size: int, columns: torch.Tensor | None
-) -> None:
+def _check_columns(name: str, x: torch.Tensor, V: int, its_V: int, columns: torch.Tensor | None) -> None:
     if columns is not None:
         _checks.check_ids("draft_to_target", columns)
         _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
-        _checks.check_same_device(sides.student, x, draft_to_target=columns)
-    elif teacher_vocab_size != V:
+        _checks.check_same_device(name, x, draft_to_target=columns)
+    elif its_V != V:
         raise ValueError(
-            f"{sides.teacher} must have the vocabulary of {sides.student}, {V} columns, unless draft_to_target is given, got "
-            f"{teacher_vocab_size}"
+            f"teacher_{name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, got {its_V}"
         )
 
 

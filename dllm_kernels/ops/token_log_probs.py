@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -89,7 +89,7 @@ def token_log_probs(
             got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
             raise ValueError(f"{name} must be None without weight, got {got}")
     options = Options(
-        Transform(softcap, 1 / _checked_temperature(temperature), skip_id), check_targets=check_targets, backend=backend,
+        Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets, backend=backend,
         chunk_size=chunk_size, num_active=num_active, entropy=with_entropy,
     )  # fmt: skip
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
@@ -99,9 +99,3 @@ def token_log_probs(
     inputs = replaced(inputs, active=there if inputs.active is None else there & (inputs.active != 0))
     out = run(ROW_STATS, inputs, options)
     return TokenLogProbs(out.log_probs, out.entropy)
-
-
-def _checked_temperature(temperature: Any) -> float:
-    _checks.check_number("temperature", temperature)
-    _checks.check_factor("temperature", temperature)  # as its inverse has to be one
-    return float(temperature)

@@ -311,16 +311,13 @@ class Pairs:
         self.threads, self.size = _blocks.team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
         self.lost: Tensor | None = None
         if self.rows.n:
-            self.student = _blocks.RowGather(logits, self.rows)
-            self.theirs = self._teacher_rows(teacher_rows)
-
-    def _teacher_rows(self, teacher_rows: Tensor | None) -> _blocks.RowGather:
-        if teacher_rows is None:
-            return _blocks.RowGather(self.teacher, self.rows)
-        total = self.teacher.shape[0] * self.teacher.shape[1]
-        index, lost = column_of(self.rows.take(teacher_rows), total)
-        self.lost = None if lost is None else lost.unsqueeze(1)
-        return _blocks.RowGather(self.teacher, _blocks.RowIndex.listed(index, total))
+            self.student, its_rows = _blocks.RowGather(logits, self.rows), self.rows
+            if teacher_rows is not None:
+                total = teacher.shape[0] * teacher.shape[1]
+                index, lost = column_of(self.rows.take(teacher_rows), total)
+                its_rows = _blocks.RowIndex.listed(index, total)
+                self.lost = None if lost is None else lost.unsqueeze(1)
+            self.theirs = _blocks.RowGather(teacher, its_rows)
 
     def taken(self, t: Tensor | None) -> Tensor | None:
         """Entries of these rows in a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``."""
