@@ -6,6 +6,7 @@ Contains no paths and no names of machines or users, so it can be posted unchang
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -42,38 +43,23 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_implementation()} {platform.python_version()}"
     kernel = re.match(r"[\d.]*", platform.release())  # the suffix is host-specific and may identify the machine
     yield "system", f"{platform.system()} {kernel and kernel[0]} {platform.machine()}"
-    yield "torch", f"{torch.__version__}, built for {_built_for()}"
+    platforms = {"ROCm": torch.version.hip, "CUDA": torch.version.cuda}
+    built_for = next((f"{name} {version}" for name, version in platforms.items() if version), "CPU")
+    yield "torch", f"{torch.__version__}, built for {built_for}"
     for name in BESIDE:
-        version = _version(name)
-        if version is not None:
-            yield name, version
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
     yield "cpu", f"{torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     for index in range(torch.cuda.device_count()):
         yield f"gpu {index}", _gpu(index)
     if not torch.cuda.device_count():
         yield "gpu", "none"
-    yield from ((name, _word(os.environ[name])) for name in VARIABLES if name in os.environ)
+    for name in VARIABLES:
+        if name in os.environ:  # what is no single word may be a path
+            yield name, os.environ[name] if re.fullmatch(r"[\w.,+-]*", os.environ[name]) else "(no word)"
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for backend in BACKENDS:
             yield f"backend={backend} on {device}", _tried(device, backend)
-
-
-def _word(text: str) -> str:
-    """Return the text, or a placeholder if it may be a path or more than one word."""
-    return text if re.fullmatch(r"[\w.,+-]*", text) else "(no word)"
-
-
-def _built_for() -> str:
-    if torch.version.hip:
-        return f"ROCm {torch.version.hip}"
-    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _gpu(index: int) -> str:

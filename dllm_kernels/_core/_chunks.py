@@ -15,14 +15,12 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from dllm_kernels._backends._rows import SKIP
 from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiprocessors
-from dllm_kernels._core._inputs import Gradients, NeedsGrad, RowInputs
+from dllm_kernels._core._inputs import OF_ROWS, Gradients, NeedsGrad, RowInputs
 from dllm_kernels._core._plan import Plan
 
 # Columns of a low-precision chunk to cast to float32 at a time, on devices whose matmul cannot accumulate in float32
 # (CPU).
 SLAB = 4096
-
-Rows = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Factors(NamedTuple):
@@ -70,18 +68,18 @@ class Chunks:
         self.primitives = plan.primitives()
         (V, D), device = inputs.head.shape, inputs.x.device
         sms = multiprocessors(device)
-        self.grad_bias = torch.zeros(V, dtype=plan.accum_dtype, device=device) if needs.bias else None
+        self.grads: dict[str, Tensor] = {}
+        if needs.bias:
+            self.grads["bias"] = torch.zeros(V, dtype=plan.accum_dtype, device=device)
         # This may wait for the GPU, which is then idle: what does not depend on the number of active rows comes before.
         self.rows = ActiveRows(inputs.targets, plan.options.num_active)
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, sms)
         self.size = max(1, min(size, self.rows.count))
         self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
-        self.grad_hidden = self.rows.empty(D, dtype=inputs.x.dtype, device=device) if needs.x else None
-        self.grad_extra_x: Tensor | None = None
-        if needs.extra_x and inputs.extra_x is not None:
-            self.grad_extra_x = self.rows.empty(inputs.extra_x.shape[1], dtype=inputs.extra_x.dtype, device=device)
-        self.grad_weight: Tensor | None = None
-        self.grad_extra_weight: Tensor | None = None
+        for field in OF_ROWS:
+            if getattr(needs, field):
+                t = getattr(inputs, field)
+                self.grads[field] = self.rows.empty(t.shape[1], dtype=t.dtype, device=device)
 
     def __iter__(self) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
         """Compute the logits of each chunk; yield (slice, hidden rows, targets, logits)."""
@@ -94,10 +92,9 @@ class Chunks:
             yield chunk, h, self.rows.take_targets(chunk), logits
 
     def _extra_rows(self, chunk: slice) -> Tensor:
-        assert self.inputs.extra_x is not None
         return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
 
-    def run(self, scale: Tensor | None) -> Rows:
+    def run(self, scale: Tensor | None) -> list[Any]:
         """Run one pass over all chunks: (nll, row_max, log_sum, correct), and accumulate the gradients for ``scale [N]``.
 
         With ``scale=None`` only the first matmul and the reduction run.
@@ -115,8 +112,7 @@ class Chunks:
                 stats = self.primitives.nll_and_grad_(logits, y, s, **through)
                 self.add_gradients(chunk, h, y, logits, s)
             rows.put_each(out, chunk, stats)
-        nll, row_max, log_sum, correct = rows.finished(out)
-        return nll, row_max, log_sum, correct
+        return rows.finished(out)
 
     def add_gradients(
         self, chunk: slice, h: Tensor, y: Tensor, grad_logits: Tensor, scale: Tensor, factors: Factors | None = None
@@ -128,33 +124,27 @@ class Chunks:
         take = self.rows.take
         factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
         of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
-        for grad, weight in ((self.grad_hidden, self.weight), (self.grad_extra_x, self.extra_weight)):
-            if grad is not None and weight is not None:
+        for field, weight in zip(OF_ROWS, (self.weight, self.extra_weight), strict=True):
+            if weight is not None and field in self.grads:
                 rows = torch.mm(grad_logits, weight)
-                self.rows.put(grad, chunk, rows if of_hidden is None else rows * of_hidden)
+                self.rows.put(self.grads[field], chunk, rows if of_hidden is None else rows * of_hidden)
         if self.needs.weight or self.needs.extra_weight:
-            # Zero the rows without a gradient, because 0 * NaN would reach all of grad_weight.
+            # Zero the rows without a gradient, because 0 * NaN would reach all of the head's.
             idle = ((scale == 0) | (y == SKIP)).unsqueeze(1)
-
-            def added(total: Tensor | None, h: Tensor, parameter: Tensor | None) -> Tensor:
-                assert parameter is not None
-                h = h if of_head is None else h * of_head
-                return self._plus_product(total, h.masked_fill(idle, 0), grad_logits, parameter.dtype)
-
-            if self.needs.weight:
-                self.grad_weight = added(self.grad_weight, h, self.inputs.weight)
-            if self.needs.extra_weight:
-                self.grad_extra_weight = added(
-                    self.grad_extra_weight, self._extra_rows(chunk), self.inputs.extra_weight
-                )
-        if self.grad_bias is not None:
-            _add_column_sums(self.grad_bias, grad_logits, of_head)
+            for field in ("weight", "extra_weight"):
+                if getattr(self.needs, field):
+                    rows = h if field == "weight" else self._extra_rows(chunk)
+                    rows = (rows if of_head is None else rows * of_head).masked_fill(idle, 0)
+                    dtype = getattr(self.inputs, field).dtype
+                    self.grads[field] = self._plus_product(self.grads.get(field), rows, grad_logits, dtype)
+        if self.needs.bias:
+            _add_column_sums(self.grads["bias"], grad_logits, of_head)
 
     def raised(self, loss_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
         """Return (new loss scale, per-row factors), and rescale the head gradients accumulated so far."""
         largest = torch.maximum(loss_scale, size.amax())
-        for grad in (self.grad_weight, self.grad_bias, self.grad_extra_weight):
-            if grad is not None:
+        for field, grad in self.grads.items():
+            if field not in OF_ROWS:
                 grad *= loss_scale / largest
         return largest, size / largest
 
@@ -188,27 +178,19 @@ class Chunks:
 
         With ``wide`` those of the head are in the accumulation dtype.
         """
-
-        def of_rows(grad: Tensor | None) -> Tensor | None:
-            return None if grad is None else self.rows.whole(grad)
-
-        def of_head(grad: Tensor | None, parameter: Tensor | None, needed: bool) -> Tensor | None:
-            if parameter is None or not needed:
-                return None
+        acc, found = self.plan.accum_dtype, dict[str, Tensor]()
+        for field, t, needed in zip(Gradients._fields, self.inputs.grad_inputs, self.needs, strict=True):
+            if t is None or not needed:
+                continue
+            grad = self.grads.get(field)
             if grad is None:  # there was no chunk
-                grad = torch.zeros(parameter.shape, dtype=self.plan.accum_dtype, device=parameter.device)
-            if loss_scale is not None:
-                grad = grad.to(self.plan.accum_dtype) * loss_scale
-            return grad.to(self.plan.accum_dtype if wide else parameter.dtype)
-
-        inputs, needs = self.inputs, self.needs
-        return Gradients(
-            of_rows(self.grad_hidden),
-            of_head(self.grad_weight, inputs.weight, needs.weight),
-            of_head(self.grad_bias, inputs.bias, needs.bias),
-            of_rows(self.grad_extra_x),
-            of_head(self.grad_extra_weight, inputs.extra_weight, needs.extra_weight),
-        )
+                grad = torch.zeros(t.shape, dtype=acc, device=t.device)
+            if field in OF_ROWS:
+                found[field] = self.rows.whole(grad)
+            else:
+                grad = grad if loss_scale is None else grad.to(acc) * loss_scale
+                found[field] = grad.to(acc if wide else t.dtype)
+        return Gradients(**found)
 
 
 def head_product(

@@ -5,7 +5,6 @@ The whole chunk loop is one op each way. Imported only while a graph is traced, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,9 +62,8 @@ def _rows_backward(
     record, plan = ROW_OPS[op], Plan.unpack(packed, factors, changing)
     inputs, outputs = restored(record, plan, saved)
     differentiable = [out.name for out in record.outputs if out.differentiable]
-    grads = record.backward(
-        inputs, outputs, {n: g for n, g in zip(differentiable, upstream, strict=True) if g is not None}, plan
-    )
+    given = {name: g for name, g in zip(differentiable, upstream, strict=True) if g is not None}
+    grads = record.backward(inputs, outputs, given, plan)
     return [g for g in in_dtypes(grads, dtypes(inputs.grad_inputs)) if g is not None]
 
 
@@ -96,14 +94,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    gradients = _gradients(ctx, ctx.op, upstream_of(ctx.differentiable, grads), Plan.unpack(*ctx.packed))
-    by_name = dict(zip(GRAD_INPUTS, gradients, strict=True))
-    return None, *(by_name.get(name) for name in TENSORS), None, None, None
-
-
-def _gradients(ctx: Any, op: RowOp, upstream: Outputs | None, plan: Plan) -> Sequence[Tensor | None]:
+    op, upstream, plan = ctx.op, upstream_of(ctx.differentiable, grads), Plan.unpack(*ctx.packed)
     if upstream is None or not any(plan.needs):
-        return [None] * len(GRAD_INPUTS)
+        return (None,) * (len(TENSORS) + 4)
     *saved, changing, hook = ctx.saved_tensors
     names, n = tuple(upstream), len(saved)
 
@@ -113,11 +106,13 @@ def _gradients(ctx: Any, op: RowOp, upstream: Outputs | None, plan: Plan) -> Seq
         if (backward := op.inline_backward(plan)) is not None:
             return tuple(in_dtypes(backward(inputs, outputs, given, plan), ctx.dtypes))
         by_output = [given.get(out.name) for out in op.outputs if out.differentiable]
-        grads = iter(_rows_backward(op.name, list(tensors[:n]), by_output, *ctx.packed, tensors[-2]))
+        found = iter(_rows_backward(op.name, list(tensors[:n]), by_output, *ctx.packed, tensors[-2]))
         needed = zip(inputs.grad_inputs, plan.needs, strict=True)
-        return tuple(next(grads) if need and t is not None else None for t, need in needed)
+        return tuple(next(found) if need and t is not None else None for t, need in needed)
 
-    return first_order(gradients, (*saved, *upstream.values(), changing, hook), ctx.instead)
+    found = first_order(gradients, (*saved, *upstream.values(), changing, hook), ctx.instead)
+    by_name = dict(zip(GRAD_INPUTS, found, strict=True))
+    return None, *(by_name.get(name) for name in TENSORS), None, None, None
 
 
 _rows.register_autograd(_backward, setup_context=_setup)

@@ -22,6 +22,10 @@ class Gradients(NamedTuple):
     extra_weight: Tensor | None = None
 
 
+# Inputs whose gradients have one row per row of the call; those of the others, the head's, are sums over rows.
+OF_ROWS = ("x", "extra_x")
+
+
 class NeedsGrad(NamedTuple):
     """Flags of the differentiable inputs that require a gradient."""
 
@@ -89,8 +93,8 @@ class RowInputs(NamedTuple):
     ids: Tensor
     weight: Tensor | None = None
     bias: Tensor | None = None
-    extra_x: Tensor | None = None
-    extra_weight: Tensor | None = None
+    extra_x: Any = None
+    extra_weight: Any = None
     active: Tensor | None = None
     targets: Any = None
     weights: Any = None
@@ -138,18 +142,17 @@ _EMPTY: dict[str, Any] = dict.fromkeys(TENSORS)
 
 def flattened(inputs: RowInputs, dtype: torch.dtype, ids: Tensor, targets: Tensor) -> RowInputs:
     """Flatten the inputs to N rows, with these flattened ``ids`` and ``targets``; cast other per-row values to ``dtype``."""
-    fields = inputs._asdict()
-    changed: dict[str, Any] = {"ids": ids, "targets": targets, "active": None}
+    fields = inputs._asdict() | {"ids": ids, "targets": targets, "active": None}
     for name in ("weights", "mix_a", "mix_b", "bump"):
         if (t := fields[name]) is not None:
-            changed[name] = t.detach().reshape(-1).to(dtype).contiguous()
+            fields[name] = t.detach().reshape(-1).to(dtype).contiguous()
     for name in ("x", "extra_x", "teacher_x", "teacher_extra_x") if inputs.weight is not None else ():
         if (t := fields[name]) is not None:
-            changed[name] = t.reshape(-1, t.shape[-1])
+            fields[name] = t.reshape(-1, t.shape[-1])
     if inputs.teacher_rows is not None:
-        changed["teacher_rows"] = inputs.teacher_rows.reshape(-1).to(torch.int64).contiguous()
+        fields["teacher_rows"] = inputs.teacher_rows.reshape(-1).to(torch.int64).contiguous()
     if inputs.teacher_columns is not None:
-        changed["teacher_columns"] = inputs.teacher_columns.to(torch.int64)
+        fields["teacher_columns"] = inputs.teacher_columns.to(torch.int64)
     N, rows = targets.shape[0], inputs.x.dim() - 1
-    changed["aux"] = tuple(t.detach().reshape(N, *t.shape[rows:]) for t in inputs.aux)
-    return RowInputs(**{**fields, **changed})
+    fields["aux"] = tuple(t.detach().reshape(N, *t.shape[rows:]) for t in inputs.aux)
+    return RowInputs(**fields)

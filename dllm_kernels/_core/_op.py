@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._core._inputs import Gradients, RowInputs
+from dllm_kernels._core._inputs import OF_ROWS, Gradients, RowInputs
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._utils._plain import levels
 
@@ -24,8 +24,6 @@ Outputs = dict[str, Any]
 Backward = Callable[[RowInputs, Outputs, Outputs, Plan], Gradients]
 Names = tuple[str, ...]
 
-# Inputs whose gradients have one row per row of the call; those of the others are sums over rows.
-OF_ROWS = ("x", "extra_x")
 LOGITS = "the logits, torch.nn.functional.linear(hidden, weight, bias)"
 
 

@@ -22,7 +22,7 @@ from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsR
 from dllm_kernels._backends._rows import SKIP, RowPrimitives
 from dllm_kernels._core._chunks import Chunks, no_autocast
 from dllm_kernels._core._inputs import NO_GRADIENTS, RowInputs
-from dllm_kernels._core._op import Output, Outputs, RowOp, Spec
+from dllm_kernels._core._op import Output, Outputs, RowOp
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._stats import row_ids
 from dllm_kernels._utils._transform import Transform, transformed
@@ -88,10 +88,6 @@ def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tenso
     return Coefficients(of_ids, torch.where(there, share, 1.0).squeeze(1), None, None)
 
 
-def _spec(inputs: RowInputs, plan: Plan) -> Spec:
-    return (inputs.x.shape[0], inputs.embedding.shape[1]), plan.dtype
-
-
 def _no_gradient(*_: object) -> NoReturn:
     raise AssertionError("soft_embedding takes constants only")
 
@@ -99,7 +95,7 @@ def _no_gradient(*_: object) -> NoReturn:
 SOFT_EMBEDDING = RowOp(
     "soft_embedding",
     row_ids,
-    (Output("out", _spec),),
+    (Output("out", lambda inputs, plan: ((inputs.x.shape[0], inputs.embedding.shape[1]), plan.dtype)),),
     _forward,
     lambda _: ((), ()),
     _no_gradient,

@@ -123,11 +123,9 @@ def _empty(chunks: Chunks, request: StatsRequest, dtype: torch.dtype) -> list[Te
     return [rows.empty(request.ids.shape[1], dtype=dtype, device=device), *floats, correct]
 
 
-def _ids_spec(inputs: RowInputs, plan: Plan) -> _op.Spec:
-    return tuple(inputs.ids.shape), plan.accum_dtype
-
-
-_LOG_PROBS = _op.Output("log_probs", _ids_spec, differentiable=True, like_ids=True)
+_LOG_PROBS = _op.Output(
+    "log_probs", lambda inputs, plan: (tuple(inputs.ids.shape), plan.accum_dtype), differentiable=True, like_ids=True
+)
 _LSE = _op.Output("lse", _op.per_row(lambda plan: plan.options.with_lse), differentiable=True)
 _ENTROPY = _op.Output("entropy", _op.per_row(lambda plan: plan.options.entropy), differentiable=True)
 _CORRECT = _op.Output("correct", _op.per_row(lambda plan: plan.options.with_correct, dtype=torch.bool))

@@ -166,15 +166,7 @@ def linear_token_nll(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` is on and a target is out of range.
     """
-    options = Options(
-        Transform(softcap, scale, skip_id),
-        ignore_index,
-        check_targets,
-        backend,
-        chunk_size,
-        num_active,
-        with_lse,
-        with_correct,
-    )
+    transform = Transform(softcap, scale, skip_id)
+    options = Options(transform, ignore_index, check_targets, backend, chunk_size, num_active, with_lse, with_correct)
     inputs = RowInputs(hidden, targets, weight, bias, active=active)
     return call(LINEAR_TOKEN_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]

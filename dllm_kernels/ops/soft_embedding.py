@@ -95,14 +95,13 @@ def soft_embedding(
     if (bump is None) != (bump_ids is None):
         given = "bump_ids" if bump is None else "bump"
         raise ValueError(f"bump and bump_ids must both be given or neither, got {given} alone")
-    ids = bump_ids
-    if ids is None:
-        ids = torch.full(hidden.shape[:-1], SKIP, dtype=torch.int64, device=hidden.device)
+    if bump_ids is None:
+        bump_ids = torch.full(hidden.shape[:-1], SKIP, dtype=torch.int64, device=hidden.device)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active,
     )  # fmt: skip
-    inputs, options = checked(NAMES, RowInputs(hidden, ids, head, bias, active=active), options, extra=extra)
+    inputs, options = checked(NAMES, RowInputs(hidden, bump_ids, head, bias, active=active), options, extra=extra)
     _check_embedding(hidden, head, embedding)
     constants = {n: None if t is None else t.detach() for n, t in zip(GRAD_INPUTS, inputs.grad_inputs, strict=True)}
     constants["embedding"] = constants["weight"] if embedding is head else embedding.detach()  # tied
