@@ -138,9 +138,8 @@ class Coefficients(NamedTuple):
         return Coefficients(of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others))  # type: ignore[arg-type]
 
 
-def _times(grad: Tensor, value: Tensor | None) -> Tensor:
+def _times(grad: Tensor, value: Any) -> Tensor:
     """Product of a gradient and a value; 0 if the gradient is 0, even if the value is NaN."""
-    assert value is not None
     return torch.where(grad != 0, grad * value, 0.0)
 
 

@@ -10,6 +10,7 @@ products.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -228,25 +229,17 @@ def _pairs_of_logits(
         given = {"teacher": teacher, "weights": scale, "teacher_rows": index, "targets": y}
         yield slice(None), (slice(None), slice(None)), given
         return
-    for n, b, length in _pieces(logits, teacher.shape[-1]):
-        here = slice(n, n + length.stop - length.start)
+    # All of the teacher's columns count, so that ranks that share a vocabulary cut the same pieces: each ends in a
+    # collective.
+    (B, L, _), row_bytes = logits.shape, teacher.shape[-1] * logits.element_size()
+    step = max(1, COPY_BYTES // max(row_bytes, 1))
+    for b, start in itertools.product(range(B), range(0, L, step)):
+        length, n = slice(start, min(start + step, L)), b * L + start
+        here = slice(n, n + length.stop - start)
         rows = torch.arange(n, here.stop, device=scale.device) if index is None else index[here]
         t = _picked(_rows_at(teacher, rows), inputs.teacher_columns, 1)
         given = {"teacher": t[None], "weights": scale[here], "targets": None if y is None else y[here]}
         yield here, (slice(b, b + 1), length), given
-
-
-def _pieces(logits: Tensor, columns: int) -> Iterator[tuple[int, int, slice]]:
-    """Yield (first row, batch, positions) of the pieces whose teacher's ``columns`` are copied at a time.
-
-    ``columns`` counts all of the teacher's, so ranks that share a vocabulary cut the same pieces; each piece ends in a
-    collective.
-    """
-    B, L, _ = logits.shape
-    step = max(1, COPY_BYTES // max(columns * logits.element_size(), 1))
-    for b in range(B):
-        for start in range(0, L, step):
-            yield b * L + start, b, slice(start, min(start + step, L))
 
 
 def _rows_at(t: Tensor, index: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 ALIASES = {"kl_div": "kl", "lk_hybrid": "lk"}
 NAMES = (*(name for name in KINDS if name != "lk_soft_ce"), "l1", *ALIASES)
 _ORDER = list(KINDS)
+_OPTIONS = {name: option for kind in KINDS.values() for name, option in kind.options.items()}
 
 
 def checked_recipe(kind: Any, *, alpha: Any = None, base: Any = None, **options: Any) -> Recipe:
@@ -46,14 +47,10 @@ def checked_recipe(kind: Any, *, alpha: Any = None, base: Any = None, **options:
         if value is not None and name not in used:
             owners = sorted(k for k in NAMES if name in _options_of(k) or (k == "lk" and name in ("alpha", "base")))
             raise ValueError(f"{name} is of kind {' and '.join(map(repr, owners))}, got it with kind={kind!r}")
-    numbers_ = {
-        name: _checked_option(name, options.get(name), option)
-        for k in KINDS.values()
-        for name, option in k.options.items()
-    }
+    numbers = {name: _checked_option(name, options.get(name), option) for name, option in _OPTIONS.items()}
     parts: dict[tuple[str, Hyper], float] = {}
     for name, coefficient in wanted.items():
-        resolved, factor, hyper = _resolved(name, base, numbers_)
+        resolved, factor, hyper = _resolved(name, base, numbers)
         parts[resolved, hyper] = parts.get((resolved, hyper), 0.0) + factor * coefficient
     return Recipe(tuple(Part(k, c, hyper) for (k, hyper), c in parts.items()), alpha == "mean")
 

@@ -22,6 +22,7 @@ from dllm_kernels._core._op import Output, RowOp
 from dllm_kernels._core._plan import Options, Plan
 from dllm_kernels._core._recipes import DivergencePlan
 from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, any_dtensor, check_no_tangent, has_values, values_are_there
 
@@ -64,9 +65,13 @@ def checked(
     ids = inputs.ids
     if not several or ids.dim() != x.dim() or ids.shape[:-1] != x.shape[:-1] or ids.shape[-1] < 1:
         _check_ids_shape(names, x, ids, several)
-    _checks.check_active(names, x, inputs.active)
+    if inputs.active is not None:
+        _checks.check_mask("active", inputs.active, x.shape[:-1], f"that of {names.targets}")
+        _checks.check_same_device(names.rows, x, active=inputs.active)
     if inputs.weights is not None:
-        inputs = replaced(inputs, weights=_checks.checked_weights(names, inputs.weights, x, ids))
+        _checks.check_mask("weights", inputs.weights, ids.shape, f"that of {names.targets}")
+        _checks.check_same_device(names.targets, ids, weights=inputs.weights)
+        inputs = replaced(inputs, weights=inputs.weights.detach().to(accum_dtype(x.dtype)))
     for name, t in (("mix[0]", inputs.mix_a), ("mix[1]", inputs.mix_b)):
         if t is not None:
             _check_part_of_mix(name, t, names, x)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._utils import _changing
-from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import (
     autocasts,
     check_no_tangent,
@@ -251,16 +250,25 @@ def check_dtypes(rows_name: str, rows: Tensor, others: Mapping[str, Tensor | Non
             )
 
 
+def checked_pair(name: str, value: Any, parts: str) -> tuple[Any, Any]:
+    """Validate an argument that is a tuple of two tensors or None, which becomes two of them."""
+    if value is None:
+        return None, None
+    if not isinstance(value, (tuple, list)) or len(value) != 2:
+        got = f"{len(value)} of them" if isinstance(value, (tuple, list)) else type_name(value)
+        raise TypeError(f"{name} must be a tuple of two tensors {parts}, got {got}")
+    for i, t in enumerate(value):
+        check_tensor(f"{name}[{i}]", t)
+    return value[0], value[1]
+
+
 def checked_extra(
     names: Names, hidden: Tensor, weight: Tensor, extra: Any, name: str = "extra"
 ) -> tuple[Tensor | None, Tensor | None]:
     """Validate the low-rank part of a head: rows ``[..., r]`` and a weight ``[V, r]``, both None if not given."""
-    if extra is None:
+    u, second = checked_pair(name, extra, "(u, U)")
+    if u is None or second is None:
         return None, None
-    if not isinstance(extra, (tuple, list)) or len(extra) != 2:
-        got = f"{len(extra)} of them" if isinstance(extra, (tuple, list)) else type_name(extra)
-        raise TypeError(f"{name} must be a tuple of two tensors (u, U), got {got}")
-    u, second = extra
     check_float(f"{name}[0]", u)
     check_float(f"{name}[1]", second)
     check_ndim(f"{name}[1]", second, 2, "[V, r]")
@@ -420,17 +428,3 @@ def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: A
         None if scale is None or _changing.equals(float(scale), 1) else float(scale),
         None if skip_id is None else int(skip_id),
     )
-
-
-def check_active(names: Names, rows: Tensor, active: Tensor | None) -> None:
-    """Raise unless ``active`` is None or a mask of the rows ``[..., C]``."""
-    if active is not None:
-        check_mask("active", active, rows.shape[:-1], f"that of {names.targets}")
-        check_same_device(names.rows, rows, active=active)
-
-
-def checked_weights(names: Names, weights: Tensor, rows: Tensor, targets: Tensor) -> Tensor:
-    """Validate the weights of rows ``[..., C]``; return them detached, in the accumulation dtype."""
-    check_mask("weights", weights, targets.shape, f"that of {names.targets}")
-    check_same_device(names.targets, targets, weights=weights)
-    return weights.detach().to(accum_dtype(rows.dtype))

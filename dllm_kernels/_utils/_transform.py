@@ -54,7 +54,12 @@ def transformed(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
 
     The result is written to ``out``, of the same shape and dtype, which may be z.
     """
-    return _masked(_scaled(z, transform, out), transform, out)
+    cap, scale, _ = transform
+    if cap is not None:
+        z = torch.div(z, cap, out=out).tanh_().mul_(cap if scale is None else cap * scale)
+    elif scale is not None:
+        z = torch.mul(z, scale, out=out)
+    return _masked(z, transform, out)
 
 
 def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor | float]:
@@ -69,13 +74,6 @@ def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | Non
     slope = torch.div(z, transform.softcap, out=slope).tanh_()
     x = torch.mul(slope, transform.softcap * scale, out=out)
     return _masked(x, transform, out), slope.square_().mul_(-scale).add_(scale)
-
-
-def _scaled(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
-    cap, scale, _ = transform
-    if cap is not None:
-        return torch.div(z, cap, out=out).tanh_().mul_(cap if scale is None else cap * scale)
-    return z if scale is None else torch.mul(z, scale, out=out)
 
 
 def _masked(x: Tensor, transform: Transform, out: Tensor) -> Tensor:

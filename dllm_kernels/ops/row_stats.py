@@ -8,8 +8,6 @@ them. All outputs but ``correct`` take an upstream gradient at once, and one bac
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dllm_kernels._core._inputs import RowInputs
@@ -80,7 +78,7 @@ def row_stats(
         ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
         IndexError: ``check_targets`` is on and an id is out of range.
     """
-    a, b = _parts_of(mix)
+    a, b = _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
         with_correct=with_correct, entropy=entropy,
@@ -142,22 +140,10 @@ def linear_row_stats(
             backend.
         IndexError: ``check_targets`` is on and an id is out of range.
     """
-    a, b = _parts_of(mix)
+    a, b = _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     inputs = RowInputs(hidden, ids, weight, bias, active=active, mix_a=a, mix_b=b)
     return call(ROW_STATS, LINEAR, inputs, options, extra=extra, several=True)  # type: ignore[no-any-return]
-
-
-def _parts_of(mix: Any) -> tuple[Any, Any]:
-    """Return (a, b) of the mixture, None if not requested."""
-    if mix is None:
-        return None, None
-    if not isinstance(mix, (tuple, list)) or len(mix) != 2:
-        got = f"{len(mix)} of them" if isinstance(mix, (tuple, list)) else _checks.type_name(mix)
-        raise TypeError(f"mix must be a tuple of two tensors (a, b), got {got}")
-    for name, t in zip(("mix[0]", "mix[1]"), mix, strict=True):
-        _checks.check_tensor(name, t)
-    return mix[0], mix[1]
