@@ -14,15 +14,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept
 from dllm_kernels._backends._rows import SKIP, as_blv
 from dllm_kernels._core import _op
-from dllm_kernels._core._chunks import NO_FACTORS, Chunks, Factors, aligned_rows, head_product, no_autocast, unit_scale
-from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, NeedsGrad, RowInputs
+from dllm_kernels._core._chunks import NO_FACTORS, Chunks, aligned_rows, head_product, no_autocast, unit_scale
+from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
 from dllm_kernels._core._nll import scale_copies, scale_in_place
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import Divergence
@@ -31,17 +31,6 @@ from dllm_kernels._core._stats import row_ids
 Tensor = torch.Tensor
 # Bytes of the copy of the picked teacher columns that exists at a time.
 COPY_BYTES = 64 << 20
-
-
-class _Found(NamedTuple):
-    """Results of N rows, the mean acceptance rate where lam is computed from it, and the statistics kept of given logits."""
-
-    value: Tensor
-    acceptance_rate: Tensor
-    agree: Tensor
-    mean_acceptance: Tensor | None
-    kept_numbers: Tensor | None = None
-    kept_argmax: Tensor | None = None
 
 
 def computes_gradients(plan: Plan) -> bool:
@@ -66,13 +55,24 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         elif any(needs):
             scale, factors, loss_scale = unit_scale(scale, plan)
             factors = factors._replace(hidden=None)  # applied in backward
-        if not plan.from_hidden:
-            found, grads = _of_logits(inputs, plan), Gradients()
-        else:
-            found, grads = _of_head(inputs, plan, needs, scale, factors, wide=loss_scale is not None)
-        weighted = torch.where(weights != 0, weights * found.value, 0.0)
-        loss = weighted if config.per_row else weighted.sum()
-        return {"loss": loss, **found._asdict(), **_op.as_outputs(grads), "loss_scale": loss_scale, "row_size": size}
+        rows_of = partial(_rows_of_logits, inputs, plan)
+        if plan.from_hidden:
+            chunks = Chunks(inputs, plan, needs, factors)
+            rows_of = partial(_rows_of_head, chunks, scale)
+        mean = None
+        if config.recipe.mean_alpha:
+            rate, total = rows_of(None, with_grad=False).alpha, config.all_reduce or (lambda t: t)
+            mean = total(torch.where(weights != 0, weights * rate, 0.0).sum()) / total(weights.sum())
+        value, acceptance_rate, agree, kept = rows_of(mean, with_grad=any(needs))
+        grads = chunks.gradients(wide=loss_scale is not None) if any(needs) else Gradients()
+        value = value * config.value_scale
+        weighted = torch.where(weights != 0, weights * value, 0.0)
+        numbers, argmax = (kept.numbers, kept.hot) if kept is not None and any(plan.needs) else (None, None)
+        return {
+            "loss": weighted if config.per_row else weighted.sum(), "value": value, "acceptance_rate": acceptance_rate,
+            "agree": agree, "mean_acceptance": mean, "kept_numbers": numbers, "kept_argmax": argmax,
+            "loss_scale": loss_scale, "row_size": size, **_op.as_outputs(grads),
+        }  # fmt: skip
 
 
 def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
@@ -93,34 +93,13 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
         return chunks.gradients(loss_scale)
 
 
-def _of_head(
-    inputs: RowInputs, plan: Plan, needs: NeedsGrad, scale: Tensor, factors: Factors, *, wide: bool
-) -> tuple[_Found, Gradients]:
-    """Compute the results of all rows, and the gradients for these scales."""
-    chunks = Chunks(inputs, plan, needs, factors)
-    mean = None
-    if plan.divergence.recipe.mean_alpha:
-        mean = _mean(inputs, plan, _filled(chunks, scale, None, with_grad=False).acceptance_rate)
-    found = _filled(chunks, scale, mean, with_grad=any(needs))
-    return found, chunks.gradients(wide=wide) if any(needs) else Gradients()
-
-
-def _mean(inputs: RowInputs, plan: Plan, acceptance_rate: Tensor) -> Tensor:
-    """Return the weighted mean of the acceptance rate over the rows of a call."""
-    weights = inputs.weights
-    total = plan.divergence.all_reduce or (lambda t: t)
-    mean: Tensor = total(torch.where(weights != 0, weights * acceptance_rate, 0.0).sum()) / total(weights.sum())
-    return mean
-
-
-def _filled(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> _Found:
+def _rows_of_head(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Found:
     """Compute the results of all rows in one pass over the chunks."""
     rows, plan, device = chunks.rows, chunks.plan, chunks.logits.device
     out = [rows.empty(dtype=dtype, device=device) for dtype in (plan.accum_dtype, plan.accum_dtype, torch.bool)]
     for chunk, found in _passed(chunks, scale, mean, with_grad=with_grad):
         rows.put_each(out, chunk, found[:3])
-    value, acceptance_rate, agree = rows.finished(out)
-    return _Found(value * plan.divergence.value_scale, acceptance_rate, agree, mean)
+    return Found(*rows.finished(out))
 
 
 def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
@@ -182,19 +161,10 @@ def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
     return t.index_select(dim, inside).masked_fill_(lost, math.nan)
 
 
-def _of_logits(inputs: RowInputs, plan: Plan) -> _Found:
-    mean = None
-    if plan.divergence.recipe.mean_alpha:
-        mean = _mean(inputs, plan, _rows_of_logits(inputs, plan, None).alpha)
-    value, acceptance_rate, agree, kept = _rows_of_logits(inputs, plan, mean)
-    of_kept = (kept.numbers, kept.hot) if kept is not None and any(plan.needs) else (None, None)
-    return _Found(value * plan.divergence.value_scale, acceptance_rate, agree, mean, *of_kept)
-
-
-def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None) -> Found:
+def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Found:
     """Compute the results of N rows."""
     weights, logits, shared = inputs.weights, as_blv(inputs.x), _shared_arguments(plan, mean)
-    compared = partial(plan.primitives().divergence, with_grad=False)
+    compared = partial(plan.primitives().divergence, with_grad=with_grad)
     if inputs.teacher_columns is None:
         ((_, _, given),) = _pairs_of_logits(logits, inputs, plan, weights)
         return compared(logits, **given, **shared)

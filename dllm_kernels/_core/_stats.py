@@ -37,13 +37,11 @@ def row_ids(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    found = (_linear_forward if plan.from_hidden else _logits_forward)(inputs, plan)
-    lse = found.row_max + found.log_sum if plan.options.with_lse else None
-    return {**found._asdict(), "lse": lse}
-
-
-def _logits_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
-    return StatsResult(*plan.primitives().stats.forward(as_blv(inputs.x), _request(inputs, plan)))
+    if plan.from_hidden:
+        found = _linear_forward(inputs, plan)
+    else:
+        found = StatsResult(*plan.primitives().stats.forward(as_blv(inputs.x), _request(inputs, plan)))
+    return {**found._asdict(), "lse": found.row_max + found.log_sum if plan.options.with_lse else None}
 
 
 def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
@@ -59,28 +57,18 @@ def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
 
 
 def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
+    """Write the gradient of the logits; from hidden states, recompute each chunk's, then one product per gradient."""
     found = StatsResult(*(outputs.get(name) for name in StatsResult._fields))  # type: ignore[arg-type]
     of_outputs = Upstream(*(upstream.get(name) for name in Upstream._fields))
-    return (_linear_backward if plan.from_hidden else _logits_backward)(inputs, found, of_outputs, plan)
-
-
-def _logits_backward(inputs: RowInputs, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
-    """Compute the gradient of the logits, contiguous, in their dtype."""
-    logits, request = inputs.x, _request(inputs, plan)
-    grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-    c = Coefficients.of(upstream, request, found)
-    request = _with_gradient(request, c.size(upstream))
-    plan.primitives().stats.backward(as_blv(logits), request, c, found.row_max, found.log_sum, as_blv(grad))
-    return Gradients(grad)
-
-
-def _linear_backward(inputs: RowInputs, found: StatsResult, upstream: Upstream, plan: Plan) -> Gradients:
-    """Recompute the logits of each chunk, then one product per input that requires a gradient."""
+    request, logits = _request(inputs, plan), inputs.x
+    c = Coefficients.of(of_outputs, request, found)
+    size = c.size(of_outputs)
+    request = _with_gradient(request, size)
+    if not plan.from_hidden:
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        plan.primitives().stats.backward(as_blv(logits), request, c, found.row_max, found.log_sum, as_blv(grad))
+        return Gradients(grad)
     with no_autocast(inputs):
-        request = _request(inputs, plan)
-        c = Coefficients.of(upstream, request, found)
-        size = c.size(upstream)
-        request = _with_gradient(request, size)
         if plan.needs_loss_scaling:
             c = c.over(torch.where(size == 0, 1.0, size))
         size, factors, loss_scale = unit_scale(size, plan)
