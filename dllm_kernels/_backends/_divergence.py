@@ -1,12 +1,11 @@
-r"""Divergences of rows of student logits to rows of teacher logits: the kinds as data, and the row primitive of a backend.
+r"""Divergences of rows of student logits to rows of teacher logits: kinds as data, and the row primitive of a backend.
 
 With p the softmax of a row of transformed student logits, q that of the teacher's, which is a constant, and a = sum_v
 min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in the student's logits: the table of them, and
 what they are made of, stand in ``_backends/torch/_divergence.py``.
 
 A :class:`Recipe` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a ``jsd``
-    whose
-beta is 0 or 1 is kl or rkl: neither is a kind of its own in a recipe.
+whose beta is 0 or 1 is kl or rkl: neither is a kind of its own in a recipe.
 
 The row primitives, a pair for each backend:
 
@@ -16,14 +15,14 @@ teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
     ``logits`` is ``[B, L, V]`` and ``teacher`` ``[B', L', V]`` of the same dtype, both with any batch and position
     strides and columns side by side. N = B L. Everything else has one entry a row, ``[N]``, contiguous. Row n is
     compared with row ``teacher_rows[n]`` (int64, any order, may repeat; None: n) of the B' L' rows of the teacher.
-    Nothing outside of these
-    rows is read: a number that is none of theirs makes NaN of all that there is of row n, and False.
+    Nothing outside of these rows is read: a number that is none of theirs makes NaN of all that there is of row n, and
+    False.
 
     ``weights``, in the dtype of sums acc (float32, float64 for float64 logits): a row of weight 0 is not read, neither
     the student's nor the teacher's. All its results and its gradient are 0.
 
-    ``value`` acc: the sum over the recipe's parts of coefficient times kind, not weighted. ``alpha`` acc: a. ``agree`` bool:
-    whether both rows have the same argmax; False where the row is NaN.
+    ``value`` acc: the sum over the recipe's parts of coefficient times kind, not weighted. ``alpha`` acc: a. ``agree``
+    bool: whether both rows have the same argmax; False where the row is NaN.
 
     With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` in the student's logits as they were given
     (through ``transform``) is written over the logits, and ``kept`` is None. Without it nothing is written over, and
@@ -103,7 +102,7 @@ class Recipe(NamedTuple):
 
     @property
     def settled(self) -> Recipe:
-        """The recipe with all numbers known: a ``jsd`` whose beta has become 0 or 1 in a compiled graph is kl or rkl."""
+        """The recipe with all numbers known: a ``jsd`` whose beta becomes 0 or 1 in a compiled graph is kl or rkl."""
         if not any(part.kind == "jsd" and part.hyper[0] in (0, 1) for part in self.parts):
             return self
         parts: dict[tuple[str, Hyper], float] = {}

@@ -135,7 +135,7 @@ class Coefficients(NamedTuple):
     def over(self, size: Tensor) -> Coefficients:
         """Divide by one number per row."""
         of_ids, *others = self
-        return Coefficients(of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others))  # type: ignore[arg-type]
+        return Coefficients._make((of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others)))
 
 
 def _times(grad: Tensor, value: Any) -> Tensor:

@@ -84,8 +84,8 @@ class RowPrimitives(NamedTuple):
 def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:
     """For each id a column to read, and a mask of the ids that no column has.
 
-    The mask is None if every id has a column. That is known on a CPU only: elsewhere it would be a host sync. As unsigned
-    integers, negative ids are larger than any column.
+    The mask is None if every id has a column. That is known on a CPU only: elsewhere it would be a host sync. As
+    unsigned integers, negative ids are larger than any column.
     """
     if y.is_cpu and V and (not y.numel() or int(np.maximum.reduce(y.numpy().view(np.uint64), axis=None)) < V):
         return y, None

@@ -106,7 +106,7 @@ def multiprocessors(device: torch.device) -> int | None:
 
 
 def choose_chunk(rows: int, V: int, D: int, plan: Plan, sms: int | None) -> int:
-    """Choose the number of rows of logits that exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
+    """Choose how many rows of logits exist at a time, for a head ``[V, D]`` on a GPU with ``sms`` multiprocessors.
 
     On a CPU (None) chunks are of equal size and just large enough for efficient matrix products. On a GPU the size with
     the fewest waves wins, see :func:`_chunk_costs`.
@@ -132,7 +132,7 @@ def _choose_for_gpu(rows: int, V: int, D: int, trains_head: bool, most: int, sms
 def _chunk_costs(V: int, D: int, trains_head: bool, most: int, sms: int) -> tuple[tuple[int, ...], int]:
     """Return (of_tiles, per_row): a chunk of c rows costs ``of_tiles[ceil(c / 128)] + per_row * c``.
 
-    The model is the time of a chunk of up to ``most`` rows, in steps of the inner dimension of one wave of 128 x 256 tiles.
+    The unit is the time of a step of the inner dimension of one wave of 128 x 256 tiles; c is at most ``most``.
 
     The product that makes the logits has ceil(C / 128) ceil(V / 256) tiles of D steps, that of grad_hidden ceil(C /
     128) ceil(D / 256) of V steps: few and long, so starting a wave for a few more tiles costs most (at 7,680 rows and D

@@ -1,4 +1,4 @@
-"""Chunk loop over rows of hidden states: the logits of the LM head exist only here, in one buffer that every chunk re-uses.
+"""Chunk loop over rows of hidden states: logits of the LM head exist only here, in one buffer that every chunk re-uses.
 
 Forward and backward, eager and compiled, all use this loop on flattened inputs and their plan.
 """
@@ -95,7 +95,7 @@ class Chunks:
         return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
 
     def run(self, scale: Tensor | None) -> list[Any]:
-        """Run one pass over all chunks: (nll, row_max, log_sum, correct), and accumulate the gradients for ``scale [N]``.
+        """Run one pass over all chunks: (nll, row_max, log_sum, correct); accumulate the gradients for ``scale [N]``.
 
         With ``scale=None`` only the first matmul and the reduction run.
         """
@@ -206,7 +206,7 @@ def head_product(
 
 
 def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate ``[rows, V]``; on a GPU each row begins at a multiple of 64 elements, for aligned matmuls and kernels."""
+    """Allocate ``[rows, V]``; on a GPU rows begin at multiples of 64 elements, for aligned matmuls and kernels."""
     columns = -(-V // 64) * 64 if device.type == "cuda" else V
     return torch.empty(rows, columns, dtype=dtype, device=device)[:, :V]
 
@@ -219,7 +219,7 @@ def _add_product_by_slabs(out: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _add_column_sums(out: Tensor, a: Tensor, factor: Tensor | None) -> None:
-    """Add the column sums of ``a``, with rows times their factor, to ``out`` in its dtype; in slabs if that makes copies."""
+    """Add the column sums of ``a``, rows times their factor, to ``out`` in its dtype; in slabs if that makes copies."""
     whole = factor is None and (a.is_cuda or a.dtype == out.dtype)
     slab = max(a.shape[1], 1) if whole else SLAB  # a rank may hold no columns
     for v in range(0, a.shape[1], slab):

@@ -1,4 +1,4 @@
-"""The row ops as torch.compile sees them: one pair of opaque, functional custom ops, so that a compiled step has no graph break.
+"""The row ops as torch.compile sees them: one pair of opaque, functional custom ops, so that no graph breaks.
 
 The whole chunk loop is one op each way. Imported only while a graph is traced, because registration is slow.
 """

@@ -116,7 +116,7 @@ def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bo
 
 
 def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of the row primitives (``_backends/_divergence.py``) that are shared by all rows of a call."""
+    """Return the arguments of the row primitives (``_backends/_divergence.py``) that all rows of a call share."""
     config = plan.divergence
     return {
         "recipe": config.recipe.settled, "mean_alpha": mean, "transform": plan.options.transform,
@@ -192,7 +192,7 @@ def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor |
 def _pairs_of_logits(
     logits: Tensor, inputs: RowInputs, plan: Plan, scale: Tensor
 ) -> Iterator[tuple[slice, tuple[slice, slice], dict[str, Any]]]:
-    """Yield (which of the N rows, their place in ``[B, L]``, the arguments of a row primitive that belong to these rows)."""
+    """Yield (which of the N rows, their place in ``[B, L]``, a row primitive's arguments that belong to these rows)."""
     index, teacher = inputs.teacher_rows, as_blv(inputs.teacher_x)
     y = inputs.ids[:, 0].contiguous() if plan.divergence.recipe.wants_targets else None
     if inputs.teacher_columns is None:

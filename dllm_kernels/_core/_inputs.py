@@ -141,7 +141,7 @@ _EMPTY: dict[str, Any] = dict.fromkeys(TENSORS)
 
 
 def flattened(inputs: RowInputs, dtype: torch.dtype, ids: Tensor, targets: Tensor) -> RowInputs:
-    """Flatten the inputs to N rows, with these flattened ``ids`` and ``targets``; cast other per-row values to ``dtype``."""
+    """Flatten the inputs to N rows, with these flattened ids and targets; cast other per-row values to ``dtype``."""
     fields = inputs._asdict() | {"ids": ids, "targets": targets, "active": None}
     for name in ("weights", "mix_a", "mix_b", "bump"):
         if (t := fields[name]) is not None:

@@ -101,11 +101,11 @@ TOKEN_NLL = _op.RowOp(
 def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """On a GPU each op on ``[N]`` is a kernel launch, so the kernels multiply by the weights and torch only sums."""
     logits, primitives, options = as_blv(inputs.x), plan.primitives(), _primitive_options(plan)
-    found: tuple[Any, ...]
+    found: Any
     if plan.mask_zero_weight:
         found = primitives.nll(logits, inputs.targets, **options)
     else:
-        weighted, *found = primitives.weighted_nll(logits, inputs.targets, inputs.weights, **options)  # type: ignore[assignment]
+        weighted, *found = primitives.weighted_nll(logits, inputs.targets, inputs.weights, **options)
         if not plan.options.round_nll:
             return {"loss": weighted.sum(), **_named(plan, *found)}
     nll = rounded(found[0], plan)

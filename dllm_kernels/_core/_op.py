@@ -152,7 +152,7 @@ class SingleUseBackward:
 
 
 def scaled_rows(grad: Tensor | None, factor: Tensor | None) -> Tensor | None:
-    """Multiply each row by a factor, such as its upstream gradient; a row with a factor of 0 becomes 0 even if it is NaN."""
+    """Multiply each row by a factor, such as its upstream gradient; a factor of 0 makes a row 0 even if it is NaN."""
     if grad is None or factor is None:
         return None
     factor = factor.reshape(-1, 1)

@@ -1,4 +1,4 @@
-"""Configuration of one call of a row op: validated options, and what follows from the input tensors. It holds no tensors.
+"""Configuration of one call of a row op, without tensors: validated options, and what follows from the input tensors.
 
 A new option is a new field of :class:`Options`, read where it is needed; no layer between has to know of it.
 """
@@ -22,7 +22,6 @@ from dllm_kernels._utils._plain import autocasts
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 Packed = tuple[list[int], list[float], torch.Tensor | None]
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Options(NamedTuple):
@@ -148,7 +147,7 @@ class Plan(NamedTuple):
     def pack(self) -> Packed:
         """Encode the plan as the schema of a compiled op can carry it: integers, and the floats of :mod:`_changing`."""
         transform, divergence = self.options.transform, self.divergence
-        values = [_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
+        values = [_checks.FLOAT_DTYPES.index(self.dtype), *self.needs, transform.skip_id]
         values += [getattr(self, name) for name in _OF_PLAN] + [getattr(self.options, name) for name in _OF_OPTIONS]
         integers, floats = [_NONE if value is None else int(value) for value in values], transform.factors
         if divergence is not None:
@@ -157,9 +156,10 @@ class Plan(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: Sequence[int], factors: Sequence[float], changing: torch.Tensor | None = None) -> Plan:
-        """Decode the plan of :meth:`pack`; while a graph is traced, the factors in ``changing`` are unknown and omitted."""
+        """Decode the plan of :meth:`pack`; while a graph is traced, factors in ``changing`` are unknown and omitted."""
         integers = iter(packed)
-        dtype, needs = _DTYPES[next(integers)], NeedsGrad(*(bool(next(integers)) for _ in NeedsGrad._fields))
+        dtype = _checks.FLOAT_DTYPES[next(integers)]
+        needs = NeedsGrad(*(bool(next(integers)) for _ in NeedsGrad._fields))
         skip_id = next(integers)
         of_plan, of_options = (_fields(kinds, integers) for kinds in (_OF_PLAN, _OF_OPTIONS))
         rest, floats = list(integers), _changing.unpacked(factors, changing)

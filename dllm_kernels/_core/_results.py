@@ -44,7 +44,7 @@ class RowStats(NamedTuple):
 
 
 class RowObjective(NamedTuple):
-    """An objective and the statistics behind it. All but ``loss`` are detached, and all but ``log_probs`` have the rows' shape.
+    """An objective and the statistics behind it, all but ``log_probs`` of the rows' shape; ``loss`` alone is not detached.
 
     Attributes:
         loss: sum of ``value``, 0-d, float32 (float64 for float64 logits), differentiable.

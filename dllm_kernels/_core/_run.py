@@ -74,7 +74,12 @@ def checked(
         inputs = replaced(inputs, weights=inputs.weights.detach().to(accum_dtype(x.dtype)))
     for name, t in (("mix[0]", inputs.mix_a), ("mix[1]", inputs.mix_b)):
         if t is not None:
-            _check_part_of_mix(name, t, names, x)
+            _checks.check_float(name, t)
+            _checks.check_shape(name, t, x.shape[:-1], f"that of {names.rows} without its last dimension")
+            _checks.check_same_device(names.rows, x, **{name: t})
+            _checks.check_constant(name, t)
+            if values_are_there(t) and bool((t < 0).any()):  # not on a GPU, where looking would cost a sync
+                raise ValueError(f"{name} must not be negative, got {t.min().item()}")
     _checks.check_target_range(
         options.check_targets, names.targets, ids, V, options.ignore_index, skip_id=options.transform.skip_id
     )
@@ -90,15 +95,6 @@ def _check_ids_shape(names: _checks.Names, x: torch.Tensor, ids: torch.Tensor, s
             f"{names.targets} must have shape {shape} or {(*shape, 'K')} ({of}, or one more of K >= 1 ids), "
             f"got {tuple(ids.shape)}"
         )
-
-
-def _check_part_of_mix(name: str, t: torch.Tensor, names: _checks.Names, x: torch.Tensor) -> None:
-    _checks.check_float(name, t)
-    _checks.check_shape(name, t, x.shape[:-1], f"that of {names.rows} without its last dimension")
-    _checks.check_same_device(names.rows, x, **{name: t})
-    _checks.check_constant(name, t)
-    if values_are_there(t) and bool((t < 0).any()):  # not on a GPU, where looking would cost a sync
-        raise ValueError(f"{name} must not be negative, got {t.min().item()}")
 
 
 def run(

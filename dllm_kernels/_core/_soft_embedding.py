@@ -1,4 +1,4 @@
-r"""The mean embedding of each row's distribution, over N rows: probabilities where a chunk's logits were, times the embedding.
+r"""Mean embedding of each row's distribution, over N rows: probabilities in place of the logits, times the embedding.
 
 The gradient of the logsumexp is p, so the statistics' backward pass writes p over the logits. A row's bump t of the
 column b, which stands behind the transform, needs no pass of its own. The logit z_b is taken out of the row, the lowest
@@ -56,7 +56,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
 def _taken_out(
     logits: torch.Tensor, ids: torch.Tensor, transform: Transform, primitives: RowPrimitives, acc: torch.dtype
 ) -> torch.Tensor:
-    """Return the transformed logits ``[C, 1]`` of the ids; replace them by the lowest number, which no scale turns into -inf."""
+    """Return the transformed logits ``[C, 1]`` of the ids; put the lowest number, which no scale makes -inf, there."""
     V = logits.shape[1]
     if primitives.local_ids is not None:
         ids = primitives.local_ids(ids)

@@ -150,7 +150,7 @@ class Objective(NamedTuple):
     several: bool
 
     def of(self, found: StatsResult, active: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
-        """Return (value per row, 0 in skipped rows; gradients of their sum, None for statistics that fn does not use)."""
+        """Return (value per row, 0 if skipped; gradients of their sum, None for statistics that fn does not use)."""
         given = (found.log_probs, found.row_max + found.log_sum, found.entropy)
         leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
         log_probs, lse, entropy = leaves
@@ -237,10 +237,9 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
         value, *whole = rows.finished([value, *out])
         stats = StatsResult(*whole)
         grads = chunks.gradients(wide=loss_scale is not None) if needed else Gradients()
-        results: dict[str, Any] = {"loss": value.sum(), "value": value, "lse": stats.row_max + stats.log_sum}
-        results |= {name: getattr(stats, name) for name in ("log_probs", "entropy", "correct")}
         row_size = None if sizes is None else rows.whole(sizes)
-        return {**results, **_op.as_outputs(grads), "loss_scale": loss_scale, "row_size": row_size}
+        of_call = {"loss": value.sum(), "value": value, "loss_scale": loss_scale, "row_size": row_size}
+        return {**stats._asdict(), "lse": stats.row_max + stats.log_sum, **of_call, **_op.as_outputs(grads)}
 
 
 ROW_OBJECTIVE = _op.RowOp(

@@ -58,7 +58,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def type_name(value: object) -> str:
-    """Name the type of ``value`` with its module, because other libraries have a ``Tensor``, a ``Generator`` and a ``Linear`` too."""
+    """Name the type of ``value`` with its module: other libraries have a Tensor, a Generator and a Linear too."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -275,7 +275,8 @@ def checked_extra(
     V, r = second.shape
     if weight.shape[0] != V or r < 1:
         raise ValueError(
-            f"{name}[1] must have shape ({weight.shape[0]}, r) with r >= 1, as many rows as {names.weight}, got {(V, r)}"
+            f"{name}[1] must have shape ({weight.shape[0]}, r) with r >= 1, as many rows as {names.weight}, "
+            f"got {(V, r)}"
         )
     check_shape(f"{name}[0]", u, (*hidden.shape[:-1], r), f"the rows of {names.rows}, the columns of {name}[1]")
     check_same_device(names.rows, hidden, **{f"{name}[0]": u, f"{name}[1]": second})
@@ -323,7 +324,7 @@ def check_target_range(
 
 
 def check_inplace(logits: Tensor, rows: Tensor) -> None:
-    """Raise unless the gradient can be written over the logits, seen as ``rows [B, L, V]``: no copy, no shared memory."""
+    """Raise unless the gradient fits over the logits, seen as ``rows [B, L, V]``: no copy, no shared memory."""
     if torch.compiler.is_compiling() or transforms_active():
         raise ValueError("inplace_backward must be False under torch.compile and torch.func, got True")
     wanted = logits.requires_grad and torch.is_grad_enabled()

@@ -4,5 +4,5 @@ import torch
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for float64, otherwise float32: ``torch.promote_types(dtype, torch.float32)`` without a dispatch."""
+    """Return float64 for float64, otherwise float32: ``promote_types(dtype, torch.float32)`` without a dispatch."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -59,7 +59,8 @@ def check_no_tangent(*tensors: Tensor | None) -> None:
     """Raise if an input has a forward-mode tangent, which would be dropped and give a derivative of 0."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
-    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):  # type: ignore[no-untyped-call]
+    duals = (forward_ad.unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
+    if any(dual.tangent is not None for dual in duals):
         refuse_forward_mode()
 
 

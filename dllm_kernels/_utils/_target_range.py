@@ -29,7 +29,7 @@ def first_true(found: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the index of the first fraction among supervised mask values, or None; the mask may be an unused argument."""
+    """Return the index of the first fraction among supervised mask values, or None; the mask may be unused."""
     if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
         return None
     if not (values_are_there(mask) and supervised.is_cpu and bool(mask.frac().any())):

@@ -85,7 +85,7 @@ def _masked(x: Tensor, transform: Transform, out: Tensor) -> Tensor:
 
 
 def through_(grad: Tensor, slope: Tensor | float, transform: Transform) -> Tensor:
-    """Make the gradient ``[..., V]`` in the transformed logits, in place, that in the logits; 0 in the skipped column."""
+    """Make the gradient ``[..., V]`` in transformed logits that in the logits, in place; 0 in the skipped column."""
     if isinstance(slope, Tensor) or slope != 1:
         grad.mul_(slope)
     if transform.skip_id is not None:

@@ -1,4 +1,4 @@
-r"""Weighted divergence of a student's rows to a teacher's: losses of distillation and acceptance without whole logits in memory.
+r"""Weighted divergence of a student's rows to a teacher's: distillation and acceptance without whole logits in memory.
 
 p is the softmax of a row of the student's logits. q is that of the teacher's, a constant. a = sum_v min(p_v, q_v) is
 the rate at which speculative decoding accepts what the student draws. From hidden states, for each chunk of rows of
@@ -306,7 +306,8 @@ def _compared(
     transform = _tempered(_checked_transform(its_transform, V, options.transform), T)
     options = replaced(options, transform=_tempered(options.transform, T))
     config = DivergencePlan(recipe, transform, T * T, reduction == "none")
-    return run(DIVERGENCE, replaced(inputs, active=inputs.weights), options, divergence=config)  # type: ignore[no-any-return]
+    inputs = replaced(inputs, active=inputs.weights)
+    return run(DIVERGENCE, inputs, options, divergence=config)  # type: ignore[no-any-return]
 
 
 def _check_rows(name: str, x: torch.Tensor, teacher: torch.Tensor, index: torch.Tensor | None) -> None:
@@ -332,7 +333,8 @@ def _check_columns(name: str, x: torch.Tensor, V: int, its_V: int, columns: torc
         _checks.check_same_device(name, x, draft_to_target=columns)
     elif its_V != V:
         raise ValueError(
-            f"teacher_{name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, got {its_V}"
+            f"teacher_{name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, "
+            f"got {its_V}"
         )
 
 

@@ -67,8 +67,7 @@ def gumbel_topk_mask(
 
 def _check(log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None) -> None:
     _checks.check_float("log_w", log_w)
-    if log_w.dim() != 2:
-        raise ValueError(f"log_w must have shape [N, D], got {tuple(log_w.shape)}")
+    _checks.check_ndim("log_w", log_w, 2, "[N, D]")
     check_k(k, log_w)
     if uniform is not None:
         _checks.check_tensor("uniform", uniform)

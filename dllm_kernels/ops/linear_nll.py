@@ -103,8 +103,8 @@ def weighted_linear_nll(
     """
     check_constant("weights", weights, "linear_token_nll(...).nll * weights")
     options = Options(
-        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, with_lse, with_correct,
-        round_nll=round_nll,
+        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, with_lse,
+        with_correct, round_nll=round_nll,
     )  # fmt: skip
     inputs = RowInputs(hidden, targets, weight, bias, active=active, weights=weights)
     return call(WEIGHTED_LINEAR_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]

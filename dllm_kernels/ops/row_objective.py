@@ -2,9 +2,9 @@ r"""An objective in which each row needs only its own statistics: policy ratios,
 
     loss = sum_n fn(log p_n, lse_n, H_n, ...; aux_n).
 
-From hidden states, ``fn`` and its gradient are evaluated as soon as the statistics of a chunk exist. So the logits are made once:
-two products with a frozen head, three with a trainable one. Statistics that are combined after the call take three and
-four.
+From hidden states, ``fn`` and its gradient are evaluated as soon as the statistics of a chunk exist. So the logits are
+made once: two products with a frozen head, three with a trainable one. Statistics that are combined after the call take
+three and four.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def linear_row_objective(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> RowObjective:
-    r""":func:`row_objective` from hidden states and the LM head; the logits exist one chunk at a time, and are made once.
+    r""":func:`row_objective` from hidden states and the LM head; the logits are made once, one chunk at a time.
 
     The gradient is made in the forward pass, and backward only scales it in place, so it can run only once. Under
     ``torch.compile`` the call is :func:`linear_row_stats` followed by ``fn`` in the graph, which takes one more
@@ -125,7 +125,8 @@ def linear_row_objective(
         ...     gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         ...     away = ref - stats.log_probs
         ...     return 0.04 * (away.exp() - away - 1) - gain
-        >>> hidden, weight, tokens = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8), torch.tensor([[3, 1, 4]])
+        >>> hidden, weight = torch.zeros(1, 3, 8, requires_grad=True), torch.zeros(10, 8)
+        >>> tokens = torch.tensor([[3, 1, 4]])
         >>> old, mask, advantages = torch.full((1, 3), -math.log(10)), torch.tensor([[1, 1, 0]]), torch.ones(1, 3)
         >>> out = linear_row_objective(hidden, weight, tokens, clipped, old, old, advantages, active=mask)
         >>> round((out.loss / mask.sum()).item(), 4)  # the ratio is 1, the penalty 0

@@ -83,7 +83,8 @@ def row_stats(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
         with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
-    return call(ROW_STATS, LOGITS, RowInputs(logits, ids, active=active, mix_a=a, mix_b=b), options, several=True)  # type: ignore[no-any-return]
+    inputs = RowInputs(logits, ids, active=active, mix_a=a, mix_b=b)
+    return call(ROW_STATS, LOGITS, inputs, options, several=True)  # type: ignore[no-any-return]
 
 
 def linear_row_stats(

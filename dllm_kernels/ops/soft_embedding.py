@@ -1,4 +1,4 @@
-r"""The mean embedding of what a model predicts, which self-conditioning gives back to a denoiser as its last prediction.
+r"""Mean embedding of what a model predicts, which self-conditioning gives back to a denoiser as its last prediction.
 
     e_i = sum_v p_iv E_v,      p_i = softmax(transform(W h_i + b) + t_i onehot(k_i)).
 
@@ -46,9 +46,10 @@ def soft_embedding(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    r"""Mean of the rows of ``embedding``, weighted by each position's predicted distribution, from hidden states and the LM head.
+    r"""Mean of the rows of ``embedding`` under each position's predicted distribution, from hidden states and LM head.
 
-    .. math:: e_i = \sum_v p_{iv} E_v, \qquad p_i = \text{softmax}(\text{transform}(W h_i + b) + t_i \, \text{onehot}(k_i))
+    .. math:: e_i = \sum_v p_{iv} E_v, \qquad
+        p_i = \text{softmax}(\text{transform}(W h_i + b) + t_i \, \text{onehot}(k_i))
 
     Self-conditioning adds this to the input of the next denoising step. The result has no gradient, even where the
     inputs require
@@ -105,7 +106,8 @@ def soft_embedding(
     _check_embedding(hidden, head, embedding)
     constants = {n: None if t is None else t.detach() for n, t in zip(GRAD_INPUTS, inputs.grad_inputs, strict=True)}
     constants["embedding"] = constants["weight"] if embedding is head else embedding.detach()  # tied
-    return run(SOFT_EMBEDDING, replaced(inputs, **constants, bump=_checked_bump(hidden, bump)), options)  # type: ignore[no-any-return]
+    inputs = replaced(inputs, **constants, bump=_checked_bump(hidden, bump))
+    return run(SOFT_EMBEDDING, inputs, options)  # type: ignore[no-any-return]
 
 
 def _check_embedding(hidden: torch.Tensor, head: torch.Tensor, embedding: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies: what trainers of policies ask of a model, old and reference ones too."""
+"""Log-probabilities of given tokens, and entropies: what trainers of policies ask of a model, old and reference too."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def token_log_probs(
             got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
             raise ValueError(f"{name} must be None without weight, got {got}")
     options = Options(
-        Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets, backend=backend,
-        chunk_size=chunk_size, num_active=num_active, entropy=with_entropy,
+        Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
+        backend=backend, chunk_size=chunk_size, num_active=num_active, entropy=with_entropy,
     )  # fmt: skip
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
     inputs = RowInputs(logits_or_hidden, ids, weight, bias, active=active)

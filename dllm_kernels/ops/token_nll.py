@@ -3,8 +3,7 @@ r"""Per-token negative log-likelihood from logits, and its weighted sum.
     nll_i = log(sum_v exp(z_iv)) - z_{i, y_i},        loss = sum_i w_i nll_i.
 
 The backward pass of ``token_nll`` takes an arbitrary upstream gradient per row. ``weighted_nll`` is the same followed
-by a
-product and a sum, in fewer launches: the weights of the rows go down with them.
+by a product and a sum, in fewer launches: the weights of the rows go down with them.
 """
 
 from __future__ import annotations
@@ -71,8 +70,8 @@ def token_nll(
         IndexError: ``check_targets`` is on and a target is out of range.
     """
     options = Options(
-        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
-        inplace_backward=inplace_backward,
+        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
+        with_correct=with_correct, inplace_backward=inplace_backward,
     )  # fmt: skip
     return call(TOKEN_NLL, LOGITS, RowInputs(logits, targets, active=active), options)  # type: ignore[no-any-return]
 
@@ -131,7 +130,8 @@ def weighted_nll(
     """
     check_constant("weights", weights, "token_nll(...).nll * weights")
     options = Options(
-        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse, with_correct=with_correct,
-        round_nll=round_nll, inplace_backward=inplace_backward,
+        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, with_lse=with_lse,
+        with_correct=with_correct, round_nll=round_nll, inplace_backward=inplace_backward,
     )  # fmt: skip
-    return call(WEIGHTED_NLL, LOGITS, RowInputs(logits, targets, active=active, weights=weights), options)  # type: ignore[no-any-return]
+    inputs = RowInputs(logits, targets, active=active, weights=weights)
+    return call(WEIGHTED_NLL, LOGITS, inputs, options)  # type: ignore[no-any-return]

@@ -150,7 +150,7 @@ class RowGather:
         return split(self.flat if count == self.flat.shape[0] else self.flat[first : first + count], size)
 
     def load(self, block: Tensor, wide: Tensor, buffers: Buffers) -> Tensor:
-        """Return the block in the dtype of sums: a view of the rows, or a copy in ``wide``, the top of ``buffers.wide``."""
+        """Return the block in the dtype of sums: a view of the rows, or a copy in ``wide``, of ``buffers.wide``."""
         if self.together:
             return block if block.dtype == wide.dtype else wide.copy_(block)
         if buffers.narrow is None:
@@ -175,7 +175,7 @@ class RowGather:
 def transformed_rows(
     source: RowGather, block: Tensor, transform: Transform, buffers: Buffers
 ) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Return (transformed logits of a block in the dtype of sums, their slope if there is a buffer for it, ``wide``)."""
+    """Return (transformed logits of a block in the dtype of sums, their slope if it has a buffer, ``wide``)."""
     wide = top(buffers.wide, block)
     slope = None if buffers.slope is None else top(buffers.slope, block)
     return *with_slope(source.load(block, wide, buffers), transform, wide, slope), wide

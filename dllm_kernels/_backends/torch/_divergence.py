@@ -401,7 +401,7 @@ def _skipped_by_both(transform: Transform, teacher_transform: Transform) -> int 
 
 
 def _columns(program: Program, block: Block, norms: Norms, skip: int | None) -> tuple[Columns, list[Tensor]]:
-    """Return p and q, which the first two buffers hold, with their logarithms if a kind needs them; and the other buffers."""
+    """Return p and q, which the first two buffers hold, logarithms if a kind needs them, and the other buffers."""
     p, q, *room = block.more
     if not program.logs:
         return Columns(p, q, None, None), room

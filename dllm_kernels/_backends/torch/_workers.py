@@ -50,7 +50,7 @@ def _start(count: int) -> ThreadPoolExecutor:
     started = threading.Barrier(count + 1)
 
     def on_one_core() -> None:
-        torch.get_num_threads()  # initialises this thread's setting, which its first operation would otherwise overwrite
+        torch.get_num_threads()  # initialises this thread's setting, which its first operation would overwrite
         torch.set_num_threads(1)
         started.wait()
 
@@ -70,7 +70,7 @@ _pool = _Pool()
 
 
 def how_many() -> int:
-    """Return the number of threads to share CPU work; 1 runs it in the caller's thread, on all cores that torch uses."""
+    """Return the number of threads to share CPU work; 1: the caller's alone, on all cores that torch uses."""
     cores = torch.get_num_threads()
     if not torch._C.has_openmp:  # without OpenMP all threads share one number of cores
         return 1
@@ -85,8 +85,7 @@ def share_out(jobs: Iterable[Callable[[Resource], object]], resources: Sequence[
     Args:
         jobs: called with the resource of the thread that they run in. No two jobs may write to the same memory.
         resources: working memory, one per thread. The caller allocates it, so that the caller's profiler sees it. With
-        a single
-            one, the jobs run in the caller's thread.
+            a single one, the jobs run in the caller's thread.
     """
     if len(resources) == 1:
         for job in jobs:
