@@ -44,7 +44,7 @@ class RowStats(NamedTuple):
 
 
 class RowObjective(NamedTuple):
-    """An objective and the statistics behind it, all but ``log_probs`` of the rows' shape; ``loss`` alone is not detached.
+    """An objective and its statistics. All but ``loss`` are detached, all but ``log_probs`` have the rows' shape.
 
     Attributes:
         loss: sum of ``value``, 0-d, float32 (float64 for float64 logits), differentiable.
