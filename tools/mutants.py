@@ -105,6 +105,7 @@ JUDGES = (
     ("integrations/nemo*", "tests/integrations/test_nemo.py"),
     ("integrations/_hosts.py", "tests/integrations/test_nemo.py tests/integrations/test_speculators.py"),
     ("integrations/speculators.py", "tests/integrations/test_speculators.py"),
+    ("integrations/_lora.py", "tests/integrations/test_transformers.py -k 'head or adapter'"),
     ("integrations/transformers*", "tests/integrations/test_transformers.py"),
     ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),
     (

@@ -195,7 +195,7 @@ def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, bac
     draws: Array = (_philox.bits_on_host(seed, range(B), layout) if host else _philox.random_bits(seed, B, layout))[0]
     row: Array = np.arange(B) if host else torch.arange(B, device=seed.device)
     level = _rules.scaled(_rules.coupled(_rules.uniform(draws)[:, 0], row, method), low, high)
-    return torch.as_tensor(level)
+    return level if isinstance(level, Tensor) else torch.from_numpy(level)
 
 
 def _nothing(input_ids: Tensor, backend: str) -> Corrupted:

@@ -50,7 +50,7 @@ EXHAUSTIVE = {
 # Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
 EVERY_TIME = {
     2: (
-        "token_nll", "hybrid", "dflash", "MTP", "pipeline", "-inf in one shard", "targets at the edges",
+        "token_nll", "hybrid", "MTP", "-inf in one shard", "targets at the edges",
     ),
     4: ("hybrid", "MTP", "-inf in one shard", "targets at the edges"),
 }  # fmt: skip
