@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.shapes import DFLASH_4B, GEMMA_CANVAS, LLADA_SHORT
 from dllm_kernels import ops
-from dllm_kernels._core._recipes import NAMES, checked_recipe
+from dllm_kernels._core._divergence_spec import NAMES, checked_spec
 from dllm_kernels.corruption import (
     complementary,
     corrupt_all_masked,
@@ -248,7 +248,7 @@ def divergence(
     """``ops.divergence`` forward and backward; rows of the teacher in another order."""
     logits, teacher = view(torch.empty(shape, dtype=dtype)).requires_grad_(), view(torch.empty(shape, dtype=dtype))
     rows, targets = (torch.zeros(logits.shape[:-1], dtype=torch.int64) for _ in range(2))
-    options |= {"targets": targets} if checked_recipe(options.get("kind", "kl")).wants_targets else {}
+    options |= {"targets": targets} if checked_spec(options.get("kind", "kl")).wants_targets else {}
     loss = ops.divergence(logits, teacher, torch.rand(rows.shape), teacher_rows=rows, **options).loss
     loss.backward()  # type: ignore[no-untyped-call]
 
@@ -257,9 +257,7 @@ def divergence_from_hidden(shape: tuple[int, ...], dtype: torch.dtype, *, D: int
     """``ops.linear_divergence`` forward and backward, the frozen head one and the same."""
     *rows, V = shape
     hidden, teacher, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, rows, (V,)))
-    options |= (
-        {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_recipe(options["kind"]).wants_targets else {}
-    )
+    options |= {"targets": torch.zeros(rows, dtype=torch.int64)} if checked_spec(options["kind"]).wants_targets else {}
     loss = ops.linear_divergence(hidden.requires_grad_(), head, teacher, torch.rand(rows), **options).loss
     loss.backward()  # type: ignore[no-untyped-call]
 

@@ -4,12 +4,12 @@ With p the softmax of a row of transformed student logits, q that of the teacher
 min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in the student's logits: the table of them, and
 what they are made of, stand in ``_backends/torch/_divergence.py``.
 
-A :class:`Recipe` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a ``jsd``
-whose beta is 0 or 1 is kl or rkl: neither is a kind of its own in a recipe.
+A :class:`DivergenceSpec` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a
+``jsd`` whose beta is 0 or 1 is kl or rkl: neither is a kind of its own in a spec.
 
 The row primitives, a pair for each backend:
 
-``divergence(logits, teacher, weights, recipe, *, teacher_rows=None, targets=None, mean_alpha=None, transform,
+``divergence(logits, teacher, weights, spec, *, teacher_rows=None, targets=None, mean_alpha=None, transform,
 teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
 
     ``logits`` is ``[B, L, V]`` and ``teacher`` ``[B', L', V]`` of the same dtype, both with any batch and position
@@ -21,24 +21,24 @@ teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
     ``weights``, in the dtype of sums acc (float32, float64 for float64 logits): a row of weight 0 is not read, neither
     the student's nor the teacher's. All its results and its gradient are 0.
 
-    ``value`` acc: the sum over the recipe's parts of coefficient times kind, not weighted. ``alpha`` acc: a. ``agree``
+    ``value`` acc: the sum over the spec's parts of coefficient times kind, not weighted. ``alpha`` acc: a. ``agree``
     bool: whether both rows have the same argmax; False where the row is NaN.
 
     With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` in the student's logits as they were given
     (through ``transform``) is written over the logits, and ``kept`` is None. Without it nothing is written over, and
     ``kept`` is what ``divergence_grad`` reads. Rows of the teacher are never written.
 
-    ``targets`` int64, where ``recipe.wants_targets``: -100: the part ``ce`` is 0 and has no gradient in this row; any
+    ``targets`` int64, where ``spec.wants_targets``: -100: the part ``ce`` is 0 and has no gradient in this row; any
     other that no column has makes its value, and its row of the gradient, NaN. No target is the transform's
     ``skip_id``.
 
     ``mean_alpha`` acc, 0-d, on the logits' device: what stands in the place of the row's own a in lam where
-    ``recipe.mean_alpha``; None: the row's own, in the pass before that finds the mean.
+    ``spec.mean_alpha``; None: the row's own, in the pass before that finds the mean.
 
     A NaN, or a row of nothing but -inf, on either side makes value, alpha and gradient of its own row NaN. A logit of
     -inf is a probability of 0. ``skip_id`` of each side is -inf on that side; the gradient in the student's is 0.
 
-``divergence_grad(logits, teacher, weights, recipe, kept, out, *, teacher_rows, targets, mean_alpha, transform,
+``divergence_grad(logits, teacher, weights, spec, kept, out, *, teacher_rows, targets, mean_alpha, transform,
 teacher_transform) -> None``
 
     The gradient that ``divergence`` computes ``with_grad``, from one pass over the logits. ``out`` is ``[B, L, V]`` in
@@ -71,7 +71,7 @@ class Option(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A kind in a recipe.
+    """A kind in a spec.
 
     Attributes:
         kind: a key of ``_backends.torch._divergence.KINDS``.
@@ -84,7 +84,7 @@ class Part(NamedTuple):
     hyper: Hyper = NO_HYPER
 
 
-class Recipe(NamedTuple):
+class DivergenceSpec(NamedTuple):
     """A sum of kinds.
 
     Attributes:
@@ -101,8 +101,8 @@ class Recipe(NamedTuple):
         return any(part.kind == "ce" for part in self.parts)
 
     @property
-    def settled(self) -> Recipe:
-        """The recipe with all numbers known: a ``jsd`` whose beta becomes 0 or 1 in a compiled graph is kl or rkl."""
+    def settled(self) -> DivergenceSpec:
+        """The spec with all numbers known: a ``jsd`` whose beta becomes 0 or 1 in a compiled graph is kl or rkl."""
         if not any(part.kind == "jsd" and part.hyper[0] in (0, 1) for part in self.parts):
             return self
         parts: dict[tuple[str, Hyper], float] = {}
@@ -118,7 +118,7 @@ class Kept(NamedTuple):
 
     Attributes:
         numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of either side, a, and sums that
-            the gradient of the recipe reads. Order and units are the backend's.
+            the gradient of the spec reads. Order and units are the backend's.
         hot: int64 ``[N]``, the teacher's argmax.
     """
 

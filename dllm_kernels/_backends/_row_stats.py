@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._rows import NLL, SKIP, StatsPrimitives, column_of
+from dllm_kernels._backends._rows import IGNORE, NLL, StatsPrimitives, column_of
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FARTHEST = -1e4
@@ -47,8 +47,8 @@ class StatsRequest(NamedTuple):
     """Request for statistics of N rows; all tensors are contiguous.
 
     Attributes:
-        ids: int64 ``[N, K]``. ``SKIP`` marks a missing id; any other id that no column has gives NaN.
-        active: int64 ``[N]``, ``SKIP`` in inactive rows.
+        ids: int64 ``[N, K]``. ``IGNORE`` marks a missing id; any other id that no column has gives NaN.
+        active: int64 ``[N]``, ``IGNORE`` in inactive rows.
         a: coefficient of the mixture, ``[N]`` in the dtype of sums, or None.
         b: see ``a``.
         transform: transform of the logits.
@@ -114,7 +114,7 @@ class Coefficients(NamedTuple):
         of_ids = torch.zeros_like(found.log_probs)
         if upstream.log_probs is not None:
             lost = found.log_probs.isnan() & (upstream.log_probs != 0)
-            of_ids = upstream.log_probs.masked_fill(request.ids == SKIP, 0).masked_fill(lost, math.nan)
+            of_ids = upstream.log_probs.masked_fill(request.ids == IGNORE, 0).masked_fill(lost, math.nan)
         plain = -of_ids.sum(1)
         if upstream.lse is not None:
             plain += upstream.lse
@@ -152,7 +152,7 @@ def nll_of_stats(
     """
 
     def requested(targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:
-        active = targets if V is None or weights is None else targets.masked_fill(weights == 0, SKIP)
+        active = targets if V is None or weights is None else targets.masked_fill(weights == 0, IGNORE)
         return StatsRequest(targets.unsqueeze(1), active, weights=weights if V is None else None, **options)
 
     def nll(

@@ -2,7 +2,7 @@
 
 ``logits`` is ``[B, L, V]`` with any batch and position strides and columns side by side; everything else has one entry
 a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64,
-is ``SKIP`` is inactive: it is never read. Any other target outside of the columns gives NaN.
+is ``IGNORE`` is inactive: it is never read. Any other target outside of the columns gives NaN.
 
 All take ``transform`` (``_utils/_transform.py``): it is the transformed logits whose statistics and softmax these are,
 and the gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by
@@ -36,7 +36,7 @@ and the gradient is that in the logits as they were given. No target is its ``sk
     ``t`` with the sum over all parts of a split row in the place of this part's share of it; None where a row is whole.
 
 ``local_ids(ids)``
-    Ids of whole rows as columns of this part, ``SKIP`` where another part has them; None where a row is whole.
+    Ids of whole rows as columns of this part, ``IGNORE`` where another part has them; None where a row is whole.
 
 ``scale_(t, factor)``
     ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
@@ -54,7 +54,7 @@ from torch import Tensor
 
 from dllm_kernels._backends._divergence import Divergences
 
-SKIP = -100
+IGNORE = -100
 NLL = tuple[Tensor, Any, Any, Tensor | None]
 
 

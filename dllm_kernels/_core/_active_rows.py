@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._plan import Plan
 
 ROW_MULTIPLE = 128
@@ -27,7 +27,7 @@ class ActiveRows:
     """
 
     def __init__(self, targets: Tensor, num_active: int | None) -> None:
-        """List the rows whose target, of ``targets [N]``, is not ``SKIP``.
+        """List the rows whose target, of ``targets [N]``, is not ``IGNORE``.
 
         Reading their number back is a host sync on a GPU; it pays since the matrix products then run on these rows
         only. It is skipped inside CUDA-graph capture, where all rows are taken, and when the caller gives
@@ -38,7 +38,7 @@ class ActiveRows:
         self.overflow: Tensor | None = None
         self._index: Tensor | None = None
         self._padded = num_active is not None
-        mask = targets != SKIP
+        mask = targets != IGNORE
         if num_active is not None:
             self._index = torch.nonzero_static(mask, size=num_active, fill_value=self.total).squeeze(1)
             self.overflow = mask.sum() > num_active
@@ -55,11 +55,11 @@ class ActiveRows:
         return t.index_select(0, index.clamp(max=self.total - 1) if self._padded else index)
 
     def take_targets(self, chunk: slice) -> Tensor:
-        """Take the chunk's targets; ``SKIP`` in the padding of a given ``num_active``."""
+        """Take the chunk's targets; ``IGNORE`` in the padding of a given ``num_active``."""
         targets = self.take(self._targets, chunk)
         if self._index is None or not self._padded:
             return targets
-        return targets.masked_fill(self._index[chunk] == self.total, SKIP)
+        return targets.masked_fill(self._index[chunk] == self.total, IGNORE)
 
     def empty(self, *columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate a per-row result for :meth:`put` to fill; inactive rows are zero."""

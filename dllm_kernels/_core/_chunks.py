@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiprocessors
 from dllm_kernels._core._inputs import OF_ROWS, Gradients, NeedsGrad, RowInputs
 from dllm_kernels._core._plan import Plan
@@ -130,7 +130,7 @@ class Chunks:
                 self.rows.put(self.grads[field], chunk, rows if of_hidden is None else rows * of_hidden)
         if self.needs.weight or self.needs.extra_weight:
             # Zero the rows without a gradient, because 0 * NaN would reach all of the head's.
-            idle = ((scale == 0) | (y == SKIP)).unsqueeze(1)
+            idle = ((scale == 0) | (y == IGNORE)).unsqueeze(1)
             for field in ("weight", "extra_weight"):
                 if getattr(self.needs, field):
                     rows = h if field == "weight" else self._extra_rows(chunk)

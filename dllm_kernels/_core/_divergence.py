@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept
-from dllm_kernels._backends._rows import SKIP, as_blv
+from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, aligned_rows, head_product, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
@@ -60,7 +60,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             chunks = Chunks(inputs, plan, needs, factors)
             rows_of = partial(_rows_of_head, chunks, scale)
         mean = None
-        if config.recipe.mean_alpha:
+        if config.spec.mean_alpha:
             rate, total = rows_of(None, with_grad=False).alpha, config.all_reduce or (lambda t: t)
             mean = total(torch.where(weights != 0, weights * rate, 0.0).sum()) / total(weights.sum())
         value, acceptance_rate, agree, kept = rows_of(mean, with_grad=any(needs))
@@ -86,7 +86,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
             kept = Kept(outputs["kept_numbers"], outputs["kept_argmax"])
             return Gradients(_grad_of_logits(inputs, plan, scale, mean, kept))
         scale, factors, loss_scale = unit_scale(scale, plan)
-        rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, SKIP))
+        rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, IGNORE))
         chunks = Chunks(rows, plan, plan.needs, factors)
         for _ in _passed(chunks, scale, mean, with_grad=True):
             pass
@@ -104,11 +104,11 @@ def _rows_of_head(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_gr
 
 def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
     """Yield each chunk with its results, and add the chunk's gradients if requested."""
-    take, teacher, recipe = chunks.rows.take, _teacher_of(chunks), chunks.plan.divergence.recipe
+    take, teacher, spec = chunks.rows.take, _teacher_of(chunks), chunks.plan.divergence.spec
     compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad, **_shared_arguments(chunks.plan, mean))
     for chunk, h, targets, logits in chunks:
-        s = take(scale, chunk).masked_fill(targets == SKIP, 0)
-        y = take(chunks.inputs.ids[:, 0], chunk) if recipe.wants_targets else None
+        s = take(scale, chunk).masked_fill(targets == IGNORE, 0)
+        y = take(chunks.inputs.ids[:, 0], chunk) if spec.wants_targets else None
         found = compared(logits[None], teacher(chunk)[None], s, targets=y)
         if with_grad:
             chunks.add_gradients(chunk, h, targets, logits, s)
@@ -119,7 +119,7 @@ def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
     """Return the arguments of the row primitives (``_backends/_divergence.py``) that all rows of a call share."""
     config = plan.divergence
     return {
-        "recipe": config.recipe.settled, "mean_alpha": mean, "transform": plan.options.transform,
+        "spec": config.spec.settled, "mean_alpha": mean, "transform": plan.options.transform,
         "teacher_transform": config.teacher_transform,
     }  # fmt: skip
 
@@ -194,7 +194,7 @@ def _pairs_of_logits(
 ) -> Iterator[tuple[slice, tuple[slice, slice], dict[str, Any]]]:
     """Yield (which of the N rows, their place in ``[B, L]``, a row primitive's arguments that belong to these rows)."""
     index, teacher = inputs.teacher_rows, as_blv(inputs.teacher_x)
-    y = inputs.ids[:, 0].contiguous() if plan.divergence.recipe.wants_targets else None
+    y = inputs.ids[:, 0].contiguous() if plan.divergence.spec.wants_targets else None
     if inputs.teacher_columns is None:
         given = {"teacher": teacher, "weights": scale, "teacher_rows": index, "targets": y}
         yield slice(None), (slice(None), slice(None)), given
@@ -250,7 +250,7 @@ DIVERGENCE = _op.RowOp(
         _op.Output("value", _op.per_row()),
         _op.Output("acceptance_rate", _op.per_row()),
         _op.Output("agree", _op.per_row(dtype=torch.bool)),
-        _op.Output("mean_acceptance", _op.scalar(lambda plan: plan.divergence.recipe.mean_alpha), public=False),
+        _op.Output("mean_acceptance", _op.scalar(lambda plan: plan.divergence.spec.mean_alpha), public=False),
         *_op.gradient_outputs(computes_gradients, scaled=_scales_loss),
         _op.Output("loss_scale", _op.scalar(_scales_loss), public=False),
         _op.Output("row_size", _op.per_row(computes_gradients), public=False),

@@ -71,7 +71,7 @@ class RowInputs(NamedTuple):
         extra_x: ``[..., r]``, rows of the low-rank part of the head, or None.
         extra_weight: ``[V, r]``; ``extra_x extra_weight^T`` is added to the logits.
         active: mask ``[...]``, zero for rows to skip, or None. Flattened: None, see ``targets``.
-        targets: flattened only. int64 ``[N]``: ``SKIP`` in rows to skip, elsewhere the target, or 0 in ops without
+        targets: flattened only. int64 ``[N]``: ``IGNORE`` in rows to skip, elsewhere the target, or 0 in ops without
             targets.
         weights: ``[...]``, row weights of a weighted sum, or None.
         mix_a: ``[...]``, a of the mixture ``log(a + b p)``, or None.

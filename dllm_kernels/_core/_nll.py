@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._rows import SKIP, as_blv
+from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
@@ -27,16 +27,16 @@ _STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse)
 
 
 def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Flatten targets to ``[N, 1]`` and ``[N]``, with ``SKIP`` in rows to skip."""
+    """Flatten targets to ``[N, 1]`` and ``[N]``, with ``IGNORE`` in rows to skip."""
     y = inputs.ids.detach().reshape(-1).to(torch.int64)
     off = None if inputs.active is None else inputs.active.detach().reshape(-1) == 0
-    if plan.options.ignore_index != SKIP:
+    if plan.options.ignore_index != IGNORE:
         ignored = y == plan.options.ignore_index
-        y = y.masked_fill(y == SKIP, -1)  # then an ordinary target out of range
+        y = y.masked_fill(y == IGNORE, -1)  # then an ordinary target out of range
         off = ignored if off is None else off | ignored
     if plan.options.transform.skip_id is not None:
         y = y.masked_fill(y == plan.options.transform.skip_id, -1)
-    y = y.contiguous() if off is None else y.masked_fill(off, SKIP)
+    y = y.contiguous() if off is None else y.masked_fill(off, IGNORE)
     return y.unsqueeze(1), y
 
 

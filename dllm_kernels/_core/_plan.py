@@ -12,9 +12,9 @@ import torch
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._backends._primitives import row_primitives
-from dllm_kernels._backends._rows import SKIP, RowPrimitives
+from dllm_kernels._backends._rows import IGNORE, RowPrimitives
+from dllm_kernels._core._divergence_spec import DivergencePlan
 from dllm_kernels._core._inputs import NO_GRADIENTS, NeedsGrad, RowInputs
-from dllm_kernels._core._recipes import DivergencePlan
 from dllm_kernels._utils import _changing, _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced
@@ -44,7 +44,7 @@ class Options(NamedTuple):
     """
 
     transform: Transform = NO_TRANSFORM
-    ignore_index: int = SKIP
+    ignore_index: int = IGNORE
     check_targets: bool | None = None
     backend: str = "auto"
     chunk_size: int | None = None

@@ -17,10 +17,10 @@ import torch
 
 from dllm_kernels._backends._rows import as_blv
 from dllm_kernels._core import _eager
+from dllm_kernels._core._divergence_spec import DivergencePlan
 from dllm_kernels._core._inputs import PER_ROW, RowInputs, flattened
 from dllm_kernels._core._op import Output, RowOp
 from dllm_kernels._core._plan import Options, Plan
-from dllm_kernels._core._recipes import DivergencePlan
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._named import replaced

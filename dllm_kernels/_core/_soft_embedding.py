@@ -19,7 +19,7 @@ from typing import NoReturn
 import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult
-from dllm_kernels._backends._rows import SKIP, RowPrimitives
+from dllm_kernels._backends._rows import IGNORE, RowPrimitives
 from dllm_kernels._core._chunks import Chunks, no_autocast
 from dllm_kernels._core._inputs import NO_GRADIENTS, RowInputs
 from dllm_kernels._core._op import Output, Outputs, RowOp
@@ -78,7 +78,7 @@ def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tenso
     log_p = found.log_probs
     if bumped is None:
         return Coefficients(torch.zeros_like(log_p), torch.ones_like(found.row_max), None, None)
-    there, log_sum = request.ids != SKIP, found.log_sum.unsqueeze(1)
+    there, log_sum = request.ids != IGNORE, found.log_sum.unsqueeze(1)
     of_lowest = torch.exp(log_p.clamp(max=0))
     others = log_sum + torch.log1p(-of_lowest)
     bumped = bumped - found.row_max.unsqueeze(1)

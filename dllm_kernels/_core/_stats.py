@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, Upstream
-from dllm_kernels._backends._rows import SKIP, as_blv
+from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import Chunks, Factors, no_autocast, unit_scale
 from dllm_kernels._core._inputs import NO_GRADIENTS, Gradients, RowInputs
@@ -26,14 +26,14 @@ Tensor = torch.Tensor
 
 
 def row_ids(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Flatten ids to ``[N, K]``; targets ``[N]`` are ``SKIP`` in rows to skip and 0 in the others."""
+    """Flatten ids to ``[N, K]``; targets ``[N]`` are ``IGNORE`` in rows to skip and 0 in the others."""
     N = inputs.x.shape[:-1].numel()
     ids = inputs.ids.detach().reshape(N, inputs.ids.shape[-1] if inputs.ids.dim() == inputs.x.dim() else 1)
     ids = ids.to(torch.int64).contiguous()
     if plan.options.transform.skip_id is not None:
         ids = ids.masked_fill(ids == plan.options.transform.skip_id, -1)
     zeros = ids.new_zeros(N)
-    return ids, zeros if inputs.active is None else zeros.masked_fill(inputs.active.detach().reshape(-1) == 0, SKIP)
+    return ids, zeros if inputs.active is None else zeros.masked_fill(inputs.active.detach().reshape(-1) == 0, IGNORE)
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
@@ -94,7 +94,7 @@ def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
 
 def _with_gradient(request: StatsRequest, size: Tensor) -> StatsRequest:
     """Skip rows without a gradient: theirs is 0 even if the row is NaN."""
-    return request._replace(active=request.active.masked_fill(size == 0, SKIP))
+    return request._replace(active=request.active.masked_fill(size == 0, IGNORE))
 
 
 def _part(chunks: Chunks, chunk: slice, request: StatsRequest, targets: Tensor) -> StatsRequest:
@@ -156,7 +156,7 @@ class Objective(NamedTuple):
         log_probs, lse, entropy = leaves
         with torch.set_grad_enabled(needed):
             stats = RowStats(log_probs if self.several else log_probs.squeeze(1), lse, entropy, None, found.correct)
-            value = torch.where(active != SKIP, checked_value(self.fn(stats, *aux), lse), 0.0)
+            value = torch.where(active != IGNORE, checked_value(self.fn(stats, *aux), lse), 0.0)
             upstream = _gradients(value.sum(), leaves) if needed else [None] * len(leaves)
         return value.detach(), Upstream._make([*upstream, None])
 
@@ -224,7 +224,7 @@ def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             rows.put_each([value, *out], chunk, [part, *found])
             if needed:
                 c = Coefficients.of(upstream, here, found)
-                size = c.size(upstream).masked_fill(targets == SKIP, 0)
+                size = c.size(upstream).masked_fill(targets == IGNORE, 0)
                 factors = None
                 if sizes is not None and loss_scale is not None:
                     rows.put(sizes, chunk, size)

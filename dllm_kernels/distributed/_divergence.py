@@ -14,8 +14,8 @@ import math
 
 import torch
 
-from dllm_kernels._backends._divergence import Found, Kept, Recipe
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._divergence import DivergenceSpec, Found, Kept
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._backends.torch._divergence import (
     Block,
     Coefficients,
@@ -36,12 +36,12 @@ Tensor = torch.Tensor
 
 
 def divergence(
-    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *,
+    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, *,
     teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
     transform: Transform, teacher_transform: Transform, with_grad: bool,
 ) -> Found:  # fmt: skip
     """See ``_backends/_divergence.py``."""
-    program = Program(recipe)
+    program = Program(spec)
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
     pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
     norms, best, hot = _combined(shard, pairs, _largest_of_columns(shard, pairs))
@@ -64,33 +64,33 @@ def divergence(
     found = Found(pairs.placed(value), pairs.placed(alpha), pairs.placed((best == hot) & ~alpha.isnan()))
     if not with_grad:
         return found._replace(kept=Kept(pairs.placed(numbers), pairs.placed(hot)))
-    _write_gradient(shard, recipe, pairs, numbers, hot, y, weight, mean_alpha, logits)
+    _write_gradient(shard, spec, pairs, numbers, hot, y, weight, mean_alpha, logits)
     return found
 
 
 def divergence_grad(
-    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, kept: Kept, out: Tensor, *,
-    teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
+    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept, out: Tensor,
+    *, teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
     transform: Transform, teacher_transform: Transform,
 ) -> None:  # fmt: skip
     """See ``_backends/_divergence.py``; no rank waits for another."""
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
-    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + Program(recipe, known=True).work_blocks, *transforms)
+    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + Program(spec, known=True).work_blocks, *transforms)
     numbers, hot, y, weight = (pairs.taken(t) for t in (*kept, targets, weights))
     assert numbers is not None
     assert hot is not None
     assert weight is not None
-    _write_gradient(shard, recipe, pairs, numbers, hot, y, weight, mean_alpha, out)
+    _write_gradient(shard, spec, pairs, numbers, hot, y, weight, mean_alpha, out)
 
 
 def _write_gradient(
-    shard: VocabShard, recipe: Recipe, pairs: Pairs, numbers: Tensor, hot: Tensor, y: Tensor | None, weight: Tensor,
-    mean_alpha: Tensor | None, out: Tensor,
+    shard: VocabShard, spec: DivergenceSpec, pairs: Pairs, numbers: Tensor, hot: Tensor, y: Tensor | None,
+    weight: Tensor, mean_alpha: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Compute this rank's columns of the gradient."""
     if not shard.size:
         return
-    program = Program(recipe, known=True)
+    program = Program(spec, known=True)
     c = program.coefficients(numbers, mean_alpha, _on(shard, y, numbers.dtype), weight)
     hot, y = shard.local_ids(hot), None if y is None else shard.local_ids(y)
     each = (numbers, hot, y, *(f.contiguous() for f in c.of), c.best, c.target)
@@ -102,7 +102,7 @@ def _on(shard: VocabShard, y: Tensor | None, dtype: torch.dtype) -> Tensor | Non
     if y is None:
         return None
     there = shard.in_vocabulary(y)
-    return there.to(dtype).masked_fill_(~there & (y != SKIP), math.nan)
+    return there.to(dtype).masked_fill_(~there & (y != IGNORE), math.nan)
 
 
 def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:

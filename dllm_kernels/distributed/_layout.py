@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._inputs import PER_ROW, RowInputs
 from dllm_kernels._utils._transform import Transform
 
@@ -129,9 +129,9 @@ class VocabShard(NamedTuple):
         return (ids >= 0) & (ids < self.total)
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert ids to columns of this rank; ``SKIP`` for columns of other ranks."""
+        """Convert ids to columns of this rank; ``IGNORE`` for columns of other ranks."""
         here = ids - self.start
-        return torch.where((here >= 0) & (here < self.size), here, SKIP)
+        return torch.where((here >= 0) & (here < self.size), here, IGNORE)
 
     def local_transform(self, transform: Transform) -> Transform:
         """Restrict the transform to these columns, which may not include the skipped one."""

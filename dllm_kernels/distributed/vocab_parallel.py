@@ -23,7 +23,7 @@ import math
 import torch
 
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
-from dllm_kernels._backends._rows import NLL, SKIP, RowPrimitives, StatsPrimitives
+from dllm_kernels._backends._rows import IGNORE, NLL, RowPrimitives, StatsPrimitives
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
@@ -55,7 +55,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
 
 
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
-    """Restrict a request to these columns; an id of another shard becomes ``SKIP``."""
+    """Restrict a request to these columns; an id of another shard becomes ``IGNORE``."""
     return request._replace(
         ids=shard.local_ids(request.ids), transform=shard.local_transform(request.transform), whole=False
     )
@@ -68,7 +68,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     """
     here = _local_request(shard, request)._replace(a=None, b=None)
     found = StatsResult(*local.forward(logits, here)) if shard.size else _nothing_found(here, logits.dtype)
-    mine = here.ids != SKIP
+    mine = here.ids != IGNORE
     from_max = torch.where(mine, found.log_probs + found.log_sum.unsqueeze(1), 0.0)
     from_max = from_max.masked_fill(mine & (found.log_sum == -math.inf).unsqueeze(1), -math.inf)
     more = [t.to(from_max.dtype) for t in (found.entropy, found.correct) if t is not None]
@@ -78,7 +78,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
     row_max, log_sum, log_probs = _combine_ids(shard, request, maxima, sums, from_max)
     columns = iter(t.squeeze(-1) for t in more)
     share = torch.log(sums.squeeze(-1)) + (maxima.squeeze(-1) - row_max) - log_sum
-    off, entropy = request.active == SKIP, None
+    off, entropy = request.active == IGNORE, None
     if request.entropy:
         entropy = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(off, 0)
     correct = None
@@ -88,7 +88,7 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
         correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~off
     row_max, log_sum = row_max.masked_fill(off, 0), log_sum.masked_fill(off, 0)
     F, W = (None, None) if request.a is None else _mix(shard, local, logits, request, row_max, log_sum)
-    log_probs = log_probs.masked_fill((request.ids == SKIP) | off.unsqueeze(1), 0)
+    log_probs = log_probs.masked_fill((request.ids == IGNORE) | off.unsqueeze(1), 0)
     return StatsResult(log_probs, row_max, log_sum, entropy, F, W, correct)
 
 

@@ -283,7 +283,7 @@ class DiffusionLoss(TransformedLoss):
     ) -> DLLMLossOutput:
         rows.check(batch.target_ids)
         batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
-        weights, count = self._weights(batch, rows.acc)
+        weights, count = self._weights(batch, rows.accum_dtype)
         return self._of_one_part(rows, batch.target_ids, weights, _common.divide(weights, count))
 
     def _of_one_part(

@@ -254,7 +254,7 @@ class DraftCall:
 
     def weights(self, q: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the row weights before and over the denominator; the decay needs no confidence ``q``."""
-        mask = self.block_mask.detach().to(self.rows.acc)
+        mask = self.block_mask.detach().to(self.rows.accum_dtype)
         weights = self.loss._row_weights(mask, self.block_size, q)
         return weights, self.loss._normalized(weights, mask, self.block_size, self.counts)
 

@@ -59,7 +59,7 @@ class ModelOutput(NamedTuple):
         return replaced(self, options=replaced(self.options, transform=transform))
 
     @property
-    def acc(self) -> torch.dtype:
+    def accum_dtype(self) -> torch.dtype:
         """Dtype of sums over the rows."""
         return accum_dtype(self.x.dtype)
 
@@ -93,7 +93,7 @@ class ModelOutput(NamedTuple):
         self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **asked: Any
     ) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
-        weights = (weights.detach() if weights.requires_grad else weights).to(self.acc)
+        weights = (weights.detach() if weights.requires_grad else weights).to(self.accum_dtype)
         op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
         return self._run(op, targets, asked, active=active, weights=weights)  # type: ignore[no-any-return]
 

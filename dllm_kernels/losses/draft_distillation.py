@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from dllm_kernels._backends._divergence import Recipe
-from dllm_kernels._core._recipes import checked_recipe
+from dllm_kernels._backends._divergence import DivergenceSpec
+from dllm_kernels._core._divergence_spec import checked_spec
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
@@ -170,7 +170,7 @@ class DraftDistillationLoss(DraftLoss):
         self.alpha = alpha
         self.base = base
         self.teacher_transform = teacher_transform
-        self._checked_recipe()
+        self._checked_spec()
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DraftDistillationLoss:
@@ -350,15 +350,15 @@ class DraftDistillationLoss(DraftLoss):
         confidence_logits: torch.Tensor | None,
     ) -> DLLMLossOutput:
         self._check_settings()
-        recipe = self._checked_recipe()
+        spec = self._checked_spec()
         if target_ids is None:  # the mask gives the row shape
             rows = replaced(rows, names=replaced(rows.names, targets="block_mask"))
         targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
         teacher.check(rows, targets)
-        self._check_there(recipe, teacher, target_ids, confidence_logits)
+        self._check_there(spec, teacher, target_ids, confidence_logits)
         target_ids, block_mask, confidence_logits = all_plain(target_ids, block_mask, confidence_logits)
         counts = self._checked_counts(counts, block_size, block_mask)
-        call = _Call(self, rows, target_ids, block_mask, block_size, counts, teacher, recipe)
+        call = _Call(self, rows, target_ids, block_mask, block_size, counts, teacher, spec)
         found = call.found(summed=not self._gives_rows())
         total = found.loss
         if confidence_logits is not None and found.a is not None:
@@ -369,27 +369,31 @@ class DraftDistillationLoss(DraftLoss):
                 found = replaced(found, value=found.value + self.confidence_weight * learned)
         return replaced(call.output(found), total_loss=total)
 
-    def _checked_recipe(self) -> Recipe:
-        """Return the recipe of the kinds and check the other settings; attributes may be reassigned between calls."""
-        recipe = checked_recipe(self.kind, **{name: getattr(self, name) for name in OPTIONS})
+    def _checked_spec(self) -> DivergenceSpec:
+        """Return the spec of the kinds and check the other settings; attributes may be reassigned between calls."""
+        spec = checked_spec(self.kind, **{name: getattr(self, name) for name in OPTIONS})
         _checks.check_choice("confidence", self.confidence, CONFIDENCE)
         _checks.check_number("temperature", self.temperature)
         _checks.check_factor("temperature", self.temperature)
         _checks.check_not_negative("confidence_weight", self.confidence_weight)
-        return recipe
+        return spec
 
     def _check_there(
-        self, recipe: Recipe, teacher: _Teacher, target_ids: torch.Tensor | None, confidence_logits: torch.Tensor | None
+        self,
+        spec: DivergenceSpec,
+        teacher: _Teacher,
+        target_ids: torch.Tensor | None,
+        confidence_logits: torch.Tensor | None,
     ) -> None:
         """Raise ValueError if targets or a teacher are required by the settings and not given."""
         confidence = None if self.position_weights == "decay" else self.confidence
-        needs_targets = [f"kind={self.kind!r}"] if recipe.wants_targets else []
+        needs_targets = [f"kind={self.kind!r}"] if spec.wants_targets else []
         needs_targets += [f"confidence={confidence!r}"] if confidence == "target" else []
         if target_ids is None and needs_targets:
             raise ValueError(f"target_ids must be given for {' and '.join(needs_targets)}, got None")
         if teacher.x is not None:
             return
-        needs_teacher = [] if all(part.kind == "ce" for part in recipe.parts) else [f"kind={self.kind!r}"]
+        needs_teacher = [] if all(part.kind == "ce" for part in spec.parts) else [f"kind={self.kind!r}"]
         needs_teacher += [f"confidence={confidence!r}"] if confidence in ("teacher", "acceptance") else []
         needs_teacher += [] if confidence_logits is None else ["confidence_logits"]
         needs_teacher += [] if self.temperature == 1 else [f"temperature={self.temperature}"]
@@ -420,7 +424,7 @@ class _Call(DraftCall):
 
     loss: DraftDistillationLoss
     teacher: _Teacher
-    recipe: Recipe
+    spec: DivergenceSpec
 
     @property
     def confidence(self) -> str | None:
@@ -430,7 +434,7 @@ class _Call(DraftCall):
     def found(self, summed: bool) -> Found:
         """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""
         if self.teacher.x is None:
-            return self.cross_entropy(summed, sum(part.coefficient for part in self.recipe.parts))
+            return self.cross_entropy(summed, sum(part.coefficient for part in self.spec.parts))
         equal = self.loss.alpha == "mean" and self.confidence is not None  # weights of the rows in the mean of a
         if not summed or equal or self.confidence in ("teacher", "acceptance"):
             return self._rows()
@@ -457,11 +461,11 @@ class _Call(DraftCall):
     @property
     def _on(self) -> torch.Tensor:
         """Mask of the rows that are read, 1 or 0."""
-        return (self.block_mask != 0).to(self.rows.acc)
+        return (self.block_mask != 0).to(self.rows.accum_dtype)
 
     def _confidence(self, each: Divergence) -> torch.Tensor | None:
         """Return a, or the draft's probability of a token, taken from the divergence if it is the NLL of the token."""
-        (part, *others), untempered = self.recipe.parts, self.loss.temperature == 1
+        (part, *others), untempered = self.spec.parts, self.loss.temperature == 1
         if self.confidence is None:
             return None
         if self.confidence == "acceptance":
@@ -485,6 +489,6 @@ class _Call(DraftCall):
         assert self.teacher.x is not None
         asked = {name: getattr(self.loss, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}
         asked |= self.teacher.options | changes
-        if self.recipe.wants_targets and "kind" not in changes:
+        if self.spec.wants_targets and "kind" not in changes:
             asked["targets"] = self.target_ids
         return self.rows.divergence(self.teacher.x, weights, **asked)

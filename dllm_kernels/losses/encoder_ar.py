@@ -161,5 +161,5 @@ def _next_token(
     scored = torch.nn.functional.pad(valid[:, :-1] & valid[:, 1:], (0, 1), value=False)[:, : valid.shape[1]]
     if reduction == "none":
         return rows.per_row(shift_left(input_ids), scored).nll
-    weights = divide(scored.to(rows.acc), scored.sum() if num_tokens is None else num_tokens)
+    weights = divide(scored.to(rows.accum_dtype), scored.sum() if num_tokens is None else num_tokens)
     return rows.weighted(shift_left(input_ids), weights).loss

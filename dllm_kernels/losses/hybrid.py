@@ -147,7 +147,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     def _one_call(self, rows: ModelOutput, batch: Batch, num_trailing: int) -> DLLMLossOutput:
         """Compute one call over the concatenated rows. The last ``num_trailing`` rows are the AR branch, or ignored."""
-        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.acc)
+        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.accum_dtype)
         divided = divide(weights, count)
         if not num_trailing:
             return self._of_one_part(rows, targets, weights, divided)
@@ -156,7 +156,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             targets = F.pad(targets, (0, num_trailing), value=-100)
             every, shares = (F.pad(t, (0, num_trailing)) for t in (weights, divided))
         else:
-            shifted, ar, divided_ar = _shifted(batch, rows.acc)
+            shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
             pairs = (targets, shifted), (weights, ar), (divided, divided_ar)
             targets, every, shares = (torch.cat(pair, 1) for pair in pairs)
         if not self._gives_rows():
@@ -169,9 +169,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
 
     def _two_branches(self, rows: ModelOutput, other: ModelOutput, batch: Batch) -> DLLMLossOutput:
         """Compute both branches: two calls on logits, or one pass over the LM head."""
-        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.acc)
+        targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.accum_dtype)
         divided = divide(weights, count)
-        shifted, ar, divided_ar = _shifted(batch, rows.acc)
+        shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
         if not self._gives_rows():
             weight_sum = weights.sum() + ar.sum()
             if rows.weight is None:

@@ -151,12 +151,12 @@ class IDLMLoss(TransformedLoss):
         # A row is scored if its next token is a valid token of the answer.
         scored = F.pad(answer_mask[:, 1:].bool() & valid_mask[:, 1:].bool(), (0, 1), value=False)[:, :L]
         count = scored.sum()
-        weights = divide(scored.to(rows.acc), count if num_diffusion_tokens is None else num_diffusion_tokens)
+        weights = divide(scored.to(rows.accum_dtype), count if num_diffusion_tokens is None else num_diffusion_tokens)
         both = torch.cat([targets, targets], 1)
         if self.auto_balance or self._gives_rows():
-            return self._of_rows(rows, both, scored.to(rows.acc), weights)
+            return self._of_rows(rows, both, scored.to(rows.accum_dtype), weights)
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
-        weight_sum = (1 + self.clean_loss_weight) * count.to(rows.acc)
+        weight_sum = (1 + self.clean_loss_weight) * count.to(rows.accum_dtype)
         return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights), weight_sum=weight_sum)
 
     def _of_rows(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:

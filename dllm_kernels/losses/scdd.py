@@ -176,14 +176,14 @@ class SCDDLoss(DiffusionLoss):
         z = z.clamp(min=-1)  # -100 would mark a missing id
         # The time of an unsupervised sequence is arbitrary, so replace it.
         t = torch.where(supervised.any(1, keepdim=True), batch.p_mask[:, :1].detach(), 0.5)
-        steps = self.num_timesteps * supervised.to(rows.acc)  # row weight for either noise
+        steps = self.num_timesteps * supervised.to(rows.accum_dtype)  # row weight for either noise
         if self.max_ratio == 0:  # weighted sum of NLLs: gamma is 1 - t, so T steps release T (t - s) / t
             masked = active & (z == self.mask_token_id)
-            weights = torch.where(masked, t.to(rows.acc).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
+            weights = torch.where(masked, t.to(rows.accum_dtype).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
             out = self._of_one_part(rows, self._predictable(x), weights, divide(weights, count))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
-        step = _Step.between(self, t, rows.vocabulary - 1, rows.acc)
-        costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.acc)
+        step = _Step.between(self, t, rows.vocabulary - 1, rows.accum_dtype)
+        costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.accum_dtype)
         return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._gives_rows() else None)
 
     def _predictable(self, ids: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._divergence import Recipe
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._divergence import DivergenceSpec
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._divergence import DIVERGENCE
+from dllm_kernels._core._divergence_spec import DivergencePlan, checked_spec
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options, compute_dtype
-from dllm_kernels._core._recipes import DivergencePlan, checked_recipe
 from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._run import checked, run
 from dllm_kernels._utils import _changing, _checks
@@ -131,17 +131,17 @@ def divergence(
     Source: Agarwal et al. 2024, arXiv:2306.13649 (kl, rkl, jsd); Leviathan et al. 2023, arXiv:2211.17192, section 3.2
     (a); arXiv:2602.23881 (tv, nla, lk); Hinton et al. 2015, arXiv:1503.02531 (T squared).
     """
-    recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    spec = checked_spec(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("logits", logits)
-    targets, weights = _defaults(logits, targets, weights, recipe)
-    options = Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend)
+    targets, weights = _defaults(logits, targets, weights, spec)
+    options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend)
     inputs, options = checked(_checks.LOGITS, RowInputs(logits, targets, weights=weights), options)
     _checks.check_float("teacher_logits", teacher_logits)
     _checks.check_dtype("teacher_logits", teacher_logits, (logits.dtype,))
     if teacher_logits.dim() == 0 or teacher_logits.shape[-1] == 0:
         raise ValueError(f"teacher_logits must have shape [..., V] with V >= 1, got {tuple(teacher_logits.shape)}")
     inputs = _with_teacher(inputs, teacher_logits, teacher_rows, draft_to_target)
-    return _compared("logits", inputs, options, recipe, temperature, reduction, teacher_transform)
+    return _compared("logits", inputs, options, spec, temperature, reduction, teacher_transform)
 
 
 def linear_divergence(
@@ -236,10 +236,10 @@ def linear_divergence(
         IndexError: as in :func:`divergence`.
         RuntimeError: a second backward pass through the same loss, with ``reduction="sum"``.
     """
-    recipe = checked_recipe(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
+    spec = checked_spec(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("hidden", hidden)
-    targets, weights = _defaults(hidden, targets, weights, recipe)
-    options = Options(Transform(softcap, scale, skip_id), SKIP, check_targets, backend, chunk_size, num_active)
+    targets, weights = _defaults(hidden, targets, weights, spec)
+    options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend, chunk_size, num_active)
     inputs, options = checked(
         _checks.LINEAR, RowInputs(hidden, targets, weight, bias, weights=weights), options, extra=extra
     )
@@ -259,18 +259,18 @@ def linear_divergence(
         inputs, teacher_hidden, teacher_rows, draft_to_target, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
         teacher_extra_x=u, teacher_extra_weight=second,
     )  # fmt: skip
-    return _compared("hidden", inputs, options, recipe, temperature, reduction, teacher_transform)
+    return _compared("hidden", inputs, options, spec, temperature, reduction, teacher_transform)
 
 
-def _defaults(x: torch.Tensor, targets: Any, weights: Any, recipe: Recipe) -> tuple[Any, Any]:
+def _defaults(x: torch.Tensor, targets: Any, weights: Any, spec: DivergenceSpec) -> tuple[Any, Any]:
     """(targets, weights); all -100 and all ones if not given."""
     _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
     rows = x.shape[:-1]
     if targets is None:
-        if recipe.wants_targets:
+        if spec.wants_targets:
             raise ValueError("targets must be given for kind 'ce', got None")
-        targets = torch.full(rows, SKIP, dtype=torch.int64, device=x.device)
-    elif not recipe.wants_targets:
+        targets = torch.full(rows, IGNORE, dtype=torch.int64, device=x.device)
+    elif not spec.wants_targets:
         raise ValueError("targets must be None without kind 'ce', which alone reads them")
     return targets, torch.ones(rows, dtype=torch.float32, device=x.device) if weights is None else weights
 
@@ -285,7 +285,13 @@ def _with_teacher(
 
 
 def _compared(
-    name: str, inputs: RowInputs, options: Options, recipe: Recipe, temperature: Any, reduction: Any, its_transform: Any
+    name: str,
+    inputs: RowInputs,
+    options: Options,
+    spec: DivergenceSpec,
+    temperature: Any,
+    reduction: Any,
+    its_transform: Any,
 ) -> Divergence:
     """Check the teacher against the student, whose rows have this name, and compare them."""
     x, teacher, rows, columns = inputs.x, inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns
@@ -305,7 +311,7 @@ def _compared(
     T = _checks.checked_temperature(temperature)
     transform = _tempered(_checked_transform(its_transform, V, options.transform), T)
     options = replaced(options, transform=_tempered(options.transform, T))
-    config = DivergencePlan(recipe, transform, T * T, reduction == "none")
+    config = DivergencePlan(spec, transform, T * T, reduction == "none")
     inputs = replaced(inputs, active=inputs.weights)
     return run(DIVERGENCE, inputs, options, divergence=config)  # type: ignore[no-any-return]
 

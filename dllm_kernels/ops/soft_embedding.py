@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._rows import SKIP
+from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core._inputs import GRAD_INPUTS, RowInputs
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._run import checked, run
@@ -97,7 +97,7 @@ def soft_embedding(
         given = "bump_ids" if bump is None else "bump"
         raise ValueError(f"bump and bump_ids must both be given or neither, got {given} alone")
     if bump_ids is None:
-        bump_ids = torch.full(hidden.shape[:-1], SKIP, dtype=torch.int64, device=hidden.device)
+        bump_ids = torch.full(hidden.shape[:-1], IGNORE, dtype=torch.int64, device=hidden.device)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
         num_active=num_active,

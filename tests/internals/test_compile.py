@@ -13,10 +13,10 @@ from torch._dynamo.utils import counters
 
 import dllm_kernels
 from dllm_kernels._core._divergence import DIVERGENCE
+from dllm_kernels._core._divergence_spec import DivergencePlan, checked_spec
 from dllm_kernels._core._inputs import NeedsGrad, RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL, TOKEN_NLL, WEIGHTED_LINEAR_NLL, WEIGHTED_NLL
 from dllm_kernels._core._plan import Options, Plan
-from dllm_kernels._core._recipes import DivergencePlan, checked_recipe
 from dllm_kernels._core._stats import ROW_STATS
 from dllm_kernels._utils import _compiled_checks
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
@@ -735,7 +735,7 @@ def test_opcheck_divergence(dtype, needs, per_row, form):
         teacher_x=torch.randn(4, D if form == "hidden" else V, device=DEVICE).to(dtype),
         teacher_rows=targets.clamp(0, 3),
     )  # fmt: skip
-    config = DivergencePlan(checked_recipe({"ce": 0.1, "lk": 0.9}, alpha="mean"), Transform(3.0, 0.7, 1), 4.0, per_row)
+    config = DivergencePlan(checked_spec({"ce": 0.1, "lk": 0.9}, alpha="mean"), Transform(3.0, 0.7, 1), 4.0, per_row)
     needs = NeedsGrad(*(needs if form == "hidden" else needs[:1]))
     plan = Plan(dtype, False, Options(chunk_size=2), needs, form == "hidden", divergence=config)
     tests = TESTS if dtype == torch.float32 else TESTS[:3]

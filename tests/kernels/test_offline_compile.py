@@ -191,7 +191,7 @@ def test_few_issue_slots_of_a_mixture(target, reports):
     assert {kernel: slots for kernel, slots in least.items() if slots > 30} == {}
 
 
-# Of a pair of columns, the student's and the teacher's: what each pass of a recipe may issue, by what tells its kernel
+# Of a pair of columns, the student's and the teacher's: what each pass of a spec may issue, by what tells its kernel
 # apart. The budget of an H100 is 39.4 for a pass that reads both, 59 for one that writes the gradient too.
 MOST_SLOTS_OF_PAIRS = {
     "grad, fast": (17, 22),  # kl; 1.3 slots of the first pass move a tile that was loaded one iteration ahead

@@ -1,7 +1,7 @@
 """The names of the divergences, and options of theirs that are not the defaults."""
 
 from dllm_kernels._backends.torch._divergence import KINDS
-from dllm_kernels._core._recipes import ALIASES, NAMES
+from dllm_kernels._core._divergence_spec import ALIASES, NAMES
 
 __all__ = ["ALIASES", "HALVES", "NAMES"]
 

@@ -26,7 +26,7 @@ from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, ops
 from dllm_kernels._backends.triton import _launch, divergence
-from dllm_kernels._core._recipes import KINDS, NAMES, checked_recipe
+from dllm_kernels._core._divergence_spec import KINDS, NAMES, checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
 from tests.support.cases import CASES
 from tests.support.offsets import narrow_offsets
@@ -236,22 +236,22 @@ def in_place_kernels_have_read_what_they_write_over():
 
 @check
 @on_each("sm_90", "gfx942")
-def recipes_have_kernels_of_their_own_and_numbers_have_none(gpu):
-    """Whatever Triton keeps compiled kernels by, in memory or on disk, tells recipes apart."""
+def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
+    """Whatever Triton keeps compiled kernels by, in memory or on disk, tells specs apart."""
     pairs = [dict.fromkeys(pair, 0.5) for pair in itertools.combinations(KINDS.keys() - {"lk_soft_ce"}, 2)]
-    recipes = [*map(checked_recipe, (*KINDS.keys() - {"lk_soft_ce"}, *pairs))]
-    recipes += [checked_recipe("lk", base="soft_ce")]
+    specs = [*map(checked_spec, (*KINDS.keys() - {"lk_soft_ce"}, *pairs))]
+    specs += [checked_spec("lk", base="soft_ce")]
     logits = torch.empty(1, 16, 4096, dtype=torch.bfloat16)
-    for recipe in recipes:
-        divergence.divergence(logits, logits, torch.ones(16), recipe, targets=torch.zeros(16).long(), with_grad=True)
-    assert len(recipes) == len(gpu.specimens) == len({s.key for s in gpu.specimens})
-    assert len(recipes) == len({s.source.hash() for s in gpu.specimens})
+    for spec in specs:
+        divergence.divergence(logits, logits, torch.ones(16), spec, targets=torch.zeros(16).long(), with_grad=True)
+    assert len(specs) == len(gpu.specimens) == len({s.key for s in gpu.specimens})
+    assert len(specs) == len({s.source.hash() for s in gpu.specimens})
     for numbers in ({"beta": 0.25, "eta": 0.0}, {"beta": 1 / 3, "kl_scale": 0.0}, {"floor": 1e-3, "eta": 16.0}):
         for coefficient in (1.0, 0.1, 2.0**-60, 3.0):
             kinds = dict.fromkeys(("jsd", "nla", "lk"), coefficient)
-            recipe = checked_recipe(kinds, **numbers)
-            divergence.divergence(logits, logits, torch.ones(16), recipe, with_grad=True)
-    assert len(gpu.specimens) == len(recipes) + 1
+            spec = checked_spec(kinds, **numbers)
+            divergence.divergence(logits, logits, torch.ones(16), spec, with_grad=True)
+    assert len(gpu.specimens) == len(specs) + 1
 
 
 @check
@@ -452,7 +452,7 @@ def of_logits(begin):
     for stats in found:
         torch.autograd.grad(stats, logits, [given(torch.rand, *t.shape) for t in stats])
     for kind in ({"kl": 1.0, "ce": 1.0}, "l1"):
-        options = {"targets": targets} if checked_recipe(kind).wants_targets else {}
+        options = {"targets": targets} if checked_spec(kind).wants_targets else {}
         loss = ops.divergence(logits, logits.detach(), weights, kind=kind, teacher_rows=targets, **options).loss
         torch.autograd.grad(loss, logits, given(torch.ones))
 

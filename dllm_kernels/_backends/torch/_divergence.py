@@ -21,7 +21,7 @@ is p <= (1 + 2**-18) q: p and q that differ only by rounding count as p <= q. Ot
 would decide all ties of the row. a is the plain sum of minima.
 
 A :class:`Kind` consists of column functions to sum, column functions that make up the gradient, and a function of one
-row's sums. All kinds of a recipe share p, q and common column functions, so that a sum of kinds takes one pass.
+row's sums. All kinds of a spec share p, q and common column functions, so that a sum of kinds takes one pass.
 
 torch's ``log_softmax`` followed by ``exp`` takes twice as long as ``softmax``. Therefore log p is computed as the
 logits minus two numbers per row.
@@ -37,8 +37,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, NO_HYPER, TIE, Found, Hyper, Kept, Option, Recipe
-from dllm_kernels._backends._rows import SKIP, column_of
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, NO_HYPER, TIE, DivergenceSpec, Found, Hyper, Kept, Option
+from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -161,7 +161,7 @@ class Kind(NamedTuple):
 BETA = {"beta": Option(0.5, 0.0, 1.0)}
 FLOOR = {"floor": Option(1e-5, 1e-30, 1.0)}
 OF_LAM = {"eta": Option(3.0, -math.inf, math.inf), "kl_scale": Option(1.0, 0.0, 1.0)}
-# Compiled graphs identify a kind by its position. The public names are derived from this table (``_core/_recipes.py``).
+# Compiled graphs identify a kind by its position. ``_core/_divergence_spec.py`` derives the public names.
 KINDS = {
     "kl": Kind((FORWARD_KL,), (DIFFERENCE,), lambda X, n, h: (X[0], (1.0,))),
     "rkl": Kind((REVERSE_KL,), (REVERSE_KL, STUDENT), lambda X, n, h: (X[0], (1.0, -X[0]))),
@@ -186,16 +186,16 @@ class Coefficients(NamedTuple):
 
 
 class Program:
-    """A recipe with each feature listed once, even if several kinds use it.
+    """A spec with each feature listed once, even if several kinds use it.
 
     Attributes:
         both: features that are summed and part of the gradient. The coefficients depend on their sums alone.
         kept: features of ``both`` that are kept in the room after the sums; none if the sums are known (``known``).
     """
 
-    def __init__(self, recipe: Recipe, *, known: bool = False) -> None:
-        self.parts = [(KINDS[part.kind], part.coefficient, part.hyper) for part in recipe.parts]
-        self.mean_alpha = recipe.mean_alpha
+    def __init__(self, spec: DivergenceSpec, *, known: bool = False) -> None:
+        self.parts = [(KINDS[part.kind], part.coefficient, part.hyper) for part in spec.parts]
+        self.mean_alpha = spec.mean_alpha
         self.sums = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.sums))
         self.gradient = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.gradient))
         self.both = [key for key in self.sums if key in self.gradient]
@@ -367,12 +367,12 @@ class Pairs:
 
 
 def divergence(
-    logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, teacher_rows: Tensor | None = None,
+    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, *, teacher_rows: Tensor | None = None,
     targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform = NO_TRANSFORM,
     teacher_transform: Transform = NO_TRANSFORM, with_grad: bool,
 ) -> Found:  # fmt: skip
     """See ``_backends/_divergence.py``."""
-    program = Program(recipe)
+    program = Program(spec)
     pairs = Pairs(logits, teacher, weights, teacher_rows, program.work_blocks, transform, teacher_transform)
     value, alpha, agree = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
     kept = None if with_grad else Kept(pairs.empty(KEPT_NUMBERS), pairs.empty(dtype=torch.int64))
@@ -384,12 +384,12 @@ def divergence(
 
 
 def divergence_grad(
-    logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, kept: Kept, out: Tensor, *,
+    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept, out: Tensor, *,
     teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
     transform: Transform = NO_TRANSFORM, teacher_transform: Transform = NO_TRANSFORM,
 ) -> None:  # fmt: skip
     """See ``_backends/_divergence.py``."""
-    program = Program(recipe, known=True)
+    program = Program(spec, known=True)
     pairs = Pairs(logits, teacher, weights, teacher_rows, program.work_blocks, transform, teacher_transform)
     work = partial(_gradient, program, mean_alpha, _skipped_by_both(transform, teacher_transform))
     per_row = (pairs.taken(t) for t in (weights, targets, kept.numbers, kept.hot))
@@ -479,12 +479,12 @@ def logarithms(block: Block, norms: Norms, out: Sequence[Tensor], skip: int | No
 
 
 def at(z: Tensor, y: Tensor, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log p of column y, and 1. Both are 0 if y is ``SKIP`` and NaN if there is no such column."""
+    """Return -log p of column y, and 1. Both are 0 if y is ``IGNORE`` and NaN if there is no such column."""
     column, lost = column_of(y, z.shape[1])
     nll = log_sum - (z.gather(1, column) - row_max)
     if lost is None:
         return nll, torch.ones_like(nll)
-    on = (~lost).to(nll.dtype).masked_fill_(lost & (y != SKIP), math.nan)
+    on = (~lost).to(nll.dtype).masked_fill_(lost & (y != IGNORE), math.nan)
     return torch.where(on != 0, nll * on, 0.0), on
 
 

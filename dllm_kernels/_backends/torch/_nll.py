@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._backends._row_stats import StatsRequest
-from dllm_kernels._backends._rows import NLL, SKIP, column_of
+from dllm_kernels._backends._rows import IGNORE, NLL, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._stats import Sums
 from dllm_kernels._backends.torch._workers import share_out
@@ -25,7 +25,7 @@ def nll_and_grad_(
 ) -> NLL:
     """See ``_backends._rows``. Works in place on a chunk that already has the dtype of sums."""
     (C, V), acc = logits.shape, accum_dtype(logits.dtype)
-    ids, off = targets.unsqueeze(1), targets == SKIP
+    ids, off = targets.unsqueeze(1), targets == IGNORE
     column, lost = column_of(ids, V)
     row_scale = scale.unsqueeze(1)
     if lost is not None:

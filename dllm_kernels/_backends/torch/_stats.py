@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._backends._row_stats import FARTHEST, Coefficients, StatsRequest, StatsResult
-from dllm_kernels._backends._rows import SKIP, column_of
+from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -132,7 +132,7 @@ def _reduce(
 def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     """See ``_backends/_row_stats.py``."""
     V, acc, with_mix = logits.shape[-1], accum_dtype(logits.dtype), request.a is not None
-    rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
+    rows = _blocks.RowIndex.of(request.active, IGNORE, request.weights)
     sums, ids = Sums.empty(rows.n, logits, request), rows.take(request.ids)
     column, lost = column_of(ids, V)
     if rows.n:
@@ -148,7 +148,7 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
     of_rows = (None if t is None else t.squeeze(1) for t in (row_max, log_sum, entropy, sums.mix, sums.mix_weight))
     found = StatsResult(sums.log_probs, *of_rows)
     if lost is not None:
-        found.log_probs.masked_fill_(lost, math.nan).masked_fill_(ids == SKIP, 0)
+        found.log_probs.masked_fill_(lost, math.nan).masked_fill_(ids == IGNORE, 0)
     if sums.best is not None:
         found = found._replace(correct=(sums.best.squeeze(1) == ids[:, 0]) & ~found.log_probs[:, 0].isnan())
     return found if rows.whole else StatsResult._make(None if t is None else rows.put(t) for t in found)
@@ -157,7 +157,7 @@ def forward(logits: Tensor, request: StatsRequest) -> StatsResult:
 def mix(logits: Tensor, request: StatsRequest, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor | None]:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
-    rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
+    rows = _blocks.RowIndex.of(request.active, IGNORE, request.weights)
     sums = Sums.empty(rows.n, logits, request._replace(entropy=False, correct=False))
     if rows.n:
         source, normalizer = _blocks.RowGather(logits, rows), [rows.take(t).unsqueeze(1) for t in (row_max, log_sum)]
@@ -244,7 +244,7 @@ def backward(
 ) -> None:
     """See ``_backends/_row_stats.py``."""
     V, acc = logits.shape[-1], accum_dtype(logits.dtype)
-    rows = _blocks.RowIndex.of(request.active, SKIP, request.weights)
+    rows = _blocks.RowIndex.of(request.active, IGNORE, request.weights)
     if not rows.n:
         out.zero_()
         return

@@ -31,7 +31,7 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton._transform import number, through, transformed
 
-SKIP = tl.constexpr(-100)  # the target of a row that does not count
+IGNORE = tl.constexpr(-100)  # the target of a row that does not count
 LOG2E = tl.constexpr(1.4426950408889634)
 FARTHEST = tl.constexpr(-1e4)  # e^d is 0 long before; d is kept above it where it is multiplied by that 0
 LOWEST_F32 = tl.constexpr(-3.4028234663852886e38)

@@ -5,7 +5,7 @@ base 2,
 
     lp_v = (z_v - M_z) log2(e) - log2 S_z,    p_v = 2^{lp_v},    lq_v, q_v likewise of the teacher's.
 
-**Kinds.** What a recipe asks for (``_backends/torch/_divergence.py``) is made of a few sums over the row's columns,
+**Kinds.** What a spec asks for (``_backends/torch/_divergence.py``) is made of a few sums over the row's columns,
 
     overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
     ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p
@@ -20,14 +20,14 @@ column (:func:`_gradient`):
 less one-hots. d = (z - M_z) - (t - M_t): what lp - lq is but for a number a row, which leaves the gradient of rkl
 unchanged.
 
-The coefficient of each kind (:class:`Kinds`) comes as an integer that is None where the recipe has no such kind, as a
+The coefficient of each kind (:class:`Kinds`) comes as an integer that is None where the spec has no such kind, as a
 transform's numbers do (``_transform.py``): what is None leaves no instruction behind, and which are None is what tells
 compiled kernels apart.
 
 **Passes.** The first reads both rows for M, S and the argmax, per lane as in ``_math.py``. Where the coefficients need
 no sum (kl, soft_ce, teacher_ce, ce) the second makes sums and gradient at once; rkl too, whose sum is made in the first
-about maxima that grow. All other recipes have a pass for the sums between. The gradient from statistics that a launch
-without a gradient has stored (:func:`_keep`) takes one pass for every recipe. Passes alternate their direction: what
+about maxima that grow. All other specs have a pass for the sums between. The gradient from statistics that a launch
+without a gradient has stored (:func:`_keep`) takes one pass for every spec. Passes alternate their direction: what
 was read last is read first, for the rows of all programs are more than an L2 holds. Of the one-hots only the tile that
 has their column knows.
 
@@ -44,21 +44,21 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept, Recipe
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceSpec, Found, Kept
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
-from dllm_kernels._backends.triton._math import LOG2E, SKIP, finite
+from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, number, transformed
 from dllm_kernels._utils._dtypes import accum_dtype
 
 Tensor = torch.Tensor
 
 
-# The coefficient of each kind, None where the recipe has no such kind, and the options of kinds, likewise; arguments of
+# The coefficient of each kind, None where the spec has no such kind, and the options of kinds, likewise; arguments of
 # ``_divergence_rows`` by these names.
 Kinds = namedtuple("Kinds", "kl rkl jsd tv nla lk lk_soft_ce soft_ce teacher_ce ce")
 Hyper = namedtuple("Hyper", "beta floor eta kl_scale")
-# Running sums of a row or of a lane; sums that no kind of the recipe needs keep their initial value.
+# Running sums of a row or of a lane; sums that no kind of the spec needs keep their initial value.
 Sums = namedtuple("Sums", "overlap below kl soft_ce ratio p_mix q_mix")
 # Per-row coefficients of the gradient (:func:`_gradient`).
 Coefficients = namedtuple("Coefficients", "plain below ratio mean mix apart")
@@ -73,7 +73,7 @@ NUMBERS = tl.constexpr(KEPT_NUMBERS)
 
 @triton.constexpr_function
 def _any(*coefficients):
-    """Whether one of these kinds is in the recipe."""
+    """Whether one of these kinds is in the spec."""
     return any(coefficient is not None for coefficient in coefficients)
 
 
@@ -165,7 +165,7 @@ def _lam(overlap, mean_alpha_ptr, hyper, ACC: tl.constexpr):
 
 @triton.jit
 def _plus(total, coefficient, term):
-    """Add the term of a kind; the total where the recipe has no such kind."""
+    """Add the term of a kind; the total where the spec has no such kind."""
     if coefficient is None:
         return total
     else:
@@ -545,7 +545,7 @@ def _divergence_rows(
             at_hot = (max_z - _math.load_target_logit(z_ptr, hot, V, transform, ACC)) + log_z * LN2
         if ce is not None:
             target = tl.load(target_ptr + n)
-            has_target = target != SKIP
+            has_target = target != IGNORE
             y = _math.column_of(target, V)
             at_target = (max_z - _math.load_target_logit(z_ptr, target, V, transform, ACC)) + log_z * LN2
             at_target = tl.where(has_target, at_target, 0.0)
@@ -602,7 +602,7 @@ def _options(parts: dict[str, Any]) -> dict[str, int | None]:
 
 @on_its_device
 def divergence(
-    logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, *, with_grad: bool, **more: Any
+    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, *, with_grad: bool, **more: Any
 ) -> Found:
     """Launch over rows of both; ``more`` as in ``_launch_rows``; see ``_backends._divergence`` for the contract."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
@@ -612,23 +612,23 @@ def divergence(
         numbers = torch.empty(N, KEPT_NUMBERS, dtype=acc, device=device)
         kept = Kept(numbers, torch.empty(N, dtype=torch.int64, device=device))
     found = Found(value, alpha, agree, kept)
-    _launch_rows(logits, teacher, weights, recipe, kept, logits if with_grad else None, found[:3], **more)
+    _launch_rows(logits, teacher, weights, spec, kept, logits if with_grad else None, found[:3], **more)
     return found
 
 
 @on_its_device
 def divergence_grad(
-    logits: Tensor, teacher: Tensor, weights: Tensor, recipe: Recipe, kept: Kept, out: Tensor, **more: Any
+    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept, out: Tensor, **more: Any
 ) -> None:
     """Launch over rows of both; ``more`` as in ``_launch_rows``; see ``_backends._divergence`` for the contract."""
-    _launch_rows(logits, teacher, weights, recipe, kept, out, (None, None, None), **more)
+    _launch_rows(logits, teacher, weights, spec, kept, out, (None, None, None), **more)
 
 
 def _launch_rows(
     logits: Tensor,
     teacher: Tensor,
     weights: Tensor,
-    recipe: Recipe,
+    spec: DivergenceSpec,
     kept: Kept | None,
     out: Tensor | None,
     results: tuple[Tensor | None, ...],
@@ -649,14 +649,14 @@ def _launch_rows(
     acc = accum_dtype(logits.dtype)
     rows = (*_launch.strides(logits), 0, 0) if out is None or out is logits else _launch.strides_of_both(logits, out)[0]
     steps = (*transform[::2], *teacher_transform[::2])
-    tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(recipe.parts), with_steps=steps != (None,) * 4)
-    parts = {part.kind: part for part in recipe.parts}
+    tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(spec.parts), with_steps=steps != (None,) * 4)
+    parts = {part.kind: part for part in spec.parts}
     coefficients = {
         kind: _transform.bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields
     }
     _divergence_rows[(N,)](
         logits, teacher, None if out is logits else out, weights, teacher_rows, targets,
-        mean_alpha if recipe.mean_alpha else None, *results, *(kept or (None, None)),
+        mean_alpha if spec.mean_alpha else None, *results, *(kept or (None, None)),
         *rows[:3], *_launch.strides(teacher), *rows[3:], V, R,
         *_transform.arguments(transform), *_transform.arguments(teacher_transform), **coefficients, **_options(parts),
         WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),

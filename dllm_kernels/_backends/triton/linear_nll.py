@@ -21,7 +21,7 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _math, _tiles, token_nll
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, on_its_device
-from dllm_kernels._backends.triton._math import SKIP
+from dllm_kernels._backends.triton._math import IGNORE
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
 from dllm_kernels._backends.triton.token_nll import NLL, Tensor
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -51,7 +51,7 @@ def _linear_nll_rows(
     scale = tl.load(scale_ptr + n).to(ACC)
     row = n.to(tl.int64) * stride_n
     transform = (gain, rate, skip)
-    if y != SKIP:
+    if y != IGNORE:
         target_logit = _math.load_target_logit(logits_ptr + row, y, V, transform, ACC)
         row_max, row_sum, _, beaten = _math.column_stats(
             logits_ptr, row, 0, V, y, target_logit, transform,

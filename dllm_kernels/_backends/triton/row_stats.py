@@ -28,7 +28,7 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _math, _tiles
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
-from dllm_kernels._backends.triton._math import FARTHEST, LOG2E, SKIP
+from dllm_kernels._backends.triton._math import FARTHEST, IGNORE, LOG2E
 from dllm_kernels._backends.triton._transform import arguments, through, transformed, with_column
 from dllm_kernels._utils._dtypes import accum_dtype
 
@@ -46,7 +46,7 @@ def _row_stats_parts(
     n = tl.program_id(0) // SPLITS
     k = tl.program_id(0) % SPLITS
     transform = (gain, rate, skip)
-    if tl.load(active_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != IGNORE:
         row = _math.row_offset(n, L, stride_b, stride_l)
         y = tl.load(ids_ptr + n.to(tl.int64) * K)
         target_logit = tl.zeros([], ACC)
@@ -79,7 +79,7 @@ def _row_stats_merge(
     k = tl.arange(0, BLOCK_K)
     asked = k < K
     ids_at = n.to(tl.int64) * K + k
-    if tl.load(active_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != IGNORE:
         s = tl.arange(0, BLOCK_SPLITS)
         there = s < SPLITS
         part = n.to(tl.int64) * SPLITS + s
@@ -96,15 +96,15 @@ def _row_stats_merge(
             moments = tl.load(part_moment_ptr + part, mask=there, other=0.0)
             moment = tl.sum(less * _math.moved(moments, sums, step), 0)
             tl.store(entropy_ptr + n, log_sum - moment / row_sum)
-        ids = tl.load(ids_ptr + ids_at, mask=asked, other=SKIP)
+        ids = tl.load(ids_ptr + ids_at, mask=asked, other=IGNORE)
         inside = (ids >= 0) & (ids < V)
         z = tl.load(logits_ptr + _math.row_offset(n, L, stride_b, stride_l) + ids, mask=inside, other=0.0)
         x = tl.where(inside, transformed(z, ids, (gain, rate, skip), ACC), float("nan"))
         log_prob = tl.where(row_sum == 0, float("nan"), (x - row_max) - log_sum)
-        tl.store(log_prob_ptr + ids_at, tl.where(ids == SKIP, 0.0, log_prob), mask=asked)
+        tl.store(log_prob_ptr + ids_at, tl.where(ids == IGNORE, 0.0, log_prob), mask=asked)
         if WITH_CORRECT:
             beaten = tl.load(part_beaten_ptr + part, mask=there, other=0).to(tl.int32)
-            first = tl.max(((k == 0) & (log_prob == log_prob) & (ids != SKIP)).to(tl.int32), 0)
+            first = tl.max(((k == 0) & (log_prob == log_prob) & (ids != IGNORE)).to(tl.int32), 0)
             tl.store(correct_ptr + n, (first > 0) & (tl.max(beaten, 0) == 0))
     else:
         tl.store(log_prob_ptr + ids_at, tl.zeros([BLOCK_K], ACC), mask=asked)
@@ -192,7 +192,7 @@ def _row_stats_mix(
     transform = (gain, rate, skip)
     mix = tl.zeros([], ACC)
     weight = mix
-    if tl.load(active_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != IGNORE:
         a = tl.load(a_ptr + n)
         b = tl.load(b_ptr + n)
         row_max = tl.load(max_ptr + n)
@@ -303,10 +303,10 @@ def _row_stats_bwd(
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
     v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
-    if tl.load(active_ptr + n) != SKIP:
+    if tl.load(active_ptr + n) != IGNORE:
         k = tl.arange(0, BLOCK_K)
         ids_at = n.to(tl.int64) * K
-        ids = _math.column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=SKIP), V)
+        ids = _math.column_of(tl.load(ids_ptr + ids_at + k, mask=k < K, other=IGNORE), V)
         plain = tl.load(plain_ptr + n)
         of_log, of_mix, ratio, none = plain, plain, plain, False
         if WITH_LOG:

@@ -6,7 +6,7 @@ Forward reads each active row once (``_math.column_stats``) and keeps (M, log S)
 
 A long row is split over several programs, whose partial (M, S, beaten) a second kernel merges:
 M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row: the gradient,
-or zeros. Inactive rows (target = SKIP, or a weight of 0) are never read.
+or zeros. Inactive rows (target = IGNORE, or a weight of 0) are never read.
 
 Of a weighted sum the kernels take the weights themselves, since each operation on [N] numbers beside them costs a
 launch: forward writes w nll too, backward multiplies w by the sum's upstream gradient where it lies.
@@ -20,7 +20,7 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton import _launch, _math, _tiles
 from dllm_kernels._backends.triton._launch import FUSED, PER_ROW, SIZES, on_its_device
-from dllm_kernels._backends.triton._math import LOG2E, SKIP
+from dllm_kernels._backends.triton._math import IGNORE, LOG2E
 from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, arguments
 from dllm_kernels._utils._dtypes import accum_dtype
 
@@ -31,7 +31,7 @@ NLL = tuple[Tensor, Tensor, Tensor, Tensor | None]
 @triton.jit
 def _counts(n, y, weight_ptr):
     """Whether row n is to be read: it has a target, and a weight other than 0 where rows have one."""
-    on = y != SKIP
+    on = y != IGNORE
     if weight_ptr is not None:
         on = on & (tl.load(weight_ptr + n) != 0)
     return on
@@ -143,7 +143,7 @@ def _token_nll_bwd(
     n = tl.program_id(0) // SPLITS
     y = tl.load(target_ptr + n)
     scale = tl.load(scale_ptr + n).to(ACC)
-    on = (y != SKIP) & (scale != 0)
+    on = (y != IGNORE) & (scale != 0)
     if factor_ptr is not None:
         scale = scale * tl.load(factor_ptr)
         on = on & (scale != 0)  # beside the other: a factor that is NaN is none of the rows of weight 0

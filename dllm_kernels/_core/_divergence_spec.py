@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dllm_kernels._backends._divergence import NO_HYPER, Hyper, Option, Part, Recipe
+from dllm_kernels._backends._divergence import NO_HYPER, DivergenceSpec, Hyper, Option, Part
 from dllm_kernels._backends.torch._divergence import KINDS
 from dllm_kernels._utils import _changing
 from dllm_kernels._utils._checks import check_choice, check_finite, check_number, type_name
@@ -24,8 +24,8 @@ _ORDER = list(KINDS)
 _OPTIONS = {name: option for kind in KINDS.values() for name, option in kind.options.items()}
 
 
-def checked_recipe(kind: Any, *, alpha: Any = None, base: Any = None, **options: Any) -> Recipe:
-    """Make the recipe of the arguments of a public function; None: not given.
+def checked_spec(kind: Any, *, alpha: Any = None, base: Any = None, **options: Any) -> DivergenceSpec:
+    """Make the spec of the arguments of a public function; None: not given.
 
     Args:
         kind: a name, or a dict from names to coefficients.
@@ -52,7 +52,7 @@ def checked_recipe(kind: Any, *, alpha: Any = None, base: Any = None, **options:
     for name, coefficient in wanted.items():
         resolved, factor, hyper = _resolved(name, base, numbers)
         parts[resolved, hyper] = parts.get((resolved, hyper), 0.0) + factor * coefficient
-    return Recipe(tuple(Part(k, c, hyper) for (k, hyper), c in parts.items()), alpha == "mean")
+    return DivergenceSpec(tuple(Part(k, c, hyper) for (k, hyper), c in parts.items()), alpha == "mean")
 
 
 def _options_of(kind: str) -> Collection[str]:
@@ -103,14 +103,14 @@ class DivergencePlan(NamedTuple):
     """Configuration of a divergence.
 
     Attributes:
-        recipe: weighted sum of kinds.
+        spec: weighted sum of kinds.
         teacher_transform: transform of the teacher's logits; the student's is the plan's.
         value_scale: factor of value and gradient, the square of a temperature.
         per_row: whether each row's value takes its own upstream gradient, or only the sum does.
         all_reduce: sums a scalar over the ranks that hold the other rows; None if there are none.
     """
 
-    recipe: Recipe
+    spec: DivergenceSpec
     teacher_transform: Transform = NO_TRANSFORM
     value_scale: float = 1.0
     per_row: bool = False
@@ -119,14 +119,14 @@ class DivergencePlan(NamedTuple):
     @property
     def integers(self) -> list[int]:
         """Everything but floats, as :meth:`unpacked` takes it."""
-        skip, recipe = self.teacher_transform.skip_id, self.recipe
-        kinds = [_ORDER.index(part.kind) for part in recipe.parts]
-        return [int(self.per_row), -1 if skip is None else skip, int(recipe.mean_alpha), *kinds]
+        skip, spec = self.teacher_transform.skip_id, self.spec
+        kinds = [_ORDER.index(part.kind) for part in spec.parts]
+        return [int(self.per_row), -1 if skip is None else skip, int(spec.mean_alpha), *kinds]
 
     @property
     def floats(self) -> list[float]:
         """The floats, as :meth:`unpacked` takes them."""
-        of_parts = [number for part in self.recipe.parts for number in (part.coefficient, *part.hyper)]
+        of_parts = [number for part in self.spec.parts for number in (part.coefficient, *part.hyper)]
         return [self.value_scale, *self.teacher_transform.factors, *of_parts]
 
     @classmethod
@@ -137,4 +137,4 @@ class DivergencePlan(NamedTuple):
         triples = zip(*[iter(of_parts)] * 3, strict=True)
         parts = (Part(_ORDER[k], c, (first, second)) for k, (c, first, second) in zip(kinds, triples, strict=True))
         transform = Transform.of((softcap, scale), None if skip < 0 else skip)
-        return cls(Recipe(tuple(parts), bool(mean_alpha)), transform, value_scale, bool(per_row))
+        return cls(DivergenceSpec(tuple(parts), bool(mean_alpha)), transform, value_scale, bool(per_row))
