@@ -75,7 +75,7 @@ class Chunks:
         self.rows = ActiveRows(inputs.targets, plan.options.num_active)
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, sms)
         self.size = max(1, min(size, self.rows.count))
-        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.dtype, device=device)
+        self.logits = aligned_rows(self.size if self.rows.count else 0, V, dtype=plan.logits_dtype, device=device)
         for field in OF_ROWS:
             if getattr(needs, field):
                 t = getattr(inputs, field)
@@ -119,8 +119,10 @@ class Chunks:
     ) -> None:
         """Accumulate the hidden, weight and bias gradients from ``grad_logits``, which has overwritten the logits.
 
-        Per-row factors, the chunk's own or the call's, are applied after the matmuls.
+        Per-row factors, the chunk's own or the call's, are applied after the matmuls. The gradient of float32 logits is
+        rounded to the dtype of the products first, once.
         """
+        grad_logits = grad_logits.to(self.plan.dtype)
         take = self.rows.take
         factors = factors or Factors(*(None if f is None else take(f, chunk) for f in self.factors))
         of_hidden, of_head = (None if f is None else f.unsqueeze(1) for f in factors)
@@ -197,12 +199,39 @@ def head_product(
     h: Tensor, weight: Tensor, bias: Tensor | None, extra_h: Tensor | None, extra_weight: Tensor | None, out: Tensor
 ) -> None:
     """Write ``h weight^T + bias + extra_h extra_weight^T``, with the parts that are given."""
+    if out.dtype != h.dtype:
+        _wide_product(h, weight, out)
+        if bias is not None:
+            out += bias
+        if extra_weight is not None and extra_h is not None:
+            _wide_product(extra_h, extra_weight, out, add=True)
+        return
     if bias is None:
         torch.mm(h, weight.t(), out=out)
     else:
         torch.addmm(bias, h, weight.t(), out=out)
     if extra_weight is not None and extra_h is not None:
         out.addmm_(extra_h, extra_weight.t())
+
+
+def _wide_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
+    """Write, or add, the product ``a b^T`` of 16-bit operands to ``out``, float32, without rounding it in between.
+
+    Devices whose matmul cannot do so (CPU, ROCm) widen a, and b by slabs of rows.
+    """
+    if a.is_cuda and torch.version.hip is None:
+        if add and not is_in_torch_dispatch_mode():
+            torch.addmm(out, a, b.t(), out_dtype=out.dtype, out=out)
+        elif add or is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for the overloads with out=
+            product = torch.mm(a, b.t(), out_dtype=out.dtype)
+            out.add_(product) if add else out.copy_(product)
+        else:
+            torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
+        return
+    wide = a.to(out.dtype)
+    for v in range(0, b.shape[0], SLAB):
+        columns, slab = out[:, v : v + SLAB], b[v : v + SLAB].to(out.dtype).t()
+        columns.addmm_(wide, slab, beta=int(add))
 
 
 def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -144,7 +144,7 @@ def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
     own = inputs.teacher_weight is not None
     head = (inputs.teacher_weight, inputs.teacher_bias) if own else (chunks.weight, chunks.bias)
     weight, bias, extra_weight = (compared(t) for t in (*head, inputs.teacher_extra_weight))
-    buffer = aligned_rows(len(chunks.logits), len(weight), dtype=dtype, device=weight.device)
+    buffer = aligned_rows(len(chunks.logits), len(weight), dtype=chunks.logits.dtype, device=weight.device)
 
     def logits(chunk: slice) -> Tensor:
         h, extra_h = (taken(t, chunk) for t in (inputs.teacher_x, inputs.teacher_extra_x))

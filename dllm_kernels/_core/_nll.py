@@ -47,7 +47,7 @@ def weighted_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 def rounded(nll: Tensor, plan: Plan) -> Tensor:
     """Round the NLL as a cross-entropy computed in the dtype of the logits would return it, if requested."""
-    return nll.to(plan.dtype).to(nll.dtype) if plan.options.round_nll else nll
+    return nll.to(plan.logits_dtype).to(nll.dtype) if plan.options.round_nll else nll
 
 
 def weighted_sum(nll: Tensor, weights: Tensor, plan: Plan) -> Tensor:

@@ -36,6 +36,7 @@ class Options(NamedTuple):
         backend: "auto", "triton" or "torch".
         chunk_size: rows of logits that exist at a time; None: chosen from the sizes.
         num_active: upper bound on the number of active rows; None: counted.
+        logits_dtype: float32 keeps the logits of 16-bit operands in float32; None: the dtype of the operands.
         with_lse: return the logsumexp.
         with_correct: return the argmax-match.
         entropy: return the entropy.
@@ -49,6 +50,7 @@ class Options(NamedTuple):
     backend: str = "auto"
     chunk_size: int | None = None
     num_active: int | None = None
+    logits_dtype: torch.dtype | None = None
     with_lse: bool = False
     with_correct: bool = False
     entropy: bool = False
@@ -62,8 +64,8 @@ class Options(NamedTuple):
             TypeError: an option of the wrong type.
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
-        (softcap, scale, skip_id), ignore_index, _, _, chunk_size, num_active, *flags = self
-        given = (softcap, scale, skip_id, chunk_size, num_active)
+        (softcap, scale, skip_id), ignore_index, _, _, chunk_size, num_active, logits_dtype, *flags = self
+        given = (softcap, scale, skip_id, chunk_size, num_active, logits_dtype)
         if type(ignore_index) is int and all(g is None for g in given) and all(type(flag) is bool for flag in flags):
             return self
         _checks.check_flags(
@@ -71,6 +73,8 @@ class Options(NamedTuple):
             inplace_backward=self.inplace_backward,
         )  # fmt: skip
         _checks.check_int("ignore_index", self.ignore_index)
+        if logits_dtype not in (None, torch.float32):
+            raise ValueError(f"logits_dtype must be torch.float32 or None, got {logits_dtype}")
         return replaced(
             self,
             transform=_checks.checked_transform(V, *self.transform),
@@ -83,11 +87,12 @@ class Plan(NamedTuple):
     """Validated options and settings derived from the input tensors.
 
     Attributes:
-        dtype: dtype of the logits.
+        dtype: dtype of the matrix products, and of the logits unless ``wide_logits``.
         triton: whether the Triton kernels run, or plain torch.
         options: the caller's, validated.
         needs: which inputs require a gradient.
         from_hidden: whether logits are computed from hidden states.
+        wide_logits: whether the logits of 16-bit hidden states are kept in float32.
         with_mix: whether the mixture of the row statistics is requested.
         mask_zero_weight: rows of weight zero may be active, so NaN in them must be masked out of the sum.
         rows: row primitives used instead of the backend's: those of a split vocabulary.
@@ -100,6 +105,7 @@ class Plan(NamedTuple):
     options: Options = Options()
     needs: NeedsGrad = NO_GRADIENTS
     from_hidden: bool = False
+    wide_logits: bool = False
     with_mix: bool = False
     mask_zero_weight: bool = False
     rows: RowPrimitives | None = None
@@ -111,17 +117,26 @@ class Plan(NamedTuple):
         cls, inputs: RowInputs, options: Options, divergence: DivergencePlan | None = None, objective: Any = None
     ) -> Plan:
         """Make the plan of a call whose inputs and options have been validated."""
+        dtype = inputs.x.dtype if inputs.weight is None else compute_dtype(inputs.x, inputs.weight)
+        if options.logits_dtype is not None and dtype == torch.float64:
+            raise ValueError(f"logits_dtype must be None for operands of torch.float64, got {options.logits_dtype}")
         return cls(
-            inputs.x.dtype if inputs.weight is None else compute_dtype(inputs.x, inputs.weight),
+            dtype,
             use_triton(options.backend, inputs.x),
             options,
             NeedsGrad.of(inputs.grad_inputs),
             from_hidden=inputs.weight is not None,
+            wide_logits=options.logits_dtype is not None and dtype != torch.float32,
             with_mix=inputs.mix_a is not None,
             mask_zero_weight=inputs.weights is not None and inputs.active is not None,
             divergence=divergence,
             objective=objective,
         )
+
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        """Dtype of the logits."""
+        return torch.float32 if self.wide_logits else self.dtype
 
     @property
     def accum_dtype(self) -> torch.dtype:
@@ -130,7 +145,7 @@ class Plan(NamedTuple):
 
     @property
     def needs_loss_scaling(self) -> bool:
-        """True for float16 logits, whose small gradients underflow: the smallest float16 is 6e-8."""
+        """True if the gradient of the logits becomes float16, where small ones underflow: the smallest is 6e-8."""
         return self.dtype == torch.float16
 
     @property

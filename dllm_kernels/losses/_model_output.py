@@ -104,6 +104,7 @@ class ModelOutput(NamedTuple):
         if not self.options.round_nll:
             return rows
         dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
+        dtype = self.options.logits_dtype or dtype
         return replaced(rows, nll=_rounded(rows.nll, dtype))
 
     def stats(self, ids: torch.Tensor, active: torch.Tensor, *, mix: tuple[torch.Tensor, torch.Tensor]) -> RowStats:

@@ -169,6 +169,7 @@ def linear_divergence(
     base: str | None = None,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -218,6 +219,8 @@ def linear_divergence(
             sizes.
         num_active: an upper bound of the number of rows of nonzero weight, else read back from a GPU. Too small a bound
             gives NaN.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
+            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
         softcap: of the student's logits: c > 0 makes each ``c tanh(z / c)``; None: no cap.
         scale: of the student's logits: s > 0 multiplies each, after the cap and before the temperature; None: 1.
         skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
@@ -239,7 +242,9 @@ def linear_divergence(
     spec = checked_spec(kind, beta=beta, floor=floor, eta=eta, kl_scale=kl_scale, alpha=alpha, base=base)
     _checks.check_float("hidden", hidden)
     targets, weights = _defaults(hidden, targets, weights, spec)
-    options = Options(Transform(softcap, scale, skip_id), IGNORE, check_targets, backend, chunk_size, num_active)
+    options = Options(
+        Transform(softcap, scale, skip_id), IGNORE, check_targets, backend, chunk_size, num_active, logits_dtype
+    )
     inputs, options = checked(
         _checks.LINEAR, RowInputs(hidden, targets, weight, bias, weights=weights), options, extra=extra
     )

@@ -46,6 +46,7 @@ def weighted_linear_nll(
     round_nll: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -83,6 +84,8 @@ def weighted_linear_nll(
         round_nll: round each NLL to the compute dtype before it is weighted (the value; the gradient is not rounded).
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
+            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
@@ -103,8 +106,8 @@ def weighted_linear_nll(
     """
     check_constant("weights", weights, "linear_token_nll(...).nll * weights")
     options = Options(
-        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, with_lse,
-        with_correct, round_nll=round_nll,
+        Transform(softcap, scale, skip_id), ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype,
+        with_lse, with_correct, round_nll=round_nll,
     )  # fmt: skip
     inputs = RowInputs(hidden, targets, weight, bias, active=active, weights=weights)
     return call(WEIGHTED_LINEAR_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]
@@ -123,6 +126,7 @@ def linear_token_nll(
     with_correct: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -150,6 +154,8 @@ def linear_token_nll(
         with_correct: also return whether the target is the argmax, of logits rounded to the compute dtype.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
+            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
@@ -167,6 +173,8 @@ def linear_token_nll(
         IndexError: ``check_targets`` is on and a target is out of range.
     """
     transform = Transform(softcap, scale, skip_id)
-    options = Options(transform, ignore_index, check_targets, backend, chunk_size, num_active, with_lse, with_correct)
+    options = Options(
+        transform, ignore_index, check_targets, backend, chunk_size, num_active, logits_dtype, with_lse, with_correct
+    )
     inputs = RowInputs(hidden, targets, weight, bias, active=active)
     return call(LINEAR_TOKEN_NLL, LINEAR, inputs, options, extra=extra)  # type: ignore[no-any-return]

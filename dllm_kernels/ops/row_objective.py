@@ -107,6 +107,7 @@ def linear_row_objective(
     with_correct: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -150,6 +151,8 @@ def linear_row_objective(
             compute dtype?
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
+            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
@@ -168,7 +171,7 @@ def linear_row_objective(
     ids, active, aux = _checked(fn, hidden, aux, LINEAR.rows, ids, active)
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, with_lse=True, with_correct=with_correct, entropy=entropy,
+        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     inputs, options = checked(
         LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True

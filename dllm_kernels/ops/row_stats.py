@@ -100,6 +100,7 @@ def linear_row_stats(
     with_correct: bool = False,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -126,6 +127,8 @@ def linear_row_stats(
         with_correct: also return whether the first id is the argmax, of logits rounded to the compute dtype.
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
+            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
         softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
         skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
@@ -144,7 +147,7 @@ def linear_row_stats(
     a, b = _checks.checked_pair("mix", mix, "(a, b)")
     options = Options(
         Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, chunk_size=chunk_size,
-        num_active=num_active, with_lse=True, with_correct=with_correct, entropy=entropy,
+        num_active=num_active, logits_dtype=logits_dtype, with_lse=True, with_correct=with_correct, entropy=entropy,
     )  # fmt: skip
     inputs = RowInputs(hidden, ids, weight, bias, active=active, mix_a=a, mix_b=b)
     return call(ROW_STATS, LINEAR, inputs, options, extra=extra, several=True)  # type: ignore[no-any-return]

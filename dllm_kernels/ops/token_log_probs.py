@@ -41,6 +41,7 @@ def token_log_probs(
     skip_id: int | None = None,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> TokenLogProbs:
@@ -71,6 +72,9 @@ def token_log_probs(
         chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes. Only with ``weight``.
         num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
             Only with ``weight``.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
+            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
+            Only with ``weight``.
         check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
         backend: "auto", "triton" or "torch".
 
@@ -84,13 +88,14 @@ def token_log_probs(
         IndexError: ``check_targets`` is on and an id is out of range.
     """
     _checks.check_flags(with_entropy=with_entropy)
-    for name, value in {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}.items():
+    of_head = {"bias": bias, "extra": extra, "chunk_size": chunk_size, "num_active": num_active}
+    for name, value in {**of_head, "logits_dtype": logits_dtype}.items():
         if value is not None and weight is None:
             got = {"bias": "a bias", "extra": "a second part"}.get(name, value)
             raise ValueError(f"{name} must be None without weight, got {got}")
     options = Options(
         Transform(softcap, 1 / _checks.checked_temperature(temperature), skip_id), check_targets=check_targets,
-        backend=backend, chunk_size=chunk_size, num_active=num_active, entropy=with_entropy,
+        backend=backend, chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype, entropy=with_entropy,
     )  # fmt: skip
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
     inputs = RowInputs(logits_or_hidden, ids, weight, bias, active=active)
