@@ -73,8 +73,8 @@ class Options(NamedTuple):
             inplace_backward=self.inplace_backward,
         )  # fmt: skip
         _checks.check_int("ignore_index", self.ignore_index)
-        if logits_dtype not in (None, torch.float32):
-            raise ValueError(f"logits_dtype must be torch.float32 or None, got {logits_dtype}")
+        if not isinstance(logits_dtype, torch.dtype | None):
+            raise TypeError(f"logits_dtype must be a torch.dtype or None, got {_checks.type_name(logits_dtype)}")
         return replaced(
             self,
             transform=_checks.checked_transform(V, *self.transform),
@@ -118,15 +118,17 @@ class Plan(NamedTuple):
     ) -> Plan:
         """Make the plan of a call whose inputs and options have been validated."""
         dtype = inputs.x.dtype if inputs.weight is None else compute_dtype(inputs.x, inputs.weight)
-        if options.logits_dtype is not None and dtype == torch.float64:
-            raise ValueError(f"logits_dtype must be None for operands of torch.float64, got {options.logits_dtype}")
+        wide, narrow = options.logits_dtype == torch.float32, dtype in (torch.float16, torch.bfloat16)
+        if options.logits_dtype not in (None, dtype) and not (wide and narrow):
+            allowed = f"torch.float32, {dtype}" if narrow else dtype
+            raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {options.logits_dtype}")
         return cls(
             dtype,
             use_triton(options.backend, inputs.x),
             options,
             NeedsGrad.of(inputs.grad_inputs),
             from_hidden=inputs.weight is not None,
-            wide_logits=options.logits_dtype is not None and dtype != torch.float32,
+            wide_logits=wide and narrow,
             with_mix=inputs.mix_a is not None,
             mask_zero_weight=inputs.weights is not None and inputs.active is not None,
             divergence=divergence,

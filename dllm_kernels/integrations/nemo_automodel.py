@@ -239,10 +239,12 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
         loss_weights: torch.Tensor | None = None,
         *,
         lm_bias: torch.Tensor | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
         bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, lm_bias=bias)
+        options: dict[str, Any] = {"lm_bias": bias, "logits_dtype": logits_dtype}
+        return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
         host: Any = self

@@ -189,6 +189,7 @@ def speculators_metrics(
     teacher_rows: torch.Tensor | None = None,
     draft_to_target: torch.Tensor | None = None,
     chunk_size: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, Metrics]:
     """Compute the loss and metrics of speculators' ``compute_metrics`` from hidden states.
@@ -229,6 +230,7 @@ def speculators_metrics(
         draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary and a verifier's head of the whole
             vocabulary: the verifier's column of each of the draft's tokens.
         chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        logits_dtype: torch.float32 keeps the logits of 16-bit operands in float32; None: the dtype of the operands.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -249,7 +251,7 @@ def speculators_metrics(
     compared = functools.partial(
         ops.linear_divergence, hidden, weight, teacher_hidden, bias=bias, extra=extra, teacher_weight=teacher_weight,
         teacher_bias=teacher_bias, teacher_extra=teacher_extra, teacher_rows=teacher_rows,
-        draft_to_target=draft_to_target, chunk_size=chunk_size, backend=backend,
+        draft_to_target=draft_to_target, chunk_size=chunk_size, logits_dtype=logits_dtype, backend=backend,
     )  # fmt: skip
     first = 0 if _checks.checked_bool("sample_from_anchor", sample_from_anchor) else 1
     _check_blocks(hidden, loss_mask, block_size, gamma)

@@ -390,6 +390,7 @@ class _Labelled(NamedTuple):
     num_tokens: int | torch.Tensor
     noisy_input_ids: torch.Tensor | None
     counts: tuple[int, int] | None
+    logits_dtype: torch.dtype | None
 
     @classmethod
     def of(
@@ -399,12 +400,13 @@ class _Labelled(NamedTuple):
         num_items_in_batch: int | torch.Tensor | None,
         noisy_input_ids: torch.Tensor | None = None,
         counts: tuple[int, int] | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> _Labelled:
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, counts)
+        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, counts, logits_dtype)
 
     def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Compute the loss from logits ``[B, L, V]``."""
@@ -417,7 +419,7 @@ class _Labelled(NamedTuple):
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, extra: _checks.Extra | None = None
     ) -> torch.Tensor:
         """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
-        options: dict[str, Any] = {"extra": extra, "num_active": self._num_active()}
+        options: dict[str, Any] = {"extra": extra, "num_active": self._num_active(), "logits_dtype": self.logits_dtype}
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_linear_nll(hidden, weight, self.masks[0], self._weights(), bias=bias, **options).loss
         options |= {**self._options(), "lm_head_bias": bias}
@@ -563,6 +565,8 @@ class MaskedDiffusionTrainerMixin:
             each ``[B, L]``, that returns the weight of each row's NLL before the division by N, ``[B, L]``. ``p_mask``
             is valid at every supervised position, masked or not. The weight of an unsupervised row is always replaced
             by 0. The labels hold no AR mask, so a ``HybridDiffusionLLMLoss`` has its diffusion part only.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; None: the dtype of the
+            operands. Not used where the model itself makes the logits.
         **kwargs: keyword arguments of the ``Trainer``.
 
     Raises:
@@ -574,8 +578,15 @@ class MaskedDiffusionTrainerMixin:
             than a cast, a copy or a view of the same shape.
     """
 
-    def __init__(self, *args: Any, loss: DiffusionLoss | RowWeights | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        loss: DiffusionLoss | RowWeights | None = None,
+        logits_dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
         self._loss = _checked_loss(loss)
+        self._logits_dtype = logits_dtype
         super().__init__(*args, **kwargs)
         self.args: Any
         self.accelerator: Any
@@ -691,7 +702,7 @@ class MaskedDiffusionTrainerMixin:
     def _labelled(self, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None) -> _Labelled:
         of_labels, counts = self._counted
         counts = counts if labels is of_labels else None
-        return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids, counts)
+        return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids, counts, self._logits_dtype)
 
 
 def _epoch_callback(trainer: Any) -> Any:

@@ -240,6 +240,7 @@ class DiffusionLoss(TransformedLoss):
         extra: _checks.Extra | None = None,
         chunk_size: int | None = None,
         num_active: int | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:
         """Compute the same loss from hidden states and the LM head; the logits exist one chunk at a time.
 
@@ -257,6 +258,9 @@ class DiffusionLoss(TransformedLoss):
             chunk_size: rows per chunk of logits; None: the attribute of the loss (SCDD), or chosen from the sizes.
             num_active: upper bound on the number of rows of nonzero weight, in both branches together (hybrid); None:
                 read back from a GPU, a host sync. The loss is NaN if the bound is too small.
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
+                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+                operands.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -270,7 +274,9 @@ class DiffusionLoss(TransformedLoss):
         counts = (num_diffusion_tokens, num_ar_tokens)
         batch = Batch(*all_plain(target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, *counts))
         chunk_size = self.chunk_size if chunk_size is None else chunk_size
-        options = self._options(round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active)
+        options = self._options(
+            round_nll=self._rounds(), chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype
+        )
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, batch, causal_hidden, noisy_input_ids)
 

@@ -118,7 +118,7 @@ class ModelOutput(NamedTuple):
         if self.weight is None:
             return divergence(self.x, teacher, weights.detach(), **asked)
         asked |= {"bias": self.bias, "extra": self.extra, "chunk_size": self.options.chunk_size}
-        asked |= {"num_active": self.options.num_active}
+        asked |= {"num_active": self.options.num_active, "logits_dtype": self.options.logits_dtype}
         return linear_divergence(self.x, self.weight, teacher, weights.detach(), **asked)
 
     def _run(self, op: RowOp, ids: torch.Tensor, asked: dict[str, Any], **per_row: torch.Tensor | None) -> Any:

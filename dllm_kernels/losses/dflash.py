@@ -154,6 +154,7 @@ class DFlashDecayLoss(DraftLoss):
         num_sequences: int | torch.Tensor | None = None,
         extra: _checks.Extra | None = None,
         num_active: int | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
 
@@ -171,6 +172,9 @@ class DFlashDecayLoss(DraftLoss):
                 logits. In a drafter's Markov head, u is the embedding of the previous token.
             num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
+                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+                operands.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`. The accuracy is that of logits rounded to the compute dtype.
@@ -180,7 +184,7 @@ class DFlashDecayLoss(DraftLoss):
             ValueError: shapes, dtypes or devices do not match, T is not a whole number of blocks, or ``num_active`` is
                 outside [0, number of rows].
         """
-        options = self._options(chunk_size=self.chunk_size, num_active=num_active)
+        options = self._options(chunk_size=self.chunk_size, num_active=num_active, logits_dtype=logits_dtype)
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 

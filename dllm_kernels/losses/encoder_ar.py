@@ -111,6 +111,7 @@ def encoder_ar_loss_fused(
     extra: _checks.Extra | None = None,
     chunk_size: int | None = None,
     num_active: int | None = None,
+    logits_dtype: torch.dtype | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     skip_id: int | None = None,
@@ -128,6 +129,8 @@ def encoder_ar_loss_fused(
         chunk_size: rows per chunk of logits; None: chosen from the sizes.
         num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
             if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
+            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
         softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
         reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are computed twice.
         backend: "auto", "triton" or "torch".
@@ -140,7 +143,10 @@ def encoder_ar_loss_fused(
         ValueError: shapes, dtypes or devices do not match, ``num_active`` is outside [0, number of rows], or
             ``reduction`` is unknown.
     """
-    options = Options(Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size, num_active=num_active)
+    options = Options(
+        Transform(softcap, scale, skip_id), backend=backend, chunk_size=chunk_size, num_active=num_active,
+        logits_dtype=logits_dtype,
+    )  # fmt: skip
     rows = ModelOutput(replaced(HIDDEN, targets="input_ids"), options, hidden, lm_head_weight, lm_head_bias, extra)
     return _next_token(rows, input_ids, valid_mask, num_tokens, reduction)
 

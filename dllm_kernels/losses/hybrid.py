@@ -74,6 +74,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         num_ar_tokens: Count = None, causal_hidden: Tensor | None = None, noisy_input_ids: Tensor | None = None, *,
         lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
         num_active: int | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
 
@@ -90,6 +91,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             chunk_size: rows per chunk of logits; None: chosen from the sizes.
             num_active: upper bound on the number of rows of nonzero weight in both branches together; None: read back
                 from a GPU, a host sync. The loss is NaN if the bound is too small.
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
+                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+                operands.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -101,7 +105,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         return super().forward_fused(
             hidden, lm_head_weight, target_ids, noise_mask, p_mask, loss_mask, loss_mask_ar, num_diffusion_tokens,
             num_ar_tokens, noisy_input_ids, causal_hidden=causal_hidden, lm_head_bias=lm_head_bias, extra=extra,
-            chunk_size=chunk_size, num_active=num_active,
+            chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype,
         )  # fmt: skip
 
     def _loss(

@@ -109,6 +109,7 @@ class IDLMLoss(TransformedLoss):
         extra: _checks.Extra | None = None,
         chunk_size: int | None = None,
         num_active: int | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
 
@@ -121,6 +122,9 @@ class IDLMLoss(TransformedLoss):
             chunk_size: rows per chunk of logits; None: chosen from the sizes.
             num_active: upper bound on the number of scored rows in both copies together; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
+                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+                operands.
 
         Returns:
             :class:`DLLMLossOutput` as in :meth:`forward`.
@@ -129,7 +133,7 @@ class IDLMLoss(TransformedLoss):
             TypeError: as in :meth:`forward`.
             ValueError: as in :meth:`forward`.
         """
-        options = self._options(chunk_size=chunk_size, num_active=num_active)
+        options = self._options(chunk_size=chunk_size, num_active=num_active, logits_dtype=logits_dtype)
         rows = ModelOutput(HIDDEN, options, hidden, lm_head_weight, lm_head_bias, extra)
         return self._loss(rows, target_ids, answer_mask, valid_mask, seq_len, num_diffusion_tokens)
 

@@ -188,9 +188,17 @@ class FusedLinearCrossEntropy(CrossEntropy):
     def softcap(self, value: float | None) -> None:
         self.logit_softcapping = value or 0
 
-    def rows(self, hidden_states: torch.Tensor, lm_weight: torch.Tensor, lm_bias: torch.Tensor | None) -> ModelOutput:
+    def rows(
+        self,
+        hidden_states: torch.Tensor,
+        lm_weight: torch.Tensor,
+        lm_bias: torch.Tensor | None,
+        logits_dtype: torch.dtype | None = None,
+    ) -> ModelOutput:
         """Return hidden states and head with the options of the ops."""
-        return ModelOutput(HIDDEN, self._options(chunk_size=self.chunk_size), hidden_states, lm_weight, lm_bias)
+        wide = logits_dtype == torch.float32 and hidden_states.dtype != torch.float64
+        options = self._options(chunk_size=self.chunk_size, logits_dtype=torch.float32 if wide else None)
+        return ModelOutput(HIDDEN, options, hidden_states, lm_weight, lm_bias)
 
     def forward(
         self,
@@ -202,6 +210,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         loss_weights: torch.Tensor | None = None,
         *,
         lm_bias: torch.Tensor | None = None,
+        logits_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Compute the loss.
 
@@ -215,6 +224,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
                 mesh of the head.
             loss_weights: ``[...]`` or None, a factor per position. Only with ``reduction="sum"``.
             lm_bias: ``[V]`` or None.
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. Any other dtype
+                changes nothing: the logits are never narrower than the operands.
 
         Returns:
             0-d loss; with ``reduction="none"`` one value per position, flattened.
@@ -229,7 +240,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             "labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension"
         )
         weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
-        return self.reduced(self.rows(hidden_states, lm_weight, lm_bias), targets, weights, num_label_tokens)
+        rows = self.rows(hidden_states, lm_weight, lm_bias, logits_dtype)
+        return self.reduced(rows, targets, weights, num_label_tokens)
 
 
 def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:

@@ -153,7 +153,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         cu_seqlens: ``[num_seqs + 1]`` offsets of packed sub-sequences; a boundary belongs to the new sub-sequence.
         seq_idx: ``[B, S]`` or ``[S]``, equal values within a packed sub-sequence; takes precedence over ``cu_seqlens``.
         lm_weight: ``[V, H]``, the head, if the caller has already gathered it, or if its class is not ``nn.Linear``.
-        logits_dtype: passed on if the base loss takes it.
+        logits_dtype: dtype of the logits that the base loss computes from hidden states, if it takes that argument:
+            see :meth:`FusedLinearCrossEntropy.forward`.
         grad_reduce_group: passed on if the base loss takes it.
         loss_weights: a factor per position of the outputs, shaped like ``labels`` and not shifted: at depth k the
             factor of position i weights the label of position i + k + 1.
@@ -192,7 +193,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         base.check_sum_only(loss_fn.reduction, **common)
         counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
         shares = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
-        rows = loss_fn.rows(torch.stack(outputs), weight, bias)  # all depths in one call
+        rows = loss_fn.rows(torch.stack(outputs), weight, bias, logits_dtype)  # all depths in one call
         if not return_per_depth:
             return rows.weighted(torch.stack(checked), shares * factor).loss
         parts = (rows.per_row(torch.stack(checked), shares).nll * shares).flatten(1).sum(1)
