@@ -2,8 +2,9 @@
 
 The order is that of the doubts. First a trained head in two chunks, whose second product is added to its own output
 (``addmm`` with ``out=`` one of its inputs). Then NLL from logits (also in place, and of rows with an odd stride),
-log-probabilities with entropy, a frozen head with half of the rows active, and corruption against NumPy's random bits.
-Each call runs twice and must give the same bits.
+log-probabilities with entropy, a frozen head with half of the rows active, float32 logits of 16-bit operands (``mm``
+with ``out_dtype`` and ``out=``), and corruption against NumPy's random bits. Each call runs twice and must give the
+same bits.
 
 A quantity passes if its largest error is at most
 
@@ -262,6 +263,47 @@ def nll_from_hidden(
             yield Finding(way, f"{key}, all rows", whole[way][key].relative(), allowed)
 
 
+def float32_logits(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
+    """``logits_dtype=torch.float32`` with a trained head in two chunks: products of 16-bit operands into float32."""
+    N, V, D, device, dtype = shape.rows, shape.vocab, shape.hidden, options.device, options.dtype
+    given = _targets(shape, 1.0, device)
+    hidden = (torch.randn(N, D, device=device, dtype=dtype) * SPREAD).requires_grad_()
+    head = (torch.randn(V, D, device=device, dtype=dtype) * D**-0.5).requires_grad_()
+    bias, extra = torch.randn(V, device=device, dtype=dtype), (hidden.detach()[:, :8], head.detach()[:, :8])
+
+    def ours() -> Tensors:
+        out = ops.weighted_linear_nll(
+            hidden, head, given["targets"], given["weights"], bias=bias, extra=extra, chunk_size=-(-N // 2),
+            logits_dtype=torch.promote_types(dtype, torch.float32), backend=options.backend,
+        )  # fmt: skip
+        of_hidden, of_head = torch.autograd.grad(out.loss, [hidden, head], given["upstream"])
+        return {"nll": out.nll, "gradient of hidden": of_hidden, "gradient of head": of_head}
+
+    check = f"NLL from hidden states {N} x {V} x {D}, float32 logits"
+    result = ours()
+    yield same_bits(check, result, ours())
+    of_nll, of_rows = Errors(check, (V, D, N)), Errors(check, (V, D, N))
+    for rows in measure.slices(N, V):
+        part = given["targets"][rows], given["weights"][rows], given["upstream"]
+        found = []
+        for wide in (torch.promote_types(dtype, torch.float32), torch.float64):
+            h, w, b, u, U = (t.detach().to(wide) for t in (hidden[rows], head, bias, extra[0][rows], extra[1]))
+            logits = torch.addmm(b, h, w.t()).addmm_(u, U.t())
+            of_logits = _oracle(logits, *part)
+            gradient = of_logits["gradient"] if wide == torch.float64 else of_logits["gradient"].to(dtype).to(wide)
+            found.append((logits, of_logits["nll"], gradient @ w))
+        (_, plain, plain_gradient), (logits, exact, exact_gradient) = found
+        of_nll.add("nll", result["nll"][rows], plain, exact, _terms(logits, *part)["nll"])
+        of_rows.add_rows(
+            "gradient of hidden, worst row",
+            result["gradient of hidden"][rows],
+            plain_gradient.to(dtype),
+            exact_gradient,
+        )
+    yield from of_nll.findings(torch.promote_types(dtype, torch.float32))
+    yield from of_rows.findings(dtype)
+
+
 def corrupted(shape: MaskShape, options: argparse.Namespace) -> Iterator[Finding]:
     """The corruption routines under seeds, to the bit as NumPy draws them on the CPU."""
     ids = torch.randint(126_464, (shape.batch, shape.length))
@@ -293,6 +335,7 @@ def checks(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Findi
         "logits": lambda: nll_from_logits(shapes.logits, options),
         "policy": lambda: policy_from_logits(shapes.policy, options),
         "frozen head": lambda: nll_from_hidden(shapes.frozen[0], options, 0.5, {"": None}),
+        "float32 logits": lambda: float32_logits(shapes.trained, options),
         "corruption": lambda: corrupted(shapes.masks, options),
     }
 

@@ -11,7 +11,7 @@ from benchmarks.shapes import TOY_LOGITS
 from dllm_kernels import corruption, ops
 from tests.support.parity import Spoilt
 
-NAMES = ["trained head", "logits", "policy", "frozen head", "corruption"]
+NAMES = ["trained head", "logits", "policy", "frozen head", "float32 logits", "corruption"]
 
 
 @pytest.fixture
@@ -47,11 +47,19 @@ def test_the_doubtful_product_comes_first():
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_right_passes(name, check, tmp_path):
     findings = check(name)
-    assert len(findings) >= 4
+    assert len(findings) >= (3 if name == "float32 logits" else 4)
     assert all(f.passed for f in findings), [f for f in findings if not f.passed]
     written = json.loads((tmp_path / "v.json").read_text())
     assert written["complete"]
     assert [f["passed"] for f in written["findings"]] == [True] * len(findings)
+
+
+def test_rounded_logits_are_found(check):
+    def rounded(*arguments, logits_dtype, **options):
+        return ops.weighted_linear_nll(*arguments, **options)
+
+    failed = {f.quantity for f in check("float32 logits", weighted_linear_nll=rounded) if not f.passed}
+    assert "nll" in failed
 
 
 def test_a_head_of_two_chunks_in_place_and_an_odd_stride_are_among_them(check):

@@ -82,6 +82,25 @@ def tp_hidden(name):
             )
 
 
+@check(2)
+def tp_float32_logits():
+    """Of 16-bit operands with the head's vocabulary split: those of the widened operands."""
+    mesh, wide = mesh_of("tp"), {"logits_dtype": torch.float32, "chunk_size": 5}
+    h, w, b, t = (torch.randn(s).bfloat16() for s in ((B, L, D), (V, D), (V,), (B, L, D)))
+    y, weights = torch.randint(0, V, (B, L)), torch.rand(B, L)
+    head, bias = shard(w, mesh, Shard(0)), shard(b, mesh, Shard(0))
+    values = (
+        (ops.weighted_linear_nll(h, head, y, weights, bias=bias, **wide).loss,
+         ops.weighted_linear_nll(h.float(), w.float(), y, weights, bias=b.float()).loss),
+        (ops.linear_row_stats(h, head, y, bias=bias, entropy=True, **wide).entropy,
+         ops.linear_row_stats(h.float(), w.float(), y, bias=b.float(), entropy=True).entropy),
+        (ops.linear_divergence(h, head, t, weights, bias=bias, **wide).loss,
+         ops.linear_divergence(h.float(), w.float(), t.float(), weights, bias=b.float()).loss),
+    )  # fmt: skip
+    for got, expected in values:
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
+
+
 @check(2, name=("MTP", "pipeline"))
 @check(4, name=("MTP", "pipeline"))
 def tp_mtp(name):
