@@ -57,7 +57,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             factors = factors._replace(hidden=None)  # applied in backward
         rows_of = partial(_rows_of_logits, inputs, plan)
         if plan.from_hidden:
-            chunks = Chunks(inputs, plan, needs, factors)
+            chunks = Chunks(_with_teacher_head(inputs, plan), plan, needs, factors)
             rows_of = partial(_rows_of_head, chunks, scale)
         mean = None
         if config.spec.mean_alpha:
@@ -87,7 +87,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
             return Gradients(_grad_of_logits(inputs, plan, scale, mean, kept))
         scale, factors, loss_scale = unit_scale(scale, plan)
         rows = inputs._replace(targets=inputs.targets.masked_fill(scale == 0, IGNORE))
-        chunks = Chunks(rows, plan, plan.needs, factors)
+        chunks = Chunks(_with_teacher_head(rows, plan), plan, plan.needs, factors)
         for _ in _passed(chunks, scale, mean, with_grad=True):
             pass
         return chunks.gradients(loss_scale)
@@ -128,22 +128,15 @@ def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
     """Make the function that computes the teacher's logits beside a chunk of the student's."""
     inputs, dtype, rows = chunks.inputs, chunks.plan.dtype, chunks.rows
 
-    def compared(t: Tensor | None) -> Any:
-        """Pick the head's rows of the compared columns, in the dtype of the logits."""
-        if t is None:
-            return None
-        columns = inputs.teacher_columns
-        return (t.detach() if columns is None else _picked(t.detach(), columns)).to(dtype)
-
     def taken(t: Tensor | None, chunk: slice) -> Any:
         if t is None:
             return None
         index = inputs.teacher_rows
         return (rows.take(t, chunk) if index is None else _picked(t, rows.take(index, chunk))).to(dtype)
 
-    own = inputs.teacher_weight is not None
-    head = (inputs.teacher_weight, inputs.teacher_bias) if own else (chunks.weight, chunks.bias)
-    weight, bias, extra_weight = (compared(t) for t in (*head, inputs.teacher_extra_weight))
+    weight, bias, extra_weight = inputs.teacher_weight, inputs.teacher_bias, inputs.teacher_extra_weight
+    if weight is None:
+        weight, bias = (_compared(t, inputs, dtype) for t in (chunks.weight, chunks.bias))
     buffer = aligned_rows(len(chunks.logits), len(weight), dtype=chunks.logits.dtype, device=weight.device)
 
     def logits(chunk: slice) -> Tensor:
@@ -152,6 +145,21 @@ def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
         return out
 
     return logits
+
+
+def _with_teacher_head(inputs: RowInputs, plan: Plan) -> RowInputs:
+    """Convert the teacher's own head, before :class:`Chunks` waits for the GPU."""
+    own = (inputs.teacher_weight, inputs.teacher_bias, inputs.teacher_extra_weight)
+    weight, bias, extra_weight = (_compared(t, inputs, plan.dtype) for t in own)
+    return inputs._replace(teacher_weight=weight, teacher_bias=bias, teacher_extra_weight=extra_weight)
+
+
+def _compared(t: Tensor | None, inputs: RowInputs, dtype: torch.dtype) -> Any:
+    """Pick a head's rows of the compared columns, in the dtype of the products."""
+    if t is None:
+        return None
+    columns = inputs.teacher_columns
+    return (t.detach() if columns is None else _picked(t.detach(), columns)).to(dtype)
 
 
 def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
