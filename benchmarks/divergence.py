@@ -2,9 +2,9 @@
 
 Ours beside what anybody would write (two ``linear``, the softmax of each, the divergence and its autograd), that
 compiled (``--compiled``), speculators' losses and Liger's where they run (Liger's is the mean over the rows, without
-their weights), and
-the three products that are left when all else costs nothing: two that make logits, one the gradient.
-Whoever takes more products than these pays for it in what he takes beyond them, which is printed below the table.
+their weights), and the three products that are left when all else costs nothing: two that make logits, one the
+gradient. Whoever takes more products than these pays for it in what he takes beyond them, which is printed below the
+table.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ process of its own for at most its share of the minutes, and leaves out what no 
 ended with it. First the peers that can be imported, and why the others cannot. Then ``verify``, ours against float64:
 the exit status is 1 if it fails, and every verdict then says "unverified". Then ours beside the ceilings, the peers,
 and the rest. Output goes to stdout as it is made. ``DIR`` holds three files, brought up to date all the while, so that
-whoever ends this
-at any moment has what was measured: ``results.tar.gz`` (a log of every step and the raw numbers of those that measure),
-``summary.json`` (the outcome of each step) and ``verdicts.md`` (each bar beside what was measured).
+whoever ends this at any moment has what was measured: ``results.tar.gz`` (a log of every step and the raw numbers of
+those that measure), ``summary.json`` (the outcome of each step) and ``verdicts.md`` (each bar beside what was
+measured).
 
     --wheels FOLDER   peers, installed without their requirements and for this run only
     --resume DIR      an earlier ``DIR``: its results come along, and steps that have an outcome are not run again

@@ -11,10 +11,10 @@ A quantity passes if its largest error is at most
     2 plain + eps_out + eps_acc sum of sqrt(reduction sizes),
 
 where ``plain`` is the largest error of the oracle in ours' dtype, ``eps_out`` one rounding step of the result, and the
-last term
-the noise of summing in another order: the rule of ``tests/support/parity.py``, with errors relative to the terms of a
-number (logits) or to the norm of a row (hidden states and heads). Logits have a standard deviation of ``SPREAD``, so
-that the softmax is as large a part of the gradients as the targets. The exit status is 1 unless everything passes.
+last term the noise of summing in another order: the rule of ``tests/support/parity.py``, with errors relative to the
+terms of a number (logits) or to the norm of a row (hidden states and heads). Logits have a standard deviation of
+``SPREAD``, so that the softmax is as large a part of the gradients as the targets. The exit status is 1 unless
+everything passes.
 """
 
 from __future__ import annotations

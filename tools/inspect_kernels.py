@@ -30,13 +30,11 @@ third turn of four.
 **What the model leaves out**: how long an instruction waits for the result of another one, all other pipes, predicated
 instructions that do nothing (they count), hits in L2 but for the phases, uneven ends, clocks that sag. It is an upper
 bound, made to tell which of two kernels is better and what holds one back. Kernels that search their keys in memory
-read
-them as often as the data demand: they get no roofline.
+read them as often as the data demand: they get no roofline.
 
 Of a kernel that draws random bits the instructions a draw are counted, all that a thread issues divided by the
-positions
-that it draws for: those of its longest way or, where keys lie in memory, of the loop over tiles that draws and writes
-    them.
+positions that it draws for: those of its longest way or, where keys lie in memory, of the loop over tiles that draws
+and writes them.
 """
 
 from __future__ import annotations

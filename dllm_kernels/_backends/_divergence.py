@@ -43,8 +43,8 @@ teacher_transform) -> None``
 
     The gradient that ``divergence`` computes ``with_grad``, from one pass over the logits. ``out`` is ``[B, L, V]`` in
     the dtype of the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the same backend and
-    arguments. ``weights``
-    may differ, but a row that had the weight 0 must have the weight 0 again: its statistics are zeros.
+    arguments. ``weights`` may differ, but a row that had the weight 0 must have the weight 0 again: its statistics are
+    zeros.
 """
 
 from __future__ import annotations

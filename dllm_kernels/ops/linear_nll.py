@@ -9,8 +9,7 @@ product gives the gradient of the hidden states and, if the head trains, one mor
 ``weighted_linear_nll`` knows s_i = w_i in the forward pass, so it makes the gradients there, and backward only scales
 them: 2 products with a frozen head, 3 with a trainable one. ``linear_token_nll`` does not know its upstream gradient;
 but row i of d/dh depends on the upstream gradient of row i alone, so with a frozen head the gradient for s_i = 1 is
-made
-in forward and its rows are scaled in backward: 2 products again. Only a trainable head needs its logits twice (4).
+made in forward and its rows are scaled in backward: 2 products again. Only a trainable head needs its logits twice (4).
 
 A head of two parts, ``extra = (u, U)``, has z_i = W h_i + U u_i + b: a thin product, which adds to the chunk where it
 lies, and d/du_i = g_i U, d/dU = sum_i g_i u_i^T beside the others. Where W is frozen and U trains,

@@ -52,8 +52,8 @@ def soft_embedding(
         p_i = \text{softmax}(\text{transform}(W h_i + b) + t_i \, \text{onehot}(k_i))
 
     Self-conditioning adds this to the input of the next denoising step. The result has no gradient, even where the
-    inputs require
-    one: all tensors are taken as constants. The logits exist one chunk at a time. The op takes two matrix products.
+    inputs require one: all tensors are taken as constants. The logits exist one chunk at a time. The op takes two
+    matrix products.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
