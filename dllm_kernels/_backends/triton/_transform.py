@@ -45,11 +45,8 @@ def bits_of(number: float) -> int:
 
 @triton.jit
 def number(bits, ACC: tl.constexpr):
-    """Decode the output of ``bits_of``; None for None."""
-    if bits is None:
-        return None
-    else:
-        return bits.to(tl.int64).to(tl.float64, bitcast=True).to(ACC)
+    """Decode the output of ``bits_of``."""
+    return bits.to(tl.int64).to(tl.float64, bitcast=True).to(ACC)
 
 
 @triton.jit

@@ -164,31 +164,31 @@ def _lam(overlap, mean_alpha_ptr, hyper, ACC: tl.constexpr):
 
 
 @triton.jit
-def _plus(total, coefficient, term):
-    """Add the term of a kind; the total where the spec has no such kind."""
-    if coefficient is None:
+def _plus(total, bits, term):
+    """Add the term of a kind times its coefficient; the total where the spec has no such kind, and bits are None."""
+    if bits is None:
         return total
     else:
-        return total + coefficient * term
+        return total + number(bits, total.dtype) * term
 
 
 @triton.jit
 def _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
     """Coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax and the target."""
-    value = _plus(sums.overlap * 0, number(kinds.kl, ACC), sums.kl * LN2)
-    value = _plus(value, number(kinds.soft_ce, ACC), sums.soft_ce * LN2)
-    value = _plus(value, number(kinds.rkl, ACC), ratio + (of_rows[3] - of_rows[1]) * LN2)
+    value = _plus(sums.overlap * 0, kinds.kl, sums.kl * LN2)
+    value = _plus(value, kinds.soft_ce, sums.soft_ce * LN2)
+    value = _plus(value, kinds.rkl, ratio + (of_rows[3] - of_rows[1]) * LN2)
     if kinds.jsd is not None:
         b = number(hyper.beta, ACC)
         value += number(kinds.jsd, ACC) * ((b * sums.q_mix + (1 - b) * sums.p_mix) * LN2)
-    value = _plus(value, number(kinds.tv, ACC), 1 - sums.overlap)
+    value = _plus(value, kinds.tv, 1 - sums.overlap)
     if kinds.nla is not None:
         least = number(hyper.floor, ACC)
         value -= number(kinds.nla, ACC) * tl.log(tl.where(sums.overlap < least, least, sums.overlap))
-    value = _plus(value, number(kinds.lk, ACC), lam * (sums.kl * LN2) + (1 - lam) * (1 - sums.overlap))
-    value = _plus(value, number(kinds.lk_soft_ce, ACC), lam * (sums.soft_ce * LN2) + (1 - lam) * (1 - sums.overlap))
-    value = _plus(value, number(kinds.teacher_ce, ACC), at_hot)
-    return _plus(value, number(kinds.ce, ACC), at_target)
+    value = _plus(value, kinds.lk, lam * (sums.kl * LN2) + (1 - lam) * (1 - sums.overlap))
+    value = _plus(value, kinds.lk_soft_ce, lam * (sums.soft_ce * LN2) + (1 - lam) * (1 - sums.overlap))
+    value = _plus(value, kinds.teacher_ce, at_hot)
+    return _plus(value, kinds.ce, at_target)
 
 
 @triton.jit
@@ -196,20 +196,20 @@ def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
     """All but the row's weight; ``mean`` is sum p d."""
     plain = sums.overlap * 0
     ratio, mix = plain, plain
-    apart = _plus(_plus(plain, number(kinds.kl, ACC), 1.0), number(kinds.soft_ce, ACC), 1.0)
-    tv_like = _plus(plain, number(kinds.tv, ACC), 1.0)
+    apart = _plus(_plus(plain, kinds.kl, 1.0), kinds.soft_ce, 1.0)
+    tv_like = _plus(plain, kinds.tv, 1.0)
     if kinds.nla is not None:
         tv_like += tl.where(sums.overlap < number(hyper.floor, ACC), 0.0, number(kinds.nla, ACC) / sums.overlap)
-    apart = _plus(apart, number(kinds.lk, ACC), lam)
-    tv_like = _plus(tv_like, number(kinds.lk, ACC), 1 - lam)
-    apart = _plus(apart, number(kinds.lk_soft_ce, ACC), lam)
-    tv_like = _plus(tv_like, number(kinds.lk_soft_ce, ACC), 1 - lam)
+    apart = _plus(apart, kinds.lk, lam)
+    tv_like = _plus(tv_like, kinds.lk, 1 - lam)
+    apart = _plus(apart, kinds.lk_soft_ce, lam)
+    tv_like = _plus(tv_like, kinds.lk_soft_ce, 1 - lam)
     if kinds.rkl is not None:
         ratio = number(kinds.rkl, ACC)
     if kinds.jsd is not None:
         mix = number(kinds.jsd, ACC) * (1 - number(hyper.beta, ACC)) * LN2
         plain -= mix * sums.p_mix
-    plain = _plus(plain, number(kinds.teacher_ce, ACC), 1.0)
+    plain = _plus(plain, kinds.teacher_ce, 1.0)
     if kinds.ce is not None:
         plain += tl.where(has_target, number(kinds.ce, ACC), 0.0)
     with_below = tv_like * (sums.below - 1) + plain
@@ -538,7 +538,9 @@ def _divergence_rows(
             )  # fmt: skip
         max_z, log_z, _, log_t = of_rows
         poison = tl.where(known, (log_z + log_t) * 0, float("nan"))
-        b = number(beta, ACC)
+        b = poison
+        if beta is not None:
+            b = number(beta, ACC)
         at_hot, at_target, y = poison, poison, hot
         has_target = w == w
         if teacher_ce is not None:
