@@ -12,16 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_kernels._utils import _changing
-from dllm_kernels._utils._plain import (
-    autocasts,
-    check_no_tangent,
-    check_not_batched,
-    is_dtensor,
-    plain,
-    transforms_active,
-    values_are_there,
-)
+from dllm_kernels._utils import _changing, _plain
 from dllm_kernels._utils._target_range import raise_bad_target
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
@@ -128,7 +119,7 @@ def check_constant(name: str, value: object, instead: str = "") -> None:
     """
     if not isinstance(value, Tensor):
         return
-    check_no_tangent(value)
+    _plain.check_no_tangent(value)
     if value.requires_grad and torch.is_grad_enabled():
         or_else = f", or use {instead}" if instead else ""
         raise ValueError(f"{name} must not require a gradient, since it is taken as a constant; detach it{or_else}")
@@ -193,8 +184,8 @@ def check_count(name: str, value: object) -> None:
 def check_total(name: str, value: Any) -> None:
     """Raise unless ``value`` passes :func:`check_count` and is not negative; the sign is not read from a GPU."""
     check_count(name, value)
-    value = plain(value)
-    known = values_are_there(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
+    value = _plain.plain(value)
+    known = _plain.values_are_there(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
     if known and value < 0:
         got = value.item() if isinstance(value, Tensor) else value
         raise ValueError(f"{name} must not be negative, got {_changing.shown(got)}")
@@ -208,7 +199,7 @@ def check_rows(
     if names.weight:
         check_float(names.weight, weight)
     check_ids(names.targets, targets)
-    check_not_batched(rows, targets, weight, bias)
+    _plain.check_not_batched(rows, targets, weight, bias)
     if weight is not None:
         _check_head(names, rows, weight, bias)
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
@@ -241,10 +232,10 @@ def check_dtypes(rows_name: str, rows: Tensor, others: Mapping[str, Tensor | Non
     A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
     """
     given = {name: t for name, t in others.items() if t is not None}
-    if autocasts(rows) and all(t.dtype != torch.float64 for t in (rows, *given.values())):
+    if _plain.autocasts(rows) and all(t.dtype != torch.float64 for t in (rows, *given.values())):
         return
     for name, t in given.items():
-        if t.dtype != rows.dtype and not is_dtensor(t):
+        if t.dtype != rows.dtype and not _plain.is_dtensor(t):
             raise ValueError(
                 f"{name} must have the dtype of {rows_name}, {rows.dtype}, unless torch.autocast is on, got {t.dtype}"
             )
@@ -318,14 +309,14 @@ def check_target_range(
     if torch.compiler.is_compiling():
         from dllm_kernels._utils._compiled_checks import target_range
 
-        target_range(plain(targets), name, V, ignore_index, shift, skip_id)
+        target_range(_plain.plain(targets), name, V, ignore_index, shift, skip_id)
     else:
-        raise_bad_target(plain(targets), name, V, ignore_index, shift, skip_id)
+        raise_bad_target(_plain.plain(targets), name, V, ignore_index, shift, skip_id)
 
 
 def check_inplace(logits: Tensor, rows: Tensor) -> None:
     """Raise unless the gradient fits over the logits, seen as ``rows [B, L, V]``: no copy, no shared memory."""
-    if torch.compiler.is_compiling() or transforms_active():
+    if torch.compiler.is_compiling() or _plain.transforms_active():
         raise ValueError("inplace_backward must be False under torch.compile and torch.func, got True")
     wanted = logits.requires_grad and torch.is_grad_enabled()
     if wanted and (rows.data_ptr() != logits.data_ptr() or _rows_overlap(rows)):

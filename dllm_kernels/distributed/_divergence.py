@@ -16,19 +16,7 @@ import torch
 
 from dllm_kernels._backends._divergence import DivergenceSpec, Found, Kept
 from dllm_kernels._backends._rows import IGNORE
-from dllm_kernels._backends.torch._divergence import (
-    Block,
-    Coefficients,
-    Columns,
-    Norms,
-    Numbers,
-    Pairs,
-    Program,
-    at,
-    largest,
-    logarithms,
-    with_single_columns,
-)
+from dllm_kernels._backends.torch import _divergence as _local
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._layout import VocabShard
 
@@ -41,9 +29,9 @@ def divergence(
     transform: Transform, teacher_transform: Transform, with_grad: bool,
 ) -> Found:  # fmt: skip
     """See ``_backends/_divergence.py``."""
-    program = Program(spec)
+    program = _local.Program(spec)
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
-    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
+    pairs = _local.Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
     norms, best, hot = _combined(shard, pairs, _largest_of_columns(shard, pairs))
     y, lost = pairs.taken(targets), pairs.lost
     each = (*norms, *(None if t is None else shard.local_ids(t) for t in (hot, y)))
@@ -57,14 +45,13 @@ def divergence(
     if on is not None:
         at_target = torch.where(on != 0, at_target * on, 0.0)
     weight = pairs.taken(weights)
-    assert weight is not None
-    n = Numbers(alpha, program.lam_alpha(alpha, mean_alpha), at_best, at_target, on)
+    n = _local.Numbers(alpha, program.lam_alpha(alpha, mean_alpha), at_best, at_target, on)
     value = program.rows(of_features, n, weight)[0]
     numbers = program.numbers(norms, alpha, of_features)
     found = Found(pairs.placed(value), pairs.placed(alpha), pairs.placed((best == hot) & ~alpha.isnan()))
     if not with_grad:
         return found._replace(kept=Kept(pairs.placed(numbers), pairs.placed(hot)))
-    _write_gradient(shard, spec, pairs, numbers, hot, y, weight, mean_alpha, logits)
+    _write_gradient(shard, _local.Program(spec, known=True), pairs, numbers, hot, y, weight, mean_alpha, logits)
     return found
 
 
@@ -75,22 +62,19 @@ def divergence_grad(
 ) -> None:  # fmt: skip
     """See ``_backends/_divergence.py``; no rank waits for another."""
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
-    pairs = Pairs(logits, teacher, weights, teacher_rows, 2 + Program(spec, known=True).work_blocks, *transforms)
-    numbers, hot, y, weight = (pairs.taken(t) for t in (*kept, targets, weights))
-    assert numbers is not None
-    assert hot is not None
-    assert weight is not None
-    _write_gradient(shard, spec, pairs, numbers, hot, y, weight, mean_alpha, out)
+    program = _local.Program(spec, known=True)
+    pairs = _local.Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
+    numbers, hot, weight = (pairs.taken(t) for t in (*kept, weights))
+    _write_gradient(shard, program, pairs, numbers, hot, pairs.taken(targets), weight, mean_alpha, out)
 
 
 def _write_gradient(
-    shard: VocabShard, spec: DivergenceSpec, pairs: Pairs, numbers: Tensor, hot: Tensor, y: Tensor | None,
+    shard: VocabShard, program: _local.Program, pairs: _local.Pairs, numbers: Tensor, hot: Tensor, y: Tensor | None,
     weight: Tensor, mean_alpha: Tensor | None, out: Tensor,
 ) -> None:  # fmt: skip
     """Compute this rank's columns of the gradient."""
     if not shard.size:
         return
-    program = Program(spec, known=True)
     c = program.coefficients(numbers, mean_alpha, _on(shard, y, numbers.dtype), weight)
     hot, y = shard.local_ids(hot), None if y is None else shard.local_ids(y)
     each = (numbers, hot, y, *(f.contiguous() for f in c.of), c.best, c.target)
@@ -105,7 +89,7 @@ def _on(shard: VocabShard, y: Tensor | None, dtype: torch.dtype) -> Tensor | Non
     return there.to(dtype).masked_fill_(~there & (y != IGNORE), math.nan)
 
 
-def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
+def _largest_of_columns(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
     """Reduce this rank's columns to ``[n, 6]``: maximum, log sum e^(z - maximum) and whole-row argmax of each side."""
     found = pairs.empty(6)
     lowest = torch.finfo(found.dtype).min
@@ -114,9 +98,9 @@ def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
             found[:, i::3].fill_(nothing)  # not copied from the host, which would be a sync
         return found
 
-    def work(block: Block, _: None, part: Tensor) -> None:
+    def work(block: _local.Block, _: None, part: Tensor) -> None:
         for i, x in ((0, block.z), (3, block.t)):
-            row_max, column = largest(x)
+            row_max, column = _local.largest(x)
             row_max = row_max.clamp(min=lowest)  # -inf cannot be subtracted from itself
             total = torch.sub(x, row_max, out=block.more[0]).exp_().sum(1, keepdim=True)
             part[:, i : i + 3] = torch.cat([row_max, total.log_(), column + shard.start], 1)
@@ -125,7 +109,7 @@ def _largest_of_columns(shard: VocabShard, pairs: Pairs) -> Tensor:
     return found
 
 
-def _combined(shard: VocabShard, pairs: Pairs, found: Tensor) -> tuple[Norms, Tensor, Tensor]:
+def _combined(shard: VocabShard, pairs: _local.Pairs, found: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
     """Combine all ranks' results into (normalisers of whole rows, the student's argmax, the teacher's)."""
     norms, columns = [], []
     numbers = shard.gather(found).unsqueeze(3).unbind(2)
@@ -134,32 +118,33 @@ def _combined(shard: VocabShard, pairs: Pairs, found: Tensor) -> tuple[Norms, Te
         norms += [whole, torch.logsumexp(log_sum + (row_max - whole), 0)]
         first = torch.where((row_max == whole) & (log_sum > -math.inf), column, math.inf).amin(0)
         columns.append(torch.where(first.isfinite(), first, 0).to(torch.int64))
-    return Norms(*norms), columns[0], columns[1]
+    return _local.Norms(*norms), columns[0], columns[1]
 
 
-def _columns(block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:
+def _columns(block: _local.Block, norms: _local.Norms) -> tuple[_local.Columns, list[Tensor]]:
     """Compute this rank's columns of p and q; return them with the unused buffers."""
     p, q, *more = block.more
-    log_p, log_q = logarithms(block, norms, more, None)
-    columns = Columns(torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, careful=True)
+    log_p, log_q = _local.logarithms(block, norms, more, None)
+    columns = _local.Columns(torch.exp(log_p, out=p), torch.exp(log_q, out=q), log_p, log_q, careful=True)
     return columns, more[2:]
 
 
-def _sum(program: Program, block: Block, part: Tensor, *row: Tensor | None) -> None:
+def _sum(program: _local.Program, block: _local.Block, part: Tensor, *row: Tensor | None) -> None:
     """Sum a, -log p at the teacher's argmax and at the target (if this rank holds them), and the features."""
-    norms, (hot, y) = Norms(*row[:4]), row[4:]  # type: ignore[arg-type]
+    norms, (hot, y) = _local.Norms(*row[:4]), row[4:]  # type: ignore[arg-type]
     columns, room = _columns(block, norms)
     alpha, *sums = program.summed(columns, room)
     nothing = torch.zeros_like(alpha)
-    picked = [nothing if c is None else at(block.z, c, norms.row_max, norms.log_sum)[0] for c in (hot, y)]
+    picked = [nothing if c is None else _local.at(block.z, c, norms.row_max, norms.log_sum)[0] for c in (hot, y)]
     part.copy_(torch.cat([alpha, *picked, *sums], 1))
 
 
 def _gradient(
-    program: Program, block: Block, out: Tensor, numbers: Tensor, hot: Tensor, y: Tensor | None, *of: Tensor
-) -> Tensor:
-    norms = Norms.of(numbers)
+    program: _local.Program, block: _local.Block, out: Tensor, numbers: Tensor, hot: Tensor, y: Tensor | None,
+    *of: Tensor,
+) -> Tensor:  # fmt: skip
+    norms = _local.Norms.of(numbers)
     columns, room = _columns(block, norms)
     *features, best, target = of
-    c = Coefficients(features, best, target)
-    return with_single_columns(program.made(columns, room, c, out), hot, y, c)
+    c = _local.Coefficients(features, best, target)
+    return _local.with_single_columns(program.made(columns, room, c, out), hot, y, c)

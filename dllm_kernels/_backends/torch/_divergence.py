@@ -33,7 +33,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -47,6 +47,7 @@ from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_
 Tensor = torch.Tensor
 # Columns that are reduced to a maximum first, because torch's argmax runs at a tenth of the speed of its maximum.
 TILE = 256
+Given = TypeVar("Given", Tensor, Tensor | None)
 OfRow = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of the gradient
 
 
@@ -319,8 +320,8 @@ class Pairs:
                 self.lost = None if lost is None else lost.unsqueeze(1)
             self.theirs = _blocks.RowGather(teacher, its_rows)
 
-    def taken(self, t: Tensor | None) -> Tensor | None:
-        """Entries of these rows in a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``."""
+    def taken(self, t: Given) -> Given:
+        """Entries of these rows in a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``; None for None."""
         if t is None:
             return None
         t = self.rows.take(t)

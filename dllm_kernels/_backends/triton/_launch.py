@@ -21,25 +21,15 @@ FUSED = {"enable_fp_fusion": True}
 # Arguments of kernels over rows of logits, not specialised on alignment: one value per row, or K, or one per call,
 # because a slice or a chunk of them begins anywhere.
 PER_ROW = [
-    *(
-        "target_ptr",
-        "weight_ptr",
-        "scale_ptr",
-        "factor_ptr",
-        "max_ptr",
-        "log_sum_ptr",
-        "ids_ptr",
-        "active_ptr",
-        "a_ptr",
-    ),
-    *("b_ptr", "of_id_ptr", "plain_ptr", "of_log_ptr", "of_mix_ptr", "row_ptr", "mean_alpha_ptr", "value_ptr"),
-    *("alpha_ptr", "agree_ptr", "numbers_ptr", "hot_ptr"),
-]
+    "target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr", "ids_ptr", "active_ptr", "a_ptr",
+    "b_ptr", "of_id_ptr", "plain_ptr", "of_log_ptr", "of_mix_ptr", "row_ptr", "mean_alpha_ptr", "value_ptr",
+    "alpha_ptr", "agree_ptr", "numbers_ptr", "hot_ptr",
+]  # fmt: skip
 # Not specialised on at all: another shape or another transform is no other kernel.
 SIZES = [
-    *("L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l"),
-    *("V", "K", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip", "TILES", "SPLITS"),
-]
+    "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
+    "V", "K", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip", "TILES", "SPLITS",
+]  # fmt: skip
 # Evaluated once, because ``triton.jit`` also decides when it decorates a kernel.
 INTERPRETED = interpreting()
 

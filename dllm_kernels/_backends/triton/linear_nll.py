@@ -71,19 +71,9 @@ def _linear_nll_rows(
             hot = _math.column_of(y, V)
             tile_ptr = logits_ptr + at
             _math.grad_tiles(
-                tile_ptr,
-                tile_ptr,
-                first,
-                wide,
-                hot - first,
-                scale,
-                row_max,
-                log_sum,
-                transform,
-                BLOCK_V,
-                ACC,
+                tile_ptr, tile_ptr, first, wide, hot - first, scale, row_max, log_sum, transform, BLOCK_V, ACC,
                 "evict_first",
-            )
+            )  # fmt: skip
             _math.store_grad(
                 x, logits_ptr + row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "evict_first"
             )
