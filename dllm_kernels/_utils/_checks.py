@@ -201,29 +201,25 @@ def check_rows(
     check_ids(names.targets, targets)
     _plain.check_not_batched(rows, targets, weight, bias)
     if weight is not None:
-        _check_head(names, rows, weight, bias)
+        check_ndim(names.weight, weight, 2, "[V, D]")
+        V, D = weight.shape
+        if 0 in (V, D):
+            raise ValueError(f"{names.weight} must have shape [V, D] with V >= 1 and D >= 1, got {(V, D)}")
+        if rows.dim() == 0 or rows.shape[-1] != D:
+            raise ValueError(
+                f"{names.rows} must have shape [..., {D}] to go with {names.weight} [V, D] = {(V, D)}, "
+                f"got {tuple(rows.shape)}"
+            )
+        if bias is not None:
+            check_float(names.bias, bias)
+            check_shape(names.bias, bias, (V,), f"one entry per row of {names.weight}")
         check_same_device(names.rows, rows, **{names.weight: weight, names.bias: bias, names.targets: targets})
         check_dtypes(names.rows, rows, {names.weight: weight, names.bias: bias})
-        return weight.shape[0]
+        return V
     if rows.dim() == 0 or rows.shape[-1] == 0:
         raise ValueError(f"{names.rows} must have shape [..., V] with V >= 1, got {tuple(rows.shape)}")
     check_same_device(names.rows, rows, **{names.targets: targets})
     return rows.shape[-1]
-
-
-def _check_head(names: Names, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    check_ndim(names.weight, weight, 2, "[V, D]")
-    V, D = weight.shape
-    if 0 in (V, D):
-        raise ValueError(f"{names.weight} must have shape [V, D] with V >= 1 and D >= 1, got {(V, D)}")
-    if hidden.dim() == 0 or hidden.shape[-1] != D:
-        raise ValueError(
-            f"{names.rows} must have shape [..., {D}] to go with {names.weight} [V, D] = {(V, D)}, "
-            f"got {tuple(hidden.shape)}"
-        )
-    if bias is not None:
-        check_float(names.bias, bias)
-        check_shape(names.bias, bias, (V,), f"one entry per row of {names.weight}")
 
 
 def check_dtypes(rows_name: str, rows: Tensor, others: Mapping[str, Tensor | None]) -> None:

@@ -110,7 +110,7 @@ def record(monkeypatch, where, name, what):
 def test_a_block_beyond_the_row_costs_no_more_than_the_row(name, path, monkeypatch, device):
     """A row of 40 in a block of 10,000 draws as many words, or fills as large a tile, as in a block of 40."""
     if path == "triton":
-        tiles = kernels._corruption_tiles
+        tiles = kernels._tiles
         chosen = "select" if name == "corrupt_blockwise" else "independent"
         notes = record(monkeypatch, tiles, chosen, lambda args, tile: (args, tile))
     else:
@@ -159,7 +159,7 @@ def test_counts_round_half_to_even_and_clamp(at_least, device):
 
 @some_routines
 def test_kernel_programs_run_in_any_order(routine, last_program_first, monkeypatch):
-    tiles = kernels._corruption_tiles
+    tiles = kernels._tiles
     independent = tiles.independent
     monkeypatch.setattr(tiles, "independent", lambda *sizes: (1, *independent(*sizes)[1:]))  # a program a block
     ids, loss_mask, seeds = batch(3, 77)
@@ -170,7 +170,7 @@ def test_kernel_programs_run_in_any_order(routine, last_program_first, monkeypat
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_last_block_too_short_and_too_long_for_registers(exact, monkeypatch, device):
     """Kernels whose keys lie in memory, over a block that ends where the row does."""
-    tiles = kernels._corruption_tiles
+    tiles = kernels._tiles
     monkeypatch.setattr(tiles, "select", lambda *_: tiles.SelectTile(1, 32, 1, True))
     ids, loss_mask, seeds = batch(2, 150, device)
 

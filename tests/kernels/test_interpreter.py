@@ -22,7 +22,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterError
 
 from dllm_kernels import corruption, ops
 from dllm_kernels._backends import triton as kernels
-from dllm_kernels._backends.triton import _corruption_tiles, divergence
+from dllm_kernels._backends.triton import _tiles, divergence
 from dllm_kernels._core._divergence_spec import checked_spec
 from tests.kernels.test_bounds import RUNS, B, N, V
 from tests.support import interpreter
@@ -83,7 +83,7 @@ def launches(name, monkeypatch):
         small_tiles(patch, splits=3 if "split" in name else 1)
         poison_empty(patch)
         if "in memory" in name:
-            patch.setattr(_corruption_tiles, "select", lambda *_: _corruption_tiles.SelectTile(1, 8, 1, True))
+            patch.setattr(_tiles, "select", lambda *_: _tiles.SelectTile(1, 8, 1, True))
         torch.manual_seed(0)
         CALLS[name](AsTheyCome)
     return found

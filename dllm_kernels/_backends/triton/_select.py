@@ -75,12 +75,6 @@ def middle_of(lo, hi):
 
 
 @triton.jit
-def _kth_by_sorting(key, k):
-    place = tl.arange(0, key.shape[1])[None, :]
-    return tl.sum(tl.where(place == (k - 1)[:, None], tl.sort(key, 1, descending=True), 0), 1)
-
-
-@triton.jit
 def _kth_by_halving(key, k, choosable):
     hi = tl.max(key, 1)
     lo = tl.min(tl.where(choosable, key, hi[:, None]), 1)
@@ -97,7 +91,8 @@ def topk(key, k):
     choosable = key != NEVER
     k = tl.minimum(k, tl.sum(choosable.to(tl.int32), 1))
     if key.shape[1] <= SORTED:
-        threshold = _kth_by_sorting(key, k)
+        place = tl.arange(0, key.shape[1])[None, :]
+        threshold = tl.sum(tl.where(place == (k - 1)[:, None], tl.sort(key, 1, descending=True), 0), 1)
     else:
         threshold = _kth_by_halving(key, k, choosable)
     above = key > threshold[:, None]

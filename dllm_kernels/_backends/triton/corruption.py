@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _corruption_tiles, _philox
+from dllm_kernels._backends.triton import _philox, _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
@@ -332,13 +332,13 @@ def corrupt(
     flags: dict[str, Any] = {"SHARED_SEED": seed is not None and seed.dim() == 0, "HAS_LEVEL": level is not None}
     flags |= {"enable_fp_fusion": False}
     if what in _WHAT:
-        R, block, share, num_warps = _corruption_tiles.independent(blocks, size, 4 if what == "tokens" else 8)
+        R, block, share, num_warps = _tiles.independent(blocks, size, 4 if what == "tokens" else 8)
         grid = (triton.cdiv(B * blocks, R) * triton.cdiv(size, block),)
         flags |= {"WHAT": _WHAT[what], "SHARE": share, "R": R, "BLOCK": block, "num_warps": num_warps}
         _corrupt_independent[grid](*pointers, *numbers, **flags)
         return out
-    tile = _corruption_tiles.select(size, _corruption_tiles.CORRUPT_IN_MEMORY)
-    share = _corruption_tiles.share(blocks, size, tile.block, 8)
+    tile = _tiles.select(size, _tiles.CORRUPT_IN_MEMORY)
+    share = _tiles.share(blocks, size, tile.block, 8)
     flags |= {"EXACT": what == "exact", "HAS_MASK": loss_mask is not None, "SHARE": share, "BLOCK": tile.block}
     flags |= {"num_warps": tile.num_warps} | (alone_on_a_multiprocessor() if tile.num_warps == 16 else {})
     if tile.in_memory:
@@ -364,7 +364,7 @@ def mix_tokens(
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty_like(noisy, dtype=torch.bool)
-    R, block, share, num_warps = _corruption_tiles.independent(1, L, 4)
+    R, block, share, num_warps = _tiles.independent(1, L, 4)
     grid = (triton.cdiv(B, R) * triton.cdiv(L, block),)
     _corrupt_mix[grid](
         input_ids, loss_mask, seed, mask_prob, uniform_prob, noisy, noise,

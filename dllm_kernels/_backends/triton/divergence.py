@@ -155,15 +155,6 @@ def _kept(numbers_ptr):
 
 
 @triton.jit
-def _lam(overlap, mean_alpha_ptr, hyper, ACC: tl.constexpr):
-    """Compute the share of the first kind in ``lk``."""
-    a = overlap
-    if mean_alpha_ptr is not None:
-        a = tl.load(mean_alpha_ptr).to(ACC)
-    return number(hyper.kl_scale, ACC) * tl.exp(0 - number(hyper.eta, ACC) * a)
-
-
-@triton.jit
 def _plus(total, bits, term):
     """Add the term of a kind times its coefficient; the total where the spec has no such kind, and bits are None."""
     if bits is None:
@@ -380,17 +371,6 @@ def _first_pass(
 
 
 @triton.jit
-def _probabilities(x, y, of_rows):
-    """(p, q, lp, lq) of columns, and (z - M_z) - (t - M_t)."""
-    max_z, log_z, max_t, log_t = of_rows
-    dz = x - max_z
-    dt = y - max_t
-    lp = dz * LOG2E - log_z
-    lq = dt * LOG2E - log_t
-    return tl.exp2(lp), tl.exp2(lq), lp, lq, dz - dt
-
-
-@triton.jit
 def _less(grad, v, column, less, first):
     """``grad`` less a number in one column; ``first`` as in ``transformed``."""
     if first is None:
@@ -409,7 +389,12 @@ def _columns(
     ACC: tl.constexpr,
 ):  # fmt: skip
     """Update the sums with one more tile, whose masked columns are -inf, and store its gradient."""
-    p, q, lp, lq, d = _probabilities(x, y, of_rows)
+    max_z, log_z, max_t, log_t = of_rows
+    dz = x - max_z
+    dt = y - max_t
+    lp = dz * LOG2E - log_z
+    lq = dt * LOG2E - log_t
+    p, q, d = tl.exp2(lp), tl.exp2(lq), dz - dt
     if SUM:
         sums = _with_terms(sums, p, q, lp, lq, d, kinds, beta, WITH_RATIO, FAST, WIDE)
     if STORE:
@@ -560,8 +545,11 @@ def _divergence_rows(
             )  # fmt: skip
             ratio = sums.ratio
         lam = poison
-        if _any(lk, lk_soft_ce):
-            lam = _lam(sums.overlap, mean_alpha_ptr, hyper, ACC)
+        if _any(lk, lk_soft_ce):  # the share of the first kind in lk
+            a = sums.overlap
+            if mean_alpha_ptr is not None:
+                a = tl.load(mean_alpha_ptr).to(ACC)
+            lam = number(kl_scale, ACC) * tl.exp(0 - number(eta, ACC) * a)
         if WITH_GRAD or not SUMS_FIRST:
             scale, slope = w, transform
             if rate is None and gain is not None:  # a slope that is the same everywhere goes with the row's factor

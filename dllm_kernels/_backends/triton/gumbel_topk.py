@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends.triton import _corruption_tiles
+from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
 from dllm_kernels._backends.triton._launch import on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
@@ -149,7 +149,7 @@ def gumbel_topk_mask(
     out = torch.empty((N, D), dtype=torch.bool, device=log_w.device)
     if out.numel() == 0:
         return out
-    tile = _corruption_tiles.select(D)
+    tile = _tiles.select(D)
     k_ptr, k_const = (None, min(k, D)) if isinstance(k, int) else (k.contiguous(), 0)
     uniform_strides = (0, 0) if uniform is None else uniform.stride()
     pointers = (log_w, k_ptr, uniform, seed, out)

@@ -347,10 +347,6 @@ def _row_stats_bwd(
             _math.zero_columns(out_ptr + out_row, v, there)
 
 
-def _block_k(ids: Tensor) -> int:
-    return int(triton.next_power_of_2(ids.shape[1]))
-
-
 @on_its_device
 def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     """Launch the forward pass."""
@@ -366,16 +362,14 @@ def forward(logits: Tensor, request: Any) -> tuple[Tensor | None, ...]:
     if N:
         tile = _tiles.token_nll_fwd(V, logits.element_size())
         tiles, splits = _launch.share(V, tile)
-        of_part, beaten = (
-            new(N, splits, wanted=request.entropy),
-            new(N, splits, wanted=request.correct, dtype=torch.bool),
-        )
+        of_part = new(N, splits, wanted=request.entropy)
+        beaten = new(N, splits, wanted=request.correct, dtype=torch.bool)
         inputs = (logits, request.ids, request.active, new(N, splits), new(N, splits), of_part, beaten)
         sizes = (*_launch.strides(logits), V, K, *arguments(request.transform))
         flags = {"WITH_CORRECT": request.correct, "WITH_ENTROPY": request.entropy, "ACC": _launch.acc(acc)}
         options = {"ALIGNED": _launch.aligned(logits), **_launch.of_tile(tile)}
         _row_stats_parts[(N * splits,)](*inputs, *sizes, tiles, splits, **flags, **options)
-        blocks = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK_K": _block_k(request.ids)}
+        blocks = {"BLOCK_SPLITS": triton.next_power_of_2(splits), "BLOCK_K": triton.next_power_of_2(K)}
         outputs = (log_probs, row_max, log_sum, entropy, correct)
         _row_stats_merge[(N,)](*inputs, *outputs, *sizes, splits, **flags, **blocks, num_warps=1, **FUSED)
     F, W = (None, None) if request.a is None else mix(logits, request, row_max, log_sum)
@@ -406,8 +400,9 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
 @on_its_device
 def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Tensor, out: Tensor) -> None:
     """Launch the backward pass."""
-    B, L, V = logits.shape
-    if B * L == 0:
+    V = logits.shape[2]
+    N, K = request.ids.shape
+    if N == 0:
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _launch.share(V, tile)
@@ -415,10 +410,10 @@ def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Ten
     # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks. Not
     # so float64, for which ptxas then spills.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
-    _row_stats_bwd[(B * L * splits,)](
+    _row_stats_bwd[(N * splits,)](
         logits, request.ids, request.active, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b,
-        row_max, log_sum, out, *rows, V, request.ids.shape[1], *arguments(request.transform), tiles, splits,
+        row_max, log_sum, out, *rows, V, K, *arguments(request.transform), tiles, splits,
         SAME_STRIDES=same, WITH_LOG=c.of_log is not None, WITH_MIX=c.of_mix is not None, THROUGH=request.through,
-        BLOCK_V=tile.block_v, BLOCK_K=_block_k(request.ids), ACC=_launch.acc(c.plain.dtype),
+        BLOCK_V=tile.block_v, BLOCK_K=triton.next_power_of_2(K), ACC=_launch.acc(c.plain.dtype),
         num_warps=_tiles.at_most_a_thread_a_column(num_warps, tile.block_v), **FUSED,
     )  # fmt: skip
