@@ -122,11 +122,8 @@ def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Para
     if not 0 < factor < math.inf:
         raise ValueError(f"factor must be positive and finite, got {factor}")
     modules = list(head.modules()) if isinstance(head, nn.Module) else []
-    if isinstance(head, torch.Tensor):
-        parameters = [head]
-    else:
-        parameters = list(head.parameters() if isinstance(head, nn.Module) else head)
-    for parameter in parameters:
+    given = head.parameters() if isinstance(head, nn.Module) else head
+    for parameter in [given] if isinstance(given, torch.Tensor) else given:
         if not isinstance(parameter, nn.Parameter):
             raise TypeError(f"head must be an nn.Module or parameters, got {type_name(parameter)}")
         setattr(parameter, _FACTOR, factor)

@@ -269,16 +269,6 @@ def _below_maximum(lanes, tail, lanes_max, tail_max):
 
 
 @triton.jit
-def _of_rows(student, teacher, z_tail, t_tail):
-    """(M_z, S_z, M_t, S_t); of both rows at once, because each reduction is two barriers of the program."""
-    lanes_z, lanes_t = tl.split(tl.max(tl.join(student[0], teacher[0]), 0))
-    max_z, in_lanes_z, in_tail_z = _below_maximum(student, z_tail, lanes_z, tl.max(z_tail, 0))
-    max_t, in_lanes_t, in_tail_t = _below_maximum(teacher, t_tail, lanes_t, tl.max(t_tail, 0))
-    sum_z, sum_t = tl.split(tl.sum(tl.join(in_lanes_z, in_lanes_t), 0))
-    return max_z, sum_z + tl.sum(in_tail_z, 0), max_t, sum_t + tl.sum(in_tail_t, 0)
-
-
-@triton.jit
 def _tile_again(row_ptr, tile, wide, row_max, transform, WIDE: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
     """Return the columns of a tile that have the maximum, NOWHERE in all others."""
     # In the tail, if in no lane; a multiple, as the compiler sees.
@@ -293,22 +283,6 @@ def _tile_again(row_ptr, tile, wide, row_max, transform, WIDE: tl.constexpr, BLO
 def _in_tail(column, wide, tail, row_max):
     j = wide + tl.arange(0, tail.shape[0])
     return tl.minimum(column, tl.min(tl.where(tail == row_max, j, NOWHERE), 0))
-
-
-@triton.jit
-def _argmaxes(
-    z_ptr, t_ptr, wide, student, teacher, z_tail, t_tail, max_z, max_t, transform, teacher_transform,
-    BLOCK_V: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Find the first column of either row with its maximum, by re-reading the first tile with it; NOWHERE for none."""
-    WIDE: tl.constexpr = z_tail.shape[0]
-    tile_z = tl.where(student[0] == max_z, student[2], NOWHERE)
-    tile_t = tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
-    tile_z, tile_t = tl.split(tl.min(tl.join(tile_z, tile_t), 0))
-    of_z = _tile_again(z_ptr, tile_z, wide, max_z, transform, WIDE, BLOCK_V, ACC)
-    of_t = _tile_again(t_ptr, tile_t, wide, max_t, teacher_transform, WIDE, BLOCK_V, ACC)
-    column_z, column_t = tl.split(tl.min(tl.join(of_z, of_t), 0))
-    return _in_tail(column_z, wide, z_tail, max_z), _in_tail(column_t, wide, t_tail, max_t)
 
 
 @triton.jit
@@ -357,17 +331,27 @@ def _first_pass(
         x = _math.masked_tile(x, i, i < wide - whole, transform, ACC, whole)
         y = _math.masked_tile(y, i, i < wide - whole, teacher_transform, ACC, whole)
         student, teacher, moment = _with_tiles(x, y, whole, student, teacher, moment, WITH_MOMENT, WIDE)
-    max_z, sum_z, max_t, sum_t = _of_rows(student, teacher, z_tail, t_tail)
+    # Of both rows at once, because each reduction is two barriers of the program.
+    lanes_z, lanes_t = tl.split(tl.max(tl.join(student[0], teacher[0]), 0))
+    max_z, in_lanes_z, in_tail_z = _below_maximum(student, z_tail, lanes_z, tl.max(z_tail, 0))
+    max_t, in_lanes_t, in_tail_t = _below_maximum(teacher, t_tail, lanes_t, tl.max(t_tail, 0))
+    sum_z, sum_t = tl.split(tl.sum(tl.join(in_lanes_z, in_lanes_t), 0))
+    sum_z += tl.sum(in_tail_z, 0)
+    sum_t += tl.sum(in_tail_t, 0)
     of_rows = (max_z, tl.log2(sum_z), max_t, tl.log2(sum_t))
     ratio = max_z * 0
     if WITH_MOMENT:
         moment = _moved(moment, student[1], finite(student[0]) - max_z, finite(teacher[0]) - max_t)
         in_tail = _times(tl.exp2((z_tail - max_z) * LOG2E), (z_tail - max_z) - (t_tail - max_t))
         ratio = (tl.sum(moment, 0) + tl.sum(in_tail, 0)) / sum_z
-    argmax_z, argmax_t = _argmaxes(
-        z_ptr, t_ptr, wide, student, teacher, z_tail, t_tail, max_z, max_t, transform, teacher_transform, BLOCK_V, ACC
-    )
-    return of_rows, ratio, argmax_z, argmax_t
+    # The first column of either row with its maximum, by re-reading the first tile with it; NOWHERE for none.
+    tile_z = tl.where(student[0] == max_z, student[2], NOWHERE)
+    tile_t = tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
+    tile_z, tile_t = tl.split(tl.min(tl.join(tile_z, tile_t), 0))
+    of_z = _tile_again(z_ptr, tile_z, wide, max_z, transform, WIDE, BLOCK_V, ACC)
+    of_t = _tile_again(t_ptr, tile_t, wide, max_t, teacher_transform, WIDE, BLOCK_V, ACC)
+    column_z, column_t = tl.split(tl.min(tl.join(of_z, of_t), 0))
+    return of_rows, ratio, _in_tail(column_z, wide, z_tail, max_z), _in_tail(column_t, wide, t_tail, max_t)
 
 
 @triton.jit
@@ -581,15 +565,6 @@ def _divergence_rows(
                 tl.store(hot_ptr + n, hot)
 
 
-def _options(parts: dict[str, Any]) -> dict[str, int | None]:
-    """Keep the kinds that are present."""
-    of_lk = parts.get("lk") or parts.get("lk_soft_ce")
-    beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
-    eta, kl_scale = of_lk.hyper if of_lk else (None, None)
-    found = Hyper(beta, floor, eta, kl_scale)._asdict().items()
-    return {name: None if number is None else _transform.bits_of(number) for name, number in found}
-
-
 @on_its_device
 def divergence(
     logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, *, with_grad: bool, **more: Any
@@ -641,14 +616,16 @@ def _launch_rows(
     steps = (*transform[::2], *teacher_transform[::2])
     tile = _tiles.divergence_rows(V, logits.element_size(), kinds=len(spec.parts), with_steps=steps != (None,) * 4)
     parts = {part.kind: part for part in spec.parts}
-    coefficients = {
-        kind: _transform.bits_of(parts[kind].coefficient) if kind in parts else None for kind in Kinds._fields
-    }
+    given = dict.fromkeys(Kinds._fields) | {part.kind: part.coefficient for part in spec.parts}
+    beta, floor = (parts[kind].hyper[0] if kind in parts else None for kind in ("jsd", "nla"))
+    of_lk = parts.get("lk") or parts.get("lk_soft_ce")
+    given |= Hyper(beta, floor, *(of_lk.hyper if of_lk else (None, None)))._asdict()
+    numbers = {name: None if number is None else _transform.bits_of(number) for name, number in given.items()}
     _divergence_rows[(N,)](
         logits, teacher, None if out is logits else out, weights, teacher_rows, targets,
         mean_alpha if spec.mean_alpha else None, *results, *(kept or (None, None)),
         *rows[:3], *_launch.strides(teacher), *rows[3:], V, R,
-        *_transform.arguments(transform), *_transform.arguments(teacher_transform), **coefficients, **_options(parts),
+        *_transform.arguments(transform), *_transform.arguments(teacher_transform), **numbers,
         WITH_GRAD=out is not None, ALIGNED=_launch.aligned(logits, teacher, out),
         FAST=acc == torch.float32 and _launch.on_nvidia(), ACC=_launch.acc(acc), **_launch.of_tile(tile),
         **_launch.alone_on_a_multiprocessor(),

@@ -22,13 +22,6 @@ ONES = ["stride_d", "uniform_stride_d", "k_ptr", "seed_ptr"]
 
 
 @triton.jit
-def _inside(u):
-    low = tl.full(u.shape, _MIN_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
-    high = tl.full(u.shape, _MAX_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
-    return tl.where(u > low, tl.where(u < high, u, high), low)
-
-
-@triton.jit
 def _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr, WIDE: tl.constexpr):
     N, D = sizes
     inside = (n < N) & (d < multiple(D, WIDE))
@@ -71,7 +64,9 @@ def _row_keys(
     if HAS_UNIFORM:
         u = _load(uniform_ptr, n, d, (N, D), uniform_stride_n, uniform_stride_d, 0.5).to(tl.float64)
         inside = inside & (u == u)
-        u = _inside(u)
+        low = tl.full(u.shape, _MIN_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
+        high = tl.full(u.shape, _MAX_UNIFORM, tl.int64).to(tl.float64, bitcast=True)
+        u = tl.where(u > low, tl.where(u < high, u, high), low)
     else:
         seed, row = seed_and_row(seed_ptr, n, N, SHARED_SEED)
         u = fine_uniform(draws(seed, row, tl.cdiv(D, 8), first + n * 0, 8 if BLOCK >= 8 else BLOCK, BLOCK))
