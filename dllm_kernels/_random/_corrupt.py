@@ -121,7 +121,10 @@ def corrupt(
     grid = Grid.of(input_ids, block_size)
     rate, at_least = 0.0, 0
     if what == "topk":
-        rate, at_least = _position_rate(half_life_ratio, block_size or grid.L), int(block_size is None)
+        # The log-weight that a position gains on the one before it at m = 0. The largest, rate * size, stays finite in
+        # float32: infinite ones would be told apart by index only.
+        size, at_least = block_size or grid.L, int(block_size is None)
+        rate = min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
     if use_triton(backend, input_ids):
         from dllm_kernels._backends.triton.corruption import corrupt as kernel
 
@@ -131,8 +134,9 @@ def corrupt(
         if what == "all":
             return Change(rows.supervised, token, None)
         m = _rules.level(rows.levels, eps) if level is None else rows_of(level, rows)
-        if what == "exact":
-            return Change(_exactly(rows, m), token, m)
+        if what == "exact":  # round(m supervised) of the supervised positions, those of the largest draws
+            k = _rules.number_to_mask(m[:, 0], rows.supervised.sum(1), (m[:, 0] > 0) * 1)
+            return Change(select_largest(rows.draws, rows.supervised, k), token, m)
         if what == "topk":
             return Change(_topk_of_blocks(grid, rows.draws, m, rate, at_least), token, m)
         coins = _rules.below(grid.fold(rows.draws), grid.beside(m)).reshape(-1, grid.L)
@@ -204,12 +208,6 @@ def _nothing(input_ids: Tensor, backend: str) -> Corrupted:
     return input_ids.clone(), torch.empty_like(p_mask, dtype=torch.bool), p_mask
 
 
-def _position_rate(half_life_ratio: float, size: int) -> float:
-    """``ln 2 / (half_life_ratio size)``, the log-weight a position gains on the one before it at m = 0."""
-    # The largest log-weight, rate * size, stays finite in float32: infinite ones would be told apart by index only.
-    return min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
-
-
 def check_level(level: Tensor | None) -> None:
     """Raise where a level lies outside [0, 1]; on a GPU looking would be a host sync."""
     if level is not None and level.is_cpu:
@@ -238,13 +236,6 @@ LEAST = -1e-5
 def rows_of(tensor: Tensor, rows: Rows) -> Array:
     """Take some rows of a tensor beside the batch, in the library of the rows."""
     return (tensor if isinstance(rows.draws, Tensor) else tensor.numpy())[rows.part]
-
-
-def _exactly(rows: Rows, level: Array) -> Array:
-    """Exactly round(m supervised) of the supervised positions, those of the largest draws."""
-    length = rows.supervised.sum(1)
-    k = _rules.number_to_mask(level[:, 0], length, (level[:, 0] > 0) * 1)
-    return select_largest(rows.draws, rows.supervised, k)
 
 
 def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_least: int) -> Array:

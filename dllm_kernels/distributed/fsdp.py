@@ -160,12 +160,14 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
     _check_layout(name, weight, data, tensor)
     if not data:
         return weight
-    given = weight, data, _piece_shape(weight, tensor), compute_dtype(hidden, weight)
+    mesh, placements = weight.device_mesh, weight.placements
+    splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
+    of_tensor = (_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
+    given = weight, data, torch.Size(of_tensor), compute_dtype(hidden, weight)
     full: torch.Tensor = _Gather.apply(*given)  # type: ignore[no-untyped-call]
     if not tensor:
         return full
-    placements = [weight.placements[i] for i in tensor]
-    return as_dtensor(full, _submesh(weight, tensor), placements, weight.shape, weight.stride())
+    return as_dtensor(full, _submesh(weight, tensor), [placements[i] for i in tensor], weight.shape, weight.stride())
 
 
 def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Sequence[int]) -> None:
@@ -188,13 +190,6 @@ def _check_layout(name: str, weight: DTensor, data: Sequence[int], tensor: Seque
                 f"{name} must be split by tensor parallelism first and then by fully_shard, got {layout(weight)}: the "
                 "pieces that a tensor-parallel rank would have to gather do not lie side by side"
             )
-
-
-def _piece_shape(weight: DTensor, tensor: Sequence[int]) -> torch.Size:
-    """Return the shape of this rank's tensor after the data-parallel dimensions are gathered."""
-    mesh, placements = weight.device_mesh, weight.placements
-    splits = [[i for i in tensor if shard_dim(placements[i]) == d] for d in range(weight.dim())]
-    return torch.Size(_layout.local_range(size, mesh, s)[1] for size, s in zip(weight.shape, splits, strict=True))
 
 
 def _submesh(weight: DTensor, dims: Sequence[int]) -> DeviceMesh:

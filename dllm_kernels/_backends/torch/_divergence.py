@@ -98,11 +98,6 @@ class Feature(NamedTuple):
     hyper: bool = False
 
 
-def _below(c: Columns, _: Hyper, out: Tensor) -> Tensor:
-    """``p [p <= q]``."""
-    return torch.mul(c.q, TIE, out=out).ge_(c.p).mul_(c.p)
-
-
 def _log_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
     """``log m`` with ``m = p + beta (q - p)``, which is exactly p if p equals q."""
     m = torch.lerp(c.p, c.q, h[0], out=out)
@@ -111,7 +106,7 @@ def _log_mean(c: Columns, h: Hyper, out: Tensor) -> Tensor:
 
 STUDENT = Feature(lambda c, h, out: c.p)
 DIFFERENCE = Feature(lambda c, h, out: torch.sub(c.p, c.q, out=out))
-BELOW = Feature(_below)
+BELOW = Feature(lambda c, h, out: torch.mul(c.q, TIE, out=out).ge_(c.p).mul_(c.p))  # p [p <= q]
 FORWARD_KL = Feature(lambda c, h, out: c.times(c.q, torch.sub(c.log_q, c.log_p, out=out)), logs=True)
 REVERSE_KL = Feature(lambda c, h, out: c.times(c.p, torch.sub(c.log_p, c.log_q, out=out)), logs=True)
 CROSS_ENTROPY = Feature(lambda c, h, out: c.times(c.q, torch.neg(c.log_p, out=out)), logs=True)

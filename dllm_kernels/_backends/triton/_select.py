@@ -75,17 +75,6 @@ def middle_of(lo, hi):
 
 
 @triton.jit
-def _kth_by_halving(key, k, choosable):
-    hi = tl.max(key, 1)
-    lo = tl.min(tl.where(choosable, key, hi[:, None]), 1)
-    while tl.max((lo < hi).to(tl.int32), 0) > 0:
-        middle = middle_of(lo, hi)
-        count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
-        lo, hi = halve(lo, hi, k, middle, count)
-    return lo
-
-
-@triton.jit
 def topk(key, k):
     """Select the k[r] largest keys of row r of key [R, BLOCK]."""
     choosable = key != NEVER
@@ -94,7 +83,12 @@ def topk(key, k):
         place = tl.arange(0, key.shape[1])[None, :]
         threshold = tl.sum(tl.where(place == (k - 1)[:, None], tl.sort(key, 1, descending=True), 0), 1)
     else:
-        threshold = _kth_by_halving(key, k, choosable)
+        hi = tl.max(key, 1)
+        threshold = tl.min(tl.where(choosable, key, hi[:, None]), 1)
+        while tl.max((threshold < hi).to(tl.int32), 0) > 0:
+            middle = middle_of(threshold, hi)
+            count = tl.sum((key >= middle[:, None]).to(tl.int32), 1)
+            threshold, hi = halve(threshold, hi, k, middle, count)
     above = key > threshold[:, None]
     tied = (key == threshold[:, None]) & choosable
     missing = k - tl.sum(above.to(tl.int32), 1)
