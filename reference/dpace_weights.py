@@ -41,6 +41,6 @@ def dpace_weights(
     for j in range(k):
         C = prefix[j + 1]
         S = sum(prefix[m + 1] * mask[..., m] for m in range(j, k))
-        ratio = torch.where(C > 0, S / C, 0.0)
+        ratio = torch.where(C <= 0, 0.0, S / C)
         weights[..., j] = {"dpace": S, "prefix": C, "continuation": ratio}[variant] * mask[..., j]
     return weights

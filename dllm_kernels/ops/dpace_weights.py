@@ -75,7 +75,7 @@ def weights_of_blocks(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant
         return prefix * mask
     suffix = (prefix * mask).flip(-1).cumsum(-1).flip(-1)
     if variant == "continuation":
-        suffix = torch.where(prefix > 0, suffix / prefix, 0.0)
+        suffix = torch.where(prefix <= 0, 0.0, suffix / prefix)  # NaN stays NaN
     return suffix * mask
 
 

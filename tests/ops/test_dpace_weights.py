@@ -1,5 +1,6 @@
 """D-PACE's position weights: numbers by hand, the oracle, a trainer's formula, compiled, DTensors' parts, bad input."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -173,3 +174,15 @@ def test_a_prefix_that_is_nearly_none():
     got = dpace_weights(confidence, mask, **options)
     torch.testing.assert_close(got, reference.dpace_weights(confidence, mask, **options), atol=0.0, rtol=1e-5)
     assert got[0, :5].tolist() == pytest.approx([1.0] * 5)
+
+
+@pytest.mark.parametrize("variant", ["dpace", "prefix", "continuation"])
+def test_a_nan_reaches_the_weights_of_its_block_alone(variant):
+    """A row whose logits are NaN must not vanish from a loss: its weight, and those that depend on it, are NaN."""
+    confidence, mask = torch.full((2, 4), 0.5), torch.ones(2, 4)
+    confidence[0, 1] = math.nan
+    weights = dpace_weights(confidence, mask, variant=variant)
+    assert weights[0, 1].isnan()
+    assert weights[1].isfinite().all()
+    mask[0, 1] = 0
+    assert dpace_weights(confidence, mask, variant=variant).isfinite().all()

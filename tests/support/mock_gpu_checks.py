@@ -549,7 +549,7 @@ def corruption_is_one_launch_and_nothing_else(gpu):
         gpu.launches.clear()
         with Operations() as operations:
             routine.launch(ids, loss_mask, **given, seeds=seeds)
-        assert (len(gpu.launches), operations.names) == (1, []), name
+        assert (len(gpu.launches), operations.names) == (1, []), (name, operations.names)
 
 
 @check

@@ -320,7 +320,8 @@ def corrupt(
     """Launch what ``_random/_corrupt.py`` calls ``what``; ``rate`` and ``at_least`` are those of "topk"."""
     B, L = input_ids.shape
     noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
-    out = noisy, torch.empty_like(noisy, dtype=torch.bool), torch.empty_like(noisy, dtype=torch.float32)
+    noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
+    out = noisy, noise, torch.empty(noisy.shape, dtype=torch.float32, device=noisy.device)
     mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
     # A level [B, 1] is that of all blocks of a row.
     level_strides = (0, 0) if level is None else (level.stride(0), level.stride(1) if level.shape[1] > 1 else 0)
@@ -363,7 +364,7 @@ def mix_tokens(
     """``_corrupt.mix_tokens``."""
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
-    noise = torch.empty_like(noisy, dtype=torch.bool)
+    noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
     R, block, share, num_warps = _tiles.independent(1, L, 4)
     grid = (triton.cdiv(B, R) * triton.cdiv(L, block),)
     _corrupt_mix[grid](
