@@ -711,3 +711,14 @@ def test_its_parts_are_those_of_the_package():
     out = total(DraftDistillationLoss(position_weights="dpace", confidence="acceptance"), "hidden", i, i.hidden, i.head)
     torch.testing.assert_close(out.total_loss, (weights * each.loss).sum())
     assert out.draft_correct_per_pos is None
+
+
+def test_a_coefficient_of_the_cross_entropy_without_a_teacher():
+    """With D-PACE the rows are computed one by one, and each is multiplied by it."""
+    torch.manual_seed(0)
+    logits, targets, mask = torch.randn(1, 6, 11), torch.randint(0, 11, (1, 6)), torch.ones(1, 6)
+    losses = [
+        DraftDistillationLoss({"ce": c}, position_weights="dpace")(logits, None, targets, mask, block_size=4).total_loss
+        for c in (1.0, 0.25)
+    ]
+    torch.testing.assert_close(losses[1], 0.25 * losses[0])
