@@ -48,7 +48,7 @@ def of_rows(head: nn.Module, hidden: torch.Tensor) -> Head:
     module: Any = _chosen(head)
     if not _is_lora(module):
         return Head(module.weight, module.bias)
-    base, rows, columns, bias = module.base_layer, [], [], module.base_layer.bias
+    base, rows, columns, bias, dtype = module.base_layer, [], [], module.base_layer.bias, hidden.dtype
     if module.disable_adapters and module.merged:
         module.unmerge()
     for name in _active(module):
@@ -60,9 +60,9 @@ def of_rows(head: nn.Module, hidden: torch.Tensor) -> Head:
             bias = b.bias * s if bias is None else bias + b.bias * s
     if not rows:
         return Head(base.weight, bias)
-    # One dtype, because the low-rank part is one matrix; the op casts it to that of the logits.
-    u = torch.cat([r.to(rows[0].dtype) for r in rows], -1)
-    return Head(base.weight, bias, (u, torch.cat([c.to(u.dtype) for c in columns], 1)))
+    # PEFT keeps the adapters of a 16-bit head in float32. The products of the head are in the dtype of its rows.
+    u, columns_of_u = torch.cat([r.to(dtype) for r in rows], -1), torch.cat([c.to(dtype) for c in columns], 1)
+    return Head(base.weight, None if bias is None else bias.to(dtype), (u, columns_of_u))
 
 
 def _active(head: Any) -> list[str]:

@@ -24,6 +24,7 @@ from dllm_kernels.integrations.transformers import (
     pack_labels,
     unpack_labels,
 )
+from dllm_kernels.ops import weighted_linear_nll
 from reference.mdlm import mdlm_loss
 from tests.conftest import every_time
 
@@ -766,6 +767,29 @@ def test_the_parts_of_a_head_give_the_logits_of_peft(ranks, kind, state):
         got = head(hidden)
     torch.testing.assert_close(got, expected)
     assert (seen[0] is not None) == (state == "active" and kind != "trained copy")
+
+
+@needs_trainer
+def test_float32_adapters_of_a_bfloat16_head(ranks):
+    """As PEFT makes them by default; the head computes in bfloat16, and the adapters get float32 gradients."""
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(5)
+    options = {"target_modules": ["decoder"], "r": 3, "lora_bias": True, "init_lora_weights": False}
+    model = peft.get_peft_model(ranks.model(tied=False).bfloat16(), peft.LoraConfig(**options))
+    head, hidden, targets = model.get_output_embeddings(), torch.randn(3, 8).bfloat16(), torch.arange(3)
+    assert head.lora_A["default"].weight.dtype == torch.float32
+
+    def loss(hidden, weight, bias, extra):
+        return weighted_linear_nll(hidden, weight, targets, torch.ones(3), bias=bias, extra=extra).loss
+
+    expected = nn.functional.cross_entropy(head(hidden).float(), targets, reduction="sum")
+    with loss_in_head(model, loss):
+        got = head(hidden)
+    torch.testing.assert_close(got, expected, rtol=1e-2, atol=0)
+    trained = [p for p in head.parameters() if p.requires_grad]
+    for ours, theirs in zip(*(torch.autograd.grad(value, trained) for value in (got, expected)), strict=True):
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, theirs, rtol=5e-2, atol=5e-2 * theirs.abs().max().item())
 
 
 @needs_trainer
