@@ -165,9 +165,7 @@ class Chunks:
         if a.is_cuda and torch.version.hip is None:
             if total is None:
                 return torch.mm(a, h, out_dtype=acc)
-            if is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for this overload of addmm, and raises
-                return total.add_(torch.mm(a, h, out_dtype=acc))
-            return torch.addmm(total, a, h, out_dtype=acc, out=total)
+            return _added_product(total, a, h)
         if total is None:
             total = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
         if a.is_cuda:  # rocBLAS has no product of low-precision matrices into a float32 one through torch
@@ -219,19 +217,21 @@ def _wide_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> No
 
     Devices whose matmul cannot do so (CPU, ROCm) widen a, and b by slabs of rows.
     """
-    if a.is_cuda and torch.version.hip is None:
-        if add and not is_in_torch_dispatch_mode():
-            torch.addmm(out, a, b.t(), out_dtype=out.dtype, out=out)
-        elif add or is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for the overloads with out=
-            product = torch.mm(a, b.t(), out_dtype=out.dtype)
-            out.add_(product) if add else out.copy_(product)
-        else:
-            torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
-        return
-    wide = a.to(out.dtype)
-    for v in range(0, b.shape[0], SLAB):
-        columns, slab = out[:, v : v + SLAB], b[v : v + SLAB].to(out.dtype).t()
-        columns.addmm_(wide, slab, beta=int(add))
+    if not a.is_cuda or torch.version.hip is not None:
+        _add_product_by_slabs(out.t(), b, a.t(), beta=int(add))
+    elif add:
+        _added_product(out, a, b.t())
+    elif is_in_torch_dispatch_mode():  # see _added_product
+        out.copy_(torch.mm(a, b.t(), out_dtype=out.dtype))
+    else:
+        torch.mm(a, b.t(), out_dtype=out.dtype, out=out)
+
+
+def _added_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Add the product of 16-bit operands to ``total``, float32, on a device whose matmul accumulates in it."""
+    if is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for overloads with out_dtype and out=
+        return total.add_(torch.mm(a, b, out_dtype=total.dtype))
+    return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -240,11 +240,11 @@ def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device)
     return torch.empty(rows, columns, dtype=dtype, device=device)[:, :V]
 
 
-def _add_product_by_slabs(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add ``a b`` to ``out`` in its dtype, casting ``a`` one slab at a time: no float32 copy of a chunk exists."""
+def _add_product_by_slabs(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
+    """Add ``a b`` to ``beta out`` in its dtype, casting ``a`` slab by slab: no float32 copy of all of it exists."""
     wide = b.to(out.dtype)
     for v in range(0, a.shape[0], SLAB):
-        out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide)
+        out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide, beta=beta)
 
 
 def _add_column_sums(out: Tensor, a: Tensor, factor: Tensor | None) -> None:
