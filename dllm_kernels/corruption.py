@@ -170,7 +170,7 @@ def corrupt_uniform(
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3.
     """
     _check_batch(input_ids, loss_mask, optional=False)
-    mask_id = _checked_mask_id(mask_token_id, input_ids)
+    mask_id = checked_mask_id(mask_token_id, input_ids)
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be a bool, got {type_name(exact)}")
     what = "exact" if exact else "mask"
@@ -227,7 +227,7 @@ def corrupt_blockwise(
     Kool, van Hoof and Welling 2019, arXiv:1903.06059, section 2.3.
     """
     _check_batch(input_ids, loss_mask, optional=True)
-    mask_id = _checked_mask_id(mask_token_id, input_ids)
+    mask_id = checked_mask_id(mask_token_id, input_ids)
     ratio = _checked_real("half_life_ratio", half_life_ratio)
     if not ratio > 0:
         raise ValueError(f"half_life_ratio must be above 0, got {ratio}")
@@ -307,7 +307,7 @@ def corrupt_all_masked(
     Source: the all-masked training of I-DLM, arXiv:2604.11035.
     """
     _check_batch(input_ids, loss_mask, optional=False)
-    mask_id = _checked_mask_id(mask_token_id, input_ids)
+    mask_id = checked_mask_id(mask_token_id, input_ids)
     return _run(_corrupt.corrupt, "all", input_ids, loss_mask, mask_id, None, 0.0, 1.0, None, None, backend)
 
 
@@ -358,7 +358,7 @@ def corrupt_mix(
     al. 2021, arXiv:2107.03006, section 3.1) side by side.
     """
     _check_batch(input_ids, loss_mask, optional=False)
-    mask_id = _checked_mask_id(mask_token_id, input_ids)
+    mask_id = checked_mask_id(mask_token_id, input_ids)
     vocab_size = _checked_vocab_size(vocab_size, input_ids)
     if vocab_size < 3:
         raise ValueError(f"vocab_size must be at least 3, got {vocab_size}")
@@ -405,8 +405,7 @@ def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend:
     _checks.check_mask("noise_mask", noise_mask, noise_mask.shape)
     _checks.check_mask("loss_mask", loss_mask, noise_mask.shape, "that of noise_mask")
     _checks.check_same_device("noise_mask", noise_mask, loss_mask=loss_mask)
-    where = first_fraction(noise_mask, loss_mask)
-    if where is not None:
+    if (where := first_fraction(noise_mask, loss_mask)) is not None:
         raise ValueError(
             f"noise_mask must hold no fractions, got {noise_mask[where].item()} at position {where}; is it p_mask?"
         )
@@ -472,18 +471,10 @@ def sample_level(
 
 
 def _corrupted(
-    what: str,
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    token: int,
-    block_size: int | None,
-    eps: float,
-    half_life_ratio: float,
-    level: torch.Tensor | None,
-    generator: torch.Generator | None,
-    seeds: torch.Tensor | None,
+    what: str, input_ids: torch.Tensor, loss_mask: torch.Tensor | None, token: int, block_size: int | None, eps: float,
+    ratio: float, level: torch.Tensor | None, generator: torch.Generator | None, seeds: torch.Tensor | None,
     backend: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Check what the routines have in common, draw a seed and call ``_corrupt.corrupt``."""
     eps = _checked_real("eps", eps)
     if not 0 <= eps < 1:
@@ -497,8 +488,7 @@ def _corrupted(
     if level is not None:
         level = _checked_of_row("level", level, input_ids, blocks)
     seed = _philox.resolve_seed(input_ids.device, B, generator, seeds)
-    args = what, input_ids, loss_mask, token, block_size, eps, half_life_ratio, level, seed, backend
-    return _run(_corrupt.corrupt, *args)
+    return _run(_corrupt.corrupt, what, input_ids, loss_mask, token, block_size, eps, ratio, level, seed, backend)
 
 
 def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
@@ -514,16 +504,17 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
     if _fit(input_ids, loss_mask):
         return
     _checks.check_ids("input_ids", input_ids)
-    _check_whole_tensor("input_ids", input_ids)
+    check_whole_tensor("input_ids", input_ids)
     _checks.check_ndim("input_ids", input_ids, 2, "[B, L]")
     if optional and loss_mask is None:
         return
     _checks.check_mask("loss_mask", loss_mask, input_ids.shape, "that of input_ids")
-    _check_whole_tensor("loss_mask", loss_mask)
+    check_whole_tensor("loss_mask", loss_mask)
     _checks.check_same_device("input_ids", input_ids, loss_mask=loss_mask)
 
 
-def _check_whole_tensor(name: str, tensor: object) -> None:
+def check_whole_tensor(name: str, tensor: object) -> None:
+    """Raise a TypeError for a DTensor, of which a routine sees only the local rows."""
     if is_dtensor(tensor):
         raise TypeError(
             f"{name} must be a plain torch.Tensor, got DTensor; corrupt its to_local(), with seeds for its rows"
@@ -542,20 +533,21 @@ def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
     )
 
 
-def _checked_mask_id(mask_token_id: int, input_ids: torch.Tensor) -> int:
+def checked_mask_id(mask_token_id: int, input_ids: torch.Tensor, name: str = "input_ids") -> int:
+    """Convert the id of MASK to an int that the dtype of the ids holds; ``name`` is the argument that has the ids."""
     try:
         index = operator.index(None if isinstance(mask_token_id, bool) else mask_token_id)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"mask_token_id must be an int, got {type_name(mask_token_id)}") from None
-    _check_fits("mask_token_id", index, input_ids)
+    _check_fits("mask_token_id", index, input_ids, name)
     return index
 
 
-def _check_fits(name: str, token: int, input_ids: torch.Tensor) -> None:
+def _check_fits(name: str, token: int, input_ids: torch.Tensor, ids_name: str = "input_ids") -> None:
     low, high = _LIMITS[input_ids.dtype]
     if not low <= token <= high:
         dtype = str(input_ids.dtype).removeprefix("torch.")
-        raise ValueError(f"{name} must fit the {dtype} of input_ids, [{low}, {high}], got {token}")
+        raise ValueError(f"{name} must fit the {dtype} of {ids_name}, [{low}, {high}], got {token}")
 
 
 def _checked_real(name: str, value: object) -> float:

@@ -11,14 +11,19 @@ from dllm_kernels._backends._rows import RowPrimitives, StatsPrimitives
 @functools.cache
 def row_primitives(triton: bool) -> RowPrimitives:
     """Return the row primitives of a backend; Triton is imported only if requested."""
+    from dllm_kernels._backends.torch import _sample
+
     if triton:
-        from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, token_nll
+        from dllm_kernels._backends.triton import divergence, linear_nll, row_stats, sample, token_nll
 
         stats = StatsPrimitives(row_stats.forward, row_stats.mix, row_stats.backward)
-        of_nll = token_nll.row_stats, token_nll.weighted_row_stats, token_nll.row_grad, linear_nll.row_nll_grad_
-        return RowPrimitives(stats, *of_nll, linear_nll.scale_, divergence.divergence, divergence.divergence_grad)
+        return RowPrimitives(
+            stats, token_nll.row_stats, token_nll.weighted_row_stats, token_nll.row_grad, linear_nll.row_nll_grad_,
+            linear_nll.scale_, divergence.divergence, divergence.divergence_grad, sample.sample, _sample.largest,
+        )  # fmt: skip
     from dllm_kernels._backends.torch import _divergence, _nll, _stats
 
     stats = StatsPrimitives(_stats.forward, _stats.mix, _stats.backward)
     of_pairs = _divergence.divergence, _divergence.divergence_grad
-    return RowPrimitives(stats, *nll_of_stats(stats), _nll.nll_and_grad_, _nll.scale_, *of_pairs)
+    of_nll = *nll_of_stats(stats), _nll.nll_and_grad_
+    return RowPrimitives(stats, *of_nll, _nll.scale_, *of_pairs, _sample.sample, _sample.largest)

@@ -32,6 +32,16 @@ and the gradient is that in the logits as they were given. No target is its ``sk
 ``divergence(...)``, ``divergence_grad(...)``
     Of rows to a teacher's: ``_backends/_divergence.py``.
 
+``sample(logits [C, V], transform, noise)``
+    (score float64 ``[C]``, column int64 ``[C]``) of the largest ``x_v - ln(-ln u_v)`` of each row, x the transformed
+    logits and u the uniforms of the ``_noise.Noise``, or of the largest x if there is none; the lowest column
+    wins a tie. Every operation of a score is exact or rounded by itself, so that equal logits give the same token on
+    every device. What it returns for a row that holds a NaN is not defined.
+
+``largest(logits [C, V], k, transform)``
+    (values ``[C, k]`` in acc, columns int64 ``[C, k]``), the k largest transformed logits of each row in descending
+    order; the lowest column first among equals.
+
 ``add_parts(t)``
     ``t`` with the sum over all parts of a split row in the place of this part's share of it; None where a row is whole.
 
@@ -77,6 +87,8 @@ class RowPrimitives(NamedTuple):
     scale_: Callable[[Tensor, Tensor], None]
     divergence: Divergences
     divergence_grad: Callable[..., None]
+    sample: Callable[..., tuple[Tensor, Tensor]]
+    largest: Callable[..., tuple[Tensor, Tensor]]
     add_parts: Callable[[Tensor], Tensor] | None = None
     local_ids: Callable[[Tensor], Tensor] | None = None
 

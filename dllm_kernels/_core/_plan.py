@@ -42,6 +42,7 @@ class Options(NamedTuple):
         entropy: return the entropy.
         round_nll: round each NLL to the dtype of the logits before it is weighted.
         inplace_backward: write the gradient over the logits.
+        top_k: return so many of the most likely ids.
     """
 
     transform: Transform = NO_TRANSFORM
@@ -56,6 +57,7 @@ class Options(NamedTuple):
     entropy: bool = False
     round_nll: bool = False
     inplace_backward: bool = False
+    top_k: int | None = None
 
     def checked(self, V: int, rows: int) -> Options:
         """Validate the options for so many rows of V logits, and convert them to Python's own types.
@@ -64,8 +66,8 @@ class Options(NamedTuple):
             TypeError: an option of the wrong type.
             ValueError: an option out of range. The backend is resolved by ``use_triton``.
         """
-        (softcap, scale, skip_id), ignore_index, _, _, chunk_size, num_active, logits_dtype, *flags = self
-        given = (softcap, scale, skip_id, chunk_size, num_active, logits_dtype)
+        (softcap, scale, skip_id), ignore_index, _, _, chunk_size, num_active, logits_dtype, *flags, top_k = self
+        given = (softcap, scale, skip_id, chunk_size, num_active, logits_dtype, top_k)
         if type(ignore_index) is int and all(g is None for g in given) and all(type(flag) is bool for flag in flags):
             return self
         _checks.check_flags(
@@ -75,6 +77,10 @@ class Options(NamedTuple):
         _checks.check_int("ignore_index", self.ignore_index)
         if not isinstance(logits_dtype, torch.dtype | None):
             raise TypeError(f"logits_dtype must be a torch.dtype or None, got {_checks.type_name(logits_dtype)}")
+        if top_k is not None:
+            _checks.check_int("top_k", top_k)
+            if not 1 <= top_k <= V:
+                raise ValueError(f"top_k must lie in [1, {V}], the size of the vocabulary, or be None, got {top_k}")
         return replaced(
             self,
             transform=_checks.checked_transform(V, *self.transform),
@@ -123,17 +129,11 @@ class Plan(NamedTuple):
             allowed = f"torch.float32, {dtype}" if narrow else dtype
             raise ValueError(f"logits_dtype must be {allowed} or None for this head, got {options.logits_dtype}")
         return cls(
-            dtype,
-            use_triton(options.backend, inputs.x),
-            options,
-            NeedsGrad.of(inputs.grad_inputs),
-            from_hidden=inputs.weight is not None,
-            wide_logits=wide and narrow,
-            with_mix=inputs.mix_a is not None,
+            dtype, use_triton(options.backend, inputs.x), options, NeedsGrad.of(inputs.grad_inputs),
+            from_hidden=inputs.weight is not None, wide_logits=wide and narrow, with_mix=inputs.mix_a is not None,
             mask_zero_weight=inputs.weights is not None and inputs.active is not None,
-            divergence=divergence,
-            objective=objective,
-        )
+            divergence=divergence, objective=objective,
+        )  # fmt: skip
 
     @property
     def logits_dtype(self) -> torch.dtype:

@@ -63,6 +63,26 @@ class RowObjective(NamedTuple):
     correct: torch.Tensor | None = None
 
 
+class LinearSample(NamedTuple):
+    """A token of each row and its distribution, detached; floats are float32 (float64 for float64 inputs), in nats.
+
+    Attributes:
+        ids: the chosen token, int64, of the shape of the rows; -100 in inactive rows. In a row whose softmax is NaN,
+            as ``log_probs`` shows, the lowest id that is not skipped.
+        log_probs: its log-probability; 0 in inactive rows.
+        entropy: of the distribution; 0 in inactive rows.
+        top_ids: the K most likely tokens, int64 ``[..., K]``, in descending order, the lowest id first among equals; or
+            None unless requested. -100 as in ``ids``.
+        top_log_probs: their log-probabilities, or None unless requested.
+    """
+
+    ids: torch.Tensor
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    top_ids: torch.Tensor | None = None
+    top_log_probs: torch.Tensor | None = None
+
+
 class WeightedNLL(NamedTuple):
     """A weighted sum of NLLs, and the results of each row.
 

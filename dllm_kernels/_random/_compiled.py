@@ -13,21 +13,22 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dllm_kernels._random import _corrupt
+from dllm_kernels._random import _corrupt, _philox
 from dllm_kernels._random._topk import choose
 from dllm_kernels._utils import _changing
 
 
-def _mask(like: torch.Tensor, *_: Any) -> torch.Tensor:
+def _mask(like: Tensor, *_: Any) -> Tensor:
     return like.new_empty(like.shape, dtype=torch.bool)
 
 
-def _mixed(input_ids: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _mixed(input_ids: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return input_ids.new_empty(input_ids.shape), _mask(input_ids)
 
 
-def _corrupted(what: str, input_ids: torch.Tensor, *_: Any) -> _corrupt.Corrupted:
+def _corrupted(what: str, input_ids: Tensor, *_: Any) -> _corrupt.Corrupted:
     return *_mixed(input_ids), input_ids.new_empty(input_ids.shape, dtype=torch.float32)
 
 
@@ -61,12 +62,11 @@ corrupt = _op(_corrupt.corrupt, _corrupted)
 mix_tokens = _op(_corrupt.mix_tokens, _mixed)
 complement = _op(_corrupt.complement, _mask)
 sample_level = _op(_corrupt.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32))
+child_seeds = _op(_philox.child_seeds, lambda seeds, count: seeds.new_empty(len(seeds), count))
 
 
 @torch.library.custom_op("dllm_kernels::gumbel_topk_mask", mutates_args=())
-def gumbel_topk_mask(
-    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None, backend: str
-) -> torch.Tensor:
+def gumbel_topk_mask(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Tensor | None, backend: str) -> Tensor:
     """``_topk.choose``."""
     return choose(log_w, k, uniform, seed, backend)
 

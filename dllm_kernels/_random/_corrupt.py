@@ -92,17 +92,9 @@ Body = Callable[[Rows], Change]
 
 
 def corrupt(
-    what: str,
-    input_ids: Tensor,
-    loss_mask: Tensor | None,
-    token: int,
-    block_size: int | None,
-    eps: float,
-    half_life_ratio: float,
-    level: Tensor | None,
-    seed: Tensor | None,
-    backend: str,
-) -> Corrupted:
+    what: str, input_ids: Tensor, loss_mask: Tensor | None, token: int, block_size: int | None, eps: float,
+    half_life_ratio: float, level: Tensor | None, seed: Tensor | None, backend: str,
+) -> Corrupted:  # fmt: skip
     """Corrupt supervised positions as the functions of :mod:`dllm_kernels.corruption` say.
 
     ======  =================================================  ===========================================
@@ -149,16 +141,9 @@ def corrupt(
 
 
 def mix_tokens(
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    mask_token_id: int,
-    vocab_size: int,
-    mask_prob: Tensor,
-    uniform_prob: Tensor,
-    check: bool,
-    seed: Tensor,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
+    input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
+    check: bool, seed: Tensor, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Masks and other tokens; see :func:`dllm_kernels.corruption.corrupt_mix`."""
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)[:2]

@@ -27,12 +27,27 @@ d = 2i and 2i + 1        position i, where it takes a whole word: 23 bits for th
 ``stride`` is what a row occupies, ``ceil(levels / 8) + ceil(draws of its positions / 8)`` counters: all that a batch
 draws is one run of the stream. Without levels (``gumbel_topk_mask``) there are only positions.
 
+The noise of a row of logits (``linear_sample``) has 48 bits a column v. Most columns are ruled out by the high 16:
+
+========  ===================================================================================
+high      16 bits, quarter ``v & 3`` from the low end of word ``(v >> 2) & 3`` of the counter
+          ``(2^32 + row * ceil(V / 16) + (v >> 4), 1, 0, 0)``
+low       32 bits, half ``v & 1`` of word ``(v >> 1) & 3`` of the counter
+          ``(2^32 + 2 row * ceil(V / 16) + (v >> 3), 2, 0, 0)``
+========  ==========================================================================================
+=======
+**Child seeds.** Where one row needs several independent masks, as the views of a policy gradient do, child j of a seed
+takes the place of a seed: word j of ``numpy.random.Philox(key=(seed, 1)).random_raw()``, as an int64. The second word
+of the key is 1 there and 0 for all draws, so no word is both a draw and a child seed. Child j does not depend on how
+many children there are.
+
 **From bits to numbers**, all exact in the type named, so that every device agrees:
 
 * coins and levels: ``u = (2 q + 1) 2^-24`` in float32 with q the high 23 bits of the draw or word, 2^23 values strictly
   inside (0, 1);
 * Gumbel noise: ``u = (2 draw + 1) 2^-33`` in float64, 2^32 values strictly inside (0, 1), fine enough that two
   of 131,072 positions hardly ever tie;
+* noise of logits: ``u = (2 (high 2^32 + low) + 1) 2^-49`` in float64;
 * tokens: ``floor(r n / 2^41)`` with r the low 41 bits of the word, for one of n tokens. None is likelier than another
   by more than a factor of ``1 + n 2^-41``.
 """
@@ -45,19 +60,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from dllm_kernels._utils._checks import check_dtype, check_tensor, type_name
 
 COIN_BITS, TOKEN_BITS = 23, 41
 # The counter of a row's zero; below it lie the levels of row 0, up to 2^35 of them.
 ZERO = 1 << 32
-
-_MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
+MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _ROUNDS = 10
-Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_CHILDREN = 1  # second word of the key of child seeds
 _Array = npt.NDArray[Any]
+Words = tuple[Any, Any, Any, Any]
 
 
 class Layout(NamedTuple):
@@ -78,8 +94,8 @@ class Layout(NamedTuple):
         return self.before + -(-self.positions // (4 if self.whole_words else 8))
 
 
-def philox4x64(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Philox 4x64-10 of four counter words and two key words, broadcastable int64 tensors that hold 64 bits; int64."""
+def philox4x64(counter: Words, key: tuple[Any, Any]) -> Words:
+    """Philox 4x64-10 of four counter words and two key words: int64, broadcastable, all tensors or all arrays."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -90,25 +106,23 @@ def philox4x64(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
     return c0, c1, c2, c3
 
 
-def _product(a: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(a: Any, m: int) -> tuple[Any, Any]:
     """High and low word of an unsigned product, from products of 32-bit halves, which wrap and have the right bits."""
-    a1, a0, m1, m0 = _high(a), a & _MASK32, m >> 32, m & _MASK32
+    a1, a0, m1, m0 = _high(a), a & MASK32, m >> 32, m & MASK32
     middle = a1 * m0 + _high(a0 * m0)
-    carry = a0 * m1 + (middle & _MASK32)
+    carry = a0 * m1 + (middle & MASK32)
     return a1 * m1 + _high(middle) + _high(carry), a * _signed(m)
 
 
-def _high(a: torch.Tensor) -> torch.Tensor:
-    return (a >> 32) & _MASK32
+def _high(a: Any) -> Any:
+    return (a >> 32) & MASK32
 
 
 def _signed(word: int) -> int:
     return word - (word >> 63 << 64)
 
 
-def random_bits(
-    seed: torch.Tensor, rows: int, layout: Layout
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def random_bits(seed: Tensor, rows: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
     """Draws of a batch in the layout above, under an int64 seed: 0-d for a shared seed, or ``[rows]``.
 
     The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in [0, 2^32);
@@ -119,7 +133,7 @@ def random_bits(
     counter = ZERO - layout.before + row * layout.stride + torch.arange(layout.stride, device=seed.device)
     zero = torch.zeros_like(counter)
     words = torch.stack(philox4x64((counter, zero, zero, zero), (seed.view(-1, 1), zero)), dim=-1)
-    draws = torch.stack([words & _MASK32, _high(words)], dim=-1).view(rows, -1)
+    draws = torch.stack([words & MASK32, _high(words)], dim=-1).view(rows, -1)
     levels = draws[:, : 8 * layout.before].flip(1)[:, : layout.levels]
     if layout.whole_words:
         whole = words.view(rows, -1)[:, 4 * layout.before :][:, : layout.positions]
@@ -131,19 +145,19 @@ _local = threading.local()
 _CPU = torch.device("cpu")
 
 
-def _stream(seed: int, counter: int) -> Any:
+def words_from(seed: int, counter: int, stream: int = 0, family: int = 0) -> Any:
     """NumPy's generator of the words from a counter on; one a thread, for a state is set in a fifth of making one."""
     try:
         philox = _local.philox
     except AttributeError:
         philox = _local.philox = np.random.Philox(0)
-    state = {"counter": (counter - 1, 0, 0, 0), "key": (seed & _MASK64, 0)}
+    state = {"counter": (counter - 1, stream, 0, 0), "key": (seed & _MASK64, family)}
     unused = {"buffer": (0, 0, 0, 0), "buffer_pos": 4, "has_uint32": 0, "uinteger": 0}
     philox.state = {"bit_generator": "Philox", "state": state, **unused}
     return philox
 
 
-def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
+def bits_on_host(seed: Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
     """``random_bits`` of some rows by NumPy: int64 words, uint32 draws or, for whole words, these as uint64.
 
     A coin is the high bits of either.
@@ -151,11 +165,11 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
     before, stride = layout.before, layout.stride
     if seed.dim() == 0:
         first = ZERO - before + rows.start * stride
-        words = _stream(int(seed.item()), first).random_raw((len(rows), 4 * stride))
+        words = words_from(int(seed.item()), first).random_raw((len(rows), 4 * stride))
     else:
         words = np.empty((len(rows), 4 * stride), np.uint64)
         for row, key in zip(words, seed[rows.start : rows.stop].tolist(), strict=True):
-            row[:] = _stream(key, ZERO - before).random_raw(4 * stride)
+            row[:] = words_from(key, ZERO - before).random_raw(4 * stride)
     draws = words.view(np.uint32)  # the low half first, as memory has it wherever torch runs
     levels = draws[:, : 8 * before][:, ::-1][:, : layout.levels]
     if layout.whole_words:
@@ -164,9 +178,24 @@ def bits_on_host(seed: torch.Tensor, rows: range, layout: Layout) -> tuple[_Arra
     return levels, draws[:, 8 * before : 8 * before + layout.positions], None
 
 
-def resolve_seed(
-    device: torch.device, rows: int, generator: torch.Generator | None, seeds: torch.Tensor | None
-) -> torch.Tensor:
+def child_seeds(seeds: Tensor, count: int) -> Tensor:
+    """Derive ``count`` seeds of each of the int64 ``seeds`` ``[B]``, see the module; int64 ``[B, count]``."""
+    if seeds.is_cpu:
+        words = np.empty((len(seeds), count), np.uint64)
+        for row, key in zip(words, seeds.tolist(), strict=True):
+            row[:] = words_from(key, 1, family=_CHILDREN).random_raw(count)
+        return torch.from_numpy(words.view(np.int64))
+    return _child_seeds_torch(seeds, count)
+
+
+def _child_seeds_torch(seeds: Tensor, count: int) -> Tensor:
+    counter = 1 + torch.arange(-(-count // 4), device=seeds.device)
+    zero = torch.zeros_like(counter)
+    made = philox4x64((counter, zero, zero, zero), (seeds.view(-1, 1), zero + _CHILDREN))
+    return torch.stack(made, dim=-1).flatten(1)[:, :count].contiguous()
+
+
+def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
     """Return a call's seed, int64 on ``device``, without a host sync: valid ``seeds`` ``[rows]``, or a drawn 0-d one.
 
     The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then
@@ -192,14 +221,14 @@ def resolve_seed(
 _SEEDS = (-(2**63), 2**63 - 1)
 
 
-def _seed_on_host() -> torch.Tensor:
+def _seed_on_host() -> Tensor:
     """Per-thread buffer for drawn seeds; takes half the time of allocating one per call."""
     try:
-        seed: torch.Tensor = _local.seed
+        seed: Tensor = _local.seed
     except AttributeError:
         with torch.inference_mode(False):  # else nothing outside that mode could write to it
             seed = torch.empty((), dtype=torch.int64, device="cpu")
-        if type(seed) is torch.Tensor:  # a fake one would serve no later call
+        if type(seed) is Tensor:  # a fake one would serve no later call
             _local.seed = seed
     return seed
 
@@ -208,7 +237,7 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
     return a.type == b.type and (a.index is None or b.index is None or a.index == b.index)
 
 
-def _checked_seeds(seeds: torch.Tensor, rows: int, device: torch.device) -> torch.Tensor:
+def _checked_seeds(seeds: Tensor, rows: int, device: torch.device) -> Tensor:
     check_tensor("seeds", seeds)
     check_dtype("seeds", seeds, (torch.int64,))
     if tuple(seeds.shape) != (rows,):

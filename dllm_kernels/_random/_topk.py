@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox, _rules
@@ -38,23 +39,13 @@ _SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 _LN2_HIGH = float.fromhex("0x1.62e42feep-1")
 _LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
 # The coefficients of fdlibm's e_log.c (Sun Microsystems, 1993), for x^2 <= 0.0295.
-LOG_COEFFICIENTS = tuple(
-    float.fromhex(c)
-    for c in (
-        "0x1.2f112df3e5244p-3",
-        "0x1.39a09d078c69fp-3",
-        "0x1.7466496cb03dep-3",
-        "0x1.c71c51d8e78afp-3",
-        "0x1.2492494229359p-2",
-        "0x1.999999997fa04p-2",
-        "0x1.5555555555593p-1",
-    )
-)
+LOG_COEFFICIENTS = tuple(map(float.fromhex, (
+    "0x1.2f112df3e5244p-3", "0x1.39a09d078c69fp-3", "0x1.7466496cb03dep-3", "0x1.c71c51d8e78afp-3",
+    "0x1.2492494229359p-2", "0x1.999999997fa04p-2", "0x1.5555555555593p-1",
+)))  # fmt: skip
 
 
-def choose(
-    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None, backend: str
-) -> torch.Tensor:
+def choose(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, backend: str) -> Tensor:
     """``gumbel_topk_mask`` of checked arguments, the seed drawn."""
     if use_triton(backend, log_w):
         from dllm_kernels._backends.triton.gumbel_topk import gumbel_topk_mask as kernel
@@ -67,7 +58,7 @@ def choose(
     return _gumbel_topk_torch(log_w, counts(k, log_w), uniform, seed)
 
 
-def counts(k: torch.Tensor | int, log_w: torch.Tensor) -> torch.Tensor:
+def counts(k: Tensor | int, log_w: Tensor) -> Tensor:
     """Return k of each row, as a tensor ``[N]``."""
     return torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
 
@@ -77,14 +68,12 @@ MIN_UNIFORM = 2.0**-1022
 MAX_UNIFORM = 1.0 - 2.0**-53
 
 
-def on_host(tensor: torch.Tensor) -> bool:
+def on_host(tensor: Tensor) -> bool:
     """Whether numpy does the torch path's work on a tensor."""
     return tensor.is_cpu
 
 
-def _gumbel_topk_torch(
-    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
-) -> torch.Tensor:
+def _gumbel_topk_torch(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Tensor | None) -> Tensor:
     N, D = log_w.shape
     if uniform is None:
         assert seed is not None
@@ -101,7 +90,7 @@ def exact_log(x: Array) -> Array:
     With ``x = 2^e (1 + f)``, ``1 + f`` in [sqrt(1/2), sqrt(2)), and ``s = f / (2 + f)``, it is
     ``ln(1 + f) = f - s (f - R(s^2))``; R is the polynomial of fdlibm's e_log.c.
     """
-    integer, floating = (torch.int64, torch.float64) if isinstance(x, torch.Tensor) else (np.int64, np.float64)
+    integer, floating = (torch.int64, torch.float64) if isinstance(x, Tensor) else (np.int64, np.float64)
     bits = x.view(integer)
     e = (bits - _SQRT_HALF_BITS) >> 52
     f = (bits - (e << 52)).view(floating) - 1.0
@@ -114,17 +103,15 @@ def exact_log(x: Array) -> Array:
     return exponent * _LN2_HIGH + (exponent * _LN2_LOW + (f - s * (f - z * poly)))
 
 
-def select_exact(log_w: torch.Tensor, uniform: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+def select_exact(log_w: Tensor, uniform: Tensor, k: Tensor) -> Tensor:
     """Select the k largest scores of each row ``[N, D]``, see the module docstring; ``uniform`` in (0, 1), no NaN."""
-    score: torch.Tensor = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
+    score: Tensor = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
     order = torch.sort(score, dim=1, descending=True, stable=True).indices
     first = torch.arange(score.shape[1], device=score.device) < k[:, None]
     return torch.zeros_like(first).scatter_(1, order, first) & (score > -torch.inf)
 
 
-def _gumbel_topk_host(
-    log_w: torch.Tensor, k: torch.Tensor, uniform: torch.Tensor | None, seed: torch.Tensor | None
-) -> torch.Tensor:
+def _gumbel_topk_host(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Tensor | None) -> Tensor:
     N, D = log_w.shape
     mask = np.empty((N, D), np.bool_)
     layout = _philox.Layout(0, D)
@@ -157,7 +144,7 @@ def select_largest(draws: Array, choosable: Array, k: Array) -> Array:
     ``[N, D]``.
     """
     N, D = draws.shape
-    if isinstance(draws, torch.Tensor):
+    if isinstance(draws, Tensor):
         key = draws.masked_fill(~choosable, -1)
         order = torch.sort(key, dim=1, descending=True, stable=True).indices
         first = torch.arange(D, device=draws.device) < k[:, None]

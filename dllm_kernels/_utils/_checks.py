@@ -285,15 +285,9 @@ def targets_checked(check_targets: bool | None) -> bool:
 
 
 def check_target_range(
-    check_targets: bool | None,
-    name: str,
-    targets: Tensor,
-    V: int,
-    ignore_index: int | None = -100,
-    *,
-    shift: int = 0,
-    skip_id: int | None = None,
-) -> None:
+    check_targets: bool | None, name: str, targets: Tensor, V: int, ignore_index: int | None = -100, *,
+    shift: int = 0, skip_id: int | None = None,
+) -> None:  # fmt: skip
     """On request, raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``.
 
     Reads the targets back to the host (a sync), hence only on request. While a graph is traced, one op stands for it,

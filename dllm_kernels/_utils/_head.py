@@ -33,19 +33,20 @@ def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) ->
         advice: end of the message, which says what to do.
         replaced: another module takes over the head's parameters only, without its sharding hooks or parametrizations.
     """
-    if projects(head) and (more := _more_than_linear(head, () if replaced else SHARDING, replaced)):
+    if projects(head) and (more := more_than_linear(head, replaced=replaced)):
         raise ValueError(
             "the LM head must do no more than an nn.Linear for a loss to use its weight in its place, got "
             f"{type_name(head)} with {more}; {advice}"
         )
 
 
-def _more_than_linear(head: nn.Module, tolerated: tuple[str, ...], replaced: bool) -> str | None:
+def more_than_linear(head: nn.Module, *, replaced: bool = False) -> str | None:
+    """Name what the head does beside ``hidden @ weight.T + bias``, or return None; see :func:`check_plain_head`."""
     if "forward" in vars(head):
         return "a forward set on the object"
     if type(head).forward not in LINEAR_FORWARDS:
         return "a forward of its own"
-    if (hook := _hook(head, tolerated)) is not None:
+    if (hook := _hook(head, () if replaced else SHARDING)) is not None:
         return hook
     if replaced and any(not isinstance(p, nn.Parameter | None) for p in (head.weight, head.bias)):
         return "a parametrized weight or bias"

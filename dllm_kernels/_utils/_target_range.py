@@ -17,8 +17,7 @@ def raise_bad_target(
         bad, also = bad | (targets == skip_id), f" and not be skip_id, {skip_id}"
     if ignore_index is not None:
         bad, also = bad & (targets != ignore_index), f"{also} or be {ignore_index}"
-    where = first_true(bad)
-    if where is not None:
+    if (where := first_true(bad)) is not None:
         position = (*where[:-1], where[-1] + shift) if where else where
         raise IndexError(f"{name} must lie in [0, {V}){also}, got {int(targets[where])} at position {position}")
 

@@ -68,8 +68,9 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
 
 def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
     """Each ``[...]`` or ``[..., K]`` of this rank's rows in the global shape, in one sum over the ranks."""
-    dtype = out[0].dtype  # type: ignore[union-attr]
     local = [t for t in out if t is not None]
+    dtype = next(t.dtype for t in local if t.is_floating_point())
+    dtype = torch.float64 if any(t.dtype == torch.int64 for t in local) else dtype
     parts = [part for t in local for part in (t.unbind(-1) if t.dim() > len(rows.shape) else (t,))]
     whole = iter(rows.whole(*(t.to(dtype) for t in parts)))
 
@@ -79,7 +80,7 @@ def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         several = t.dim() > len(rows.shape)
         value = torch.stack([next(whole) for _ in range(t.shape[-1])], -1) if several else next(whole)
         value = value if t.requires_grad else value.detach()
-        return value != 0 if t.dtype == torch.bool else value
+        return value != 0 if t.dtype == torch.bool else value.to(t.dtype)
 
     return [made(t) for t in out]
 

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 
+from dllm_kernels._backends._noise import Noise
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
 from dllm_kernels._backends._rows import IGNORE, NLL, RowPrimitives, StatsPrimitives
 from dllm_kernels._core._plan import Plan
@@ -49,9 +51,38 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
 
     return RowPrimitives(
         stats, nll, weighted_nll, nll_grad, nll_and_grad_, local.scale_, functools.partial(divergence, shard),
-        functools.partial(divergence_grad, shard),
+        functools.partial(divergence_grad, shard), functools.partial(_sample, shard, local.sample),
+        functools.partial(_largest, shard, local.largest),
         add_parts=shard.add_parts, local_ids=shard.local_ids,
     )  # fmt: skip
+
+
+def _sample(
+    shard: VocabShard, local: Any, logits: Tensor, transform: Transform, noise: Noise | None
+) -> tuple[Tensor, Tensor]:
+    """Take the best of the ranks' winners, of which each sends 16 bytes a row; the lowest rank wins a tie."""
+    if noise is not None:
+        noise = noise._replace(first=shard.start, total=shard.total)
+    best = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
+    if shard.size:
+        score, ids = local(logits, shard.local_transform(transform), noise)
+        best = torch.stack([score, (ids + shard.start).to(torch.float64)], 1)
+    score, ids = shard.gather(best).unbind(-1)
+    winner = score.nan_to_num(nan=math.inf).argmax(0, keepdim=True)
+    return score.gather(0, winner)[0], ids.gather(0, winner)[0].to(torch.int64)
+
+
+def _largest(shard: VocabShard, local: Any, logits: Tensor, k: int, transform: Transform) -> tuple[Tensor, Tensor]:
+    """Merge the ranks' k largest, sorted by value and, as ranks and their columns ascend, by column."""
+    here = min(k, shard.size)
+    best = logits.new_full((len(logits), k, 2), -math.inf, dtype=torch.float64)
+    if here:
+        values, ids = local(logits, here, shard.local_transform(transform))
+        best[:, :here] = torch.stack([values.to(torch.float64), (ids + shard.start).to(torch.float64)], 2)
+    values, ids = shard.gather(best.flatten(1)).view(-1, *best.shape).transpose(0, 1).flatten(1, 2).unbind(-1)
+    # A rank with fewer than k columns leaves entries without one, which come last.
+    order = values.masked_fill(ids < 0, math.nan).neg().sort(dim=1, stable=True).indices[:, :k]
+    return values.gather(1, order).to(accum_dtype(logits.dtype)), ids.gather(1, order).to(torch.int64)
 
 
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
@@ -128,13 +159,8 @@ def _mix(
 
 
 def _backward(
-    shard: VocabShard,
-    local: StatsPrimitives,
-    logits: Tensor,
-    request: StatsRequest,
-    c: Coefficients,
-    *sums_and_out: Tensor,
+    shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, *rest: Tensor
 ) -> None:
-    """Compute the gradient of this rank's columns; no communication."""
+    """Compute the gradient of this rank's columns; no communication. ``rest``: row_max, log_sum and the output."""
     if shard.size:
-        local.backward(logits, _local_request(shard, request), c, *sums_and_out)
+        local.backward(logits, _local_request(shard, request), c, *rest)

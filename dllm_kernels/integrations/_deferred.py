@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from dllm_kernels._utils._checks import FLOAT_DTYPES
-from dllm_kernels._utils._head import check_plain_head
+from dllm_kernels._utils._head import more_than_linear
 from dllm_kernels._utils._plain import autocasts
 from dllm_kernels.mtp.head import head_module
 
@@ -252,7 +252,7 @@ def deferred_logits(model: nn.Module) -> Iterator[bool]:
     Yields True if it does.
     """
     module = head_module(model)
-    if not isinstance(module, nn.Linear) or not _is_plain(module):
+    if not isinstance(module, nn.Linear) or more_than_linear(module):
         yield False
         return
     module.forward = _Head(module).forward  # type: ignore[method-assign,assignment]
@@ -260,11 +260,3 @@ def deferred_logits(model: nn.Module) -> Iterator[bool]:
         yield True
     finally:
         del module.forward
-
-
-def _is_plain(head: nn.Linear) -> bool:
-    try:
-        check_plain_head(head, "")
-    except ValueError:
-        return False
-    return True

@@ -45,16 +45,8 @@ from dllm_kernels.mtp.head import head_module, unwrapped
 HOST = "nemo_automodel"
 HOMES = {
     "components.loss.dllm_loss": (
-        "DLLMLossOutput",
-        "MDLMCrossEntropyLoss",
-        "BlockDiffusionCrossEntropyLoss",
-        "HybridDiffusionLLMLoss",
-        "DFlashDecayLoss",
-        "IDLMLoss",
-        "SCDDLoss",
-        "SCDDSchedule",
-        "scdd_schedule",
-        "encoder_ar_loss",
+        "DLLMLossOutput", "MDLMCrossEntropyLoss", "BlockDiffusionCrossEntropyLoss", "HybridDiffusionLLMLoss",
+        "DFlashDecayLoss", "IDLMLoss", "SCDDLoss", "SCDDSchedule", "scdd_schedule", "encoder_ar_loss",
         "_compute_per_token_nll",
     ),
     "components.loss.masked_ce": ("MaskedCrossEntropy",),
@@ -62,16 +54,11 @@ HOMES = {
     "components.loss.utils": ("calculate_loss",),
     "components.loss.mtp": ("MTPLossOutput", "calculate_mtp_loss", "PipelineCausalLMLoss"),
     "components.datasets.dllm.corruption": (
-        "gumbel_topk",
-        "_batched_gumbel_topk",
-        "corrupt_uniform",
-        "corrupt_blockwise",
-        "corrupt_uniform_random",
-        "corrupt_all_masked",
-        "corrupt_mix",
+        "gumbel_topk", "_batched_gumbel_topk", "corrupt_uniform", "corrupt_blockwise", "corrupt_uniform_random",
+        "corrupt_all_masked", "corrupt_mix",
     ),
     "components.datasets.dllm.collate": ("DLLMCollator",),
-}
+}  # fmt: skip
 KEPT = {"MTPLossConfig": "its build() already returns the replaced PipelineCausalLMLoss"}
 # Packages of the host that hold other losses and routines; the report lists those of loaded modules.
 AROUND = ("components.loss", "components.datasets.dllm")
@@ -116,8 +103,7 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     """
     excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
     asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head)}
-    earlier = _host.earlier(**asked)
-    if earlier is not None:
+    if (earlier := _host.earlier(**asked)) is not None:
         return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 

@@ -75,8 +75,7 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     kept = checked_excluded(exclude, OURS)
-    earlier = _host.earlier(exclude=kept)
-    if earlier is not None:
+    if (earlier := _host.earlier(exclude=kept)) is not None:
         return earlier
     pairs, problems = _host.pairs(dict.fromkeys(TABLES, sorted(OURS)), kept, _of_table)
     return _host.patch(importlib.metadata.version(HOST), pairs, problems, {"exclude": kept}, kept=tuple(kept))
@@ -155,12 +154,8 @@ def lk_hybrid_loss(logits: torch.Tensor, targets: torch.Tensor, eta: float | tor
     return lam * kl + (1 - lam) * tv
 
 
-OURS: dict[str, Loss] = {
-    function.__name__: function
-    for function in (
-        kl_div_loss, reverse_kl_div_loss, js_div_loss, ce_loss, tv_loss, neg_log_acceptance_loss, lk_hybrid_loss
-    )
-}  # fmt: skip
+LOSSES = kl_div_loss, reverse_kl_div_loss, js_div_loss, ce_loss, tv_loss, neg_log_acceptance_loss, lk_hybrid_loss
+OURS: dict[str, Loss] = {loss.__name__: loss for loss in LOSSES}
 
 
 # The metrics of speculators, from hidden states ----------------------------------------------------------------------

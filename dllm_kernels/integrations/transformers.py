@@ -51,7 +51,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils import _pytree
 
 from dllm_kernels._utils import _checks
@@ -61,7 +61,7 @@ from dllm_kernels.corruption import corrupt_uniform
 from dllm_kernels.integrations._lora import check_head, of_rows
 from dllm_kernels.losses import BlockDiffusionCrossEntropyLoss, MDLMCrossEntropyLoss, SCDDLoss
 from dllm_kernels.losses._base import DiffusionLoss, TransformedLoss
-from dllm_kernels.losses._common import divide
+from dllm_kernels.losses._common import Count, divide
 from dllm_kernels.mtp.head import head_module
 from dllm_kernels.ops import weighted_linear_nll, weighted_nll
 
@@ -73,13 +73,12 @@ FAR_APART = 0x9E3779B97F4A7C15 - 2**64  # small multiples of it are far apart mo
 FROM_LOGITS = "a plain Trainer with compute_loss_func=mdlm_loss_func computes the loss from logits"
 CASTS = ("bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type", "type_as")
 COPIES = ("clone", "contiguous", "detach", "reshape", "view", "view_as")  # DDP clones outputs, DeepSpeed detaches them
-Corruption = Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-RowWeights = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Corruption = Callable[..., tuple[Tensor, Tensor, Tensor]]
+RowWeights = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Loss = DiffusionLoss | RowWeights
 
 
-def pack_labels(
-    input_ids: torch.Tensor, loss_mask: torch.Tensor, noise_mask: torch.Tensor, p_mask: torch.Tensor
-) -> torch.Tensor:
+def pack_labels(input_ids: Tensor, loss_mask: Tensor, noise_mask: Tensor, p_mask: Tensor) -> Tensor:
     """Pack clean tokens, masks and probabilities into one tensor of labels.
 
     An unsupervised position holds -100. A supervised position holds its token in the low 31 bits, then the 31 bits of
@@ -110,7 +109,7 @@ def pack_labels(
     return torch.where(loss_mask != 0, packed, IGNORED)
 
 
-def unpack_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def unpack_labels(labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Unpack :func:`pack_labels` into ``(target_ids, noise_mask, p_mask, loss_mask)``, the arguments of the losses.
 
     ``noise_mask`` is False and ``p_mask`` 0 at unsupervised positions.
@@ -133,7 +132,7 @@ class _CountedBatch(dict[str, Any]):
     counts: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, **entries: torch.Tensor) -> _CountedBatch:
+    def of(cls, **entries: Tensor) -> _CountedBatch:
         """Build a batch and count its labels, unless that would wait for a GPU."""
         batch, labels = cls(entries), entries["labels"]
         if labels.device.type == "cpu":
@@ -155,10 +154,10 @@ class _CountedBatch(dict[str, Any]):
 
     def pin_memory(self) -> _CountedBatch:
         """Pin every tensor; a ``DataLoader`` pins a batch with it."""
-        return self._mapped(torch.Tensor.pin_memory)
+        return self._mapped(Tensor.pin_memory)
 
-    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> _CountedBatch:
-        same = type(self)({k: function(v) if isinstance(v, torch.Tensor) else v for k, v in self.items()})
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> _CountedBatch:
+        same = type(self)({k: function(v) if isinstance(v, Tensor) else v for k, v in self.items()})
         same.counts = self.counts
         return same
 
@@ -199,12 +198,12 @@ class MaskedDiffusionCollator:
     def __init__(
         self,
         mask_token_id: int,
-        collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, torch.Tensor]] | None = None,
+        collate: Callable[[Sequence[Mapping[str, Any]]], dict[str, Tensor]] | None = None,
         corrupt: Corruption = corrupt_uniform,
         *,
         seed_field: str | None = None,
         rank: int | None = None,
-        level: Callable[..., torch.Tensor] | None = None,
+        level: Callable[..., Tensor] | None = None,
         **options: Any,
     ) -> None:
         if rank is not None:
@@ -234,7 +233,7 @@ class MaskedDiffusionCollator:
         _checks.check_int64("epoch", epoch)
         self._epoch.fill_(epoch)
 
-    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Collate and corrupt samples.
 
         Args:
@@ -268,7 +267,7 @@ class MaskedDiffusionCollator:
         labels = pack_labels(ids, loss_mask, noise, p)
         return _CountedBatch.of(input_ids=noisy, attention_mask=batch["attention_mask"], labels=labels)
 
-    def _seeds(self, samples: Sequence[Mapping[str, Any]]) -> torch.Tensor | None:
+    def _seeds(self, samples: Sequence[Mapping[str, Any]]) -> Tensor | None:
         if self.seed_field is not None:
             given = [_seed(i, self.seed_field, sample[self.seed_field]) for i, sample in enumerate(samples)]
             seeds = torch.tensor(given, dtype=torch.int64, device="cpu")
@@ -336,7 +335,7 @@ def _seed(i: int, field: str, value: Any) -> int:
     return seed
 
 
-def _shared(epoch: int) -> torch.Tensor:
+def _shared(epoch: int) -> Tensor:
     """Store the epoch in shared memory, so that persistent workers of a ``DataLoader`` see it change."""
     shared = torch.tensor(epoch, dtype=torch.int64, device="cpu")
     shared.share_memory_()  # type: ignore[no-untyped-call]
@@ -350,12 +349,8 @@ def _process_rank() -> int:
 
 
 def mdlm_loss_func(
-    outputs: Any,
-    labels: torch.Tensor,
-    num_items_in_batch: int | torch.Tensor | None = None,
-    *,
-    loss: DiffusionLoss | RowWeights | None = None,
-) -> torch.Tensor:
+    outputs: Any, labels: Tensor, num_items_in_batch: Count = None, *, loss: Loss | None = None
+) -> Tensor:
     """Compute the masked-diffusion loss from logits, as ``compute_loss_func`` of a plain ``Trainer``, for any head.
 
     For another loss use ``compute_loss_func=functools.partial(mdlm_loss_func, loss=...)``.
@@ -385,39 +380,32 @@ def mdlm_loss_func(
 class _Labelled(NamedTuple):
     """A loss with its arguments except the model output."""
 
-    loss: DiffusionLoss | RowWeights
-    masks: tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-    num_tokens: int | torch.Tensor
-    noisy_input_ids: torch.Tensor | None
-    counts: tuple[int, int] | None
-    logits_dtype: torch.dtype | None
+    loss: Loss
+    masks: tuple[Tensor, Tensor, Tensor, Tensor]
+    num_tokens: int | Tensor
+    noisy_input_ids: Tensor | None = None
+    counts: tuple[int, int] | None = None
+    logits_dtype: torch.dtype | None = None
 
     @classmethod
-    def of(
-        cls,
-        loss: DiffusionLoss | RowWeights,
-        labels: torch.Tensor,
-        num_items_in_batch: int | torch.Tensor | None,
-        noisy_input_ids: torch.Tensor | None = None,
-        counts: tuple[int, int] | None = None,
-        logits_dtype: torch.dtype | None = None,
-    ) -> _Labelled:
+    def of(cls, loss: Loss, labels: Tensor, num_items_in_batch: Count, *others: Any) -> _Labelled:
+        """Unpack the labels; ``others`` are the fields after ``num_tokens``."""
         targets, noise, p, supervised = unpack_labels(labels)
         if isinstance(loss, SCDDLoss) and p.numel():  # SCDDLoss reads the time of a sequence in the first column
             p = torch.where(supervised, p, p.amax(1, keepdim=True))
         count = supervised.sum() if num_items_in_batch is None else num_items_in_batch
-        return cls(loss, (targets, noise, p, supervised), count, noisy_input_ids, counts, logits_dtype)
+        return cls(loss, (targets, noise, p, supervised), count, *others)
 
-    def of_logits(self, logits: torch.Tensor) -> torch.Tensor:
+    def of_logits(self, logits: Tensor) -> Tensor:
         """Compute the loss from logits ``[B, L, V]``."""
         if not isinstance(self.loss, DiffusionLoss):
             return weighted_nll(logits, self.masks[0], self._weights()).loss
-        loss: torch.Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
+        loss: Tensor = self.loss(logits, *self.masks, **self._options()).total_loss
         return loss
 
     def of_hidden(
-        self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, extra: _checks.Extra | None = None
-    ) -> torch.Tensor:
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None
+    ) -> Tensor:
         """Compute the loss from hidden states ``[B, L, D]`` and the LM head."""
         options: dict[str, Any] = {"extra": extra, "num_active": self._num_active(), "logits_dtype": self.logits_dtype}
         if not isinstance(self.loss, DiffusionLoss):
@@ -442,7 +430,7 @@ class _Labelled(NamedTuple):
     def _options(self) -> dict[str, Any]:
         return {"num_diffusion_tokens": self.num_tokens, "noisy_input_ids": self.noisy_input_ids}
 
-    def _weights(self) -> torch.Tensor:
+    def _weights(self) -> Tensor:
         """Return the weights of the function divided by the count, 0 at unsupervised positions."""
         targets, *_, supervised = self.masks
         weights: Any = self.loss(*self.masks)
@@ -452,7 +440,7 @@ class _Labelled(NamedTuple):
         return divide(weights.masked_fill(~supervised, 0.0), self.num_tokens)
 
 
-def _checked_loss(loss: Any) -> DiffusionLoss | RowWeights:
+def _checked_loss(loss: Any) -> Loss:
     """Return the loss, :class:`MDLMCrossEntropyLoss` for None; raise if it is not a loss or takes other arguments."""
     if loss is None:
         return MDLMCrossEntropyLoss()
@@ -465,13 +453,13 @@ def _checked_loss(loss: Any) -> DiffusionLoss | RowWeights:
     return loss  # type: ignore[no-any-return]
 
 
-def _logits(outputs: Any) -> torch.Tensor:
-    logits: torch.Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
+def _logits(outputs: Any) -> Tensor:
+    logits: Tensor = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     return logits
 
 
 @contextlib.contextmanager
-def loss_in_head(model: nn.Module, loss: Callable[..., torch.Tensor]) -> Iterator[None]:
+def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FROM_LOGITS) -> Iterator[None]:
     """Make the LM head of the model return ``loss(hidden, weight, bias)`` in place of logits within the context.
 
     The model must return the output of its head unchanged, as ``logits``: no scale, bias or soft cap. The caller checks
@@ -482,15 +470,16 @@ def loss_in_head(model: nn.Module, loss: Callable[..., torch.Tensor]) -> Iterato
         loss: takes hidden states, the head's weight ``[V, D]`` and its bias ``[V]`` or None; returns the loss, 0-d. It
             also takes ``extra=(u, U)``, the low-rank part of the head, which is given if LoRA adapters of PEFT are
             active on it.
+        advice: the end of the error message, which says what to do instead.
 
     Raises:
         ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA or trained copy of one; has
             another ``forward``, such as that of another adapter; or has hooks other than sharding hooks.
     """
     head: Any = head_module(model)
-    check_head(head, FROM_LOGITS)
+    check_head(head, advice)
 
-    def forward(hidden: torch.Tensor) -> torch.Tensor:
+    def forward(hidden: Tensor) -> Tensor:
         weight, bias, extra = of_rows(head, hidden)
         return loss(hidden, weight, bias) if extra is None else loss(hidden, weight, bias, extra=extra)
 
@@ -501,7 +490,7 @@ def loss_in_head(model: nn.Module, loss: Callable[..., torch.Tensor]) -> Iterato
         del head.forward
 
 
-class _HeadLoss(torch.Tensor):
+class _HeadLoss(Tensor):
     """Loss that the LM head returned in place of logits.
 
     Casts, and copies and views with the shape of the loss, keep the class. Any other operation that returns or modifies
@@ -518,28 +507,29 @@ class _HeadLoss(torch.Tensor):
         try:
             result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
         except (IndexError, RuntimeError, TypeError):  # an index or a shape that is valid for logits only
-            _refuse(f"a call of {name} on it")
+            refuse_output(f"a call of {name} on it")
         if name == "__get__":  # attribute access
             return result
-        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
         if name in (*CASTS, *COPIES):
             changed = any(x.dim() or not x.is_floating_point() for x in tensors)
         else:
             changed = len(tensors) > 0 or result is None  # None: an assignment, or another function that writes
         if changed:
-            _refuse(f"a call of {name} on it")
+            refuse_output(f"a call of {name} on it")
         return result
 
-    def plain(self) -> torch.Tensor:
+    def plain(self) -> Tensor:
         """Return a plain tensor. A copy, because a view of the output of a Function cannot be scaled in place."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.clone()
 
 
-def _refuse(got: str) -> NoReturn:
+def refuse_output(got: str, advice: str = FROM_LOGITS) -> NoReturn:
+    """Raise ValueError for a model that does ``got`` to the output of its head."""
     raise ValueError(
         "the model must call its LM head once and return its output unchanged, with no scale, bias or soft cap, got "
-        f"{got}; {FROM_LOGITS}"
+        f"{got}; {advice}"
     )
 
 
@@ -579,11 +569,7 @@ class MaskedDiffusionTrainerMixin:
     """
 
     def __init__(
-        self,
-        *args: Any,
-        loss: DiffusionLoss | RowWeights | None = None,
-        logits_dtype: torch.dtype | None = None,
-        **kwargs: Any,
+        self, *args: Any, loss: Loss | None = None, logits_dtype: torch.dtype | None = None, **kwargs: Any
     ) -> None:
         self._loss = _checked_loss(loss)
         self._logits_dtype = logits_dtype
@@ -613,8 +599,8 @@ class MaskedDiffusionTrainerMixin:
         self.compute_loss_func = self._loss_of_outputs
         self._loss_shifts_labels = False  # counts position 0 of a causal model's labels too
         self._wants_logits = False
-        self._in_head: list[torch.Tensor] | None = None
-        self._noisy_input_ids: torch.Tensor | None = None
+        self._in_head: list[Tensor] | None = None
+        self._noisy_input_ids: Tensor | None = None
         self._counted: tuple[Any, tuple[int, int] | None] = None, None  # labels and their counts
         self._follow_epochs()
 
@@ -647,11 +633,7 @@ class MaskedDiffusionTrainerMixin:
             self.data_collator = training
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: int | torch.Tensor | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Count = None
     ) -> Any:
         """Call ``Trainer.compute_loss`` with an LM head that computes the loss."""
         compute: Any = super().compute_loss  # type: ignore[misc]
@@ -659,9 +641,9 @@ class MaskedDiffusionTrainerMixin:
         if self._wants_logits or "labels" not in inputs:
             return compute(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         labelled = self._labelled(inputs["labels"], num_items_in_batch)
-        made = list[torch.Tensor]()
+        made = list[Tensor]()
 
-        def loss(hidden: torch.Tensor, *head: torch.Tensor | None, **extra: _checks.Extra) -> torch.Tensor:
+        def loss(hidden: Tensor, *head: Tensor | None, **extra: _checks.Extra) -> Tensor:
             made.append(labelled.of_hidden(hidden, *head, **extra).as_subclass(_HeadLoss))  # type: ignore[arg-type]
             return made[-1]
 
@@ -689,17 +671,15 @@ class MaskedDiffusionTrainerMixin:
         finally:
             self._wants_logits = False
 
-    def _loss_of_outputs(
-        self, outputs: Any, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def _loss_of_outputs(self, outputs: Any, labels: Tensor, num_items_in_batch: Count = None) -> Tensor:
         if self._in_head is None:
             return self._labelled(labels, num_items_in_batch).of_logits(_logits(outputs))
         loss, calls = _logits(outputs), len(self._in_head)
         if calls != 1 or not isinstance(loss, _HeadLoss):
-            _refuse("another tensor" if calls == 1 else f"{calls} calls of the head")
+            refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head")
         return loss.plain()
 
-    def _labelled(self, labels: torch.Tensor, num_items_in_batch: int | torch.Tensor | None) -> _Labelled:
+    def _labelled(self, labels: Tensor, num_items_in_batch: Count) -> _Labelled:
         of_labels, counts = self._counted
         counts = counts if labels is of_labels else None
         return _Labelled.of(self._loss, labels, num_items_in_batch, self._noisy_input_ids, counts, self._logits_dtype)

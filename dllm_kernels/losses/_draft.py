@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import TransformedLoss
-from dllm_kernels.losses._common import (
-    Count,
-    DLLMLossOutput,
-    check_counts,
-    divide,
-    single_loss,
-    sum_of_rows,
-    weighted_rows,
-)
+from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, divide, sum_of_rows
 from dllm_kernels.losses._model_output import ModelOutput
 from dllm_kernels.ops.dpace_weights import VARIANTS, check_alpha, weights_of_blocks
 
@@ -37,19 +31,7 @@ class Counts(NamedTuple):
     tokens: Count
     blocks: Count
     sequences: Count
-    weight: float | torch.Tensor | None = None
-
-    def check(self, normalize: str, target_ids: torch.Tensor) -> None:
-        """Check all counts, used or not."""
-        check_counts(num_tokens=self.tokens, num_sequences=self.sequences, total_weight=self.weight)
-        _checks.check_total("total_weight", self.weight)
-        if normalize != "sequence_blocks" or self.blocks is None:
-            check_counts(num_blocks=self.blocks)
-            return
-        _checks.check_mask("num_blocks", self.blocks, target_ids.shape[:1], "one entry per sequence")
-        assert isinstance(self.blocks, torch.Tensor)
-        _checks.check_same_device("target_ids", target_ids, num_blocks=self.blocks)
-        _checks.check_constant("num_blocks", self.blocks)
+    weight: float | Tensor | None = None
 
 
 def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> int:
@@ -69,29 +51,12 @@ def rows_of_block(T: int, block_size: int | None, anchor_row: bool = False) -> i
     return max(rows, 1)
 
 
-def in_blocks(t: torch.Tensor, rows: int) -> torch.Tensor:
+def in_blocks(t: Tensor, rows: int) -> Tensor:
     """Reshape ``[B, T]`` to ``[B, T / rows, rows]``."""
     return t.reshape(t.shape[0], t.shape[1] // rows, rows)
 
 
-def normalized(weights: torch.Tensor, mask: torch.Tensor, rows: int, normalize: str, counts: Counts) -> torch.Tensor:
-    """Divide row weights ``[B, T]`` by the denominator. A block or a sequence counts if its mask is not all 0."""
-    if normalize == "mean":
-        return weights / (weights.sum() + 1e-6) if counts.weight is None else _share(weights, counts.weight)
-    if normalize == "rows":
-        return divide(weights, mask.sum() if counts.tokens is None else counts.tokens)
-    if normalize == "tokens":
-        return divide(weights, counts.tokens)
-    valid = in_blocks(mask != 0, rows).any(-1)
-    if normalize == "blocks":
-        return divide(weights, valid.sum() if counts.blocks is None else counts.blocks)
-    if normalize == "sequence_blocks":
-        blocks: Any = valid.sum(1) if counts.blocks is None else counts.blocks
-        weights = weights / blocks.detach().clamp(min=1).to(weights.dtype).unsqueeze(1)
-    return divide(weights, valid.any(1).sum() if counts.sequences is None else counts.sequences)
-
-
-def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
+def _share(weights: Tensor, total: float | Tensor) -> Tensor:
     """Divide row weights by the step total, clamped to avoid division by zero; a negative total gives NaN."""
     total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
     return weights / total.clamp(min=torch.finfo(weights.dtype).tiny).masked_fill(total < 0, torch.nan)
@@ -99,33 +64,21 @@ def _share(weights: torch.Tensor, total: float | torch.Tensor) -> torch.Tensor:
 
 def _check_gamma(loss_gamma: Any) -> None:
     _checks.check_constant("loss_gamma", loss_gamma)
-    if loss_gamma is not None and not isinstance(loss_gamma, torch.Tensor):
+    if loss_gamma is not None and not isinstance(loss_gamma, Tensor):
         _checks.check_number("loss_gamma", loss_gamma, "a number or None")
 
 
 class DraftLoss(TransformedLoss):
     """Loss of blocks of drafted tokens ``[B, T]``, weighted by position decay or by D-PACE.
 
-    Arguments are documented on the subclasses.
+    Arguments are documented on the subclasses; ``common`` are those of :class:`TransformedLoss`.
     """
 
     def __init__(
-        self,
-        loss_gamma: float | None,
-        chunk_size: int | None,
-        normalize: str,
-        *,
-        position_weights: str,
-        dpace_alpha: float,
-        anchor_row: bool,
-        decay_from: int = 0,
-        softcap: float | None = None,
-        scale: float | None = None,
-        skip_id: int | None = None,
-        reduction: str = "total",
-        backend: str = "auto",
-    ) -> None:
-        super().__init__(softcap, scale, skip_id, reduction, backend)
+        self, loss_gamma: float | None, chunk_size: int | None, normalize: str, position_weights: str,
+        dpace_alpha: float, anchor_row: bool, decay_from: int = 0, **common: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(**common)
         _check_gamma(loss_gamma)  # before the conversion to float, which drops a gradient and accepts strings
         self.loss_gamma = None if loss_gamma is None else float(loss_gamma)
         self.chunk_size = chunk_size
@@ -144,27 +97,20 @@ class DraftLoss(TransformedLoss):
         check_alpha("dpace_alpha", self.dpace_alpha)
         _checks.checked_bool("anchor_row", self.anchor_row)
         _checks.check_int("decay_from", self.decay_from, 0)
-        if self.chunk_size is not None:
-            _checks.check_positive_int("chunk_size", self.chunk_size)
+        _checks.checked_chunk_size(self.chunk_size)
         if self.loss_gamma is not None and (self.loss_gamma == 0 or math.isnan(self.loss_gamma)):
             raise ValueError(f"loss_gamma must be a number other than 0, or None, got {self.loss_gamma}")
 
-    def _decay_weights(
-        self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def _decay_weights(self, T: int, block_size: int | None, device: torch.device | str, dtype: torch.dtype) -> Tensor:
         """Compute the decay of T predicted positions ``[T]``, restarting at each block; all ones without a gamma."""
         if self.loss_gamma is None and not self.decay_from:
             return torch.ones(T, device=device, dtype=dtype)
         row = torch.arange(T, device=device) % rows_of_block(T, block_size, self.anchor_row)
         steps = row - self.decay_from
-        decay = (
-            torch.ones_like(steps, dtype=dtype)
-            if self.loss_gamma is None
-            else torch.exp(-steps.to(dtype) / self.loss_gamma)
-        )
+        decay = torch.exp(-steps.to(dtype) / (math.inf if self.loss_gamma is None else self.loss_gamma))
         return torch.where(steps < 0, 0.0, decay) if self.decay_from else decay
 
-    def _row_weights(self, mask: torch.Tensor, block_size: int | None, q: torch.Tensor | None = None) -> torch.Tensor:
+    def _row_weights(self, mask: Tensor, block_size: int | None, q: Tensor | None = None) -> Tensor:
         """Compute the detached row weights ``[B, T]`` before the denominator; the decay needs no confidence ``q``."""
         T = mask.shape[1]
         if self.position_weights == "decay":
@@ -174,26 +120,46 @@ class DraftLoss(TransformedLoss):
         q, valid = in_blocks(q.detach(), rows), in_blocks(mask, rows)
         return weights_of_blocks(q, valid, self.dpace_alpha, VARIANTS[self.position_weights]).reshape(mask.shape)
 
-    def _normalized(
-        self, weights: torch.Tensor, mask: torch.Tensor, block_size: int | None, counts: Counts
-    ) -> torch.Tensor:
-        """Divide row weights by the denominator; T must be a whole number of blocks only if it counts blocks."""
-        by_blocks = self.normalize in ("blocks", "sequence_blocks")
-        rows = rows_of_block(mask.shape[1], block_size if by_blocks else None, self.anchor_row)
-        return normalized(weights, mask, rows, self.normalize, counts)
+    def _normalized(self, weights: Tensor, mask: Tensor, block_size: int | None, counts: Counts) -> Tensor:
+        """Divide row weights ``[B, T]`` by the denominator.
 
-    def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: torch.Tensor) -> Counts:
-        """Check ``block_size`` and the counts of the whole step; return the counts as plain tensors."""
+        A block or a sequence counts if its mask is not all 0. T must be a whole number of blocks only if they count.
+        """
+        if self.normalize == "mean":
+            return weights / (weights.sum() + 1e-6) if counts.weight is None else _share(weights, counts.weight)
+        if self.normalize == "rows":
+            return divide(weights, mask.sum() if counts.tokens is None else counts.tokens)
+        if self.normalize == "tokens":
+            return divide(weights, counts.tokens)
+        size = None if self.normalize == "sequences" else block_size
+        valid = in_blocks(mask != 0, rows_of_block(mask.shape[1], size, self.anchor_row)).any(-1)
+        if self.normalize == "blocks":
+            return divide(weights, valid.sum() if counts.blocks is None else counts.blocks)
+        if self.normalize == "sequence_blocks":
+            blocks: Any = valid.sum(1) if counts.blocks is None else counts.blocks
+            weights = weights / blocks.detach().clamp(min=1).to(weights.dtype).unsqueeze(1)
+        return divide(weights, valid.any(1).sum() if counts.sequences is None else counts.sequences)
+
+    def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: Tensor) -> Counts:
+        """Check ``block_size`` and the counts of the whole step, used or not; return the counts as plain tensors."""
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
         counts = Counts(*all_plain(*counts))
-        counts.check(self.normalize, target_ids)
+        check_counts(num_tokens=counts.tokens, num_sequences=counts.sequences, total_weight=counts.weight)
+        _checks.check_total("total_weight", counts.weight)
+        blocks: Any = counts.blocks
+        if blocks is None or self.normalize != "sequence_blocks":
+            check_counts(num_blocks=blocks)
+        else:
+            _checks.check_mask("num_blocks", blocks, target_ids.shape[:1], "one entry per sequence")
+            _checks.check_same_device("target_ids", target_ids, num_blocks=blocks)
+            _checks.check_constant("num_blocks", blocks)
         return counts
 
     @staticmethod
     def _draft_acc_per_pos(
-        correct: torch.Tensor, block_mask: torch.Tensor, block_size: int | None
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        correct: Tensor, block_mask: Tensor, block_size: int | None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Sum ``correct * block_mask`` and ``block_mask``, both ``[B, T]``, over batch and blocks, per offset.
 
         Float32; ``correct`` may be bool or float. (None, None) if ``block_size`` is None or at most 1, or T is not a
@@ -218,12 +184,12 @@ class Found(NamedTuple):
         value: differentiable loss per row, or None if rows are not requested.
     """
 
-    loss: torch.Tensor
-    weights: torch.Tensor
-    shares: torch.Tensor
-    correct: torch.Tensor
-    a: torch.Tensor | None = None
-    value: torch.Tensor | None = None
+    loss: Tensor
+    weights: Tensor
+    shares: Tensor
+    correct: Tensor
+    a: Tensor | None = None
+    value: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -232,8 +198,8 @@ class DraftCall:
 
     loss: DraftLoss
     rows: ModelOutput
-    target_ids: torch.Tensor | None
-    block_mask: torch.Tensor
+    target_ids: Tensor | None
+    block_mask: Tensor
     block_size: int | None
     counts: Counts
 
@@ -252,7 +218,7 @@ class DraftCall:
         value = each.nll if coefficient == 1 else coefficient * each.nll
         return Found(sum_of_rows(value, shares), weights, shares, each.correct, value=value)
 
-    def weights(self, q: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def weights(self, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the row weights before and over the denominator; the decay needs no confidence ``q``."""
         mask = self.block_mask.detach().to(self.rows.accum_dtype)
         weights = self.loss._row_weights(mask, self.block_size, q)
@@ -272,8 +238,8 @@ class DraftCall:
         hits, count = loss._draft_acc_per_pos(correct, mask, block_size)
         row_losses = None
         if found.value is not None and loss._gives_rows():
-            row_losses = weighted_rows(found.value, found.weights)
-        out = single_loss(found.loss, found.weights, row_losses)
+            row_losses = _common.weighted_rows(found.value, found.weights)
+        out = _common.single_loss(found.loss, found.weights, row_losses)
         return replaced(
             out, draft_correct_per_pos=hits, draft_count_per_pos=count, draft_correct=correct, acceptance_rate=a
         )

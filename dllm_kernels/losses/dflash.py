@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._nll import LINEAR_TOKEN_NLL
@@ -93,21 +94,21 @@ class DFlashDecayLoss(DraftLoss):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__(
-            loss_gamma, chunk_size, normalize, position_weights=position_weights, dpace_alpha=dpace_alpha,
-            anchor_row=anchor_row, softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
+            loss_gamma, chunk_size, normalize, position_weights, dpace_alpha, anchor_row,
+            softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
         )  # fmt: skip
         self.use_fused_linear_ce = _checks.checked_bool("use_fused_linear_ce", use_fused_linear_ce)
 
     def forward(
         self,
-        logits: torch.Tensor,
-        target_ids: torch.Tensor,
-        block_mask: torch.Tensor,
-        num_tokens: int | torch.Tensor | None = None,
+        logits: Tensor,
+        target_ids: Tensor,
+        block_mask: Tensor,
+        num_tokens: int | Tensor | None = None,
         block_size: int | None = None,
         *,
-        num_blocks: int | torch.Tensor | None = None,
-        num_sequences: int | torch.Tensor | None = None,
+        num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss and the draft accuracy from logits.
 
@@ -142,16 +143,16 @@ class DFlashDecayLoss(DraftLoss):
 
     def forward_fused(
         self,
-        hidden: torch.Tensor,
-        lm_head_weight: torch.Tensor,
-        target_ids: torch.Tensor,
-        block_mask: torch.Tensor,
-        num_tokens: int | torch.Tensor | None = None,
+        hidden: Tensor,
+        lm_head_weight: Tensor,
+        target_ids: Tensor,
+        block_mask: Tensor,
+        num_tokens: int | Tensor | None = None,
         block_size: int | None = None,
-        lm_head_bias: torch.Tensor | None = None,
+        lm_head_bias: Tensor | None = None,
         *,
-        num_blocks: int | torch.Tensor | None = None,
-        num_sequences: int | torch.Tensor | None = None,
+        num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None,
         extra: _checks.Extra | None = None,
         num_active: int | None = None,
         logits_dtype: torch.dtype | None = None,
@@ -189,12 +190,7 @@ class DFlashDecayLoss(DraftLoss):
         return self._loss(rows, target_ids, block_mask, block_size, Counts(num_tokens, num_blocks, num_sequences))
 
     def _loss(
-        self,
-        rows: ModelOutput,
-        target_ids: torch.Tensor,
-        block_mask: torch.Tensor,
-        block_size: int | None,
-        counts: Counts,
+        self, rows: ModelOutput, target_ids: Tensor, block_mask: Tensor, block_size: int | None, counts: Counts
     ) -> DLLMLossOutput:
         rows.check(target_ids)
         self._check_settings()
@@ -207,15 +203,15 @@ class DFlashDecayLoss(DraftLoss):
 
     def _reduce(
         self,
-        token_nll: torch.Tensor,
-        block_mask: torch.Tensor,
-        num_tokens: int | torch.Tensor | None,
+        token_nll: Tensor,
+        block_mask: Tensor,
+        num_tokens: int | Tensor | None,
         block_size: int | None,
-        draft_correct_per_pos: torch.Tensor | None = None,
-        draft_count_per_pos: torch.Tensor | None = None,
+        draft_correct_per_pos: Tensor | None = None,
+        draft_count_per_pos: Tensor | None = None,
         *,
-        num_blocks: int | torch.Tensor | None = None,
-        num_sequences: int | torch.Tensor | None = None,
+        num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None,
     ) -> DLLMLossOutput:
         """Weight, mask, sum and normalize a per-token NLL ``[B, T]`` that was computed elsewhere.
 
@@ -234,11 +230,8 @@ class DFlashDecayLoss(DraftLoss):
 
     @staticmethod
     def _chunk_nll(
-        hidden_chunk: torch.Tensor,
-        lm_head_weight: torch.Tensor,
-        lm_head_bias: torch.Tensor | None,
-        target_chunk: torch.Tensor,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_chunk: Tensor, lm_head_weight: Tensor, lm_head_bias: Tensor | None, target_chunk: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return NLL and argmax match ``[chunk]`` of rows ``[chunk, D]``; the NLL is differentiable per row."""
         names = _checks.Names("hidden_chunk", "target_chunk", "lm_head_weight", "lm_head_bias")
         inputs = RowInputs(hidden_chunk, target_chunk, lm_head_weight, lm_head_bias)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from dllm_kernels._backends._divergence import DivergenceSpec
 from dllm_kernels._core._divergence_spec import checked_spec
@@ -41,18 +42,18 @@ class _Teacher(NamedTuple):
     """Logits or hidden states of the target model, their argument name, and the options of the op."""
 
     name: str
-    x: torch.Tensor | None
+    x: Tensor | None
     options: dict[str, Any]
 
     @classmethod
-    def of(cls, name: str, x: torch.Tensor | None, **options: Any) -> _Teacher:
+    def of(cls, name: str, x: Tensor | None, **options: Any) -> _Teacher:
         """Build the record, omitting options that are None."""
         given = {option: value for option, value in options.items() if value is not None}
         if x is None and given:
             raise ValueError(f"{name} must be given with {', '.join(given)}, got None")
         return cls(name, x, given)
 
-    def check(self, rows: ModelOutput, targets: torch.Tensor) -> None:
+    def check(self, rows: ModelOutput, targets: Tensor) -> None:
         """Check the teacher's hidden states against a shared head; the op checks the rest."""
         if self.x is not None and rows.weight is not None and "teacher_weight" not in self.options:
             _checks.check_rows(replaced(rows.names, rows=self.name), self.x, targets, rows.weight, rows.bias)
@@ -155,9 +156,8 @@ class DraftDistillationLoss(DraftLoss):
     ) -> None:
         """Initialize; the arguments are documented on the class."""
         super().__init__(
-            loss_gamma, chunk_size, normalize, position_weights=position_weights, dpace_alpha=dpace_alpha,
-            anchor_row=anchor_row, decay_from=decay_from, softcap=softcap, scale=scale, skip_id=skip_id,
-            reduction=reduction, backend=backend,
+            loss_gamma, chunk_size, normalize, position_weights, dpace_alpha, anchor_row, decay_from,
+            softcap=softcap, scale=scale, skip_id=skip_id, reduction=reduction, backend=backend,
         )  # fmt: skip
         self.kind = kind
         self.confidence = confidence
@@ -211,19 +211,19 @@ class DraftDistillationLoss(DraftLoss):
 
     def forward(
         self,
-        logits: torch.Tensor,
-        teacher_logits: torch.Tensor | None,
-        target_ids: torch.Tensor | None,
-        block_mask: torch.Tensor,
-        num_tokens: int | torch.Tensor | None = None,
+        logits: Tensor,
+        teacher_logits: Tensor | None,
+        target_ids: Tensor | None,
+        block_mask: Tensor,
+        num_tokens: int | Tensor | None = None,
         block_size: int | None = None,
         *,
-        teacher_rows: torch.Tensor | None = None,
-        draft_to_target: torch.Tensor | None = None,
-        confidence_logits: torch.Tensor | None = None,
-        num_blocks: int | torch.Tensor | None = None,
-        num_sequences: int | torch.Tensor | None = None,
-        total_weight: float | torch.Tensor | None = None,
+        teacher_rows: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
+        confidence_logits: Tensor | None = None,
+        num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None,
+        total_weight: float | Tensor | None = None,
     ) -> DLLMLossOutput:
         """Compute the loss, the acceptance rates and the draft accuracy from logits.
 
@@ -276,24 +276,24 @@ class DraftDistillationLoss(DraftLoss):
 
     def forward_fused(
         self,
-        hidden: torch.Tensor,
-        lm_head_weight: torch.Tensor,
-        teacher_hidden: torch.Tensor | None,
-        target_ids: torch.Tensor | None,
-        block_mask: torch.Tensor,
-        num_tokens: int | torch.Tensor | None = None,
+        hidden: Tensor,
+        lm_head_weight: Tensor,
+        teacher_hidden: Tensor | None,
+        target_ids: Tensor | None,
+        block_mask: Tensor,
+        num_tokens: int | Tensor | None = None,
         block_size: int | None = None,
-        lm_head_bias: torch.Tensor | None = None,
+        lm_head_bias: Tensor | None = None,
         *,
-        teacher_weight: torch.Tensor | None = None,
-        teacher_bias: torch.Tensor | None = None,
+        teacher_weight: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
         teacher_extra: _checks.Extra | None = None,
-        teacher_rows: torch.Tensor | None = None,
-        draft_to_target: torch.Tensor | None = None,
-        confidence_logits: torch.Tensor | None = None,
-        num_blocks: int | torch.Tensor | None = None,
-        num_sequences: int | torch.Tensor | None = None,
-        total_weight: float | torch.Tensor | None = None,
+        teacher_rows: Tensor | None = None,
+        draft_to_target: Tensor | None = None,
+        confidence_logits: Tensor | None = None,
+        num_blocks: int | Tensor | None = None,
+        num_sequences: int | Tensor | None = None,
+        total_weight: float | Tensor | None = None,
         extra: _checks.Extra | None = None,
         num_active: int | None = None,
         logits_dtype: torch.dtype | None = None,
@@ -344,15 +344,9 @@ class DraftDistillationLoss(DraftLoss):
         return self._loss(rows, teacher, target_ids, block_mask, block_size, counts, confidence_logits)
 
     def _loss(
-        self,
-        rows: ModelOutput,
-        teacher: _Teacher,
-        target_ids: torch.Tensor | None,
-        block_mask: torch.Tensor,
-        block_size: int | None,
-        counts: Counts,
-        confidence_logits: torch.Tensor | None,
-    ) -> DLLMLossOutput:
+        self, rows: ModelOutput, teacher: _Teacher, target_ids: Tensor | None, block_mask: Tensor,
+        block_size: int | None, counts: Counts, confidence_logits: Tensor | None,
+    ) -> DLLMLossOutput:  # fmt: skip
         self._check_settings()
         spec = self._checked_spec()
         if target_ids is None:  # the mask gives the row shape
@@ -377,17 +371,12 @@ class DraftDistillationLoss(DraftLoss):
         """Return the spec of the kinds and check the other settings; attributes may be reassigned between calls."""
         spec = checked_spec(self.kind, **{name: getattr(self, name) for name in OPTIONS})
         _checks.check_choice("confidence", self.confidence, CONFIDENCE)
-        _checks.check_number("temperature", self.temperature)
-        _checks.check_factor("temperature", self.temperature)
+        _checks.checked_temperature(self.temperature)
         _checks.check_not_negative("confidence_weight", self.confidence_weight)
         return spec
 
     def _check_there(
-        self,
-        spec: DivergenceSpec,
-        teacher: _Teacher,
-        target_ids: torch.Tensor | None,
-        confidence_logits: torch.Tensor | None,
+        self, spec: DivergenceSpec, teacher: _Teacher, target_ids: Tensor | None, confidence_logits: Tensor | None
     ) -> None:
         """Raise ValueError if targets or a teacher are required by the settings and not given."""
         confidence = None if self.position_weights == "decay" else self.confidence
@@ -406,8 +395,8 @@ class DraftDistillationLoss(DraftLoss):
 
 
 def _check_layout(
-    rows: ModelOutput, target_ids: torch.Tensor | None, block_mask: torch.Tensor, confidence_logits: torch.Tensor | None
-) -> torch.Tensor:
+    rows: ModelOutput, target_ids: Tensor | None, block_mask: Tensor, confidence_logits: Tensor | None
+) -> Tensor:
     """Check the rows and the per-row arguments; return the targets, or -100 everywhere if there are none."""
     if target_ids is None:
         _checks.check_mask("block_mask", block_mask, getattr(block_mask, "shape", ()))
@@ -463,11 +452,11 @@ class _Call(DraftCall):
         return Found(each.loss.sum(), weights, shares, each.agree, each.acceptance_rate, value)
 
     @property
-    def _on(self) -> torch.Tensor:
+    def _on(self) -> Tensor:
         """Mask of the rows that are read, 1 or 0."""
         return (self.block_mask != 0).to(self.rows.accum_dtype)
 
-    def _confidence(self, each: Divergence) -> torch.Tensor | None:
+    def _confidence(self, each: Divergence) -> Tensor | None:
         """Return a, or the draft's probability of a token, taken from the divergence if it is the NLL of the token."""
         (part, *others), untempered = self.spec.parts, self.loss.temperature == 1
         if self.confidence is None:
@@ -482,13 +471,13 @@ class _Call(DraftCall):
         with torch.no_grad():
             return torch.exp(-self._divergence(self._on, **asked).value)
 
-    def _of_targets(self) -> torch.Tensor:
+    def _of_targets(self) -> Tensor:
         """Compute the draft's probability of the target tokens."""
         assert self.target_ids is not None
         with torch.no_grad():
             return torch.exp(-self.rows.per_row(self.target_ids, self.block_mask).nll)
 
-    def _divergence(self, weights: torch.Tensor, **changes: Any) -> Divergence:
+    def _divergence(self, weights: Tensor, **changes: Any) -> Divergence:
         """Compute the divergence of the active rows; ``changes`` override the options of the loss."""
         assert self.teacher.x is not None
         asked = {name: getattr(self.loss, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}

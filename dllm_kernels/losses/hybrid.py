@@ -73,8 +73,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         loss_mask: Tensor, loss_mask_ar: Tensor | None = None, num_diffusion_tokens: Count = None,
         num_ar_tokens: Count = None, causal_hidden: Tensor | None = None, noisy_input_ids: Tensor | None = None, *,
         lm_head_bias: Tensor | None = None, extra: Extra | None = None, chunk_size: int | None = None,
-        num_active: int | None = None,
-        logits_dtype: torch.dtype | None = None,
+        num_active: int | None = None, logits_dtype: torch.dtype | None = None,
     ) -> DLLMLossOutput:  # fmt: skip
         """Compute the same loss from hidden states and the LM head, both branches in one pass over the head.
 

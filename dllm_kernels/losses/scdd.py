@@ -284,8 +284,7 @@ def _check_times(batch: Batch) -> None:
     if not values_are_there(p_mask):
         return
     batch.check_range(supervised.any(1, keepdim=True))
-    where = first_true(supervised & (p_mask != p_mask[:, :1]))
-    if where is not None:
+    if (where := first_true(supervised & (p_mask != p_mask[:, :1]))) is not None:
         time = p_mask[where[0], 0].item()
         raise ValueError(
             f"p_mask must hold one time for each sequence, got {time} at position {(where[0], 0)} and "

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._dtypes import accum_dtype
@@ -34,13 +34,13 @@ class CrossEntropy(TransformedLoss):
     ignore_index: int
 
     def checked_targets(
-        self, names: _checks.Names, rows: torch.Tensor, labels: torch.Tensor, *head: torch.Tensor | None, shift: int = 0
-    ) -> torch.Tensor:
+        self, names: _checks.Names, rows: Tensor, labels: Tensor, *head: Tensor | None, shift: int = 0
+    ) -> Tensor:
         """Check the rows, the head and the labels; return the labels as targets of the ops, -100 where ignored."""
         V = _checks.check_rows(names, rows, labels, *head)
         return self.targets_in_range(names.targets, labels, V, shift)
 
-    def targets_in_range(self, name: str, labels: torch.Tensor, V: int, shift: int) -> torch.Tensor:
+    def targets_in_range(self, name: str, labels: Tensor, V: int, shift: int) -> Tensor:
         """Return the labels as targets of the ops, -100 where ignored; if checks are on, raise for the first bad one.
 
         ``shift``: how many positions further on it is in the caller's tensor.
@@ -51,9 +51,7 @@ class CrossEntropy(TransformedLoss):
         _checks.check_target_range(None, name, labels, V, shift=shift, skip_id=self.skip_id)
         return labels
 
-    def reduced(
-        self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, num_label_tokens: Count
-    ) -> torch.Tensor:
+    def reduced(self, rows: ModelOutput, targets: Tensor, weights: Tensor, num_label_tokens: Count) -> Tensor:
         """Compute the loss from the weights of the positions."""
         if self._gives_rows():
             return rows.per_row(targets, weights).nll.flatten()
@@ -100,12 +98,12 @@ class MaskedCrossEntropy(CrossEntropy):
 
     def forward(
         self,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        mask: torch.Tensor | None = None,
+        logits: Tensor,
+        labels: Tensor,
+        mask: Tensor | None = None,
         num_label_tokens: Count = None,
-        loss_weights: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        loss_weights: Tensor | None = None,
+    ) -> Tensor:
         """Compute the loss.
 
         Args:
@@ -189,11 +187,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         self.logit_softcapping = value or 0
 
     def rows(
-        self,
-        hidden_states: torch.Tensor,
-        lm_weight: torch.Tensor,
-        lm_bias: torch.Tensor | None,
-        logits_dtype: torch.dtype | None = None,
+        self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, logits_dtype: torch.dtype | None = None
     ) -> ModelOutput:
         """Return hidden states and head with the options of the ops."""
         wide = logits_dtype == torch.float32 and hidden_states.dtype != torch.float64
@@ -202,16 +196,16 @@ class FusedLinearCrossEntropy(CrossEntropy):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        labels: torch.Tensor,
-        lm_weight: torch.Tensor,
+        hidden_states: Tensor,
+        labels: Tensor,
+        lm_weight: Tensor,
         num_label_tokens: Count = None,
         grad_reduce_group: Any = None,
-        loss_weights: torch.Tensor | None = None,
+        loss_weights: Tensor | None = None,
         *,
-        lm_bias: torch.Tensor | None = None,
+        lm_bias: Tensor | None = None,
         logits_dtype: torch.dtype | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute the loss.
 
         Args:
@@ -244,7 +238,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         return self.reduced(rows, targets, weights, num_label_tokens)
 
 
-def _rows_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Size:
+def _rows_of(logits: Tensor, labels: Tensor) -> torch.Size:
     """Return the row shape of the logits; check that it equals the labels' shape up to merged adjacent dimensions."""
     rows = logits.shape[:-1]
     if not (_merges(rows, labels.shape) or _merges(labels.shape, rows)):
@@ -268,12 +262,8 @@ def check_sum_only(reduction: str, **options: object) -> None:
 
 
 def position_weights(
-    like: torch.Tensor,
-    labels: torch.Tensor,
-    ignore_index: int,
-    mask: torch.Tensor | None,
-    loss_weights: torch.Tensor | None,
-) -> torch.Tensor:
+    like: Tensor, labels: Tensor, ignore_index: int, mask: Tensor | None, loss_weights: Tensor | None
+) -> Tensor:
     """Compute the weight per position, 0 if ignored or masked out, in the dtype of sums over ``like``."""
     mask, loss_weights = all_plain(mask, loss_weights)
     labels = widened(labels)
@@ -293,27 +283,27 @@ def position_weights(
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
 
-def widened(labels: torch.Tensor) -> torch.Tensor:
+def widened(labels: Tensor) -> Tensor:
     """Cast labels to a plain int64 tensor: narrower dtypes may not hold -100, and uint8 156 compares equal to it."""
     (labels,) = all_plain(labels)
     _checks.check_ids("labels", labels)
     return labels.long()
 
 
-def normalized(weights: torch.Tensor, reduction: str, num_label_tokens: Count) -> torch.Tensor:
+def normalized(weights: Tensor, reduction: str, num_label_tokens: Count) -> Tensor:
     """Divide weights by their denominator; a denominator of 0 gives weights of 0, a negative denominator NaN."""
     if reduction == "mean":
         return weights / weights.sum().clamp(min=1)
     count = plain_count(num_label_tokens)
     if count is None:
         return weights
-    if isinstance(count, torch.Tensor):
+    if isinstance(count, Tensor):
         count = count.detach().reshape(()).to(weights.dtype)
         return weights / torch.where(count > 0, count, torch.where(count == 0, torch.inf, torch.nan))
     return weights / count if count else torch.zeros_like(weights)
 
 
-def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
+def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> Tensor:
     """Call a base loss with logits, or with hidden states and the LM head, depending on its ``forward``.
 
     Args:
@@ -349,7 +339,7 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> torch.Tensor:
     for name in ("num_label_tokens", "loss_weights", "lm_bias"):
         if offered.get(name) is not None and name not in taken:
             raise ValueError(f"{name} must be None for {_checks.type_name(loss_fn)}, whose forward does not take it")
-    loss: torch.Tensor = loss_fn(**taken)
+    loss: Tensor = loss_fn(**taken)
     return loss
 
 

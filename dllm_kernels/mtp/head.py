@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._head import check_plain_head, projects
@@ -30,12 +29,12 @@ def head_module(model: nn.Module | None) -> nn.Module | None:
     return next((m for m in named if hasattr(m, "weight") or projects(m)), None)
 
 
-def head_weight(model: nn.Module | None) -> torch.Tensor:
+def head_weight(model: nn.Module | None) -> Tensor:
     """Return the weight ``[V, D]`` of the LM head module, else the parameter named ``lm_head``."""
     head = head_module(model)
     if head is not None:
         check_plain_head(head, FROM_LOGITS)
-        if not isinstance(weight := getattr(head, "weight", None), torch.Tensor):
+        if not isinstance(weight := getattr(head, "weight", None), Tensor):
             raise ValueError(f"the LM head must have a weight, got {type_name(head)}; {FROM_LOGITS}")
         return weight
     model = unwrapped(model)
@@ -59,22 +58,22 @@ def _check_owners(model: nn.Module | None, name: str) -> None:
             check_plain_head(module, FROM_LOGITS)
 
 
-def head_bias(model: nn.Module | None) -> torch.Tensor | None:
+def head_bias(model: nn.Module | None) -> Tensor | None:
     """Return the bias ``[V]`` of the LM head, or None."""
     bias = getattr(head_module(model), "bias", None)
-    return bias if isinstance(bias, torch.Tensor) else None
+    return bias if isinstance(bias, Tensor) else None
 
 
-def logits_of(hidden: torch.Tensor, model: nn.Module) -> torch.Tensor:
+def logits_of(hidden: Tensor, model: nn.Module) -> Tensor:
     """Compute logits by calling the head module, which gathers a sharded weight."""
     head = head_module(model)
     if head is not None and projects(head):
-        logits: torch.Tensor = head(hidden)
+        logits: Tensor = head(hidden)
         return logits
     return nn.functional.linear(hidden, head_weight(model), head_bias(model))
 
 
-def gathered_once(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def gathered_once(weight: Tensor, hidden: Tensor) -> Tensor:
     """Gather a sharded head for several uses, which then share one gather and one reduction of its gradient."""
     if not is_dtensor(weight):
         return weight

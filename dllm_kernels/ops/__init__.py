@@ -1,10 +1,11 @@
 """The functional primitives under every loss and corruption, for people who write a new one."""
 
-from dllm_kernels._core._results import Divergence, RowObjective, RowStats, TokenNLL, WeightedNLL
+from dllm_kernels._core._results import Divergence, LinearSample, RowObjective, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops.divergence import divergence, linear_divergence
 from dllm_kernels.ops.dpace_weights import dpace_weights
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
 from dllm_kernels.ops.linear_nll import linear_token_nll, weighted_linear_nll
+from dllm_kernels.ops.linear_sample import linear_sample
 from dllm_kernels.ops.row_objective import linear_row_objective, row_objective
 from dllm_kernels.ops.row_stats import linear_row_stats, row_stats
 from dllm_kernels.ops.soft_embedding import soft_embedding
@@ -13,6 +14,7 @@ from dllm_kernels.ops.token_nll import token_nll, weighted_nll
 
 __all__ = [
     "Divergence",
+    "LinearSample",
     "RowObjective",
     "RowStats",
     "TokenLogProbs",
@@ -24,6 +26,7 @@ __all__ = [
     "linear_divergence",
     "linear_row_objective",
     "linear_row_stats",
+    "linear_sample",
     "linear_token_nll",
     "row_objective",
     "row_stats",

@@ -290,14 +290,9 @@ def _with_teacher(
 
 
 def _compared(
-    name: str,
-    inputs: RowInputs,
-    options: Options,
-    spec: DivergenceSpec,
-    temperature: Any,
-    reduction: Any,
+    name: str, inputs: RowInputs, options: Options, spec: DivergenceSpec, temperature: Any, reduction: Any,
     its_transform: Any,
-) -> Divergence:
+) -> Divergence:  # fmt: skip
     """Check the teacher against the student, whose rows have this name, and compare them."""
     x, teacher, rows, columns = inputs.x, inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns
     its_head = inputs.weight if inputs.teacher_weight is None else inputs.teacher_weight

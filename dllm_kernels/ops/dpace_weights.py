@@ -90,8 +90,8 @@ def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:
     """Raise where it cannot be a probability; NaN goes through. On a GPU that would cost a sync, so not there."""
     if not (values_are_there(confidence) and values_are_there(mask)):
         return
-    where = first_true((mask != 0) & ((confidence < -ROUNDING) | (confidence > 1 + ROUNDING)))
-    if where is not None:
+    outside = (confidence < -ROUNDING) | (confidence > 1 + ROUNDING)
+    if (where := first_true((mask != 0) & outside)) is not None:
         raise ValueError(
             f"confidence must lie in [0, 1] where it is used, got {confidence[where].item()} at position {where}"
         )

@@ -51,7 +51,14 @@ def gumbel_topk_mask(
 
     Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.3.
     """
-    _check(log_w, k, uniform)
+    _checks.check_float("log_w", log_w)
+    _checks.check_ndim("log_w", log_w, 2, "[N, D]")
+    check_k(k, log_w)
+    if uniform is not None:
+        _checks.check_tensor("uniform", uniform)
+        _checks.check_dtype("uniform", uniform, (torch.float32, torch.float64))
+        _checks.check_shape("uniform", uniform, log_w.shape, "that of log_w")
+        _checks.check_same_device("log_w", log_w, uniform=uniform)
     k = k if isinstance(k, torch.Tensor) else operator.index(k)
     if uniform is not None and not (generator is None and seeds is None):
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
@@ -63,17 +70,6 @@ def gumbel_topk_mask(
         return mask
     with torch.no_grad():
         return choose(log_w, k, uniform, seed, backend)
-
-
-def _check(log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None) -> None:
-    _checks.check_float("log_w", log_w)
-    _checks.check_ndim("log_w", log_w, 2, "[N, D]")
-    check_k(k, log_w)
-    if uniform is not None:
-        _checks.check_tensor("uniform", uniform)
-        _checks.check_dtype("uniform", uniform, (torch.float32, torch.float64))
-        _checks.check_shape("uniform", uniform, log_w.shape, "that of log_w")
-        _checks.check_same_device("log_w", log_w, uniform=uniform)
 
 
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:

@@ -17,13 +17,13 @@ import torch
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options
 from dllm_kernels._core._results import RowObjective, RowStats
-from dllm_kernels._core._run import call, checked, run
+from dllm_kernels._core._run import checked, run
 from dllm_kernels._core._stats import ROW_OBJECTIVE, ROW_STATS, Objective, checked_value
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, has_values, transforms_active
 from dllm_kernels._utils._transform import Transform
-from dllm_kernels.ops.row_stats import LINEAR, LOGITS
+from dllm_kernels.ops.row_stats import LINEAR, LOGITS, row_stats
 
 Fn = Callable[..., torch.Tensor]
 
@@ -86,11 +86,10 @@ def row_objective(
     Source: the definition; policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """
     ids, active, aux = _checked(fn, logits, aux, LOGITS.rows, ids, active)
-    options = Options(
-        Transform(softcap, scale, skip_id), check_targets=check_targets, backend=backend, with_lse=True,
-        with_correct=with_correct, entropy=entropy,
+    stats = row_stats(
+        logits, ids, entropy=entropy, active=active, with_correct=with_correct, softcap=softcap, scale=scale,
+        skip_id=skip_id, check_targets=check_targets, backend=backend,
     )  # fmt: skip
-    stats = call(ROW_STATS, LOGITS, RowInputs(logits, ids, active=active), options, several=True)
     return _combined(fn, aux, stats, active)
 
 

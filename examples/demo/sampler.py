@@ -6,20 +6,16 @@ from collections.abc import Callable
 
 import torch
 
+from dllm_kernels import linear_sample
+
+Hidden = Callable[[torch.Tensor], torch.Tensor]
 Logits = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _drawn(logits: torch.Tensor, temperature: float, generator: torch.Generator | None) -> torch.Tensor:
-    """Return the most likely token, or a token drawn at the temperature (Gumbel-max)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    noise = torch.empty_like(logits).exponential_(generator=generator).log()
-    return (logits / temperature - noise).argmax(dim=-1)
 
 
 @torch.no_grad()
 def denoise(
-    logits_of: Logits,
+    hidden_of: Hidden,
+    head: torch.Tensor,
     prompt: torch.Tensor,
     new_tokens: int,
     mask_id: int,
@@ -32,10 +28,12 @@ def denoise(
     """Continue a prompt with a masked diffusion model, block after block.
 
     Every step predicts all masked positions of the current block, keeps the predictions with the highest
-    probability and remasks the others. A block is complete after ``steps`` steps.
+    probability (at the temperature) and remasks the others. A block is complete after ``steps`` steps. Logits exist
+    for the masked positions only, one chunk at a time.
 
     Args:
-        logits_of: ids ``[1, L]`` -> logits ``[1, L, V]``.
+        hidden_of: ids ``[1, L]`` -> input of the head ``[1, L, D]``.
+        head: LM head ``[V, D]``.
         prompt: ids ``[P]``.
         new_tokens: number of tokens to add, a multiple of ``block_size``.
         mask_id: the mask token, which is never predicted.
@@ -57,29 +55,30 @@ def denoise(
             masked = block[ids[block] == mask_id]
             if not len(masked):
                 break
-            logits = logits_of(ids[None])[0, masked].float()
-            logits[:, mask_id] = -torch.inf
-            tokens = _drawn(logits, temperature, generator)
-            confidence = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
-            kept = confidence.topk(-(-len(masked) // left)).indices
-            ids[masked[kept]] = tokens[kept]
+            found = linear_sample(
+                hidden_of(ids[None])[0, masked], head, temperature=temperature, generator=generator, skip_id=mask_id
+            )
+            kept = found.log_probs.topk(-(-len(masked) // left)).indices
+            ids[masked[kept]] = found.ids[kept]
             trace.append(ids.tolist())
     return trace
 
 
 @torch.no_grad()
 def next_token(
-    logits_of: Logits,
+    hidden_of: Hidden,
+    head: torch.Tensor,
     prompt: torch.Tensor,
     new_tokens: int,
     *,
     temperature: float = 0.0,
     generator: torch.Generator | None = None,
 ) -> list[int]:
-    """Continue a prompt one token at a time; ``logits_of`` maps ids ``[1, L]`` to logits ``[1, L, V]``."""
+    """Continue a prompt one token at a time; ``hidden_of`` maps ids ``[1, L]`` to the input of the head."""
     ids = prompt
     for _ in range(new_tokens):
-        ids = torch.cat([ids, _drawn(logits_of(ids[None])[0, -1:].float(), temperature, generator)])
+        last = hidden_of(ids[None])[0, -1:]
+        ids = torch.cat([ids, linear_sample(last, head, temperature=temperature, generator=generator).ids])
     return ids.tolist()
 
 

@@ -190,10 +190,11 @@ class Diffusion(Task):
         nll = _nll_by_frequency(batch.ids, log_unigram)
         return float((nll * batch.noise_mask / batch.p_mask).sum() / batch.ids.numel())
 
-    def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
+    def sample(self, model: Any, text: torch.Tensor) -> Sample:
         prompt, truth = self._split(text)
         trace = sampler.denoise(
-            lambda ids: self._logits(model, ids),
+            model.hidden,
+            model.lm_head.weight,
             prompt,
             len(truth),
             self.corpus.mask_id,
@@ -630,11 +631,12 @@ class MultiToken(Task):
         nll = [_nll_by_frequency(labels[:, depth:-1], log_unigram).sum() / count for depth in range(self.DEPTHS + 1)]
         return float(nll[0] + self.SCALE / self.DEPTHS * sum(nll[1:]))
 
-    def sample(self, model: nn.Module, text: torch.Tensor) -> Sample:
+    def sample(self, model: Any, text: torch.Tensor) -> Sample:
         prompt, truth = self._split(text)
         generator = torch.Generator(self.device).manual_seed(self.options.seed)
         ids = sampler.next_token(
-            lambda ids: model(ids, causal=True),
+            lambda ids: model.hidden(ids, causal=True),
+            model.lm_head.weight,
             prompt,
             len(truth),
             temperature=self.options.temperature,

@@ -172,6 +172,21 @@ def test_numpy_draws_what_torch_draws(layout, shared):
         assert theirs is None or np.array_equal(theirs[start:].numpy(), ours.astype(np.int64))
 
 
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_child_seeds_are_words_that_no_draw_has(count):
+    """NumPy's stream under the second key word 1, from NumPy and from torch, one row beside another."""
+    expected = [
+        [signed(int(w)) for w in np.random.Philox(key=seed % 2**64 + 2**64).random_raw(count)] for seed in SEEDS
+    ]
+    assert expected[0] == [signed(w) for w in numpy_words(1, 2**64 + SEEDS[0], count)]
+    for made in (_philox.child_seeds, _philox._child_seeds_torch):
+        found = made(torch.tensor(SEEDS), count)
+        assert found.dtype == torch.int64
+        assert found.is_contiguous()
+        assert found.tolist() == expected
+    assert _philox._child_seeds_torch(torch.empty(0, dtype=torch.int64), count).shape == (0, count)
+
+
 def test_threads_draw_from_generators_of_their_own():
     layout, results = Layout(1, 2000), {}
     seeds = list(range(8))

@@ -95,6 +95,11 @@ OF_HIDDEN = {
         "soft_embedding", lambda h, w, ids, p: (ops.soft_embedding(h.detach(), w.detach(), w.detach(), **HEAD),),
         115, (1 + 2 * CHUNKS, 0),
     ),
+    "linear_sample": Op(
+        "linear_sample",
+        lambda h, w, ids, p: ops.linear_sample(h.detach(), w.detach(), seeds=ids, top_k=4, active=p, **HEAD),
+        4200, (1 + CHUNKS, 0),  # Philox by integer products, on two blocks a chunk
+    ),
 }  # fmt: skip
 
 

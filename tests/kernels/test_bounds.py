@@ -128,6 +128,11 @@ def gumbel_topk(guarded, **options):
     ops.gumbel_topk_mask(log_w, k, **given, backend="triton")
 
 
+def linear_sample(guarded, dtype, **options):
+    h, w, seeds = (guarded.like(t) for t in (torch.randn(N, D).to(dtype), torch.randn(V, D).to(dtype), torch.arange(N)))
+    ops.linear_sample(h, w, seeds=seeds, chunk_size=2, backend="triton", **options)
+
+
 TRANSFORM = {"softcap": 4.0, "scale": 0.7, "skip_id": V - 1}
 RUNS = {
     **{f"token_nll, {d}": (lambda g, d=d: token_nll(g, d)) for d in (torch.float16, torch.float32, torch.float64)},
@@ -144,6 +149,9 @@ RUNS = {
     "divergence, sums first": lambda g: divergence(g, torch.float16, kind={"jsd": 0.5, "lk": 1.0, "ce": 0.2}),
     "divergence, transformed": lambda g: divergence(g, torch.float32, kind={"kl": 1.0, "ce": 0.2}, **TRANSFORM),
     "linear_divergence": lambda g: linear_divergence(g, torch.float32, kind="l1"),
+    "linear_sample": lambda g: linear_sample(g, torch.float16),
+    "linear_sample, transformed": lambda g: linear_sample(g, torch.float32, **TRANSFORM),
+    "linear_sample, greedy": lambda g: linear_sample(g, torch.float64, temperature=0),
     "corrupt_uniform": corrupted("corrupt_uniform", MASK),
     "corrupt_uniform, exact": corrupted("corrupt_uniform", MASK, level=torch.linspace(0.1, 0.9, B), exact=True),
     "corrupt_blockwise": corrupted("corrupt_blockwise", MASK),

@@ -202,6 +202,9 @@ NO_ROWS = {
     "weighted_nll": without_rows(ops.weighted_nll, NO_IDS, NONE),
     "row_stats": without_rows(ops.row_stats, NO_IDS, entropy=True),
     "divergence": without_rows(ops.divergence, torch.empty(0, 7)),
+    "linear_sample": lambda: ops.linear_sample(
+        torch.empty(0, 3, device=DEVICE), torch.empty(7, 3, device=DEVICE), backend="triton"
+    ),
     "gumbel_topk": lambda: ops.gumbel_topk_mask(torch.empty(0, 7, device=DEVICE), 1, backend="triton"),
 }
 

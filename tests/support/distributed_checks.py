@@ -36,6 +36,8 @@ EXHAUSTIVE = {
     *((2, f"fsdp_accumulation[{name}]") for name in ("mdlm, counted", "dflash")),
     (4, "a_skipped_column_is_one_of_the_whole_row"),
     (4, "tp_soft_embedding[plain]"),
+    (4, "tp_linear_sample[drawn]"),
+    (4, "tp_linear_sample[greedy]"),
     (2, "inside_a_compiled_step[hidden states]"),
     (2, "tp_extra_in_every_dtype_and_through_the_kernels"),
     (2, "tp_kernels[token_nll]"),

@@ -35,6 +35,7 @@ from tests.support import (  # noqa: F401
     distributed_fsdp,
     distributed_pipeline,
     distributed_readme,
+    distributed_sample,
     distributed_soft_embedding,
     distributed_tensor,
 )

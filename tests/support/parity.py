@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from dllm_kernels._backends.torch import _blocks
 
@@ -127,6 +128,8 @@ class Spoilt(torch.autograd.Function):
 def poison_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``torch.empty`` return the worst that fresh memory may hold, so that what is not written shows."""
     empty = torch.empty
+    # The functions that a device context replaces, listed once per process: with this one patched, it would stay out.
+    _device_constructors()
 
     def poisoned(*args: Any, **options: Any) -> torch.Tensor:
         out = empty(*args, **options)
@@ -149,5 +152,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
     tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(16, 1, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 1, 2))
+    monkeypatch.setattr(tiles, "sample", lambda V: tiles.Tile(64, 1, splits))
     for rule in ("linear_nll_rows", "divergence_rows"):
         monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(16, 1))

@@ -39,6 +39,22 @@ def philox4x64(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
+def counter_words(seed, counter, STREAM: tl.constexpr):
+    """Words of the counters ``[n]`` after a row's zero, uint64 ``[4 n]``, under a scalar seed."""
+    low = (counter + _ZERO).to(tl.uint64)
+    zero = tl.zeros_like(low)
+    key = tl.zeros_like(low) + seed.to(tl.uint64)
+    w0, w1, w2, w3 = philox4x64(low, zero + STREAM, zero, zero, key, zero)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * counter.shape[0]])
+
+
+@triton.jit
+def halves(word):
+    """Split words ``[n]`` into draws ``[2 n]``, uint32, the low half first."""
+    return tl.reshape(tl.join(word, word >> 32).to(tl.uint32), [2 * word.shape[0]])
+
+
+@triton.jit
 def _counted(seed, row, stride, at):
     """Compute the four words of the counter that holds word ``at``, in the shape of ``at``."""
     counter = (row.to(tl.int64) * stride + (at >> 2) + _ZERO).to(tl.uint64)

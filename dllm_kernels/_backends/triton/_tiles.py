@@ -98,6 +98,15 @@ def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool =
     return Tile(block, at_most_a_thread_a_column(_warps(block * (32768 // tile_bytes), itemsize), block))
 
 
+def sample(V: int) -> Tile:
+    """Draw one token of a row: one warp, sixteen columns a thread, those of one counter, and 32 tiles a program.
+
+    Programs of four warps and 2,048 columns spill scalar registers on gfx942, those of two with a transform.
+    """
+    block = max(64, min(512, _next_power_of_2(V)))
+    return Tile(block, 1, -(-V // (32 * block)))
+
+
 class SelectTile(NamedTuple):
     """Rows and columns of a program, its warps, and whether the keys of a row stay in memory."""
 

@@ -295,7 +295,8 @@ def _sample_level(
     tl.store(out_ptr + b, tl.minimum(x * span + low, high), mask=b < B)
 
 
-Corrupted = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Tensor = torch.Tensor
+Corrupted = tuple[Tensor, Tensor, Tensor]
 
 
 def _stride(blocks: int, L: int, words: bool = False) -> int:
@@ -305,18 +306,9 @@ def _stride(blocks: int, L: int, words: bool = False) -> int:
 
 @on_its_device
 def corrupt(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor | None,
-    what: str,
-    token: int,
-    blocks: int,
-    size: int,
-    eps: float,
-    rate: float,
-    at_least: int,
-    level: torch.Tensor | None,
-    seed: torch.Tensor | None,
-) -> Corrupted:
+    input_ids: Tensor, loss_mask: Tensor | None, what: str, token: int, blocks: int, size: int, eps: float, rate: float,
+    at_least: int, level: Tensor | None, seed: Tensor | None,
+) -> Corrupted:  # fmt: skip
     """Launch what ``_random/_corrupt.py`` calls ``what``; ``rate`` and ``at_least`` are those of "topk"."""
     B, L = input_ids.shape
     noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
@@ -353,14 +345,9 @@ def corrupt(
 
 @on_its_device
 def mix_tokens(
-    input_ids: torch.Tensor,
-    loss_mask: torch.Tensor,
-    mask_token_id: int,
-    vocab_size: int,
-    mask_prob: torch.Tensor,
-    uniform_prob: torch.Tensor,
-    seed: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
+    seed: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """``_corrupt.mix_tokens``."""
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
@@ -377,7 +364,7 @@ def mix_tokens(
 
 
 @on_its_device
-def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
     """``_corrupt.complement``."""
     B, L = noise_mask.shape
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
@@ -388,7 +375,7 @@ def complement(noise_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tenso
     return out
 
 
-def sample_level(B: int, method: str, low: float, high: float, seed: torch.Tensor) -> torch.Tensor:
+def sample_level(B: int, method: str, low: float, high: float, seed: Tensor) -> Tensor:
     """``_corrupt.sample_level``."""
     with torch.cuda.device_of(seed):
         out = torch.empty(B, dtype=torch.float32, device=seed.device)

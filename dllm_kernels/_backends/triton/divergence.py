@@ -590,20 +590,10 @@ def divergence_grad(
 
 
 def _launch_rows(
-    logits: Tensor,
-    teacher: Tensor,
-    weights: Tensor,
-    spec: DivergenceSpec,
-    kept: Kept | None,
-    out: Tensor | None,
-    results: tuple[Tensor | None, ...],
-    *,
-    teacher_rows: Tensor | None = None,
-    targets: Tensor | None = None,
-    mean_alpha: Tensor | None = None,
-    transform: Transform = NO_TRANSFORM,
-    teacher_transform: Transform = NO_TRANSFORM,
-) -> None:
+    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept | None, out: Tensor | None,
+    results: tuple[Tensor | None, ...], *, teacher_rows: Tensor | None = None, targets: Tensor | None = None,
+    mean_alpha: Tensor | None = None, transform: Transform = NO_TRANSFORM, teacher_transform: Transform = NO_TRANSFORM,
+) -> None:  # fmt: skip
     """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results`` are value, alpha and agree."""
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]

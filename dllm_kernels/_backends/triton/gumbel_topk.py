@@ -3,6 +3,7 @@
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dllm_kernels._backends.triton import _tiles
 from dllm_kernels._backends.triton._aligned import all_multiples, multiple, rounded_up
@@ -136,9 +137,7 @@ def _gumbel_topk_long(
 
 
 @on_its_device
-def gumbel_topk_mask(
-    log_w: torch.Tensor, k: torch.Tensor | int, uniform: torch.Tensor | None, seed: torch.Tensor | None
-) -> torch.Tensor:
+def gumbel_topk_mask(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None) -> Tensor:
     """Launch; the arguments are those of ``ops.gumbel_topk_mask``, with the seed already drawn."""
     N, D = log_w.shape
     out = torch.empty((N, D), dtype=torch.bool, device=log_w.device)

@@ -195,14 +195,9 @@ def weighted_row_stats(logits: Tensor, targets: Tensor, weights: Tensor, **optio
 
 @on_its_device
 def row_stats(
-    logits: Tensor,
-    targets: Tensor,
-    weights: Tensor | None = None,
-    weighted: Tensor | None = None,
-    *,
-    with_correct: bool,
-    transform: Transform = NO_TRANSFORM,
-) -> NLL:
+    logits: Tensor, targets: Tensor, weights: Tensor | None = None, weighted: Tensor | None = None, *,
+    with_correct: bool, transform: Transform = NO_TRANSFORM,
+) -> NLL:  # fmt: skip
     """Launch the forward pass, which also writes ``weights`` times the NLL; the contract is in ``_backends._rows``."""
     B, L, V = logits.shape
     N = B * L
@@ -228,16 +223,9 @@ def row_stats(
 
 @on_its_device
 def row_grad(
-    logits: Tensor,
-    targets: Tensor,
-    scale: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    out: Tensor,
-    *,
-    factor: Tensor | None = None,
-    transform: Transform = NO_TRANSFORM,
-) -> None:
+    logits: Tensor, targets: Tensor, scale: Tensor, row_max: Tensor, log_sum: Tensor, out: Tensor, *,
+    factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
+) -> None:  # fmt: skip
     """Launch the backward pass; see ``_backends._rows`` for the contract."""
     B, L, V = logits.shape
     if B * L == 0:

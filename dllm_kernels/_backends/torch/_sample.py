@@ -1,0 +1,146 @@
+r"""The token of each row that has the largest score, in plain torch and NumPy (``_backends/_rows.py``).
+
+    score_v = x_v - ln(-ln u_v),        x the transformed logits, u the uniform of the row and the column.
+
+On a CPU almost no score is computed, and of most uniforms only the high 16 bits are drawn. They say between which
+multiples of 2^-16, n and n + 1, ``1 - u`` lies. Because ``-ln u`` lies between 1 - u and, of the upper end, -ln u,
+
+    x_v - ln(-ln(1 - (n + 1) 2^-16)) <= score_v <= x_v - ln(n 2^-16).
+
+The lower bound of one promising column leaves a handful of columns whose upper bound is no smaller, and those with
+n = 0. Their scores decide.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm_kernels._backends._noise import Noise
+from dllm_kernels._backends.torch import _blocks
+from dllm_kernels._backends.torch._workers import share_out
+from dllm_kernels._random import _noise
+from dllm_kernels._random._rules import Array, float64
+from dllm_kernels._random._topk import exact_log
+from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._transform import Transform
+
+# Off the CPU a row's draws and scores take so many times the bytes of its logits.
+_BYTES_OF_DRAWS = 16
+Found = tuple[Tensor, Tensor]
+
+
+def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> Found:
+    """See ``_backends/_rows.py``."""
+    C, device = logits.shape[0], logits.device
+    score = torch.full((C,), -math.inf, dtype=torch.float64, device=device)
+    found = score, torch.zeros(C, dtype=torch.int64, device=device)
+    if not C:
+        return found
+    source, size, buffers = _blocks_of(logits, more=int(noise is not None))
+    parts = [None] * -(-C // size) if noise is None else _blocks.split_all(noise, size)
+    rivals: list[Any] = [None] * len(parts)
+    blocks = zip(source.blocks(size), parts, _blocks.split_all(found, size), range(len(parts)), strict=True)
+    share_out([partial(_sample_block, source, transform, rivals, *block) for block in blocks], buffers)
+    if noise is not None and logits.is_cpu:
+        _decide(noise, [(at * size, *found) for at, found in enumerate(rivals)], *(t.numpy() for t in found))
+    return found
+
+
+def _blocks_of(logits: Tensor, more: int) -> tuple[_blocks.RowGather, int, list[_blocks.Buffers]]:
+    """(all rows, rows of a block, buffers of each thread)."""
+    (C, V), device = logits.shape, logits.device
+    source = _blocks.RowGather(logits[None], _blocks.RowIndex(torch.arange(C, device=device), C, C, 0, True))
+    columns = V if logits.is_cpu else V * _BYTES_OF_DRAWS
+    threads, size = _blocks.team(C, columns, accum_dtype(logits.dtype), device)
+    return source, size, _blocks.buffers_for(threads, size, logits, more=more)
+
+
+def _sample_block(
+    source: _blocks.RowGather, transform: Transform, rivals: list[Any], block: Tensor, noise: Noise | None,
+    found: Found, number: int, buffers: _blocks.Buffers,
+) -> None:  # fmt: skip
+    """Write what is found or, on a CPU and with noise, list the columns between which :func:`_decide` has to choose."""
+    x, (score, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], found
+    V = x.shape[1]
+    if noise is not None and x.is_cpu:
+        spare = _blocks.top(buffers.more[0], block).numpy()
+        rivals[number] = _rivals(x.numpy(), _noise.high_on_host(noise, V), spare)
+        return
+    scores = x if noise is None else _scores(x.to(torch.float64), _noise.high(noise, V), _noise.low(noise, V))
+    at = torch.from_numpy(np.argmax(x.numpy(), 1)) if x.is_cpu else scores.argmax(1)  # a tenth of torch's time
+    ids.copy_(at)
+    score.copy_(scores.gather(1, at[:, None])[:, 0])
+
+
+def _scores(x: Array, high: Array, low: Array) -> Array:
+    """Compute exact scores of float64 logits and the bits of their uniforms, the same bits on every device."""
+    u = (float64((high << 32) + low) + 0.5) * 2.0**-48
+    return x - exact_log(-exact_log(u))
+
+
+def _rivals(x: Array, high: Array, spare: Array) -> tuple[Array, Array, Array, Array]:
+    """List (row, column, logit, high bits) of the columns that may have the largest score; x ``[R, V]``."""
+    bound = spare.view(np.float32)[:, : x.shape[1]]
+    np.copyto(bound, ~high)  # n
+    bound += np.float32(0.5)
+    # ln(n + 1/2) without a logarithm, too small by at most 0.06: the bits of a float32 are its exponent, and behind it
+    # the position between two powers of 2.
+    np.copyto(bound, bound.view(np.int32), casting="unsafe")
+    bound *= np.float32(-math.log(2) * 2.0**-23)
+    np.add(bound, x, out=bound, casting="unsafe")
+    at = bound.argmax(1)[:, None]
+    most = (65536.0 - np.take_along_axis(high, at, 1)) * 2.0**-16  # of 1 - u
+    score = np.take_along_axis(x, at, 1).astype(np.float64) - np.log(-np.log1p(-np.minimum(most, 1 - 2.0**-49)))
+    # In the unit of the bounds, 0.41 lower because of 1/2, and less by what they are rounded by: a few times 2^-24 of
+    # numbers up to |x| + 100.
+    with np.errstate(invalid="ignore"):  # inf - inf, of a row that has no token
+        least = score - math.log(2) * (127 + 16) - math.log(1.5) - 2.0**-20 * (128 + np.abs(score))
+    possible = bound >= least.astype(np.float32)
+    possible |= high == 65535
+    row, column = np.divmod(np.flatnonzero(possible), x.shape[1])  # a tenth of the time of nonzero
+    return row, column, x[row, column].astype(np.float64), high[row, column].astype(np.int64)
+
+
+def _decide(noise: Noise, rivals: list[tuple[Any, ...]], score: Array, ids: Array) -> None:
+    """Write the largest score of each row and its column; of equal scores the one with the lowest index."""
+    row = np.concatenate([first + r for first, r, *_ in rivals])
+    column, x, high = (np.concatenate(part) for part in list(zip(*rivals, strict=True))[2:])
+    scores = _scores(x, high, _noise.low_of_on_host(noise, row, column))
+    with np.errstate(invalid="ignore"):  # a NaN, in a row that has no token
+        np.maximum.at(score, row, scores)
+    best = scores == score[row]
+    ids[row[best][::-1]] = column[best][::-1]  # the lowest is written last
+
+
+def largest(logits: Tensor, k: int, transform: Transform) -> Found:
+    """See ``_backends/_rows.py``; of any device, because torch's own selection is a kernel already."""
+    (C, V), device = logits.shape, logits.device
+    values = torch.empty(C, k, dtype=accum_dtype(logits.dtype), device=device)
+    found = values, torch.empty(C, k, dtype=torch.int64, device=device)
+    if C and k:
+        source, size, buffers = _blocks_of(logits, more=0)
+        blocks = zip(source.blocks(size), _blocks.split_all(found, size), strict=True)
+        job = partial(_largest_block, source, transform, torch.arange(V, 0, -1, dtype=torch.int32, device=device))
+        share_out([partial(job, *block) for block in blocks], buffers)
+    return found
+
+
+def _largest_block(
+    source: _blocks.RowGather, transform: Transform, order: Tensor, block: Tensor, found: Found,
+    buffers: _blocks.Buffers,
+) -> None:  # fmt: skip
+    """Select by value and then, because torch's order of equal values is not documented, by column."""
+    x, (values, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], found
+    k, V = values.shape[1], x.shape[1]
+    least = x.topk(k, 1).values[:, -1:]
+    rank = torch.where(x > least, order + V, torch.where(x == least, order, 0))
+    at = rank.topk(k, 1).indices
+    ordered = x.gather(1, at).sort(dim=1, descending=True, stable=True)
+    values.copy_(ordered.values)
+    ids.copy_(at.gather(1, ordered.indices))

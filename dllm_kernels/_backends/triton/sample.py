@@ -1,0 +1,119 @@
+r"""The token of each row that has the largest score, x_v - ln(-ln u_v), x the transformed logits; without noise x_v.
+
+Programs that share a row leave the best score and its column each. ``_random/_topk.py`` says why a score is computed in
+float64, operation by operation. Because ``-ln u >= 1 - u``, and the high 16 bits of u bound that from below, a tile in
+which no ``x_v - ln(bound)``, float32, reaches the best score so far needs neither the low bits nor a score, and after
+the first few tiles hardly any does.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dllm_kernels._backends._noise import HIGH, LOW, Noise
+from dllm_kernels._backends.triton import _launch, _tiles
+from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
+from dllm_kernels._backends.triton._philox import counter_words, halves
+from dllm_kernels._backends.triton._select import score
+from dllm_kernels._backends.triton._transform import Transform, arguments, transformed
+from dllm_kernels._utils._dtypes import accum_dtype
+
+ROWS = [*PER_ROW, "seed_ptr", "counter_ptr"]
+COLUMNS = [*SIZES, "stride_n", "before"]
+_HIGH, _LOW = tl.constexpr(HIGH), tl.constexpr(LOW)
+
+
+@triton.jit
+def _quarters(word):
+    """Split words ``[n]`` into pieces of 16 bits ``[4 n]``, the low one first."""
+    mask = tl.full(word.shape, 0xFFFF, tl.uint64)
+    even = tl.join(word & mask, (word >> 32) & mask)
+    odd = tl.join((word >> 16) & mask, word >> 48)
+    return tl.reshape(tl.join(even, odd), [4 * word.shape[0]]).to(tl.uint32)
+
+
+@triton.jit
+def _logits(row_ptr, v, V, transform, ACC: tl.constexpr):
+    there = (v >= 0) & (v < V)
+    z = tl.load(row_ptr + v, mask=there, other=0.0)
+    return tl.where(there, transformed(z, v, transform, ACC), -float("inf"))
+
+
+@triton.jit
+def _high(seed, counter, BLOCK_V: tl.constexpr):
+    """High 16 bits of the uniforms of the columns that begin at a counter."""
+    return _quarters(counter_words(seed, counter + tl.arange(0, BLOCK_V // 16), _HIGH))
+
+
+@triton.jit
+def _scores(x, seed, counter, BLOCK_V: tl.constexpr):
+    low = halves(counter_words(seed, 2 * counter + tl.arange(0, BLOCK_V // 8), _LOW))
+    bits = (_high(seed, counter, BLOCK_V).to(tl.int64) << 32) + low.to(tl.int64)
+    return score(x, (bits.to(tl.float64) + 0.5) * 3.552713678800501e-15)  # 2^-48
+
+
+@triton.jit
+def _better(best, column, scores, v):
+    """Return the best score and its column after those of more columns; of equal ones the first."""
+    top = tl.max(scores, 0)
+    if top > best:
+        column = tl.min(tl.where(scores == top, v, 0x7FFFFFFF), 0)
+        best = top
+    return best, column
+
+
+@triton.jit(do_not_specialize_on_alignment=ROWS, do_not_specialize=COLUMNS)
+def _sample(
+    logits_ptr, seed_ptr, counter_ptr, score_ptr, column_ptr,
+    stride_n, V, before, gain, rate, skip, TILES, SPLITS,
+    WITH_NOISE: tl.constexpr, BLOCK_V: tl.constexpr, FEW: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    n = (tl.program_id(0) // SPLITS).to(tl.int64)
+    transform = (gain, rate, skip)
+    row_ptr = logits_ptr + n * stride_n
+    start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
+    end = tl.minimum(start + TILES * BLOCK_V, V + before)
+    best = tl.full([], -float("inf"), tl.float64)
+    column = tl.zeros([], tl.int32)
+    if WITH_NOISE:
+        seed = tl.load(seed_ptr + n)
+        counter = tl.load(counter_ptr + n)
+    for tile in range(start, end, BLOCK_V):
+        v = tile - before + tl.arange(0, BLOCK_V)
+        x = _logits(row_ptr, v, V, transform, ACC)
+        if WITH_NOISE:
+            high = _high(seed, counter + (tile >> 4), BLOCK_V)
+            least = tl.maximum((65535 - high).to(tl.float32), 1.1641532182693481e-10)  # of 2^16 (1 - u): 2^-33
+            bound = tl.max(x.to(tl.float32) - (tl.log(least) - 11.090354888959125), 0)  # 16 ln 2
+            if (bound + 1e-6 * (64 + tl.abs(bound))).to(tl.float64) >= best:
+                for part in range(tile, tl.minimum(tile + BLOCK_V, end), FEW):  # a tile at once takes 240 registers
+                    i = part - before + tl.arange(0, FEW)
+                    y = _logits(row_ptr, i, V, transform, ACC)
+                    scores = _scores(y, seed, counter + (part >> 4), FEW)
+                    best, column = _better(best, column, scores, i)
+        else:
+            best, column = _better(best, column, x.to(tl.float64), v)
+    at = tl.program_id(0).to(tl.int64)
+    tl.store(score_ptr + at, best)
+    tl.store(column_ptr + at, column)
+
+
+@on_its_device
+def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """See ``_backends/_rows.py``."""
+    (C, V), device = logits.shape, logits.device
+    tile = _tiles.sample(V)
+    # Sixteen columns share a counter: a tile begins where one does, ``before`` columns ahead of the first.
+    before = 0 if noise is None else noise.first % 16
+    tiles, splits = _launch.share(V + before, tile)
+    score = torch.empty(C, splits, dtype=torch.float64, device=device)
+    column = torch.empty(C, splits, dtype=torch.int32, device=device)
+    if C:
+        of_noise = (None, None) if noise is None else (noise.seeds, noise.first_counter)
+        _sample[(C * splits,)](
+            logits, *of_noise, score, column, logits.stride(0), V, before, *arguments(transform), tiles, splits,
+            WITH_NOISE=noise is not None, BLOCK_V=tile.block_v, FEW=64,
+            ACC=_launch.acc(accum_dtype(logits.dtype)), num_warps=tile.num_warps, enable_fp_fusion=False,
+        )  # fmt: skip
+    best, part = score.max(1)
+    return best, column.gather(1, part[:, None])[:, 0].to(torch.int64)

@@ -1,0 +1,76 @@
+"""A token of each row of hidden states, and the statistics of its distribution, over N rows; one product per chunk."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from dllm_kernels._backends._noise import Noise
+from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
+from dllm_kernels._backends._rows import IGNORE
+from dllm_kernels._core import _op
+from dllm_kernels._core._chunks import Chunks, no_autocast
+from dllm_kernels._core._inputs import NO_GRADIENTS, RowInputs
+from dllm_kernels._core._plan import Plan
+from dllm_kernels._core._results import LinearSample
+from dllm_kernels._core._stats import row_ids
+
+
+def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
+    """Choose a token in each row of a chunk, then look up its log-probability and those of the most likely tokens."""
+    transform, k = plan.options.transform, plan.options.top_k or 0
+    with no_autocast(inputs):
+        chunks = Chunks(inputs, plan, NO_GRADIENTS)
+        rows, primitives, device = chunks.rows, chunks.primitives, inputs.x.device
+        ids = rows.empty(1 + k, dtype=torch.int64, device=device)
+        log_probs = rows.empty(1 + k, dtype=plan.accum_dtype, device=device)
+        entropy = rows.empty(dtype=plan.accum_dtype, device=device)
+        for chunk, _, targets, logits in chunks:
+            noise = None
+            if inputs.seeds is not None and inputs.numbers is not None:
+                noise = Noise(rows.take(inputs.seeds, chunk), rows.take(inputs.numbers, chunk), 0, logits.shape[1])
+            chosen = primitives.sample(logits, transform, noise)[1].unsqueeze(1)
+            if k:
+                chosen = torch.cat([chosen, primitives.largest(logits, k, transform)[1]], 1)
+            request = StatsRequest(chosen, targets, transform=transform, entropy=True)
+            found = StatsResult(*primitives.stats.forward(logits[None], request))
+            rows.put_each([ids, log_probs, entropy], chunk, [chosen, found.log_probs, found.entropy])
+        ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
+    # Without a distribution any id is as good, but it must be one: an embedding would read out of bounds.
+    ids = ids.masked_fill(log_probs[:, :1].isnan(), int(transform.skip_id == 0))
+    ids = ids.masked_fill((inputs.targets == IGNORE).unsqueeze(1), IGNORE)
+    outputs = {"ids": ids[:, 0].clone(), "log_probs": log_probs[:, 0].clone(), "entropy": entropy}
+    if k:
+        outputs |= {"top_ids": ids[:, 1:].clone(), "top_log_probs": log_probs[:, 1:].clone()}
+    return outputs
+
+
+def _no_gradient(*_: object) -> NoReturn:
+    raise AssertionError("linear_sample takes constants only")
+
+
+def _top(dtype: torch.dtype | None) -> _op.Wanted:
+    """Make the spec of an output ``[N, top_k]``."""
+
+    def spec(inputs: RowInputs, plan: Plan) -> _op.Spec | None:
+        k = plan.options.top_k
+        return None if k is None else ((inputs.x.shape[0], k), dtype or plan.accum_dtype)
+
+    return spec
+
+
+LINEAR_SAMPLE = _op.RowOp(
+    "linear_sample",
+    row_ids,
+    (
+        _op.Output("ids", _op.per_row(dtype=torch.int64)), _op.Output("log_probs", _op.per_row()),
+        _op.Output("entropy", _op.per_row()),
+        _op.Output("top_ids", _top(torch.int64)), _op.Output("top_log_probs", _top(None)),
+    ),
+    _forward,
+    lambda _: ((), ()),
+    _no_gradient,
+    LinearSample,
+    ("", ""),
+)  # fmt: skip

@@ -1,0 +1,54 @@
+"""Bits behind the uniforms of rows of logits; ``_random/_philox.py`` holds their layout."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dllm_kernels._backends._noise import HIGH, LOW, Noise
+from dllm_kernels._random._philox import MASK32, ZERO, philox4x64, words_from
+from dllm_kernels._random._rules import Array
+
+
+def high_on_host(noise: Noise, count: int) -> Array:
+    """:func:`high` by NumPy, uint16."""
+    skip = noise.first % 16
+    words = np.empty((len(noise.rows), 4 * -(-(skip + count) // 16)), np.uint64)
+    for to, seed, counter in zip(words, noise.seeds.tolist(), noise.first_counter.tolist(), strict=True):
+        to[:] = words_from(seed, ZERO + counter, HIGH).random_raw(len(to))
+    return words.view(np.uint16)[:, skip : skip + count]
+
+
+def high(noise: Noise, count: int) -> Tensor:
+    """Draw the high 16 bits of ``count`` columns, int64 ``[R, count]``."""
+    return _pieces(noise, noise.first_counter, HIGH, 16, count)
+
+
+def low(noise: Noise, count: int) -> Tensor:
+    """Draw the low 32 bits of ``count`` columns, int64 ``[R, count]``."""
+    return _pieces(noise, 2 * noise.first_counter, LOW, 32, count)
+
+
+def _pieces(noise: Noise, counter: Tensor, stream: int, bits: int, count: int) -> Tensor:
+    """Split the words from a counter on into pieces, the low one of a word first."""
+    skip = noise.first % 16
+    counter = counter[:, None] + torch.arange(-(-(skip + count) * bits // 256), device=counter.device)
+    words = _words(noise.seeds[:, None], counter, stream)
+    pieces = torch.stack([(words >> shift) & ((1 << bits) - 1) for shift in range(0, 64, bits)], dim=-1)
+    return pieces.view(len(counter), -1)[:, skip : skip + count]
+
+
+def low_of_on_host(noise: Noise, row: Array, column: Array) -> Array:
+    """Draw the low 32 bits of single columns ``[n]`` of these rows, int64, by NumPy: torch would start threads."""
+    v = column + noise.first % 16
+    counter = 2 * noise.first_counter.numpy()[row] + (v >> 3) + ZERO
+    zero = np.zeros_like(counter)
+    words = philox4x64((counter, zero + LOW, zero, zero), (noise.seeds.numpy()[row], zero))
+    return (np.choose((v >> 1) & 3, words) >> ((v & 1) << 5)) & MASK32
+
+
+def _words(seed: Tensor, counter: Tensor, stream: int) -> Tensor:
+    """Draw the four words of counters after a row's zero, int64 ``[..., 4]``."""
+    zero = torch.zeros_like(counter)
+    return torch.stack(philox4x64((counter + ZERO, zero + stream, zero, zero), (seed, zero)), dim=-1)

@@ -1,0 +1,77 @@
+"""Samples: torch's own checks of the op, its memory, the bits behind a uniform by every way to draw them."""
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks.measure import peak_memory
+from dllm_kernels import linear_sample
+from dllm_kernels._backends._noise import Noise
+from dllm_kernels._backends.torch import _blocks, _sample
+from dllm_kernels._core._inputs import RowInputs
+from dllm_kernels._core._plan import Options, Plan
+from dllm_kernels._core._sample import LINEAR_SAMPLE
+from dllm_kernels._random import _noise
+from dllm_kernels._utils._transform import NO_TRANSFORM
+from tests.conftest import DEVICE
+from tests.ops.test_linear_sample import B, D, L, draw
+from tests.support.opcheck import opcheck
+from tests.support.uniforms import uniforms
+
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+SEEDS, ROWS = torch.tensor([3, -5, 2**62]), torch.tensor([0, 7, 1 << 20])
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (0, 70), (16, 54), (21, 33), (69, 1)])
+def test_the_bits_of_a_uniform(first, count):
+    """By NumPy and by integer products of torch, of a row and of any part of it."""
+    noise = Noise(SEEDS, ROWS, first, 70)
+    expected = uniforms(SEEDS, ROWS, 70)[:, first : first + count]
+    high, low = _noise.high(noise, count), _noise.low(noise, count)
+    assert torch.equal(high, torch.from_numpy(_noise.high_on_host(noise, count).astype(np.int64)))
+    found = _noise.low_of_on_host(noise, *np.ones((3, count)).nonzero())
+    assert torch.equal(torch.from_numpy(found).view(3, count), low)
+    assert torch.equal(((high << 32) + low + torch.tensor(0.5, dtype=torch.float64)) * 2.0**-48, expected)
+
+
+def test_the_columns_ruled_out_on_a_cpu_do_not_win():
+    """What a device computes without bounds, all scores of the row, has the same largest one, to the bit."""
+    torch.manual_seed(0)
+    spreads = torch.tensor([0.0, 1.0, 5.0, 40.0, 1e4]).repeat(40)
+    x = torch.randn(200, 300) * spreads[:, None]
+    noise = Noise(torch.arange(200), torch.arange(200) % 7, 5, 400)
+    score, ids = _sample.sample(x, NO_TRANSFORM, noise)
+    every = _sample._scores(x.double(), _noise.high(noise, 300), _noise.low(noise, 300))
+    assert every.dtype == torch.float64
+    assert torch.equal(ids, every.argmax(1))
+    assert torch.equal(score, every.amax(1))
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="measures the CPU's allocator")
+@pytest.mark.parametrize("top_k", [None, 4])
+def test_two_chunks_of_logits_at_most(top_k, monkeypatch):
+    monkeypatch.undo()  # fresh memory is filled to poison it, which costs nothing here, but time
+    N, many, wide, chunk = 512, 16384, 8, 128
+    torch.manual_seed(0)
+    h, w = torch.randn(N, wide), torch.randn(many, wide)
+
+    def run(_):
+        linear_sample(h, w, seeds=torch.tensor(1), top_k=top_k, chunk_size=chunk)
+
+    run(0)
+    logits = chunk * many * 4
+    assert _blocks.team(chunk, many, torch.float32, h.device)[1] < chunk
+    assert logits <= peak_memory(run, "cpu") <= 2 * logits
+
+
+def test_opcheck_linear_sample():
+    (h, w, b), _ = draw()
+    active = torch.where(torch.arange(B * L, device=DEVICE) % 3 == 0, -100, 0)
+    numbers = torch.arange(B * L, device=DEVICE)
+    inputs = RowInputs(
+        h.view(-1, D), torch.zeros_like(numbers)[:, None], w, b, targets=active, seeds=numbers % 3, numbers=numbers
+    )
+    options = Options(chunk_size=5, top_k=2)
+    opcheck(LINEAR_SAMPLE, inputs, Plan(torch.float32, False, options, from_hidden=True))
+    greedy = inputs._replace(seeds=None, numbers=None)
+    opcheck(LINEAR_SAMPLE, greedy, Plan(torch.float32, False, options, from_hidden=True))

@@ -1,0 +1,316 @@
+"""Samples from hidden states: the oracle's tokens, their distribution, what a seed decides, special rows, bad input.
+
+Hidden states and heads are small multiples of 1/4, so that logits are exact in every dtype and any order of summation,
+and many are equal: the oracle's token is then the only right one.
+"""
+
+import math
+import re
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import reference
+from dllm_kernels import linear_sample, token_log_probs
+from tests.conftest import DEVICE
+from tests.support.parity import assert_as_good_as_plain, largest_error, reduction_sizes
+from tests.support.rows import HEAD_PATHS, on_head_path
+from tests.support.uniforms import uniforms
+
+B, L, V, D = 2, 6, 70, 5
+NAN, INF = math.nan, math.inf
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+TRANSFORMS = ({}, {"scale": 1.5}, {"skip_id": 3}, {"softcap": 8.0, "scale": 0.5, "skip_id": 3})
+pytestmark = pytest.mark.usefixtures("nothing_is_left_unwritten")
+
+
+@pytest.fixture(params=HEAD_PATHS)
+def path(request, monkeypatch):
+    return on_head_path(request.param, monkeypatch)
+
+
+def draw(dtype=torch.float32, seed=0, columns=V):
+    """(hidden, head, bias) and a seed per sequence."""
+    torch.manual_seed(seed)
+    h = torch.randint(-1, 2, (B, L, D)).to(DEVICE, dtype)
+    w, b = (torch.randint(-6, 7, s).to(DEVICE, dtype) / 4 for s in ((columns, D), (columns,)))
+    return (h, w, b), torch.randint(-(2**62), 2**62, (B,), device=DEVICE)
+
+
+def uniforms_of(seeds, columns=V):
+    """Of ``[B]`` seeds: rows are numbered within their sequence."""
+    rows = torch.arange(L).expand(B, L)
+    return uniforms(seeds[:, None].expand(B, L), rows, columns).to(DEVICE)
+
+
+@pytest.mark.covering(1, most=2)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS, ids=str)
+@pytest.mark.parametrize("temperature", [0, 0.5, 1.0])
+@pytest.mark.parametrize("chunk", [1, 5, None])
+def test_parity(chunk, temperature, transform, dtype, path):
+    (h, w, b), seeds = draw(dtype)
+    options = {"temperature": temperature, "top_k": 4, **transform}
+    got = linear_sample(h, w, bias=b, seeds=seeds, chunk_size=chunk, backend=path, **options)
+    u = uniforms_of(seeds)
+    plain = reference.linear_sample(h, w, u, bias=b, **options)
+    exact = reference.linear_sample(h.double(), w.double(), u, bias=b.double(), **options)
+    assert torch.equal(got.ids, exact[0])
+    assert torch.equal(got.top_ids, exact[3])
+    values = got.log_probs, got.entropy, got.top_log_probs
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert all(t.dtype == wide and not t.requires_grad for t in values)
+    assert got.ids.dtype == got.top_ids.dtype == torch.int64
+    for ours, theirs, true in zip(values, (plain[1], plain[2], plain[4]), (exact[1], exact[2], exact[4]), strict=True):
+        assert_as_good_as_plain([ours], [true], largest_error([theirs], [true]), "", reduction_sizes([h, w]))
+
+
+def critical(freedom, tail=3.719):
+    """Value that chi-square exceeds with probability 1e-4, by Wilson and Hilferty; 2 % too low for 6 degrees."""
+    return freedom * (1 - 2 / (9 * freedom) + tail * math.sqrt(2 / (9 * freedom))) ** 3
+
+
+@pytest.mark.parametrize("columns", [7, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_tokens_come_as_often_as_their_probability(columns):
+    N = 100_000
+    x = torch.linspace(-1, 1, columns, dtype=torch.float32, device=DEVICE)
+    seed = torch.tensor(20261123, device=DEVICE)
+    got = linear_sample(torch.ones(N, 1, device=DEVICE), x[:, None], seeds=seed, temperature=0.5, chunk_size=20_000)
+    expected = N * torch.softmax(2 * x.double(), 0)
+    counts = torch.bincount(got.ids, minlength=columns)
+    assert len(counts) == columns
+    assert float(((counts - expected) ** 2 / expected).sum()) < critical(columns - 1)
+
+
+def test_a_peaked_row_and_a_rare_token(backend):
+    """Where one token has nearly all of the probability, the bound of its score is loose, and others come by it."""
+    N = 4096 if backend == "torch" else 32
+    x = torch.zeros(200, 1, device=DEVICE)
+    x[17] = math.log(199 * 19.0)  # probability 19 / 20
+    got = linear_sample(torch.ones(N, 1, device=DEVICE), x, seeds=torch.tensor(5, device=DEVICE), backend=backend)
+    rate = (got.ids == 17).double().mean().item()
+    assert abs(rate - 0.95) < 4 * math.sqrt(0.95 * 0.05 / N)
+    assert len(got.ids.unique()) > 1
+
+
+def test_a_row_depends_on_its_seed_and_number_alone(backend):
+    (h, w, _), seeds = draw()
+    options = {"backend": backend, "top_k": 3}
+    whole = linear_sample(h, w, seeds=seeds, **options)
+    alone = linear_sample(h[1:], w, seeds=seeds[1:], chunk_size=2, **options)
+    assert all(torch.equal(a[1:], b) for a, b in zip(whole, alone, strict=True))
+    first = linear_sample(h[:, :3], w, seeds=seeds, **options)
+    assert torch.equal(first.ids, whole.ids[:, :3])
+    if backend == "triton":  # the seeds and numbers of the rows are those of the other backend
+        return
+    same = linear_sample(h[:, :1].expand(B, L, D), w, seeds=seeds[:, None].expand(B, L))
+    assert (same.ids == same.ids[:, :1]).all()  # each position is row 0 of the seed
+    other = linear_sample(h, w, seeds=seeds + 1)
+    assert not torch.equal(other.ids, whole.ids)
+    shared = linear_sample(h, w, seeds=seeds[0])
+    flat = linear_sample(h.flatten(0, 1), w, seeds=seeds[0])
+    assert torch.equal(shared.ids.flatten(), flat.ids)
+
+
+def test_the_generator_decides_without_seeds():
+    (h, w, _), _ = draw()
+
+    def ids(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [linear_sample(h, w, generator=generator).ids for _ in range(2)]
+
+    first, again, other = ids(1), ids(1), ids(2)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(*first)
+    assert not torch.equal(first[0], other[0])
+    torch.manual_seed(7)
+    a = linear_sample(h, w).ids
+    torch.manual_seed(7)
+    assert torch.equal(a, linear_sample(h, w).ids)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 15, 16, 17, 33, 600])
+def test_any_vocabulary(columns, backend):
+    (h, w, b), seeds = draw(columns=columns)
+    got = linear_sample(h, w, bias=b, seeds=seeds, top_k=columns, backend=backend)
+    exact = reference.linear_sample(h, w, uniforms_of(seeds, columns), bias=b, top_k=columns)
+    assert torch.equal(got.ids, exact[0])
+    assert torch.equal(got.top_ids, exact[3])
+
+
+def test_log_probs_are_those_of_token_log_probs(backend):
+    (h, w, b), seeds = draw(torch.bfloat16)
+    options = {"bias": b, "temperature": 0.7, "skip_id": 3, "softcap": 5.0, "backend": backend}
+    got = linear_sample(h, w, seeds=seeds, **options)
+    expected = token_log_probs(h, got.ids, weight=w, with_entropy=True, **options)
+    assert torch.equal(got.log_probs, expected.log_probs)
+    assert torch.equal(got.entropy, expected.entropy)
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 1, 3), (0,), (2, 0)])
+def test_any_leading_shape_and_strides(shape, backend):
+    (_, w, _), _ = draw()
+    h = torch.randint(-1, 2, (*shape, 2 * D), device=DEVICE).float()[..., ::2]
+    seed = torch.tensor(3, device=DEVICE)
+    got = linear_sample(h, w.t().contiguous().t(), seeds=seed, top_k=2, backend=backend)
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    u = uniforms(torch.full(shape, 3), numbers, V).to(DEVICE)
+    exact = reference.linear_sample(h, w, u, top_k=2)
+    assert torch.equal(got.ids, exact[0])
+    assert (got.ids.shape, got.top_ids.shape) == (shape, (*shape, 2))
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_special_rows(temperature, path):
+    """Logits are the bias. Rows without a distribution, of -inf alone, with a NaN or with inf, show it."""
+    x = torch.randn(5, V, device=DEVICE)
+    x[0, ::2], x[1], x[2, 7], x[3, 7] = -INF, -INF, NAN, INF
+    none = torch.zeros(1, D, device=DEVICE)
+    for i, row in enumerate(x):
+        head = torch.zeros(V, D, device=DEVICE)
+        got = linear_sample(none, head, bias=row, seeds=torch.tensor([i], device=DEVICE), temperature=temperature,
+                            top_k=2, backend=path)  # fmt: skip
+        if i in (1, 2, 3):
+            assert got.ids.item() == 0
+            assert got.top_ids.tolist() == [[0, 0]]
+            assert got.log_probs.isnan().all()
+            assert got.top_log_probs.isnan().all()
+            skipped = linear_sample(none, head, bias=row, temperature=0, skip_id=0, backend=path)
+            assert skipped.ids.item() == 1
+        else:
+            assert row[got.ids].isfinite().all()
+            assert torch.equal(got.top_ids[0], row.sort(descending=True).indices[:2])
+
+
+def test_a_skipped_column_is_never_chosen(backend):
+    (h, w, _), seeds = draw()
+    w[11] = 40 * h[0, 0] + 40  # the most likely by far
+    for temperature in (0, 1.0, 5.0):
+        got = linear_sample(h, w, seeds=seeds, temperature=temperature, skip_id=11, top_k=V, backend=backend)
+        assert (got.ids != 11).all()
+        assert (got.top_ids[..., -1] == 11).all()
+        assert (got.top_log_probs[..., -1] == -INF).all()
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("num_active", [None, 8, 9])
+def test_rows_that_are_off_cost_nothing(num_active, path):
+    (h, w, b), seeds = draw()
+    active = (torch.arange(B * L, device=DEVICE) % 3 != 0).view(B, L)
+    expected = linear_sample(h, w, bias=b, seeds=seeds, top_k=2)
+    h[~active] = NAN
+    options = {"bias": b, "seeds": seeds, "chunk_size": 3, "top_k": 2, "active": active, "backend": path}
+    with FlopCounterMode(display=False) as counter:
+        got = linear_sample(h, w, num_active=num_active, **options)
+    assert counter.get_total_flops() == 2 * (num_active or 8) * V * D  # one product
+    for ours, whole in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours[active], whole[active])
+        assert (ours[~active] == (-100 if ours.dtype == torch.int64 else 0)).all()
+    lost = linear_sample(h, w, num_active=7, **options)
+    assert lost.log_probs.isnan().all()
+    assert torch.equal(lost.ids == -100, ~active)
+    assert ((lost.ids == 0) | ~active).all()
+
+
+def test_no_gradient_and_nothing_is_changed(backend):
+    tensors, seeds = draw()
+    before = [t.clone() for t in (*tensors, seeds)]
+    h, w, b = (t.requires_grad_() for t in tensors)
+    got = linear_sample(h, w, bias=b, seeds=seeds, softcap=3.0, backend=backend)
+    assert not any(t is not None and t.requires_grad for t in got)
+    assert all(torch.equal(a, x) for a, x in zip((h, w, b, seeds), before, strict=True))
+
+
+def test_a_second_part_of_the_head(backend):
+    (h, w, b), seeds = draw(torch.float64)
+    extra = (torch.randint(-1, 2, s, device=DEVICE).double() for s in ((B, L, 3), (V, 3)))
+    extra = tuple(extra)
+    got = linear_sample(h, w, bias=b, extra=extra, seeds=seeds, chunk_size=5, backend=backend)
+    assert torch.equal(got.ids, reference.linear_sample(h, w, uniforms_of(seeds), bias=b, extra=extra)[0])
+
+
+def test_float32_logits_of_16_bit_operands(backend):
+    """Rounded to bfloat16, logits tie that differ; kept in float32 the token is that of the exact ones."""
+    (h, _, _), seeds = draw()
+    w = torch.randint(-(2**7), 2**7, (V, D), device=DEVICE) / 2.0**3
+    w += 100
+    h, w = h.bfloat16(), w.bfloat16()
+    h[..., 0] = 1
+    exact = reference.linear_sample(h.float(), w.float(), uniforms_of(seeds))
+    got = linear_sample(h, w, seeds=seeds, logits_dtype=torch.float32, backend=backend)
+    assert torch.equal(got.ids, exact[0])
+    torch.testing.assert_close(got.log_probs, exact[1])
+
+
+def test_autocast():
+    (h, w, _), seeds = draw()
+    narrow = linear_sample(h.bfloat16(), w.bfloat16(), seeds=seeds)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        wide = linear_sample(h, w.bfloat16(), seeds=seeds)
+    assert all(torch.equal(a, b) for a, b in zip(narrow[:3], wide[:3], strict=True))
+
+
+@pytest.fixture
+def _fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_compiled_is_eager():
+    (h, w, b), seeds = draw()
+
+    def step(h, w, b, seeds, temperature):
+        out = linear_sample(h, w, bias=b, seeds=seeds, temperature=temperature, top_k=2, chunk_size=5)
+        return out, linear_sample(h, w, temperature=0).ids
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for temperature in (1.0, 0.5):
+        (a, greedy), (b_, greedy_) = step(h, w, b, seeds, temperature), compiled(h, w, b, seeds, temperature)
+        assert all(torch.equal(x, y) for x, y in zip((*a, greedy), (*b_, greedy_), strict=True))
+
+
+def test_without_values():
+    h, w = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((B, L, D), (V, D)))
+    got = linear_sample(h, w, seeds=torch.empty(B, dtype=torch.int64, device="meta"), top_k=3)
+    assert [(tuple(t.shape), t.dtype) for t in got] == [
+        ((B, L), torch.int64), ((B, L), torch.float32), ((B, L), torch.float32),
+        ((B, L, 3), torch.int64), ((B, L, 3), torch.float32),
+    ]  # fmt: skip
+
+
+def test_bad_input():
+    (h, w, b), seeds = (tuple(t.cpu() for t in draw()[0]), draw()[1].cpu())
+
+    def raises(error, message, *args, **options):
+        with pytest.raises(error, match="^" + re.escape(message)):
+            linear_sample(*args, **options)
+
+    raises(TypeError, "hidden must be a torch.Tensor, got list", [1.0], w)
+    raises(TypeError, "head must be a torch.Tensor, got NoneType", h, None)
+    raises(ValueError, "hidden must have shape [..., 5] to go with head [V, D] = (70, 5), got (2, 6, 4)", h[..., 1:], w)
+    raises(TypeError, "temperature must be a number, got NoneType", h, w, temperature=None)
+    raises(ValueError, "temperature must be positive, from ", h, w, temperature=-1.0)
+    raises(ValueError, "scale must be positive, from ", h, w, scale=0.0)
+    raises(TypeError, "seeds must be a torch.Tensor, got int", h, w, seeds=3)
+    raises(ValueError, "seeds must have dtype int64, got int32", h, w, seeds=seeds.int())
+    raises(
+        ValueError, "seeds must have the shape of leading dimensions of hidden, of (2, 6), got (6,)",
+        h, w, seeds=torch.zeros(6, dtype=torch.int64),
+    )  # fmt: skip
+    raises(ValueError, "seeds must be on cpu like hidden, got meta", h, w, seeds=seeds.to("meta"))
+    raises(
+        ValueError, "generator and seeds exclude each other: expected one of them, got both",
+        h, w, seeds=seeds, generator=torch.Generator(),
+    )  # fmt: skip
+    raises(TypeError, "generator must be a torch.Generator or None, got int", h, w, generator=1)
+    raises(TypeError, "top_k must be an int, got float", h, w, top_k=2.0)
+    for k in (0, 71):
+        raises(ValueError, f"top_k must lie in [1, 70], the size of the vocabulary, or be None, got {k}", h, w, top_k=k)
+    raises(ValueError, "bias must have shape (70,)", h, w, bias=b[1:])
+    raises(ValueError, "active must have shape (2, 6)", h, w, active=torch.ones(2, 5))
+    raises(ValueError, "chunk_size must be at least 1, got 0", h, w, chunk_size=0)
+    raises(ValueError, "skip_id must lie in [0, 70), got 70", h, w, skip_id=70)
+    raises(ValueError, "backend must be one of", h, w, backend="cuda")
