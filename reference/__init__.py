@@ -25,6 +25,7 @@ from reference.gumbel_topk import batched_gumbel_topk, gumbel_topk
 from reference.hybrid import HybridLoss, hybrid_loss
 from reference.idlm import IDLMLoss, idlm_loss
 from reference.linear_nll import linear_logits, linear_token_nll, weighted_linear_nll
+from reference.linear_sample import linear_sample
 from reference.mdlm import mdlm_loss
 from reference.mtp import (
     MTPLoss,
@@ -32,6 +33,15 @@ from reference.mtp import (
     mtp_labels,
     mtp_loss,
     seq_idx_from_cu_seqlens,
+)
+from reference.policy import (
+    PolicyViews,
+    eubo,
+    policy_loss,
+    policy_objective,
+    policy_views,
+    sequence_scores,
+    token_scores,
 )
 from reference.row_objective import linear_row_objective, row_objective
 from reference.row_stats import RowStats, linear_row_stats, row_stats
@@ -46,6 +56,7 @@ __all__ = [
     "HybridLoss",
     "IDLMLoss",
     "MTPLoss",
+    "PolicyViews",
     "RowStats",
     "SCDDSchedule",
     "acceptance_length",
@@ -67,6 +78,7 @@ __all__ = [
     "draft_accuracy_per_position",
     "draft_distillation_loss",
     "encoder_ar_loss",
+    "eubo",
     "gumbel_topk",
     "hybrid_loss",
     "idlm_loss",
@@ -74,11 +86,15 @@ __all__ = [
     "linear_logits",
     "linear_row_objective",
     "linear_row_stats",
+    "linear_sample",
     "linear_token_nll",
     "masked_cross_entropy",
     "mdlm_loss",
     "mtp_labels",
     "mtp_loss",
+    "policy_loss",
+    "policy_objective",
+    "policy_views",
     "possible_targets",
     "row_divergence",
     "row_objective",
@@ -87,9 +103,11 @@ __all__ = [
     "scdd_loss",
     "scdd_schedule",
     "seq_idx_from_cu_seqlens",
+    "sequence_scores",
     "soft_embedding",
     "token_lse",
     "token_nll",
+    "token_scores",
     "transformed",
     "weighted_linear_nll",
     "weighted_nll",

@@ -1,0 +1,624 @@
+"""Fused log-probabilities in an installed TRL, and diffusion policies in its trainers.
+
+Example::
+
+    from dllm_kernels.integrations import trl as fused
+
+    print(fused.patch())                # GRPO, RLOO, DPO, KTO and SFT trainers of autoregressive models
+    ...
+    fused.unpatch()
+
+:func:`patch` replaces the function by which TRL's trainers compute log-probabilities and entropies from hidden states.
+TRL looks it up at each call, so trainers that were built earlier use the replacement too.
+
+:class:`DiffusionPolicyMixin` trains a masked diffusion LM in TRL's own loop::
+
+    class DiffusionGRPO(DiffusionPolicyMixin, GRPOTrainer):
+        pass
+
+    trainer = DiffusionGRPO(
+        model=model,                                          # bidirectional, e.g. BertForMaskedLM
+        ...,
+        mask_token_id=mask_token_id,
+        scheme="coupled",
+        rollout_func=diffusion_rollout(mask_token_id, steps=32),
+    )
+
+The mixin replaces the log-probabilities alone: rewards, advantages, clipping, KL penalty and logging are TRL's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from dllm_kernels import ops
+from dllm_kernels._random import _philox
+from dllm_kernels._utils import _checks
+from dllm_kernels.integrations._deferred import Moment
+from dllm_kernels.integrations._hosts import Host, PatchReport
+from dllm_kernels.integrations.transformers import CASTS, COPIES, loss_in_head, refuse_output
+from dllm_kernels.policy import PolicyViews, policy_views
+
+HOST = "trl"
+HOME, NAME = "kernels", "ChunkedLogProbFunction"  # trl.trainer.utils holds it as _ChunkedLogProbFunction
+OUTPUTS = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+FROM_LOGITS = "the mixin needs such a head; compute the log-probabilities of this model from its logits"
+Outputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+# The constants of splitmix64 (Steele, Lea, Flood 2014), as int64.
+GAMMA, MIX_1, MIX_2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_host = Host(HOST, {})
+
+
+def patch() -> PatchReport:
+    """Replace the chunked log-probability function of the installed ``trl`` wherever TRL holds it.
+
+    The values and gradients stay the same. If the LM head is frozen and no gradient arrives at the entropy, a step
+    takes two matrix products instead of three. With a trained head it takes four, as before; without gradients one. The
+    original computes what is not fused: ``log_sum_sq_probs``, ``mean_logits`` of soft-capped logits, a ``logit_scale``
+    that is not positive, and heads that DeepSpeed ZeRO-3 partitions. A second call does nothing and returns the first
+    report with ``already=True``.
+
+    Returns:
+        :class:`PatchReport`; print it.
+
+    Raises:
+        ImportError: ``trl`` is not installed, or its kernels cannot be imported.
+        RuntimeError: the signature in TRL differs from the replacement; the message lists every difference, and nothing
+            is replaced.
+    """
+    if (earlier := _host.earlier()) is not None:
+        return earlier
+    module = _host.module(HOME)
+    original = vars(module).get(NAME)
+    ours = ChunkedLogProbs(original)
+    if callable(forward := getattr(original, "forward", None)):
+        problems = _host.differences(f"{NAME}.forward", functools.partial(forward, None), ours.apply)
+    else:
+        problems = [f"{module.__name__} has no {NAME}.forward"]
+    return _host.patch(importlib.metadata.version(HOST), [(original, ours)], problems, {})
+
+
+def unpatch() -> tuple[tuple[str, str], ...]:
+    """Restore the original function wherever it was replaced, also in modules imported since.
+
+    Returns:
+        ``(module, place)`` of each restored place; empty if TRL was not patched.
+    """
+    return _host.unpatch()
+
+
+class ChunkedLogProbs:
+    """Replacement of TRL's ``ChunkedLogProbFunction``, with its ``apply``.
+
+    Args:
+        original: TRL's function, for what is not fused.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+
+    def apply(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = OUTPUTS,
+    ) -> Outputs:
+        r"""Compute log-probabilities, and what ``outputs`` names, of ``cap(s z) / T`` with ``z = W h + b``.
+
+        ``cap(s z) / T`` is a soft cap ``c / s`` of z, times ``s / T``. Without a cap, the mean of the logits is the
+        product of the hidden states and the mean row of the head.
+
+        Args:
+            hidden: ``[N, H]``.
+            weight: ``[V, H]``, cast to the dtype of ``hidden`` (or of autocast), as TRL does.
+            bias: ``[V]`` or None.
+            targets: ``[N]``. A target outside ``[0, V)`` counts as a logit of 0, as in TRL.
+            temperature: T.
+            chunk_size: columns of the vocabulary that TRL projects at a time; only TRL's function uses it.
+            final_logit_softcapping: the cap c, or None.
+            logit_scale: s.
+            outputs: names among "entropy", "log_sum_sq_probs", "mean_logits" and "is_top1"; others are ignored.
+
+        Returns:
+            ``(log_probs, entropy, log_sum_sq_probs, mean_logits, is_top1)``, each ``[N]``, None where not requested.
+            Float32 (float64 for float64 ``hidden``), ``is_top1`` bool. The first two are differentiable.
+        """
+        scale = logit_scale / temperature if temperature else math.nan
+        cap = None if final_logit_softcapping is None else final_logit_softcapping
+        if (
+            "log_sum_sq_probs" in outputs
+            or ("mean_logits" in outputs and cap is not None)
+            or not (0 < scale < math.inf and temperature > 0)
+            or not (cap is None or 0 < cap < math.inf)
+            or hasattr(weight, "ds_id")
+        ):
+            asked = (temperature, chunk_size, final_logit_softcapping, logit_scale, outputs)
+            return self.original.apply(hidden, weight, bias, targets, *asked)  # type: ignore[no-any-return]
+        outside = (targets < 0) | (targets >= weight.shape[0])
+        softcap = None if cap is None else cap / logit_scale
+        log_probs, entropy, is_top1 = _log_probs(
+            hidden, weight, bias, targets.masked_fill(outside, -100), outside,
+            entropy="entropy" in outputs, with_correct="is_top1" in outputs, scale=scale, softcap=softcap,
+        )  # fmt: skip
+        mean = _mean_logits(hidden, weight, bias, scale) if "mean_logits" in outputs else None
+        return log_probs, entropy, None, mean, is_top1
+
+
+@torch.no_grad()
+def _mean_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    with torch.autocast(hidden.device.type, enabled=False):
+        mean = torch.mv(hidden.to(dtype), weight.mean(0, dtype=dtype))
+    return (mean if bias is None else mean + bias.mean(dtype=dtype)) * scale
+
+
+# Log-probabilities of rows --------------------------------------------------------------------------------------------
+
+
+def _log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    outside: Tensor | None = None,
+    *,
+    extra: _checks.Extra | None = None,
+    entropy: bool = False,
+    with_correct: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Log p of each target, entropy, and whether the target is the argmax.
+
+    With a frozen head, the gradient of log p is made in the forward pass (2 products), and that of the entropy only if
+    one arrives in backward (2 more).
+
+    Args:
+        hidden: ``[..., D]``.
+        weight: ``[V, D]``, cast to the dtype of ``hidden`` unless autocast is on.
+        bias: ``[V]`` or None.
+        targets: ``[...]``, in ``[0, V)`` or -100.
+        outside: ``[...]``, bool: the target counts as a logit of 0.
+        extra: the low-rank part of the head, or None.
+        entropy: whether to compute the entropy.
+        with_correct: whether to compare with the argmax.
+        options: of the linear ops.
+    """
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight = weight.to(hidden.dtype)
+        bias = None if bias is None else bias.to(hidden.dtype)
+    trained = any(t is not None and t.requires_grad for t in (weight, bias, *(extra or ())))
+    if torch.is_grad_enabled() and hidden.requires_grad and not trained and not torch.compiler.is_compiling():
+        asked = {"extra": extra, "with_correct": with_correct, **options}
+        return _FrozenHead.apply(hidden, weight, bias, targets, outside, entropy, asked)  # type: ignore[no-untyped-call,no-any-return]
+    asked = {"bias": bias, "extra": extra, "entropy": entropy, "with_correct": with_correct, **options}
+    out = ops.linear_row_stats(hidden, weight, targets, **asked)
+    return _or_outside(out, outside), out.entropy, out.correct
+
+
+def _or_outside(stats: Any, outside: Tensor | None) -> Tensor:
+    """Return the log-probability of the target, or that of a logit of 0."""
+    log_probs: Tensor = stats.log_probs
+    return log_probs if outside is None else torch.where(outside, -stats.lse, log_probs)
+
+
+class _FrozenHead(torch.autograd.Function):
+    """:func:`_log_probs` where only the hidden states require a gradient, whose rows then depend on their own alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        outside: Tensor | None,
+        entropy: bool,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.moment = {"bias": bias, **options}, Moment.now(hidden)
+        known = () if outside is None else (outside,)
+
+        def log_probs(stats: Any, *outside: Tensor) -> Tensor:
+            return _or_outside(stats, *(outside or (None,)))
+
+        with torch.enable_grad():
+            h = hidden.detach().requires_grad_()
+            out = ops.linear_row_objective(h, weight, targets, log_probs, *known, entropy=entropy, **ctx.options)
+            (grad,) = torch.autograd.grad(out.loss, h)
+        ctx.save_for_backward(hidden, weight, targets, outside, grad)
+        if out.correct is not None:
+            ctx.mark_non_differentiable(out.correct)
+        return out.value, out.entropy, out.correct
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_log_probs: Tensor | None, of_entropy: Tensor | None, _: Any) -> tuple[Any, ...]:
+        hidden, weight, targets, outside, grad = ctx.saved_tensors
+        if of_entropy is None:
+            found = None if of_log_probs is None else grad * of_log_probs[..., None].to(grad.dtype)
+        else:
+            known = () if outside is None else (outside,)
+            upstream = torch.zeros_like(of_entropy) if of_log_probs is None else of_log_probs
+
+            def both(stats: Any, a: Tensor, b: Tensor, *outside: Tensor) -> Tensor:
+                log_probs = _or_outside(stats, *(outside or (None,)))
+                return torch.addcmul(a * log_probs, b, stats.entropy)
+
+            options = {**ctx.options, "with_correct": False, "entropy": True}
+            with ctx.moment.again(hidden), torch.enable_grad():
+                h = hidden.detach().requires_grad_()
+                given = upstream.contiguous(), of_entropy.contiguous(), *known
+                out = ops.linear_row_objective(h, weight, targets, both, *given, **options)
+                (found,) = torch.autograd.grad(out.loss, h)
+        return found, *(None,) * 6
+
+
+# Diffusion policies ---------------------------------------------------------------------------------------------------
+
+
+class _HeadRows(Tensor):
+    """Numbers of each position ``[B, L, n]`` that the LM head returned in place of logits.
+
+    Casts and copies and views of the same shape keep the class. Any other operation raises ValueError, because the
+    model would have applied it to its logits.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+        try:
+            result = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        except (IndexError, RuntimeError, TypeError):  # an index or a shape that is valid for logits only
+            refuse_output(f"a call of {name} on it", FROM_LOGITS)
+        if name == "__get__":  # attribute access
+            return result
+        tensors = [x for x in _pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        shapes = [x.shape for x in _pytree.tree_leaves((args, kwargs)) if isinstance(x, cls)]
+        kept = name in (*CASTS, *COPIES) and all(x.shape in shapes and x.is_floating_point() for x in tensors)
+        if result is None or (tensors and not kept):
+            refuse_output(f"a call of {name} on it", FROM_LOGITS)
+        return result
+
+
+def _run(model: Any, unwrapped: nn.Module, rows: Callable[..., Tensor], **inputs: Any) -> tuple[Tensor, Any]:
+    """Call the model with a head that computes ``rows(hidden, weight, bias, extra=)``; return these and the output."""
+    calls = 0
+
+    def in_head(*args: Any, **extra: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return rows(*args, **extra).as_subclass(_HeadRows)
+
+    with loss_in_head(unwrapped, in_head, FROM_LOGITS):
+        outputs = model(**inputs)
+    found = outputs.logits
+    if calls != 1 or not isinstance(found, _HeadRows):
+        refuse_output("another tensor" if calls == 1 else f"{calls} calls of the head", FROM_LOGITS)
+    with torch._C.DisableTorchFunctionSubclass():
+        return found.as_subclass(Tensor), outputs
+
+
+class DiffusionPolicyMixin:
+    r"""Log-probabilities of masked diffusion policies; put it before ``GRPOTrainer`` or ``RLOOTrainer``.
+
+    A diffusion LM has no exact log-probability. The score of token i of a completion is a weighted sum over noisy
+    views, ``sum_k w_ki log p(y_i | view k)`` (:func:`dllm_kernels.policy_views`), and takes the place of its
+    log-probability in TRL's loss. MASK is never predicted, and the logits are divided by the ``temperature`` of the
+    trainer, as TRL's own are. The LM head projects scored tokens only, and the full logits are never materialized.
+
+    **Masks.** The seed of a row is a hash of its tokens and their positions, without padding, and of the number of the
+    generation (``_step // (steps_per_generation * num_iterations)``). Old, reference and current log-probabilities of
+    a completion therefore see the same masks in every iteration on it, wherever TRL's shuffle puts the row and however
+    it is padded. A later generation of the same completion sees others, and equal rows of one generation see equal
+    masks.
+
+    **Entropy.** That of token i is the mean over the views that score it, weighted by ``w_ki``; 0 where none does.
+
+    Padding is never scored, and no token attends to it. The mixin does not take images.
+    ``RLOOTrainer`` takes no ``rollout_func``; the mixin takes it instead, and calls it with the tokens of the prompts.
+
+    Args:
+        *args: arguments of the trainer.
+        mask_token_id: id of the MASK token.
+        scheme: "full", "coupled", "elbo", "count" or "quadrature".
+        num: how many views (or pairs, or triples) are drawn.
+        prompt_prob: for "full", the probability with which each token of the prompt is masked too.
+        **kwargs: keyword arguments of the trainer.
+
+    Raises:
+        TypeError: an argument of the mixin has the wrong type.
+        ValueError: an argument of the mixin is out of range, images are given, the model's head is neither a plain
+            ``nn.Linear`` nor PEFT's LoRA or trained copy of one, or the model changes the output of its head by more
+            than a cast, a copy or a view of the same shape.
+    """
+
+    accelerator: Any
+    args: Any
+    temperature: float
+    num_iterations: int
+    _step: int
+
+    def __init__(
+        self,
+        *args: Any,
+        mask_token_id: int,
+        scheme: str = "full",
+        num: int = 1,
+        prompt_prob: float = 0.0,
+        **kwargs: Any,
+    ) -> None:
+        views = functools.partial(policy_views, scheme=scheme, num=num, prompt_prob=prompt_prob)
+        one = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+        views(one, one, mask_token_id, seeds=one[0])  # checks the arguments
+        self._views, self._mask_token_id = views, mask_token_id
+        start: Any = super().__init__
+        self._rollout = (
+            None if "rollout_func" in inspect.signature(start).parameters else kwargs.pop("rollout_func", None)
+        )
+        start(*args, **kwargs)
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *others: Any, **options: Any) -> Any:
+        """Completions of the tokens of prompts, where the trainer itself takes no ``rollout_func``."""
+        if self._rollout is not None:
+            return self._rollout(prompt_ids, self)["completion_ids"]
+        return super()._generate_single_turn(prompt_ids, *others, **options)  # type: ignore[misc]
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **others: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Scores and entropies ``[B, logits_to_keep]``, and the model's auxiliary loss (None if it returns none)."""
+        if given := sorted(name for name, value in others.items() if value is not None):
+            raise ValueError(f"DiffusionPolicyMixin takes text only, got {', '.join(given)}")
+        iteration = self._step // (self.args.steps_per_generation * self.num_iterations)
+        seeds = row_seeds(input_ids, attention_mask, logits_to_keep, iteration)
+        size = batch_size or len(input_ids)
+        parts = [
+            self._scores_of(model, ids, mask, of_rows, logits_to_keep, compute_entropy, compute_aux_loss)
+            for ids, mask, of_rows in zip(
+                *(torch.split(t, size) for t in (input_ids, attention_mask, seeds)), strict=True
+            )
+        ]
+        scores, entropies, auxiliary = zip(*parts, strict=True)
+        return (
+            torch.cat(scores),
+            torch.cat(entropies) if compute_entropy else None,
+            None if auxiliary[0] is None else torch.stack(auxiliary).mean(),
+        )
+
+    def _scores_of(
+        self, model: Any, ids: Tensor, attention_mask: Tensor, seeds: Tensor, keep: int, entropy: bool, auxiliary: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        supervised = attention_mask != 0
+        supervised = supervised & (torch.arange(ids.shape[1], device=ids.device) >= ids.shape[1] - keep)
+        views = self._views_of(ids, supervised, attention_mask != 0, seeds)
+        shape = views.scored.shape
+        targets, active = ids.expand(shape).flatten(0, 1), views.scored.flatten(0, 1)
+        in_float32 = getattr(self.args, "cast_lm_head_to_fp32", False)
+
+        def rows(hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None) -> Tensor:
+            kind = hidden.device.type
+            with torch.autocast(kind, enabled=torch.is_autocast_enabled(kind) and not in_float32):
+                found = _log_probs(
+                    hidden.float() if in_float32 else hidden, weight, bias, targets, active=active,
+                    extra=extra if extra is None or not in_float32 else (extra[0].float(), extra[1].float()),
+                    entropy=entropy, scale=1 / self.temperature, skip_id=self._mask_token_id,
+                )  # fmt: skip
+            return torch.stack([t for t in found if t is not None], -1)
+
+        inputs: dict[str, Any] = {
+            "input_ids": views.noisy.flatten(0, 1),
+            "attention_mask": attention_mask.repeat(shape[0], 1),
+        }
+        if auxiliary:
+            inputs["output_router_logits"] = True
+        with self.accelerator.autocast():
+            found, outputs = _run(model, self.accelerator.unwrap_model(model), rows, **inputs)
+        log_probs, *entropies = (t.view(shape) for t in found.unbind(-1))
+        scores = views.token_scores(log_probs)[:, -keep:]
+        mean = None
+        if entropies:
+            total = views.weights.sum(0)
+            mean = (views.token_scores(entropies[0]) / torch.where(total > 0, total, 1.0))[:, -keep:]
+        return scores, mean, getattr(outputs, "aux_loss", None) if auxiliary else None
+
+    def _views_of(self, ids: Tensor, supervised: Tensor, there: Tensor, seeds: Tensor) -> PolicyViews:
+        """Make views of rows without their left padding, because the noise of a token depends on its column."""
+        L = ids.shape[1]
+        column, padding = torch.arange(L, device=ids.device), (there.cumsum(-1) == 0).sum(-1, keepdim=True)
+        to_left, back = (column + padding) % L, (column - padding) % L
+        ids, supervised = ids.gather(1, to_left), supervised.gather(1, to_left)
+        views = self._views(ids, supervised, self._mask_token_id, seeds=seeds)
+        noisy, scored, weights = (t.gather(2, back.expand(t.shape)) for t in views)
+        return PolicyViews(noisy, scored, weights, views.num_supervised, views.scheme)
+
+
+def row_seeds(input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, iteration: int = 0) -> Tensor:
+    """Hash each row into a seed, without a host sync; padding does not matter.
+
+    ``mix(sum_i mix(id_i + GAMMA (2 n_i + c_i)) + GAMMA iteration)``, modulo 2^64, over the tokens that are not padding;
+    n counts them from 1, c is 1 in the completion, and mix is the finaliser of splitmix64.
+
+    Args:
+        input_ids: ``[B, L]``, integers.
+        attention_mask: ``[B, L]``, 0 where there is padding.
+        logits_to_keep: length of the completions, at the end of the rows.
+        iteration: number of the generation.
+
+    Returns:
+        int64 ``[B]``.
+    """
+    there = attention_mask != 0
+    completion = torch.arange(input_ids.shape[1], device=input_ids.device) >= input_ids.shape[1] - logits_to_keep
+    place = 2 * there.cumsum(-1) + completion
+    of_tokens = torch.where(there, _mixed(input_ids.long() + GAMMA * place), 0)
+    return _mixed(of_tokens.sum(-1) + _wrapped(GAMMA * iteration))
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """Finaliser of splitmix64, of int64."""
+    x = (x ^ (x >> 30 & 2**34 - 1)) * MIX_1
+    x = (x ^ (x >> 27 & 2**37 - 1)) * MIX_2
+    return x ^ (x >> 31 & 2**33 - 1)
+
+
+def _wrapped(x: int) -> int:
+    return (x + 2**63) % 2**64 - 2**63
+
+
+class _Plan(NamedTuple):
+    """Denoising step: columns [start, stop) of the completion, where so many tokens are decoded."""
+
+    start: int
+    stop: int
+    decoded: int
+
+
+def diffusion_rollout(
+    mask_token_id: int,
+    *,
+    steps: int,
+    length: int | None = None,
+    block_size: int | None = None,
+    temperature: float | None = None,
+    with_logprobs: bool = False,
+) -> Callable[[Sequence[Any], Any], dict[str, Any]]:
+    """Build a ``rollout_func`` for TRL's ``GRPOTrainer`` that denoises completions of a masked diffusion LM.
+
+    A completion begins as MASK tokens. Each step samples every masked token of the current block and keeps the ones
+    with the highest log-probability (low-confidence remasking). Logits exist one chunk at a time, and only those of
+    the block's masked tokens (:func:`dllm_kernels.linear_sample`). The seed of a row is drawn from torch's default
+    generator of the CPU, which the trainer seeds differently on each rank. A completion ends after its first EOS token.
+
+    Args:
+        mask_token_id: id of the MASK token; never sampled.
+        steps: denoising steps of a completion, split evenly over the blocks.
+        length: tokens of a completion; None: the trainer's ``max_completion_length``.
+        block_size: tokens of a block, decoded from left to right; None: the whole completion.
+        temperature: of the samples, 0 for the most likely token; None: the trainer's, as in its log-probabilities.
+        with_logprobs: return the log-probability of each token at the step that decoded it, else None. TRL uses it
+            together with vLLM only.
+
+    Returns:
+        Function of prompts (or the tokens of each) and trainer that returns ``prompt_ids``, ``completion_ids`` and
+        ``logprobs``, which TRL calls. The trainer's model is not wrapped in FSDP1 or DeepSpeed ZeRO-3.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: an argument out of range, or fewer steps than blocks, or more steps than tokens.
+    """
+    for name, value in (("steps", steps), ("length", length), ("block_size", block_size)):
+        if value is not None:
+            _checks.check_positive_int(name, value)
+    _checks.check_flags(with_logprobs=with_logprobs)
+    if length is not None:
+        _plans(length, block_size or length, steps)
+
+    @torch.no_grad()
+    def rollout(prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
+        of_tokens = len(prompts) > 0 and isinstance(prompts[0], list) and all(isinstance(t, int) for t in prompts[0])
+        prompt_ids: Any = prompts if of_tokens else trainer._tokenize_prompts(prompts)[0]
+        wanted = trainer.args.max_completion_length if length is None else length
+        plans = _plans(wanted, block_size or wanted, steps)
+        T = trainer.temperature if temperature is None else temperature
+        tokens, log_probs = _denoised(trainer, prompt_ids, mask_token_id, wanted, plans, T)
+        ends = _ends(tokens, trainer.processing_class)
+        cut = [[row[:end] for row, end in zip(rows.tolist(), ends, strict=True)] for rows in (tokens, log_probs)]
+        return {"prompt_ids": prompt_ids, "completion_ids": cut[0], "logprobs": cut[1] if with_logprobs else None}
+
+    return rollout
+
+
+def _plans(length: int, block_size: int, steps: int) -> list[_Plan]:
+    """Split the steps over the blocks, and the tokens of a block over its steps."""
+    starts = range(0, length, block_size)
+    if not len(starts) <= steps <= length:
+        raise ValueError(
+            f"steps must lie between the number of blocks and that of tokens, {len(starts)} and {length}, got {steps}"
+        )
+    plans = []
+    for i, start in enumerate(starts):
+        width = min(block_size, length - start)
+        n = min(steps * (i + 1) // len(starts) - steps * i // len(starts), width)
+        plans += [_Plan(start, start + width, width * (j + 1) // n - width * j // n) for j in range(n)]
+    return plans
+
+
+def _denoised(
+    trainer: Any, prompt_ids: list[list[int]], mask_id: int, length: int, plans: list[_Plan], temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Completions ``[B, length]``, and the log-probabilities with which they were decoded."""
+    model, device, B = trainer.model, trainer.accelerator.device, len(prompt_ids)
+    longest = max(map(len, prompt_ids), default=0)
+    pad = trainer.processing_class.pad_token_id or 0
+    ids = torch.tensor([[pad] * (longest - len(p)) + p + [mask_id] * length for p in prompt_ids], device=device)
+    attention = torch.tensor([[0] * (longest - len(p)) + [1] * (len(p) + length) for p in prompt_ids], device=device)
+    seeds = torch.empty(B, dtype=torch.int64, device="cpu").random_().to(device)
+    of_steps = _philox.child_seeds(seeds, len(plans))
+    log_probs = torch.zeros(B, length, device=device)
+    training = model.training
+    model.eval()
+    try:
+        for step, plan in enumerate(plans):
+            block = slice(longest + plan.start, longest + plan.stop)
+            masked = torch.zeros_like(ids, dtype=torch.bool)
+            masked[:, block] = torch.eq(ids[:, block], mask_id)
+            sampled = functools.partial(
+                _sampled, active=masked, seeds=of_steps[:, step], temperature=temperature, skip_id=mask_id
+            )
+            with trainer.accelerator.autocast():
+                found, _ = _run(model, model, sampled, input_ids=ids, attention_mask=attention)
+            new, confidence = found[:, block].unbind(-1)
+            ranked = confidence.masked_fill(~masked[:, block], -torch.inf).sort(dim=-1, descending=True, stable=True)
+            kept = ranked.indices[:, : plan.decoded]
+            ids[:, block] = ids[:, block].scatter(-1, kept, new.gather(-1, kept).long())
+            of_block = log_probs[:, plan.start : plan.stop]
+            of_block.scatter_(-1, kept, confidence.gather(-1, kept).to(of_block.dtype))
+    finally:
+        model.train(training)
+    return ids[:, longest:], log_probs
+
+
+def _sampled(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, extra: _checks.Extra | None = None, **options: Any
+) -> Tensor:
+    """Sample tokens; return them and their log-probabilities, ``[B, L, 2]``, float64, which holds every id."""
+    if not torch.is_autocast_enabled(hidden.device.type):
+        weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+    out = ops.linear_sample(hidden, weight, bias=bias, extra=extra, **options)
+    return torch.stack([out.ids.double(), out.log_probs.double()], -1)
+
+
+def _ends(tokens: Tensor, processing_class: Any) -> list[int]:
+    """Length of each completion: up to its first EOS token, and with it."""
+    eos = getattr(getattr(processing_class, "tokenizer", processing_class), "eos_token_id", None)
+    if eos is None:
+        return [tokens.shape[1]] * len(tokens)
+    is_eos = tokens == eos
+    before = (is_eos.cumsum(-1) - is_eos.long() == 0).sum(-1)
+    return before.tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,384 @@
+r"""Loss of a policy gradient: a :class:`PolicyObjective` of the scores that noisy views give, from logits or a head.
+
+    loss = sum_i c_i f(s_i),      s_i = sum_k w_ki log p(y_i | view k),
+
+with i over tokens, or over sequences whose score is the mean over their tokens.
+
+If every token is scored in one view at most, each row of logits has an objective of its own. The gradient of the head
+is then computed in the forward pass, and the logits are computed once (``linear_row_objective``): 2 matrix products
+with a frozen head, 3 with a trainable one. Otherwise the gradient of a row is known only after all rows of its score,
+and the NLL of each row takes it as its upstream gradient (``linear_token_nll``): 2 and 4 products.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dllm_kernels._utils import _checks
+from dllm_kernels._utils._dtypes import accum_dtype
+from dllm_kernels._utils._plain import all_plain
+from dllm_kernels.losses._common import Count, check_counts, divide
+from dllm_kernels.ops import linear_row_objective, linear_token_nll, token_log_probs
+from dllm_kernels.policy.objective import PolicyObjective, score_metrics
+from dllm_kernels.policy.views import PolicyViews, scored_once, supervised_tokens
+
+LEVELS = ("token", "sequence")
+NORMALIZE = ("tokens", "sequences", "none")
+LOGITS = _checks.Names("logits", "ids")
+HIDDEN = _checks.Names("hidden", "ids", "lm_head_weight", "lm_head_bias")
+
+
+class PolicyLossOutput(NamedTuple):
+    """Return type of :class:`PolicyLoss`: the loss and detached metrics, all 0-d.
+
+    Metrics are means over the scored tokens of this call, or over its sequences with supervised tokens; 0 if there are
+    none.
+
+    Attributes:
+        loss: float32 (float64 for float64 inputs), differentiable.
+        ratio: mean of ``exp(s - old)``, clamped where the objective clamps it; None without ``old``.
+        clip_fraction: share of the scores whose loss a clip has changed; None for "reinforce".
+        kl: mean of the KL estimate, without its coefficient; None without ``kl``.
+        entropy: mean entropy of the scored rows of all views; None unless requested.
+    """
+
+    loss: Tensor
+    ratio: Tensor | None = None
+    clip_fraction: Tensor | None = None
+    kl: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class _Head(NamedTuple):
+    """Logits ``[K, B, L, V]``, or hidden states ``[K, B, L, D]`` with an LM head, and the options of their ops."""
+
+    names: _checks.Names
+    x: Tensor
+    options: dict[str, Any]
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    extra: _checks.Extra | None = None
+
+    def check(self, ids: Tensor, views: PolicyViews) -> None:
+        """Validate rows, head, ids, views and transform."""
+        names, x = self.names, self.x
+        V = _checks.check_rows(names, x, ids, self.weight, self.bias)
+        _checks.check_ndim(names.rows, x, 4, "[K, B, L, V]" if self.weight is None else "[K, B, L, D]")
+        _checks.check_ndim("ids", ids, 2, "[B, L]")
+        if not isinstance(views, PolicyViews):
+            raise TypeError(f"views must be PolicyViews, got {_checks.type_name(views)}")
+        rows = tuple(views.scored.shape)
+        if len(rows) != 3 or rows[1:] != tuple(ids.shape):
+            raise ValueError(f"views must be [K, B, L] with [B, L] = {tuple(ids.shape)}, that of ids, got {rows}")
+        _checks.check_shape(names.rows, x, (*rows, x.shape[-1]), "that of the views, with one dimension more")
+        _checks.check_same_device(names.rows, x, views=views.scored)
+        if self.weight is not None:
+            _checks.checked_extra(names, x, self.weight, self.extra)
+        skip_id = self.options["skip_id"]
+        _checks.check_transform(self.options["softcap"], None, skip_id)
+        if skip_id is not None and skip_id >= V:
+            raise ValueError(f"skip_id must lie in [0, {V}), got {skip_id}")
+        if _checks.targets_checked(None):
+            targets = torch.where(views.scored.any(0), ids.long(), -100)
+            _checks.check_target_range(True, "ids", targets, V, skip_id=skip_id)
+
+    def log_probs(self, ids: Tensor, scored: Tensor, temperature: float, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Compute the log-probability of each scored token, differentiable, and the entropies if requested."""
+        ids, options = ids.expand(scored.shape), {**self.options, "active": scored, "check_targets": False}
+        if self.weight is None or entropy:
+            of_head: dict[str, Any] = {"weight": self.weight, "bias": self.bias, "extra": self.extra}
+            out = token_log_probs(self.x, ids, temperature=temperature, with_entropy=entropy, **of_head, **options)
+            return out.log_probs, out.entropy
+        head: dict[str, Any] = {"bias": self.bias, "extra": self.extra, "scale": 1 / temperature}
+        return -linear_token_nll(self.x, self.weight, ids, **head, **options).nll, None
+
+
+class _Constants(NamedTuple):
+    """Constants of the objective, ``[B, L]`` or ``[B]``, 0 for scores that do not count.
+
+    ``factors`` multiply the objective of each score and contain the normalization.
+    """
+
+    counted: Tensor
+    factors: Tensor
+    advantages: Tensor
+    old: Tensor | None
+    ref: Tensor | None
+
+
+class PolicyLoss(nn.Module):
+    r"""Policy gradient of a diffusion LM from noisy views of its completions.
+
+    .. math::
+        \text{loss} = \sum_i c_i \, f(s_i; \text{old}_i, A_i, \text{ref}_i), \qquad
+        s_i = \sum_k w_{ki} \log p(y_i \mid \text{view } k)
+
+    with f the :class:`PolicyObjective`. At the level of tokens i runs over the scored tokens. At the level of sequences
+    it runs over those with supervised tokens, n of them in sequence b, and its score is :math:`S_b / n_b`. The factor
+    :math:`c_i` normalizes:
+
+    ========= ======================================== ===================================
+    normalize token                                    sequence
+    ========= ======================================== ===================================
+    tokens    1 / supervised tokens of the step        n_b / supervised tokens of the step
+    sequences 1 / (B n_b): mean over sequences of the  1 / B
+              mean over their tokens
+    none      1                                        1
+    ========= ======================================== ===================================
+
+    Tokens that no view scores, and sequences without supervised tokens, add 0; they count in B. Only scored rows are
+    read or projected, and what other rows hold reaches nothing. Matrix products with a frozen and with a trainable
+    head: 2 and 3 at the level of tokens where each is scored once (one view of any scheme, "trace", one pair of
+    "count"), else 2 and 4, or with ``with_entropy`` 3 and 4. Under ``torch.compile`` it is always the latter.
+
+    Examples:
+        >>> ids, loss_mask, MASK = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]]), 9
+        >>> views = policy_views(ids, loss_mask, MASK, "coupled", seeds=torch.tensor([0]))
+        >>> hidden, head = torch.zeros(3, 1, 4, 16, requires_grad=True), torch.zeros(10, 16)
+        >>> with torch.no_grad():  # before the first update: one product
+        ...     log_probs = token_log_probs(hidden, ids.expand(3, 1, 4), weight=head, active=views.scored).log_probs
+        ...     old = views.token_scores(log_probs)
+        >>> policy_loss = PolicyLoss(PolicyObjective(clip_high=0.28))
+        >>> out = policy_loss.forward_fused(hidden, head, ids, views, old, torch.tensor([2.0]))
+        >>> out.loss.item(), out.ratio.item(), out.clip_fraction.item()
+        (-2.0, 1.0, 0.0)
+        >>> out.loss.backward()
+
+    Args:
+        objective: the loss of each score.
+        level: "token" or "sequence".
+        normalize: "tokens", "sequences" or "none".
+
+    Raises:
+        TypeError: ``objective`` is no :class:`PolicyObjective`.
+        ValueError: ``level`` or ``normalize`` is unknown. Every call checks all three again.
+
+    Source: the objectives of the methods listed in :func:`policy_views`; sequence ratios over n: GSPO,
+    arXiv:2507.18071; the normalizations: GRPO, arXiv:2402.03300, and DAPO, arXiv:2503.14476.
+    """
+
+    def __init__(self, objective: PolicyObjective, *, level: str = "token", normalize: str = "tokens") -> None:
+        """Initialize; the arguments are documented on the class."""
+        super().__init__()
+        self.objective = objective
+        self.level = level
+        self.normalize = normalize
+        self._check_settings()
+
+    def forward(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        views: PolicyViews,
+        old: Tensor | None,
+        advantages: Tensor,
+        ref: Tensor | None = None,
+        *,
+        num_tokens: int | Tensor | None = None,
+        with_entropy: bool = False,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        skip_id: int | None = None,
+        backend: str = "auto",
+    ) -> PolicyLossOutput:
+        """Compute the loss from logits.
+
+        Args:
+            logits: ``[K, B, L, V]``, of the model on ``views.noisy``; any float dtype.
+            ids: ``[B, L]`` integers, the clean tokens; -100: not scored.
+            views: of ``ids``, from :func:`policy_views`.
+            old: scores under the policy that sampled, as the objective sees them: ``[B, L]``,
+                ``views.token_scores(log_probs)``, or at the level of sequences ``[B]``,
+                ``views.sequence_scores(log_probs, mean=True)``; floating, constant. "reinforce" takes None.
+            advantages: ``[B]`` or, at the level of tokens, ``[B, L]``; floating, constant.
+            ref: scores under the reference policy, like ``old``; used by a KL penalty alone.
+            num_tokens: supervised tokens of the whole step, for ``normalize="tokens"``: int or 0-d tensor, taken as
+                ``max(n, 1)``. None: those of this call.
+            with_entropy: also return the mean entropy.
+            temperature: T > 0, by which the logits, capped if they are, are divided.
+            softcap: c > 0 makes each logit ``c tanh(z / c)``; None: no cap.
+            skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id of a
+                scored token it gives NaN.
+            backend: "auto", "triton" or "torch".
+
+        Returns:
+            :class:`PolicyLossOutput`.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: a shape, dtype, device or range that does not fit, ``old`` or ``ref`` missing, a constant that
+                requires a gradient, or ``num_tokens`` with another normalization.
+        """
+        head = _Head(LOGITS, logits, {"softcap": softcap, "skip_id": skip_id, "backend": backend})
+        return self._loss(head, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
+
+    def forward_fused(
+        self,
+        hidden: Tensor,
+        lm_head_weight: Tensor,
+        ids: Tensor,
+        views: PolicyViews,
+        old: Tensor | None,
+        advantages: Tensor,
+        ref: Tensor | None = None,
+        *,
+        num_tokens: int | Tensor | None = None,
+        with_entropy: bool = False,
+        lm_head_bias: Tensor | None = None,
+        extra: _checks.Extra | None = None,
+        chunk_size: int | None = None,
+        num_active: int | None = None,
+        logits_dtype: torch.dtype | None = None,
+        temperature: float = 1.0,
+        softcap: float | None = None,
+        skip_id: int | None = None,
+        backend: str = "auto",
+    ) -> PolicyLossOutput:
+        """Compute the loss from hidden states and the LM head; the logits exist one chunk at a time.
+
+        Where each token is scored once, at the level of tokens, backward can run only once.
+
+        Args:
+            hidden: ``[K, B, L, D]``, of the model on ``views.noisy``.
+            lm_head_weight: ``[V, D]``.
+            ids, views, old, advantages, ref, num_tokens, with_entropy: as in :meth:`forward`.
+            lm_head_bias: ``[V]`` or None.
+            extra: low-rank second part of the head, (u ``[K, B, L, r]``, U ``[V, r]``), or None. ``U u`` is added to
+                the logits.
+            chunk_size: rows per chunk of logits; None: chosen from the sizes.
+            num_active: upper bound on the number of scored rows of all views; None: read back from a GPU, a host sync.
+                The loss is NaN if the bound is too small.
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32; their gradient is
+                rounded once, before its products. None: the dtype of the operands.
+            temperature, softcap, skip_id, backend: as in :meth:`forward`.
+
+        Returns:
+            :class:`PolicyLossOutput`.
+
+        Raises:
+            TypeError: as in :meth:`forward`.
+            ValueError: as in :meth:`forward`, ``chunk_size`` < 1, or a ``num_active`` outside [0, number of rows].
+            RuntimeError: a second backward pass through gradients that were made in the forward pass.
+        """
+        options: dict[str, Any] = {"softcap": softcap, "skip_id": skip_id, "backend": backend}
+        options |= {"chunk_size": chunk_size, "num_active": num_active, "logits_dtype": logits_dtype}
+        head = _Head(HIDDEN, hidden, options, lm_head_weight, lm_head_bias, extra)
+        return self._loss(head, ids, views, (old, advantages, ref), num_tokens, with_entropy, temperature)
+
+    def _loss(
+        self, head: _Head, ids: Tensor, views: PolicyViews, given: tuple[Tensor | None, ...], num_tokens: Count,
+        with_entropy: bool, temperature: float,
+    ) -> PolicyLossOutput:  # fmt: skip
+        self._check_settings()
+        _checks.check_flags(with_entropy=with_entropy)
+        temperature = _checks.checked_temperature(temperature)
+        head.check(ids, views)
+        ids, *given = all_plain(ids, *given)  # type: ignore[assignment]
+        self._check_constants(ids, *given)
+        self._check_num_tokens(num_tokens)
+        scored = views.scored & (ids.long() != -100)  # compared as uint8, -100 would be 156
+        c = self._constants(views, scored, given, num_tokens, accum_dtype(head.x.dtype))
+        of_rows = self.level == "token" and scored_once(views) and head.weight is not None
+        if of_rows and not torch.compiler.is_compiling():  # linear_row_objective would recompute the logits in a graph
+            loss, log_probs, entropy = self._of_rows(head, ids, views, scored, c, temperature, with_entropy)
+            scores = views.token_scores(log_probs)
+        else:
+            log_probs, entropy = head.log_probs(ids, scored, temperature, with_entropy)
+            by_token = self.level == "token"
+            scores = views.token_scores(log_probs) if by_token else views.sequence_scores(log_probs, mean=True)
+            value = self.objective(scores, c.old, c.advantages, c.ref)
+            loss = torch.where(c.counted, value * c.factors, 0.0).sum()
+        found = score_metrics(self.objective, scores, c.old, c.advantages, c.ref)
+        ratio, clip_fraction, kl = (None if t is None else _mean(t, c.counted) for t in found)
+        entropy = None if entropy is None else _mean(entropy.detach(), scored)
+        return PolicyLossOutput(loss, ratio, clip_fraction, kl, entropy)
+
+    def _of_rows(
+        self, head: _Head, ids: Tensor, views: PolicyViews, scored: Tensor, c: _Constants, temperature: float,
+        with_entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+        """Return (loss, log-probabilities, entropies) of scores that are one row each."""
+        objective = self.objective
+        names, given = zip(*((name, t) for name, t in c._asdict().items() if t is not None), strict=True)
+
+        def value(stats: Any, weights: Tensor, *constants: Tensor) -> Tensor:
+            here: dict[str, Tensor] = dict(zip(names, constants, strict=True))
+            scores = weights * stats.log_probs
+            return here["factors"] * objective(scores, here.get("old"), here["advantages"], here.get("ref"))
+
+        assert head.weight is not None
+        out = linear_row_objective(
+            head.x, head.weight, ids.expand(scored.shape), value, views.weights,
+            *(t.expand(scored.shape) for t in given), bias=head.bias, extra=head.extra, entropy=with_entropy,
+            active=scored, scale=1 / temperature, check_targets=False, **head.options,
+        )  # fmt: skip
+        return out.loss, out.log_probs, out.entropy
+
+    def _constants(
+        self, views: PolicyViews, scored: Tensor, given: tuple[Tensor | None, ...], num_tokens: Count,
+        dtype: torch.dtype,
+    ) -> _Constants:  # fmt: skip
+        n = supervised_tokens(views)
+        counted = scored.any(0) if self.level == "token" else n > 0
+
+        def clean(t: Tensor | None) -> Tensor | None:
+            if t is None:
+                return None
+            t = t[:, None] if t.dim() < counted.dim() else t
+            return torch.where(counted, t.detach().to(dtype), 0.0)
+
+        old, advantages, ref = map(clean, given)
+        assert advantages is not None
+        return _Constants(counted, self._factors(counted, n, num_tokens, dtype), advantages, old, ref)
+
+    def _factors(self, counted: Tensor, n: Tensor, num_tokens: Count, dtype: torch.dtype) -> Tensor:
+        """Compute the factor of each score, of the shape of ``counted``."""
+        factors, by_token = counted.to(dtype), self.level == "token"
+        if self.normalize == "tokens":
+            return divide(factors if by_token else factors * n, n.sum() if num_tokens is None else num_tokens)
+        if self.normalize == "sequences":
+            return (factors / n.clamp(min=1)[:, None] if by_token else factors) / max(len(n), 1)
+        return factors
+
+    def _check_settings(self) -> None:
+        """Validate the settings, on every call because attributes may have been reassigned."""
+        if not isinstance(self.objective, PolicyObjective):
+            raise TypeError(f"objective must be a PolicyObjective, got {_checks.type_name(self.objective)}")
+        _checks.check_choice("level", self.level, LEVELS)
+        _checks.check_choice("normalize", self.normalize, NORMALIZE)
+
+    def _check_constants(self, ids: Tensor, old: Any, advantages: Any, ref: Any) -> None:
+        if old is None and self.objective.kind != "reinforce":
+            raise ValueError(f"old must be given for kind={self.objective.kind!r}, got None")
+        if ref is None and self.objective.kl is not None:
+            raise ValueError(f"ref must be given for kl={self.objective.kl!r}, got None")
+        of_tokens, of_rows = tuple(ids.shape), tuple(ids.shape[:1])
+        scores = of_tokens if self.level == "token" else of_rows
+        _check_constant("old", old, ids, (scores,), self.level)
+        _check_constant("advantages", advantages, ids, tuple(dict.fromkeys((of_rows, scores))), self.level)
+        _check_constant("ref", ref, ids, (scores,), self.level)
+
+    def _check_num_tokens(self, num_tokens: Count) -> None:
+        check_counts(num_tokens=num_tokens)
+        if num_tokens is not None and self.normalize != "tokens":
+            raise ValueError(f"num_tokens must be None unless normalize is 'tokens', got it with {self.normalize!r}")
+
+
+def _check_constant(name: str, value: Any, ids: Tensor, shapes: tuple[tuple[int, ...], ...], level: str) -> None:
+    if value is None and name != "advantages":
+        return
+    _checks.check_float(name, value)
+    if tuple(value.shape) not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} must have shape {expected} for level={level!r}, got {tuple(value.shape)}")
+    _checks.check_same_device("ids", ids, **{name: value})
+    _checks.check_constant(name, value)
+
+
+def _mean(values: Tensor, counted: Tensor) -> Tensor:
+    """Mean over the entries that count, 0 if none do."""
+    total = torch.where(counted, values, 0.0).sum()
+    return total / counted.sum().clamp(min=1)

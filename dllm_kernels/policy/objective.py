@@ -1,0 +1,244 @@
+r"""Objectives of policy gradients, and what they weigh each token's NLL with.
+
+    loss = -min(r A, clip(r) A) + kl_coef KL,      r = exp(s - s_old),
+
+of a token's or a sequence's score s and its advantage A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_kernels._utils import _checks
+from dllm_kernels.ops import RowStats
+
+KINDS = ("clip", "cispo", "reinforce")
+KL_KINDS = ("k1", "k2", "k3")
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    r"""Policy-gradient loss of each score, elementwise; a valid ``fn`` of :func:`linear_row_objective`.
+
+    With scores s, advantages A and :math:`r = e^{s - s_\text{old}}`:
+
+    ========= =========================================================================================================
+    kind      loss of each
+    ========= =========================================================================================================
+    clip      ``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``; with ``dual_clip`` c at most ``-c A`` if A < 0
+    cispo     ``-sg(min(r, 1 + clip_high)) A s``, sg: without a gradient
+    reinforce ``-A s``
+    ========= =========================================================================================================
+
+    plus ``kl_coef`` times an estimate of the KL divergence from reference scores:
+
+    == =============================================
+    k1 ``s - ref``
+    k2 ``(s - ref)^2 / 2``
+    k3 ``exp(ref - s) - (ref - s) - 1``
+    == =============================================
+
+    Examples:
+        >>> objective = PolicyObjective(clip_low=0.2, clip_high=0.28)
+        >>> scores, old = torch.tensor([0.5, 0.1]), torch.zeros(2)
+        >>> objective(scores, old, advantages=torch.ones(2))  # the first ratio, 1.65, is clipped
+        tensor([-1.2800, -1.1052])
+
+    Args:
+        kind: "clip", "cispo" or "reinforce".
+        clip_low: how far below 1 a ratio counts, in [0, 1]; of "clip".
+        clip_high: how far above 1 a ratio counts, at least 0; of "clip" and "cispo".
+        dual_clip: above 1: bounds the loss of "clip" for negative advantages; None: no bound.
+        log_ratio_clamp: c > 0: ``s - old`` is clamped to [-c, c] before the exponential; None: not clamped.
+        kl: "k1", "k2" or "k3"; None: no penalty.
+        kl_coef: factor of the penalty, at least 0.
+
+    Raises:
+        TypeError: a number of the wrong type.
+        ValueError: an unknown kind, a number out of range, ``dual_clip`` for another kind, or ``kl_coef`` without
+            ``kl``.
+
+    Source: clip: PPO, arXiv:1707.06347; dual clip: arXiv:1912.09729; cispo: MiniMax-M1, arXiv:2506.13585; k1, k2, k3:
+    J. Schulman, "Approximating KL Divergence", 2020.
+    """
+
+    kind: str = "clip"
+    _: KW_ONLY
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    log_ratio_clamp: float | None = None
+    kl: str | None = None
+    kl_coef: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Validate the settings."""
+        _checks.check_choice("kind", self.kind, KINDS)
+        for name in ("clip_low", "clip_high", "kl_coef", "dual_clip", "log_ratio_clamp"):
+            value = getattr(self, name)
+            if value is not None or name in ("clip_low", "clip_high", "kl_coef"):
+                _checks.check_number(name, value)
+        if not 0 <= self.clip_low <= 1:
+            raise ValueError(f"clip_low must lie in [0, 1], got {self.clip_low}")
+        if not self.clip_high >= 0:
+            raise ValueError(f"clip_high must be at least 0, got {self.clip_high}")
+        if self.dual_clip is not None and not self.dual_clip > 1:
+            raise ValueError(f"dual_clip must be above 1, got {self.dual_clip}")
+        if self.dual_clip is not None and self.kind != "clip":
+            raise ValueError(f"dual_clip must be None unless kind is 'clip', got it with kind={self.kind!r}")
+        if self.log_ratio_clamp is not None and not self.log_ratio_clamp > 0:
+            raise ValueError(f"log_ratio_clamp must be above 0, got {self.log_ratio_clamp}")
+        _checks.check_not_negative("kl_coef", self.kl_coef)
+        if self.kl is not None:
+            _checks.check_choice("kl", self.kl, KL_KINDS)
+        elif self.kl_coef != 0:
+            raise ValueError(f"kl must be given for kl_coef={self.kl_coef}, got None")
+
+    def __call__(
+        self, scores: Tensor | RowStats, old: Tensor | None, advantages: Tensor, ref: Tensor | None = None
+    ) -> Tensor:
+        """Loss of each score.
+
+        Args:
+            scores: of tokens or sequences, floating, any shape; of a :class:`RowStats` its ``log_probs``.
+            old: scores under the policy that sampled; "reinforce" does not use them and takes None. Like the rest of
+                the shape of the scores, or with sizes of 1 in their place; constants.
+            advantages: what each score is worth.
+            ref: scores under the reference policy, used by ``kl`` alone.
+
+        Returns:
+            Loss, of the shape of the scores, differentiable in them.
+
+        Raises:
+            TypeError: an argument of the wrong type.
+            ValueError: a shape, dtype or device that does not fit, ``old`` or ``ref`` missing, or a constant that
+                requires a gradient.
+        """
+        s = scores.log_probs if isinstance(scores, RowStats) else scores
+        _checks.check_float("scores", s)
+        if old is None and self.kind != "reinforce":
+            raise ValueError(f"old must be given for kind={self.kind!r}, got None")
+        if ref is None and self.kl is not None:
+            raise ValueError(f"ref must be given for kl={self.kl!r}, got None")
+        for name, value in (("old", old), ("advantages", advantages), ("ref", ref)):
+            if value is not None or name == "advantages":
+                _check_beside(name, value, s)
+        loss = self._policy_term(s, old, advantages)  # type: ignore[arg-type]
+        return loss if self.kl is None else loss + self.kl_coef * self._penalty(s - ref)  # type: ignore[operator]
+
+    def _policy_term(self, s: Tensor, old: Tensor, advantages: Tensor) -> Tensor:
+        if self.kind == "reinforce":
+            return -advantages * s
+        ratio = self._ratio(s, old)
+        if self.kind == "cispo":
+            return -ratio.detach().clamp(max=1.0 + self.clip_high) * advantages * s
+        clipped = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        if self.dual_clip is not None:
+            loss = torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+        return loss
+
+    def _ratio(self, s: Tensor, old: Tensor) -> Tensor:
+        log_ratio = s - old
+        if self.log_ratio_clamp is not None:
+            log_ratio = log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+        return log_ratio.exp()
+
+    def _penalty(self, away: Tensor) -> Tensor:
+        """Estimate the KL divergence from ``away = s - ref``."""
+        if self.kl == "k1":
+            return away
+        if self.kl == "k2":
+            return away.square() / 2
+        return torch.expm1(-away) + away
+
+
+class ScoreMetrics(NamedTuple):
+    """What is logged of each score, detached.
+
+    Attributes:
+        ratio: ``exp(s - old)``, clamped where the objective clamps; None without ``old``.
+        clipped: whether a clip changed the loss, bool; None for "reinforce".
+        kl: the KL estimate, without its coefficient; None without ``kl``.
+    """
+
+    ratio: Tensor | None
+    clipped: Tensor | None
+    kl: Tensor | None
+
+
+def score_metrics(
+    objective: PolicyObjective, scores: Tensor, old: Tensor | None, advantages: Tensor, ref: Tensor | None
+) -> ScoreMetrics:
+    """Compute what is logged of the scores; the arguments are those of the objective."""
+    s = scores.detach()
+    ratio = None if old is None else objective._ratio(s, old)
+    kl = None if objective.kl is None else objective._penalty(s - ref)  # type: ignore[operator]
+    if objective.kind == "reinforce" or ratio is None:
+        return ScoreMetrics(ratio, None, kl)
+    above = ratio > 1.0 + objective.clip_high
+    if objective.kind == "cispo":
+        return ScoreMetrics(ratio, above, kl)
+    clipped = torch.where(advantages < 0, ratio < 1.0 - objective.clip_low, above & (advantages > 0))
+    if objective.dual_clip is not None:
+        clipped = clipped | ((ratio > objective.dual_clip) & (advantages < 0))
+    return ScoreMetrics(ratio, clipped, kl)
+
+
+def nll_weights(objective: Callable[[Tensor], Tensor], log_probs: Tensor) -> Tensor:
+    r"""Weights with which each token's NLL gives the gradient of an objective: minus its derivative.
+
+    .. math:: w_{kbi} = -\frac{\partial f}{\partial l_{kbi}}
+
+    ``weighted_linear_nll(hidden_k, head, ids, weights_k)``, view by view with a backward each, then gives the exact
+    gradient of ``f`` with the memory of one view. Works under ``torch.no_grad``.
+
+    Examples:
+        >>> log_probs = torch.tensor([[[-1.0, -2.0]], [[-3.0, -1.0]]])  # [K, B, L]
+        >>> nll_weights(lambda l: -(l.sum((0, 2)) / 4).exp().sum(), log_probs).shape
+        torch.Size([2, 1, 2])
+
+    Args:
+        objective: takes log-probabilities of the shape of ``log_probs`` and returns a loss, 0-d.
+        log_probs: where to differentiate, ``[K, B, L]`` or any other shape, floating. Detached and copied.
+
+    Returns:
+        Weights of the shape and dtype of ``log_probs``, detached; of either sign.
+
+    Raises:
+        TypeError: ``objective`` is not callable or returns no tensor, or ``log_probs`` is no tensor.
+        ValueError: ``log_probs`` is not floating, or the result of ``objective`` is not 0-d or does not depend on
+            them.
+
+    Source: the chain rule.
+    """
+    if not callable(objective):
+        raise TypeError(f"objective must be a function of the log-probabilities, got {_checks.type_name(objective)}")
+    _checks.check_float("log_probs", log_probs)
+    with torch.enable_grad():
+        leaf = log_probs.detach().clone().requires_grad_()
+        loss = objective(leaf)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"objective must return a torch.Tensor, got {_checks.type_name(loss)}")
+        if loss.dim() != 0:
+            raise ValueError(f"objective must return a 0-d loss, got shape {tuple(loss.shape)}")
+        grad = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+    if grad is None:
+        raise ValueError("objective must depend on log_probs, got a loss that does not; does it detach them?")
+    return -grad
+
+
+def _check_beside(name: str, value: Tensor | None, scores: Tensor) -> None:
+    """Raise unless a constant fits the scores, size by size."""
+    _checks.check_float(name, value)
+    assert value is not None
+    shape, expected = tuple(value.shape), tuple(scores.shape)
+    if shape and (len(shape) != len(expected) or any(a not in (1, b) for a, b in zip(shape, expected, strict=True))):
+        raise ValueError(f"{name} must have shape {expected} (that of scores), got {shape}")
+    _checks.check_same_device("scores", scores, **{name: value})
+    _checks.check_constant(name, value)

@@ -1,0 +1,484 @@
+r"""Noisy views of a completion, and the scores that they give.
+
+    S_b = sum_k sum_i w_kbi l_kbi,      l_kbi = log p(y_bi | view k),
+
+with i over the tokens that view k scores. In expectation the weights of a supervised token add up to 1, so that S has
+the scale of a log-likelihood; under "coupled" to 3/2, because each of its three views counts one half.
+
+**Random bits.** Row b has a seed; draw n of the row is what the corruption routines draw under child n of that seed
+(``dllm_kernels._random._philox`` holds the words): a level, and a number for each position. ``seeds`` are the rows'
+seeds. With a generator one seed is drawn from it for the call, and its child b is the seed of row b.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dllm_kernels._random import _philox
+from dllm_kernels._utils import _checks
+from dllm_kernels.corruption import check_whole_tensor, checked_mask_id, corrupt_uniform, sample_level
+
+SCHEMES = ("full", "coupled", "elbo", "count", "quadrature", "trace")
+_LEAST_LEVEL = 2.0**-24  # of a drawn one: what the corruption routines draw is at least this, and at most 1 less this
+_EUBO_SCHEMES = ("full", "elbo")  # their weights are 1 / (K t_k)
+
+
+@dataclass(frozen=True, eq=False)
+class PolicyViews:
+    """Noisy views of a batch of completions, made by :func:`policy_views`; unpacks to the first three.
+
+    Attributes:
+        noisy: tokens of each view ``[K, B, L]``, of the dtype of the ids.
+        scored: the tokens whose log-probability a view contributes, bool ``[K, B, L]``; all of them are masked in it.
+        weights: their weights, float32 ``[K, B, L]``; 0 where a token is not scored.
+        num_supervised: supervised tokens of each row, int64 ``[B]``, by which the mean divides: random masks may leave
+            out a token in every view, so ``scored`` does not tell. None: the tokens that are scored in any view.
+        scheme: the scheme that made the views, or None; :func:`eubo` takes only some.
+    """
+
+    noisy: Tensor
+    scored: Tensor
+    weights: Tensor
+    num_supervised: Tensor | None = None
+    scheme: str | None = None
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Yield noisy, scored and weights."""
+        return iter((self.noisy, self.scored, self.weights))
+
+    def token_scores(self, log_probs: Tensor) -> Tensor:
+        r"""Score each token: :math:`\sum_k w_{kbi} \, l_{kbi}`.
+
+        Args:
+            log_probs: log p of each token under each view ``[K, B, L]``, floating. Where a token is not scored, a NaN
+                or an infinity reaches neither score nor gradient.
+
+        Returns:
+            ``[B, L]``, float32 (float64 for float64), differentiable; 0 for tokens that no view scores.
+
+        Raises:
+            TypeError: not a tensor.
+            ValueError: another shape or device, or not floating.
+        """
+        _check_log_probs(log_probs, self)
+        return (self.weights * torch.where(self.scored, log_probs, 0.0)).sum(0)
+
+    def sequence_scores(self, log_probs: Tensor, *, mean: bool = False) -> Tensor:
+        r"""Score each sequence: :math:`S_b = \sum_k \sum_i w_{kbi} \, l_{kbi}`.
+
+        Args:
+            log_probs: log p of each token under each view ``[K, B, L]``, floating, as in :meth:`token_scores`.
+            mean: divide by the number of supervised tokens.
+
+        Returns:
+            ``[B]``, float32 (float64 for float64), differentiable; 0 for rows without supervised tokens.
+
+        Raises:
+            TypeError: as in :meth:`token_scores`, or ``mean`` is not a bool.
+            ValueError: as in :meth:`token_scores`.
+        """
+        _checks.check_flags(mean=mean)
+        total = self.token_scores(log_probs).sum(-1)
+        if not mean:
+            return total
+        return total / supervised_tokens(self).clamp(min=1)
+
+
+def supervised_tokens(views: PolicyViews) -> Tensor:
+    """Count the supervised tokens of each row, int64 ``[B]``; without the count, those scored in any view."""
+    return views.scored.any(0).sum(-1) if views.num_supervised is None else views.num_supervised
+
+
+def scored_once(views: PolicyViews) -> bool:
+    """Whether no token is scored in two views, as far as the scheme tells, without looking at the values."""
+    K = len(views.scored)
+    return K == 1 or views.scheme == "trace" or (views.scheme == "count" and K == 2)  # a mask and its complement
+
+
+def policy_views(
+    ids: Tensor,
+    loss_mask: Tensor,
+    mask_token_id: int,
+    scheme: str,
+    *,
+    num: int = 1,
+    level: float | Tensor | None = None,
+    prompt_prob: float = 0.0,
+    step_map: Tensor | None = None,
+    seeds: Tensor | None = None,
+    generator: torch.Generator | None = None,
+    backend: str = "auto",
+) -> PolicyViews:
+    r"""Noisy views of completions, with the weights that turn their log-probabilities into scores.
+
+    With n supervised tokens in a row and t a level in (0, 1):
+
+    ========== ======= ===============================================================================================
+    scheme     K       views, and the weights of the tokens that they score
+    ========== ======= ===============================================================================================
+    full       num     every supervised token is masked, weight 1 / num
+    coupled    3 num   per draw three views, one after another: every supervised token masked, weight 1/2; masked
+                       with probability t, 1 / (2 t); the complement, 1 / (2 (1 - t)); all over num; t is uniform in
+                       (0.2, 0.8)
+    elbo       num     masked with probability t_k, weight 1 / (num t_k); the t_k of a row are stratified
+    count      2 num   exactly x of the n masked, weight (n + 1) / (2 x num); the complement,
+                       (n + 1) / (2 (n - x) num); x is uniform over 0 to n, stratified
+    quadrature num     masked with probability t_k, weight g_k / t_k; t_k and g_k are the nodes and weights of
+                       Gauss-Legendre quadrature on (0, 1)
+    trace      steps   view s masks the tokens that were decoded at step s or later and scores those of step s,
+                       weight 1
+    ========== ======= ===============================================================================================
+
+    Scored tokens are always supervised and masked in their view. A row without supervised tokens has no scored tokens.
+
+    **Levels.** Stratified levels of a row are ``(u + k / num) mod 1``, k = 0 .. num - 1, with u the level of draw 0,
+    moved into [2^-24, 1 - 2^-24] so that no weight is infinite. ``x = floor(t (n + 1))`` with such a t. Under
+    "count" without ``seeds`` the rows are stratified too: u is ``u_0 + b / (B num)`` with one u_0 for the call.
+    With ``seeds`` every row's u comes from its own seed, because the row must not depend on the batch.
+
+    **Draws.** With ``seeds``, the views of row b are a function of ``seeds[b]``, its tokens and the options alone: the
+    same bits on CPU and GPU, in whatever batch. The position draws of view (or pair) n do not depend on ``num``, so
+    "full" and "coupled" give the same first views for any ``num``. Draw n of a row is what the corruption routines
+    draw under child seed n: word n of ``numpy.random.Philox(key=(seed, 1)).random_raw()``. With a generator, the seed
+    of row b is child b of one drawn seed. "trace", and "full" without ``prompt_prob``, draw nothing.
+
+    Examples:
+        >>> ids, loss_mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
+        >>> views = policy_views(ids, loss_mask, 99, "trace", step_map=torch.tensor([[-1, 1, 0, 1]]))
+        >>> views.noisy.tolist()
+        [[[5, 99, 99, 99]], [[5, 99, 7, 99]]]
+        >>> views.scored.int().tolist()
+        [[[0, 0, 1, 0]], [[0, 1, 0, 1]]]
+        >>> views.sequence_scores(torch.full((2, 1, 4), -0.5), mean=True)
+        tensor([-0.5000])
+
+    Args:
+        ids: clean tokens ``[B, L]``, integer: prompts and completions.
+        loss_mask: supervised tokens, those of the completions, ``[B, L]``, bool or number, nonzero is True.
+        mask_token_id: the token that masks.
+        scheme: "full", "coupled", "elbo", "count", "quadrature" or "trace".
+        num: how many views, pairs or triples are drawn. For "trace", the number of groups of consecutive steps, each
+            group as a step of its own; the T steps of a row form ``floor(num s / T)``. There 1 stands for every step by
+            itself, with K read back from a GPU (a host sync); one group of all steps is "full".
+        level: instead of drawn levels, in [0, 1]: a number, ``[B]``, or ``[num, B]`` with one for each draw. For
+            "coupled", "elbo" and "count", where x is ``round(level n)`` (half to even, at least one if the level is not
+            0).
+        prompt_prob: for "full", the probability with which every token that is not supervised is masked too, drawn anew
+            in each view. Such tokens are never scored.
+        step_map: for "trace", the step at which each token was decoded, integers ``[B, L]`` from 0 on; negative for
+            tokens that were not generated. A generated token is masked also if it is not supervised.
+        seeds: int64 ``[B]``, one for each row.
+        generator: what to draw from instead, see :mod:`dllm_kernels.corruption`.
+        backend: "auto", "triton" or "torch".
+
+    Returns:
+        :class:`PolicyViews`.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype, device or range that does not fit, an option of another scheme, or both
+            ``generator`` and ``seeds``.
+
+    Source: "full": d1, arXiv:2504.12216; "coupled": DiffuCoder, arXiv:2506.20639; "elbo": LLaDA 1.5, arXiv:2505.19223;
+    "count": ESPO, arXiv:2512.03759; "quadrature": GDPO, arXiv:2510.08554; "trace": TraceRL, arXiv:2509.06949.
+    """
+    mask_id = _check_batch(ids, loss_mask, mask_token_id)
+    _checks.check_choice("scheme", scheme, SCHEMES)
+    _checks.check_positive_int("num", num)
+    prob = _checked_prompt_prob(prompt_prob, scheme)
+    supervised = loss_mask != 0
+    if scheme == "trace":
+        _check_step_map(step_map, ids)
+    elif step_map is not None:
+        raise ValueError(f"step_map must be None unless scheme is 'trace', got it with scheme={scheme!r}")
+    levels = _checked_level(level, ids, int(num), scheme)
+    draws = scheme not in ("full", "trace") or prob > 0
+    rows = _Rows(ids, supervised, mask_id, int(num), *_seeds(ids, int(num), seeds, generator, draws), backend)
+    if scheme == "full":
+        made = _full(rows, prob)
+    elif scheme == "coupled":
+        made = _coupled(rows, levels)
+    elif scheme == "elbo":
+        made = _elbo(rows, levels)
+    elif scheme == "count":
+        made = _count(rows, levels)
+    elif scheme == "quadrature":
+        made = _quadrature(rows)
+    else:
+        made = _trace(rows, step_map)  # type: ignore[arg-type]
+    weights = torch.where(made.scored, made.weight[..., None], 0.0)
+    noisy = torch.where(made.masked, mask_id, ids)
+    return PolicyViews(noisy, made.scored, weights, supervised.sum(-1), scheme)
+
+
+def eubo(log_probs: Tensor, views: PolicyViews, beta: float = 1.5) -> Tensor:
+    r"""Upper bound of a sequence's evidence, for completions whose likelihood is pushed down.
+
+    .. math::
+        U_b = \frac{1}{\beta} \; \text{mean}_i \; \log \Big( \frac{1}{K}
+        \sum_k \frac{e^{\beta \, l_{kbi}} \, [i \text{ scored in } k]}{t_k} \Big)
+
+    with i over the tokens that any view scores. It takes views of "elbo", and of "full", whose t is 1. Their weights
+    are ``1 / (K t_k)``, which is what the sum over k needs. The weights of other schemes are not.
+
+    Args:
+        log_probs: log p of each token under each view ``[K, B, L]``, floating. Where a token is not scored, a NaN or an
+            infinity reaches neither result nor gradient.
+        views: from :func:`policy_views` with scheme "elbo" or "full"; made by hand (``scheme=None``), with the weights
+            ``1 / (K t_k)``.
+        beta: the order of the bound, above 0; at 1 or more it bounds from above.
+
+    Returns:
+        ``[B]``, float32 (float64 for float64), differentiable; 0 for rows of which nothing is scored.
+
+    Raises:
+        TypeError: an argument of the wrong type.
+        ValueError: a shape, dtype or device that does not fit, ``beta`` not above 0, or views of another scheme.
+
+    Source: SPG, arXiv:2510.09541, the evidence upper bound, as a mean over tokens.
+    """
+    if not isinstance(views, PolicyViews):
+        raise TypeError(f"views must be PolicyViews, got {_checks.type_name(views)}")
+    if views.scheme is not None and views.scheme not in _EUBO_SCHEMES:
+        raise ValueError(f"views must be of scheme {' or '.join(_EUBO_SCHEMES)} for eubo, got {views.scheme!r}")
+    _check_log_probs(log_probs, views)
+    _checks.check_finite("beta", beta)
+    if not beta > 0:
+        raise ValueError(f"beta must be above 0, got {beta}")
+    scored, anywhere = views.scored, views.scored.any(0)
+    term = beta * torch.where(scored, log_probs, 0.0) + torch.where(scored, views.weights, 1.0).log()
+    # A token that is scored nowhere would be a logsumexp of -inf alone, whose gradient is NaN.
+    term = torch.where(scored | ~anywhere, term, -torch.inf)
+    of_token = torch.where(anywhere, torch.logsumexp(term, 0), 0.0)
+    return of_token.sum(-1) / (beta * anywhere.sum(-1).clamp(min=1))
+
+
+class _Rows(NamedTuple):
+    """Checked arguments: ``seeds`` int64 ``[num, B]``, ``call`` the seed of the call ``[1]``; None if not drawn."""
+
+    ids: Tensor
+    supervised: Tensor
+    mask_id: int
+    num: int
+    seeds: Tensor | None
+    call: Tensor | None
+    backend: str
+
+    @property
+    def everywhere(self) -> Tensor:
+        """The supervised tokens, once for each draw, ``[num, B, L]``."""
+        return self.supervised.expand(self.num, -1, -1)
+
+    def masks(self, level: Tensor, *, exact: bool = False, among: Tensor | None = None) -> Tensor:
+        """Draw one mask for each draw and row, ``[num, B, L]``, at the levels ``[num, B]``."""
+        shape = (self.num, *self.ids.shape)
+        assert self.seeds is not None
+        noise = corrupt_uniform(
+            self.ids.expand(shape).flatten(0, 1),
+            (self.supervised if among is None else among).expand(shape).flatten(0, 1),
+            self.mask_id,
+            level=level.flatten(),
+            exact=exact,
+            seeds=self.seeds.flatten(),
+            backend=self.backend,
+        )[1]
+        return noise.view(shape)
+
+    def filled(self, value: float, columns: int) -> Tensor:
+        """Make a float32 ``[num, columns]`` of one value."""
+        return torch.full((self.num, columns), value, dtype=torch.float32, device=self.ids.device)
+
+    def levels(self, seeds: Tensor, low: float = 0.0, high: float = 1.0) -> Tensor:
+        """Draw the level that belongs to each seed."""
+        if seeds.numel() == 0:
+            return torch.empty(seeds.shape, dtype=torch.float32, device=seeds.device)
+        drawn = sample_level(seeds.numel(), low=low, high=high, seeds=seeds.flatten(), backend=self.backend)
+        return drawn.view(seeds.shape)
+
+    def stratified(self, u: Tensor) -> Tensor:
+        """Spread ``u [B]`` over the draws, ``[num, B]`` float32, strictly inside (0, 1)."""
+        place = torch.arange(self.num, device=u.device, dtype=torch.float64)[:, None] / self.num
+        level = u.to(torch.float64) + place
+        return (level - level.floor()).to(torch.float32).clamp(_LEAST_LEVEL, 1.0 - _LEAST_LEVEL)
+
+
+class _Made(NamedTuple):
+    """Masked and scored tokens, bool ``[K, B, L]``, and the weight of the scored ones, ``[K, B]`` or ``[K, 1]``."""
+
+    masked: Tensor
+    scored: Tensor
+    weight: Tensor
+
+
+def _full(rows: _Rows, prompt_prob: float) -> _Made:
+    masked = scored = rows.everywhere
+    if prompt_prob > 0:
+        level = rows.filled(prompt_prob, len(rows.ids))
+        masked = scored | rows.masks(level, among=~rows.supervised)
+    return _Made(masked, scored.contiguous(), rows.filled(1.0 / rows.num, 1))
+
+
+def _coupled(rows: _Rows, level: Tensor | None) -> _Made:
+    if level is None:
+        assert rows.seeds is not None
+        level = rows.levels(rows.seeds, 0.2, 0.8)
+    mask = rows.masks(level)
+    scored = torch.stack([rows.everywhere, mask, rows.everywhere & ~mask], 1).flatten(0, 1)
+    half = 0.5 / rows.num
+    weight = torch.stack([torch.full_like(level, half), half / level, half / (1.0 - level)], 1).flatten(0, 1)
+    return _Made(scored, scored, weight)
+
+
+def _elbo(rows: _Rows, level: Tensor | None) -> _Made:
+    if level is None:
+        assert rows.seeds is not None
+        level = rows.stratified(rows.levels(rows.seeds[0]))
+    scored = rows.masks(level)
+    return _Made(scored, scored, 1.0 / (rows.num * level))
+
+
+def _count(rows: _Rows, level: Tensor | None) -> _Made:
+    n = rows.supervised.sum(-1)
+    if level is None:
+        assert rows.seeds is not None
+        B = len(rows.ids)
+        if rows.call is None:
+            u = rows.levels(rows.seeds[0])
+        else:
+            place = torch.arange(B, device=n.device, dtype=torch.float64) / (B * rows.num)
+            u = rows.levels(rows.call).to(torch.float64) + place
+        x = torch.minimum((rows.stratified(u) * (n + 1)).floor(), n.to(torch.float32))
+        level = x / n.clamp(min=1)
+    mask = rows.masks(level, exact=True)
+    scored = torch.stack([mask, rows.everywhere & ~mask], 1).flatten(0, 1)
+    # An empty view has no scored token, so its weight is used nowhere.
+    return _Made(scored, scored, (n + 1).to(torch.float32) / (2 * rows.num * scored.sum(-1).clamp(min=1)))
+
+
+def _quadrature(rows: _Rows) -> _Made:
+    nodes, factors = _gauss_legendre(rows.num)
+    # One fill a number: a tensor made of a list is copied to a GPU, which would be a host sync.
+    level, weight = (
+        torch.stack([torch.full((len(rows.ids),), x, dtype=torch.float32, device=rows.ids.device) for x in numbers])
+        for numbers in (nodes, [g / t for t, g in zip(nodes, factors, strict=True)])
+    )
+    scored = rows.masks(level)
+    return _Made(scored, scored, weight)
+
+
+def _trace(rows: _Rows, step_map: Tensor) -> _Made:
+    step = step_map.to(torch.int64).clamp(min=-1)
+    if step.numel() == 0:
+        K = rows.num
+    elif rows.num == 1:
+        K = int(step.max().clamp(min=0)) + 1  # a host sync on a GPU
+    else:
+        K = rows.num
+        steps = (step.amax(-1, keepdim=True) + 1).clamp(min=1)
+        step = torch.where(step >= 0, (step * K).div(steps, rounding_mode="floor"), step)
+    view = torch.arange(K, device=step.device)[:, None, None]
+    scored = (step == view) & rows.supervised
+    return _Made(step >= view, scored, torch.ones(K, 1, dtype=torch.float32, device=step.device))
+
+
+def _gauss_legendre(num: int) -> tuple[list[float], list[float]]:
+    """Nodes in (0, 1), rising, and weights, which add up to 1; in plain Python, which torch.compile can trace.
+
+    The nodes are the roots of the Legendre polynomial P_num, by Newton's method from Tricomi's approximation. With x a
+    root, the weight is ``1 / ((1 - x^2) P'(x)^2)``, half of that on (-1, 1).
+    """
+    nodes, factors = [], []
+    for i in range(num, 0, -1):
+        x = math.cos(math.pi * (i - 0.25) / (num + 0.5))
+        for _ in range(8):
+            before, p = 1.0, x
+            for j in range(2, num + 1):
+                before, p = p, ((2 * j - 1) * x * p - (j - 1) * before) / j
+            slope = num * (before - x * p) / (1.0 - x * x)
+            x -= p / slope
+        nodes.append((1.0 + x) / 2)
+        factors.append(1.0 / ((1.0 - x * x) * slope * slope))
+    return nodes, factors
+
+
+def _seeds(
+    ids: Tensor, num: int, seeds: Tensor | None, generator: torch.Generator | None, draws: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Seeds of the draws ``[num, B]``, and the call's seed ``[1]`` if the rows have none of their own."""
+    if not draws and seeds is None:
+        return None, None
+    B = len(ids)
+    seed = _philox.resolve_seed(ids.device, B, generator, seeds)
+    call = None
+    if seed.dim() == 0:
+        call = seed.clone().view(1)
+        seed = _child_seeds(call, B).view(B)
+    return _child_seeds(seed, num).T.contiguous(), call
+
+
+def _child_seeds(seeds: Tensor, count: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        from dllm_kernels._random import _compiled
+
+        return _compiled.child_seeds(seeds, count)  # type: ignore[no-any-return]
+    return _philox.child_seeds(seeds, count)
+
+
+def _check_batch(ids: Tensor, loss_mask: Tensor, mask_token_id: int) -> int:
+    """Validate the batch; return the id of MASK."""
+    _checks.check_ids("ids", ids)
+    check_whole_tensor("ids", ids)
+    _checks.check_ndim("ids", ids, 2, "[B, L]")
+    _checks.check_mask("loss_mask", loss_mask, ids.shape, "that of ids")
+    check_whole_tensor("loss_mask", loss_mask)
+    _checks.check_same_device("ids", ids, loss_mask=loss_mask)
+    return checked_mask_id(mask_token_id, ids, "ids")
+
+
+def _checked_prompt_prob(prompt_prob: float, scheme: str) -> float:
+    _checks.check_number("prompt_prob", prompt_prob, "a float")
+    if not 0 <= prompt_prob <= 1:
+        raise ValueError(f"prompt_prob must lie in [0, 1], got {prompt_prob}")
+    if prompt_prob != 0 and scheme != "full":
+        raise ValueError(f"prompt_prob must be 0 unless scheme is 'full', got {prompt_prob} with scheme={scheme!r}")
+    return float(prompt_prob)
+
+
+def _check_step_map(step_map: Tensor | None, ids: Tensor) -> None:
+    if step_map is None:
+        raise ValueError("step_map must be given for scheme 'trace', got None")
+    _checks.check_ids("step_map", step_map)
+    _checks.check_shape("step_map", step_map, ids.shape, "that of ids")
+    _checks.check_same_device("ids", ids, step_map=step_map)
+
+
+def _checked_level(level: float | Tensor | None, ids: Tensor, num: int, scheme: str) -> Tensor | None:
+    """Convert the level to float32 ``[num, B]``; the corruption routine looks at the values of a tensor."""
+    if level is None:
+        return None
+    if scheme not in ("coupled", "elbo", "count"):
+        raise ValueError(f"level must be None unless scheme is 'coupled', 'elbo' or 'count', got it with {scheme!r}")
+    shape = num, len(ids)
+    if not isinstance(level, Tensor):
+        _checks.check_number("level", level, "a float or a tensor")
+        if not 0 <= level <= 1:
+            raise ValueError(f"level must lie in [0, 1], got {level}")
+        return torch.full(shape, float(level), dtype=torch.float32, device=ids.device)
+    _checks.check_float("level", level)
+    if tuple(level.shape) not in ((), shape[1:], shape):
+        raise ValueError(f"level must have shape {shape[1:]} or {shape}, got {tuple(level.shape)}")
+    _checks.check_same_device("ids", ids, level=level)
+    _checks.check_constant("level", level)
+    return level.detach().to(torch.float32).expand(shape).contiguous()
+
+
+def _check_log_probs(log_probs: Tensor, views: PolicyViews) -> None:
+    _checks.check_float("log_probs", log_probs)
+    _checks.check_shape("log_probs", log_probs, views.scored.shape, "that of the views")
+    _checks.check_same_device("views", views.scored, log_probs=log_probs)

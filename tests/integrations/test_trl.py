@@ -1,0 +1,704 @@
+"""TRL patched and unpatched: values, gradients and products of its log-probabilities; policies of diffusion LMs."""
+
+import contextlib
+import importlib
+import importlib.util
+import itertools
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from dllm_kernels import PolicyViews, policy_views
+from dllm_kernels.integrations import trl as integration
+from tests.support.parity import OUR_DRAWS, PLAIN_DRAWS, assert_as_good_as_plain, largest_error, reduction_sizes
+
+N, H, V = 6, 8, 21
+needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed")
+
+
+@pytest.fixture
+def host(monkeypatch):
+    """Its kernels, unpatched, and the module of its trainers that holds them; whatever a test patches is put back.
+
+    The latter needs pandas, datasets and others, which are not installed everywhere.
+    """
+    kernels = importlib.import_module("trl.kernels")
+    try:
+        utils = importlib.import_module("trl.trainer.utils")
+    except ImportError:
+        utils = types.ModuleType("trl.trainer.utils")
+        utils._ChunkedLogProbFunction = kernels.ChunkedLogProbFunction
+        utils.maybe_gather_lm_head_ctx = lambda *_: contextlib.nullcontext()
+        monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    yield SimpleNamespace(kernels=kernels, utils=utils, original=kernels.ChunkedLogProbFunction)
+    integration.unpatch()
+
+
+# Replacing and restoring ----------------------------------------------------------------------------------------------
+
+
+def held():
+    """Every attribute of every loaded module of the host."""
+    modules = {n: m for n, m in sys.modules.items() if n.split(".")[0] == "trl" and isinstance(m, types.ModuleType)}
+    return {(n, a): v for n, m in modules.items() for a, v in vars(m).items() if not a.startswith("__")}
+
+
+PLACES = {
+    ("trl.kernels", "ChunkedLogProbFunction"),
+    ("trl.kernels.chunked_logprob", "ChunkedLogProbFunction"),
+    ("trl.trainer.utils", "_ChunkedLogProbFunction"),
+}
+
+
+@needs_trl
+def test_patching_replaces_all_that_the_host_holds_and_unpatching_puts_it_back(host):
+    before = held()
+    report = integration.patch()
+    assert set(report.replaced) == PLACES
+    assert report.version == "1.16.0"
+    assert str(report).splitlines()[0] == "trl 1.16.0 patched, 3 places:"
+    after = held()
+    assert {place for place in before if before[place] is not after[place]} == PLACES
+    assert host.utils._ChunkedLogProbFunction is host.kernels.ChunkedLogProbFunction
+    again = integration.patch()
+    assert again.already
+    assert again.replaced == report.replaced
+    assert set(integration.unpatch()) == PLACES
+    assert integration.unpatch() == ()
+    restored = held()
+    assert not [place for place in before if before[place] is not restored[place]]
+
+
+def longer(ctx, hidden, weight, bias, targets, temperature, chunk_size, cap=None, logit_scale=1.0, outputs=(), top=1):
+    raise NotImplementedError
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes cap, which ours does not"),
+        (SimpleNamespace(forward=longer), "ChunkedLogProbFunction.forward: takes top, which ours does not"),
+        (SimpleNamespace(forward=longer), r"outputs defaults to \(\), ours to \('entropy', "),
+        (SimpleNamespace(), "trl.kernels has no ChunkedLogProbFunction.forward"),
+        (None, "trl.kernels has no ChunkedLogProbFunction.forward"),
+    ],
+)
+def test_another_signature_is_refused_and_nothing_replaced(host, monkeypatch, changed, said):
+    monkeypatch.setattr(host.kernels, "ChunkedLogProbFunction", changed)
+    before = held()
+    with pytest.raises(
+        RuntimeError, match=rf"trl 1\.16\.0 has unexpected signatures; nothing was replaced:\n(.|\n)*{said}"
+    ):
+        integration.patch()
+    after = held()
+    assert not [place for place in before if before[place] is not after[place]]
+    assert integration.unpatch() == ()
+
+
+# The log-probabilities ------------------------------------------------------------------------------------------------
+
+OUTPUTS = [
+    ("log_probs",),
+    ("log_probs", "entropy"),
+    ("entropy", "is_top1"),
+    ("mean_logits",),
+    ("is_top1", "mean_logits", "entropy"),
+    ("log_sum_sq_probs", "entropy"),
+]
+TRANSFORMS = {
+    "plain": (1.0, None, 1.0),
+    "temperature": (0.7, None, 1.0),
+    "scaled": (1.3, None, 0.6),
+    "capped": (0.7, 3.0, 1.4),
+}
+
+
+def formula(hidden, weight, bias, targets, temperature, _, cap, scale, outputs):
+    """What TRL documents, in the dtype of the arguments."""
+    z = (hidden @ weight.T + (0 if bias is None else bias)) * scale
+    z = (z if cap is None else cap * torch.tanh(z / cap)) / temperature
+    inside = (targets >= 0) & (targets < V)
+    of_target = z.gather(1, targets.where(inside, 0)[:, None])[:, 0].where(inside, 0.0)
+    log_p = z.log_softmax(-1)
+    made = {
+        "entropy": lambda: -(log_p.exp() * log_p).sum(-1),
+        "log_sum_sq_probs": lambda: (2 * log_p).logsumexp(-1).detach(),
+        "mean_logits": lambda: z.mean(-1).detach(),
+        "is_top1": lambda: z.argmax(-1) == targets,
+    }
+    return of_target - z.logsumexp(-1), *(made[name]() if name in outputs else None for name in integration.OUTPUTS)
+
+
+def results(apply, tensors, frozen, upstream, *asked):
+    """Floats that are requested, and the gradients; then ``is_top1``."""
+    hidden, weight, bias, targets = tensors
+    leaves = [
+        t.detach().clone().requires_grad_() for t in (hidden, *(() if frozen else (weight, bias))) if t is not None
+    ]
+    given = [*leaves, weight, bias] if frozen else [*leaves, bias][:3]
+    *floats, top = apply(*given, targets, *asked)
+    floats = [f for f in floats if f is not None]
+    wanted = [f for f in floats if f.requires_grad]
+    grads = torch.autograd.grad(wanted, leaves, [u.to(f.dtype) for u, f in zip(upstream, wanted, strict=False)])
+    return [*(f.detach() for f in floats), *grads], top
+
+
+@needs_trl
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("outputs", OUTPUTS, ids="+".join)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_values_and_gradients_are_as_good_as_those_of_trl(host, outputs, transform, dtype, with_bias, frozen):
+    T, cap, scale = TRANSFORMS[transform]
+    asked = T, 8, cap, scale, outputs
+    integration.patch()
+    ours, plain, exact, sizes = [], [], [], set()
+    for seed in range(PLAIN_DRAWS):
+        torch.manual_seed(seed)
+        hidden, weight = torch.randn(N, H).to(dtype), torch.randn(V, H).to(dtype)
+        bias = torch.randn(V).to(dtype) if with_bias else None
+        tensors, upstream = (hidden, weight, bias, torch.randint(0, V, (N,))), torch.randn(2, N)
+        sizes |= reduction_sizes([hidden, weight])
+        plain.append(results(host.original.apply, tensors, frozen, upstream, *asked)[0])
+        double = [t if t is None or not t.is_floating_point() else t.double() for t in tensors]
+        found, top = results(formula, double, frozen, upstream, *asked)
+        exact.append(found)
+        if seed < OUR_DRAWS:
+            found, our_top = results(host.utils._ChunkedLogProbFunction.apply, tensors, frozen, upstream, *asked)
+            ours.append(found)
+            assert (our_top is None) == (top is None)
+            assert top is None or dtype != torch.float32 or torch.equal(our_top, top)
+    for place in range(len(plain[0])):
+        got, p, e = ([run[place] for run in runs] for runs in (ours, plain, exact))
+        assert [o.dtype for o in got] == [o.dtype for o in p[:OUR_DRAWS]]
+        assert_as_good_as_plain(got, e, largest_error(p, e), f"result {place}", sizes)
+
+
+@needs_trl
+@pytest.mark.parametrize("frozen", [False, True])
+def test_targets_outside_the_vocabulary_ties_and_no_rows(host, frozen):
+    """Outside: the log-probability of a logit of 0. Of equal logits the lowest index is the argmax."""
+    integration.patch()
+    hidden, weight, bias = torch.randn(4, H), torch.randn(V, H), torch.randn(V)
+    outputs = "entropy", "is_top1"
+    for targets in (torch.tensor([-100, 3, V, -1]), torch.tensor([1, 2, 3, 4])):
+        tensors, upstream = (hidden, weight, bias, targets), torch.randn(2, 4)
+        for one in ((1.0, 8, None, 1.0, outputs), (0.5, 8, 2.0, 3.0, outputs)):
+            found, theirs = (
+                results(f.apply, tensors, frozen, upstream, *one)
+                for f in (host.utils._ChunkedLogProbFunction, host.original)
+            )
+            for ours, other in zip(found[0], theirs[0], strict=True):
+                torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
+            assert torch.equal(found[1], theirs[1])
+    same = torch.zeros(V, H)
+    for f in (host.utils._ChunkedLogProbFunction, host.original):
+        top = f.apply(
+            hidden.requires_grad_(), same.requires_grad_(not frozen), None, torch.arange(4), 1.0, 8, None, 1.0, outputs
+        )[-1]
+        assert top.tolist() == [True, False, False, False]
+    none = host.utils._ChunkedLogProbFunction.apply(hidden[:0], weight, bias, torch.arange(0), 1.0, 8)
+    assert [tuple(t.shape) for t in none] == [(0,)] * 5
+
+
+def in_place_product(_, a, b, **__):
+    """Operations of ``addmm_``, which torch's counter does not know by itself."""
+    return 2 * a[0] * a[1] * b[1]
+
+
+@needs_trl
+@pytest.mark.parametrize("outputs", [OUTPUTS[1], OUTPUTS[4]], ids="+".join)
+@pytest.mark.parametrize(
+    ("frozen", "upstream", "ours", "theirs"),
+    [
+        (True, "none", 1, 1),
+        (True, "log_probs", 2, 3),
+        (True, "entropy", 4, 3),
+        (False, "none", 1, 1),
+        (False, "log_probs", 4, 4),
+        (False, "entropy", 4, 4),
+    ],
+)
+def test_a_frozen_head_takes_two_products_where_trl_takes_three(host, outputs, frozen, upstream, ours, theirs):
+    """The gradient of the entropy is made only where one arrives."""
+    integration.patch()
+    hidden, weight = torch.randn(64, 32), torch.randn(48, 32).requires_grad_(not frozen)
+    for f, expected in ((host.utils._ChunkedLogProbFunction, ours), (host.original, theirs)):
+        leaf = hidden.clone().requires_grad_()
+        counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: in_place_product})
+        with counter, torch.set_grad_enabled(upstream != "none"):
+            log_probs, entropy, *_ = f.apply(
+                leaf, weight, None, torch.arange(48).repeat(2)[:64], 0.7, 48, None, 1.0, outputs
+            )
+            if upstream != "none":
+                (log_probs if upstream == "log_probs" else log_probs + entropy).sum().backward()
+        assert counter.get_total_flops() == expected * 2 * 64 * 32 * 48
+
+
+@needs_trl
+@pytest.mark.parametrize(
+    ("temperature", "cap", "scale", "outputs"),
+    [
+        (1.0, None, 0.0, ()),
+        (1.0, None, -2.0, ()),
+        (-1.0, None, 1.0, ()),
+        (1.0, 3.0, 1.0, ("mean_logits",)),
+        (1.0, None, 1.0, ("log_sum_sq_probs",)),
+    ],
+)
+def test_what_is_not_fused_is_left_to_trl(host, monkeypatch, temperature, cap, scale, outputs):
+    integration.patch()
+    ours, calls = host.utils._ChunkedLogProbFunction, []
+    monkeypatch.setattr(ours, "original", SimpleNamespace(apply=lambda *given: calls.append(given)))
+    given = torch.randn(N, H), torch.randn(V, H), None, torch.arange(N), temperature, 8, cap, scale, outputs
+    assert ours.apply(*given) is None
+    assert [len(call) for call in calls] == [9]
+    assert all(a is b for a, b in zip(calls[0], given, strict=True))
+    ours.apply(given[0], nn.Parameter(given[1]), *given[2:6])  # the defaults ask for everything
+    assert calls[1][-3:] == (None, 1.0, integration.OUTPUTS)
+    partitioned = nn.Parameter(given[1])
+    partitioned.ds_id = 0  # by DeepSpeed ZeRO-3, which gathers it again in backward
+    ours.apply(given[0], partitioned, *given[2:4], 1.0, 8, None, 1.0, ())
+    assert len(calls) == 3
+
+
+@needs_trl
+@pytest.mark.parametrize("entropy", [False, True])
+def test_autocast_and_a_head_of_another_dtype(host, entropy):
+    """Products in the dtype of autocast, else of the hidden states; gradients in that of each tensor."""
+    integration.patch()
+    hidden, weight, targets = torch.randn(N, H), torch.randn(V, H), torch.arange(N)
+    for autocast, frozen, dtype in itertools.product([False, True], [False, True], [torch.float32, torch.bfloat16]):
+        found = []
+        for f in (host.utils._ChunkedLogProbFunction, host.original):
+            h, w = hidden.clone().requires_grad_(), weight.to(dtype, copy=True).requires_grad_(not frozen)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                log_probs, of_entropy, *_ = f.apply(h, w, None, targets, 1.0, 8, None, 1.0, ("entropy",))
+            (log_probs + of_entropy if entropy else log_probs).sum().backward()
+            found.append([log_probs.detach(), h.grad, *([] if frozen else [w.grad])])
+        for ours, theirs in zip(*found, strict=True):
+            assert ours.dtype == theirs.dtype
+            loose = 0.1 if autocast or dtype == torch.bfloat16 else 1e-5
+            torch.testing.assert_close(ours, theirs, rtol=loose, atol=loose)
+
+
+@needs_trl
+def test_models_of_trl_run_on_ours(host, monkeypatch):
+    """Through ``add_fused_lm_head``, which GRPO, RLOO, DPO, KTO and SFT trainers call."""
+    if not hasattr(host.utils, "add_fused_lm_head"):
+        pytest.skip("trl.trainer.utils cannot be imported")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=V, **sizes))
+    host.utils.add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy", "is_top1"))
+    ids = torch.randint(0, V, (2, 7))
+    labels = ids.masked_fill(torch.rand(2, 7) < 0.3, -100)
+    found = []
+    for patched in (False, True):
+        if patched:
+            integration.patch()
+        model.zero_grad()
+        out = model(input_ids=ids, labels=labels, fused_lm_head=True)
+        (out.loss + out.entropy.sum()).backward()
+        found.append([out.log_probs, out.entropy, *(p.grad for p in model.parameters())])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+# Policies of diffusion LMs --------------------------------------------------------------------------------------------
+
+MASK, EOS, PAD = V - 1, V - 2, V - 3
+
+
+class Encoder(nn.Module):
+    """Each token, and the mean of all that are not padding; no position, so that padding changes nothing."""
+
+    def __init__(self, change=lambda z: z, places=0):
+        super().__init__()
+        self.register_buffer(
+            "places", torch.randn(places, H)
+        )  # of the last positions, so that left padding changes nothing
+        self.embedding, self.lm_head, self.change = nn.Embedding(V, H), nn.Linear(H, V), change
+        self.aux_loss = None
+
+    def forward(self, input_ids, attention_mask, output_router_logits=False):
+        there = attention_mask[..., None] != 0
+        x = self.embedding(input_ids)
+        if len(self.places):
+            x = torch.cat([x[:, : -len(self.places)], x[:, -len(self.places) :] + self.places], 1)
+        mean = (x * there).sum(1, keepdim=True) / there.sum(1, keepdim=True)
+        out = SimpleNamespace(logits=self.change(self.lm_head(torch.tanh(x + 2 * mean))))
+        if output_router_logits and self.aux_loss is not None:
+            out.aux_loss = self.aux_loss * mean.sum()
+        return out
+
+
+class Loop:
+    """What the mixin needs of TRL's trainers."""
+
+    def __init__(self, model=None, **args):
+        self.accelerator = SimpleNamespace(
+            unwrap_model=lambda m: m, autocast=contextlib.nullcontext, device=torch.device("cpu")
+        )
+        self.args = SimpleNamespace(steps_per_generation=2, max_completion_length=4, **args)
+        self.temperature, self.num_iterations, self._step, self.model = 0.7, 2, 0, model
+        self.processing_class = SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS)
+
+    def _tokenize_prompts(self, prompts):
+        return [[int(word) for word in p.split()] for p in prompts], None, {}
+
+
+class Trainer(integration.DiffusionPolicyMixin, Loop):
+    pass
+
+
+def batch(B=4, before=0, after=0):
+    """Left-padded prompts and right-padded completions, with more padding around them: ids, mask, completion length."""
+    g = torch.Generator().manual_seed(3)
+    ids = torch.randint(0, PAD, (B, 9), generator=g)
+    there = torch.ones(B, 9, dtype=torch.int64)
+    there[1, :2] = there[2, 7:] = 0
+    ids = nn.functional.pad(ids.where(there != 0, PAD), (before, after), value=PAD)
+    return ids, nn.functional.pad(there, (before, after)), 5 + after
+
+
+SCHEMES = [
+    ("full", 1, 0.0),
+    ("full", 2, 0.4),
+    ("coupled", 1, 0.0),
+    ("elbo", 3, 0.0),
+    ("count", 2, 0.0),
+    ("quadrature", 3, 0.0),
+]
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize(("scheme", "num", "prompt_prob"), SCHEMES)
+def test_log_probs_are_those_of_the_views(scheme, num, prompt_prob, trained):
+    torch.manual_seed(0)
+    model = Encoder().double()
+    model.lm_head.requires_grad_(trained)
+    trainer = Trainer(mask_token_id=MASK, scheme=scheme, num=num, prompt_prob=prompt_prob)
+    ids, there, keep = batch()
+    seeds = integration.row_seeds(ids, there, keep)
+    supervised = there.bool() & (torch.arange(9) >= 4)
+    options = {"scheme": scheme, "num": num, "prompt_prob": prompt_prob}
+    rows = [  # without padding
+        policy_views(ids[b, on][None], supervised[b, on][None], MASK, seeds=seeds[b : b + 1], **options)
+        for b, on in enumerate(there.bool())
+    ]
+    shape = len(rows[0].noisy), *ids.shape
+    noisy, scored, weights = ids.expand(shape).clone(), torch.zeros(shape).bool(), torch.zeros(shape)
+    for b, on in enumerate(there.bool()):
+        for whole, of_row in zip((noisy, scored, weights), rows[b], strict=True):
+            whole[:, b, on] = of_row[:, 0]
+    views = PolicyViews(noisy, scored, weights)
+    z = torch.stack([model(noisy, there).logits for noisy in views.noisy]) / trainer.temperature
+    log_p = z.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
+    scores = views.token_scores(log_p.gather(-1, ids.expand(views.scored.shape)[..., None])[..., 0])[:, 4:]
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e9)).sum(-1)
+    total = views.weights.sum(0)
+    mean = ((views.weights * entropy).sum(0) / total.where(total > 0, 1))[:, 4:]
+    parameters, upstream = [p for p in model.parameters() if p.requires_grad], torch.randn(2, 4, 5).double()
+    for both in (False, True):
+        found, entropies, aux = trainer._get_per_token_logps_and_entropies(
+            model, ids, there, keep, batch_size=3, compute_entropy=both, num_images=None
+        )
+        assert aux is None
+        assert (entropies is None) == (not both)
+        assert not found[~supervised[:, 4:]].any()
+        torch.testing.assert_close(found, scores)
+        loss, expected = (found * upstream[0]).sum(), (scores * upstream[0]).sum()
+        if both:
+            torch.testing.assert_close(entropies, mean)
+            loss, expected = loss + (entropies * upstream[1]).sum(), expected + (mean * upstream[1]).sum()
+        wanted = torch.autograd.grad(expected, parameters, retain_graph=True)
+        for ours, other in zip(torch.autograd.grad(loss, parameters), wanted, strict=True):
+            torch.testing.assert_close(ours, other)
+
+
+def finalised(x):
+    """splitmix64's finaliser, in Python's integers."""
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
+@pytest.mark.parametrize("iteration", [0, 1, 2**40])
+def test_seeds_are_the_documented_hash(iteration):
+    ids, there, keep = batch(before=1, after=2)
+    gamma, expected = 0x9E3779B97F4A7C15, []
+    for row, on in zip(ids.tolist(), there.tolist(), strict=True):
+        tokens = [(token, i >= len(row) - keep) for i, (token, o) in enumerate(zip(row, on, strict=True)) if o]
+        total = sum(finalised((token + gamma * (2 * n + c)) % 2**64) for n, (token, c) in enumerate(tokens, 1))
+        expected.append(finalised((total + gamma * iteration) % 2**64))
+    seeds = integration.row_seeds(ids, there, keep, iteration)
+    assert [seed % 2**64 for seed in seeds.tolist()] == expected
+    assert len(set(expected)) == len(expected)
+    assert seeds.dtype == torch.int64
+
+
+def test_masks_stay_with_a_row_within_a_generation():
+    """Shuffled, padded further, in chunks, and in each iteration on it; the next generation sees others."""
+    torch.manual_seed(0)
+    model, trainer = Encoder(), Trainer(mask_token_id=MASK, scheme="elbo", num=2)
+
+    def scores(ids, there, keep, **options):
+        with torch.no_grad():
+            return trainer._get_per_token_logps_and_entropies(model, ids, there, keep, **options)[0]
+
+    first = scores(*batch())
+    order = torch.tensor([2, 0, 3, 1])
+    ids, there, keep = batch(before=2, after=3)
+    torch.testing.assert_close(scores(ids[order], there[order], keep, batch_size=2)[:, :5], first[order])
+    for step, same in ((1, True), (3, True), (4, False)):  # a generation serves 2 steps in each of 2 iterations
+        trainer._step = step
+        assert torch.equal(scores(*batch()), first) == same
+
+
+def test_a_lora_head_scores_and_trains():
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["lm_head"], r=2, init_lora_weights=False), Encoder()
+    )
+    trainer, (ids, there, keep) = Trainer(mask_token_id=MASK), batch()
+    found = trainer._get_per_token_logps_and_entropies(model, ids, there, keep, compute_entropy=True)[0]
+    z = model(ids.where(there.bool() & (torch.arange(9) < 4) | ~there.bool(), MASK), there).logits / 0.7
+    log_p = z.index_fill(-1, torch.tensor(MASK), -torch.inf).log_softmax(-1)
+    expected = (log_p.gather(-1, ids[..., None])[..., 0] * there)[:, 4:]
+    torch.testing.assert_close(found, expected)
+    adapters = [p for p in model.lm_head.parameters() if p.requires_grad]
+    assert len(adapters) == 2
+    for ours, other in zip(
+        torch.autograd.grad(found.sum(), adapters), torch.autograd.grad(expected.sum(), adapters), strict=True
+    ):
+        torch.testing.assert_close(ours, other)
+
+
+def test_the_head_can_run_in_float32_and_the_model_can_have_an_auxiliary_loss():
+    torch.manual_seed(0)
+    ids, there, keep = batch()
+    model = Encoder().bfloat16()
+    plain, wide = (Trainer(mask_token_id=MASK, cast_lm_head_to_fp32=on) for on in (False, True))
+    low, high = (t._get_per_token_logps_and_entropies(model, ids, there, keep)[0].detach() for t in (plain, wide))
+    assert high.dtype == torch.float32
+    assert not torch.equal(low, high)
+    torch.testing.assert_close(low, high, rtol=0.05, atol=0.05)
+    asked = {"compute_aux_loss": True, "batch_size": 3}
+    assert plain._get_per_token_logps_and_entropies(model, ids, there, keep, **asked)[2] is None
+    model.aux_loss = 1.0
+    assert plain._get_per_token_logps_and_entropies(model, ids, there, keep, **asked)[2].dim() == 0
+    assert plain._get_per_token_logps_and_entropies(model, ids, there, keep)[2] is None
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda z: 0.5 * z, "a call of .*mul"),
+        (lambda z: z[:, 1:], "a call of __getitem__"),
+        (torch.relu, "a call of relu"),
+        (lambda z: z.view(-1), "a call of view"),
+        (lambda z: z.long(), "a call of long"),
+    ],
+)
+def test_a_model_that_changes_its_logits_is_refused(change, named):
+    trainer = Trainer(mask_token_id=MASK)
+    with pytest.raises(
+        ValueError, match=f"return its output unchanged, .* got {named} on it; the mixin needs such a head"
+    ):
+        trainer._get_per_token_logps_and_entropies(Encoder(change), *batch())
+    found = trainer._get_per_token_logps_and_entropies(Encoder(lambda z: z.float().contiguous().clone()), *batch())[0]
+    assert type(found) is torch.Tensor
+
+
+def test_bad_arguments_of_the_mixin():
+    for options, said in (
+        ({"scheme": "none"}, "scheme must be"),
+        ({"scheme": "trace"}, "step_map must be given"),
+        ({"num": 0}, "num must be"),
+        ({"scheme": "elbo", "prompt_prob": 0.5}, "prompt_prob must be 0 unless"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Trainer(mask_token_id=MASK, **options)
+    with pytest.raises(ValueError, match="takes text only, got image_sizes, pixel_values"):
+        Trainer(mask_token_id=MASK)._get_per_token_logps_and_entropies(
+            Encoder(), *batch(), pixel_values=torch.ones(1), image_sizes=[1], num_tiles=None
+        )
+
+
+# Rollouts -------------------------------------------------------------------------------------------------------------
+
+PROMPTS = ["1 2 3", "4", "1 2 3"]
+
+
+def by_hand(model, prompt, length, blocks):
+    """Most likely tokens, of one prompt without padding; ``blocks``: the tokens that each step of a block decodes."""
+    ids, decoded, start = torch.tensor([prompt + [MASK] * length]), {}, len(prompt)
+    for counts in blocks:
+        stop = start + sum(counts)
+        for count in counts:
+            log_p = (
+                model(ids, torch.ones_like(ids))
+                .logits[0]
+                .index_fill(-1, torch.tensor(MASK), -torch.inf)
+                .log_softmax(-1)
+            )
+            best = log_p.max(-1)
+            left = sorted((i for i in range(start, stop) if ids[0, i] == MASK), key=lambda i: -best.values[i].item())
+            for i in left[:count]:
+                ids[0, i], decoded[i] = best.indices[i], best.values[i].item()
+        start = stop
+    return ids[0, len(prompt) :].tolist(), [decoded[i] for i in sorted(decoded)]
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [
+        ({"steps": 6}, [[1] * 6]),
+        ({"steps": 1}, [[6]]),
+        ({"steps": 4}, [[1, 2, 1, 2]]),
+        ({"steps": 4, "block_size": 4}, [[2, 2], [1, 1]]),
+    ],
+)
+@torch.no_grad()
+def test_the_most_likely_rollout(options, blocks):
+    """Step by step, and the log-probabilities with which tokens were decoded; a completion ends with its EOS."""
+    torch.manual_seed(1)
+    model = Encoder(places=6).double().train()
+    rollout = integration.diffusion_rollout(MASK, length=6, temperature=0, with_logprobs=True, **options)
+    trainer = Loop(model)
+    trainer.processing_class.eos_token_id = None
+    out = rollout(PROMPTS, trainer)
+    assert model.training
+    assert out["prompt_ids"] == [[1, 2, 3], [4], [1, 2, 3]]
+    assert all(type(token) is int for row in out["completion_ids"] for token in row)
+    for prompt, tokens, log_probs in zip(*out.values(), strict=True):
+        expected, decoded = by_hand(model, prompt, 6, blocks)
+        assert tokens == expected
+        torch.testing.assert_close(log_probs, decoded, rtol=1e-5, atol=1e-5)
+    trainer.processing_class.eos_token_id = eos = expected[1]
+    end = expected.index(eos) + 1
+    cut = rollout(PROMPTS, trainer)
+    assert cut["completion_ids"][-1] == expected[:end]
+    assert len(cut["logprobs"][-1]) == end
+
+
+def test_rollouts_are_drawn_anew_for_each_row_and_call():
+    torch.manual_seed(0)
+    trainer, rollout = Loop(Encoder()), integration.diffusion_rollout(MASK, steps=2)
+    trainer.processing_class.eos_token_id = None
+    first = rollout(PROMPTS * 8, trainer)
+    assert first["logprobs"] is None
+    assert {len(row) for row in first["completion_ids"]} == {4}
+    assert not any(MASK in row for row in first["completion_ids"])
+    assert len({tuple(row) for row in first["completion_ids"]}) > 16
+    assert rollout(PROMPTS * 8, trainer)["completion_ids"] != first["completion_ids"]
+    torch.manual_seed(0)
+    trainer.model = Encoder()
+    assert rollout(PROMPTS * 8, trainer)["completion_ids"] == first["completion_ids"]
+
+
+def test_rollouts_for_a_trainer_that_takes_none():
+    """As RLOO's: it generates from tokens, by the rollouts that the mixin was given, if any."""
+
+    class Other(Loop):
+        def _generate_single_turn(self, prompt_ids, images):
+            return ["its own"]
+
+    class Generating(integration.DiffusionPolicyMixin, Other):
+        pass
+
+    prompts = [[1, 2], [3]]
+    assert Generating(mask_token_id=MASK)._generate_single_turn(prompts, None) == ["its own"]
+    rollout = integration.diffusion_rollout(MASK, steps=2)
+    found = Generating(Encoder(), mask_token_id=MASK, rollout_func=rollout)._generate_single_turn(prompts, None)
+    assert [len(row) for row in found] == [4, 4]
+
+    class Taking(Loop):
+        def __init__(self, rollout_func):
+            super().__init__()
+            self.rollout_func = rollout_func
+
+    class Passing(integration.DiffusionPolicyMixin, Taking):
+        pass
+
+    assert Passing(rollout_func=rollout, mask_token_id=MASK).rollout_func is rollout
+
+
+def test_bad_arguments_of_rollouts():
+    for options, said in (
+        ({"steps": 0}, "steps must be"),
+        ({"steps": 5, "length": 4}, "steps must lie between the number of blocks and that of tokens, 1 and 4, got 5"),
+        ({"steps": 1, "length": 4, "block_size": 2}, "2 and 4, got 1"),
+        ({"steps": 1, "length": -1}, "length must be"),
+        ({"steps": 1, "block_size": 0}, "block_size must be"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            integration.diffusion_rollout(MASK, **options)
+    with pytest.raises(TypeError, match="with_logprobs"):
+        integration.diffusion_rollout(MASK, steps=1, with_logprobs=1)
+    with pytest.raises(ValueError, match="1 and 4, got 5"):
+        integration.diffusion_rollout(MASK, steps=5)(PROMPTS, Loop(Encoder()))
+
+
+# In TRL's own trainers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.exhaustive
+@needs_trl
+@pytest.mark.parametrize("name", ["GRPO", "RLOO"])
+def test_a_policy_learns_in_the_trainers_of_trl(name, tmp_path):
+    """In two iterations on each generation, the first of which begins at the old log-probabilities."""
+    for needed in ("pandas", "datasets", "jinja2"):
+        pytest.importorskip(needed)
+    example = importlib.import_module("examples.trl_diffusion")
+    trl = importlib.import_module("trl")
+    example.set_seed(0)
+    args = getattr(trl, f"{name}Config")(
+        output_dir=str(tmp_path), max_steps=16, per_device_train_batch_size=16, num_generations=8, num_iterations=2,
+        max_completion_length=example.LENGTH, learning_rate=3e-3, beta=0.0, use_cpu=True, bf16=False, report_to=[],
+        logging_steps=1, save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    made = type("Diffusion", (integration.DiffusionPolicyMixin, getattr(trl, f"{name}Trainer")), {})
+    seen = []
+
+    class Watched(made):
+        def _get_per_token_logps_and_entropies(self, *given, **options):
+            out = super()._get_per_token_logps_and_entropies(*given, **options)
+            seen.append((self._step, torch.is_grad_enabled(), out[0].detach().sort(0).values))
+            return out
+
+    trainer = Watched(
+        model=example.bidirectional_model(),
+        args=args,
+        train_dataset=example.Dataset.from_dict({"prompt": [f"{i} {i + 1}" for i in range(16)]}),
+        reward_funcs=example.reward,
+        processing_class=example.tokenizer_of_words(),
+        rollout_func=integration.diffusion_rollout(example.MASK, steps=4),
+        mask_token_id=example.MASK,
+        scheme="elbo",
+    )
+    for module in trainer.model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    trainer.train()
+    old = {step: scores for step, with_grad, scores in reversed(seen) if not with_grad}
+    new = {step: scores for step, with_grad, scores in seen if with_grad}
+    assert len(old) == 8
+    for step, scores in old.items():  # the rows are shuffled in between
+        torch.testing.assert_close(new[step], scores)
+        assert not torch.equal(new[step + 1], scores)
+        assert torch.equal(new[step + 1] == 0, scores == 0)  # the tokens that no view scores
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2

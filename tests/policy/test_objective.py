@@ -1,0 +1,241 @@
+"""Policy objectives by hand and against the oracle; the weights that give an objective's gradient view by view."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import reference
+from dllm_kernels import (
+    PolicyObjective,
+    RowStats,
+    linear_row_objective,
+    nll_weights,
+    policy_views,
+    row_objective,
+    weighted_linear_nll,
+)  # fmt: skip
+from tests.support.parity import assert_parity
+
+
+def of(ratio, advantage, **settings):
+    """Loss and its derivative in s, for s_old = -1 and a ratio."""
+    s = torch.tensor(-1 + math.log(ratio), dtype=torch.float64, requires_grad=True)
+    old, advantage = torch.tensor(-1.0, dtype=torch.float64), torch.tensor(advantage, dtype=torch.float64)
+    loss = PolicyObjective(**settings)(s, old, advantage)
+    (grad,) = torch.autograd.grad(loss, s)
+    return loss.item(), grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "settings", "loss", "grad"),
+    [
+        # PPO's clip: within, beyond each side, and the side that advantages of the other sign leave open
+        (1.1, 2.0, {}, -2.2, -2.2),
+        (1.5, 2.0, {}, -2.4, 0.0),
+        (0.5, 2.0, {}, -1.0, -1.0),
+        (1.5, -2.0, {}, 3.0, 3.0),
+        (0.5, -2.0, {}, 1.6, 0.0),
+        (1.5, 2.0, {"clip_high": 0.28}, -2.56, 0.0),
+        (0.5, -2.0, {"clip_low": 0.6}, 1.0, 1.0),
+        (5.0, -2.0, {"dual_clip": 3.0}, 6.0, 0.0),
+        (2.0, -2.0, {"dual_clip": 3.0}, 4.0, 4.0),
+        (5.0, 2.0, {"dual_clip": 3.0}, -2.4, 0.0),
+        (math.e, -1.0, {"log_ratio_clamp": 0.5}, math.exp(0.5), 0.0),
+        (math.exp(-1), 1.0, {"log_ratio_clamp": 0.5}, -math.exp(-0.5), 0.0),
+        # CISPO: the ratio is a weight without a gradient
+        (1.5, 2.0, {"kind": "cispo"}, -1.2 * 2 * (-1 + math.log(1.5)), -2.4),
+        (0.1, 2.0, {"kind": "cispo"}, -0.1 * 2 * (-1 + math.log(0.1)), -0.2),
+        (1.5, -2.0, {"kind": "cispo", "clip_high": 1.0}, 1.5 * 2 * (-1 + math.log(1.5)), 3.0),
+        (1.5, 2.0, {"kind": "reinforce"}, -2 * (-1 + math.log(1.5)), -2.0),
+    ],
+)
+def test_by_hand(ratio, advantage, settings, loss, grad):
+    assert of(ratio, advantage, **settings) == (pytest.approx(loss), pytest.approx(grad, abs=1e-12))
+
+
+@pytest.mark.parametrize(
+    ("kl", "value", "grad"),
+    [("k1", 0.5, 1.0), ("k2", 0.125, 0.5), ("k3", math.exp(-0.5) + 0.5 - 1, 1 - math.exp(-0.5))],
+)
+def test_kl_by_hand(kl, value, grad):
+    """At s - ref = 1/2, on top of a loss of 0."""
+    s = torch.tensor([-0.5], dtype=torch.float64, requires_grad=True)
+    objective = PolicyObjective(kl=kl, kl_coef=0.1)
+    loss = objective(s, s.detach(), torch.zeros(1), ref=torch.tensor([-1.0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(0.1 * value)
+    assert s.grad.item() == pytest.approx(0.1 * grad)
+
+
+SETTINGS = [
+    {}, {"clip_low": 0.1, "clip_high": 0.4}, {"dual_clip": 1.5}, {"log_ratio_clamp": 0.3},
+    {"kind": "cispo"}, {"kind": "cispo", "clip_high": 0.0, "log_ratio_clamp": 0.2}, {"kind": "reinforce"},
+    {"kl": "k1", "kl_coef": 0.5}, {"kind": "cispo", "kl": "k2", "kl_coef": 0.5}, {"kl": "k3", "kl_coef": 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_is_that_of_the_oracle(settings):
+    generator = torch.Generator().manual_seed(0)
+    old, advantages, ref = torch.randn(3, 4, 5, generator=generator)
+    objective = PolicyObjective(**settings)
+
+    def draw(seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [old + 0.5 * torch.randn(4, 5, generator=generator)], torch.randn(4, 5, generator=generator)
+
+    oracle = lambda s: reference.policy_objective(  # noqa: E731
+        s, old.to(s.dtype), advantages.to(s.dtype), ref.to(s.dtype), **settings
+    )
+    assert_parity(lambda s: objective(s, old, advantages, ref), oracle, draw)
+
+
+def test_constants_may_have_sizes_of_one_and_any_shape():
+    objective, s = PolicyObjective(), torch.randn(2, 3)
+    wide = objective(s, torch.zeros(2, 3), torch.tensor([[1.0], [-1.0]]).expand(2, 3))
+    assert torch.equal(wide, objective(s, torch.zeros(()), torch.tensor([[1.0], [-1.0]])))
+    assert objective(s[0, 0], s[0, 0], s[0, 0]).shape == ()
+    assert objective(s[None, None], s[None, None], s[None, None]).shape == (1, 1, 2, 3)
+
+
+def test_objectives_are_values():
+    assert PolicyObjective() == PolicyObjective("clip", clip_low=0.2) != PolicyObjective(clip_low=0.1)
+    with pytest.raises(AttributeError):
+        PolicyObjective().kind = "cispo"
+    with pytest.raises(TypeError):
+        PolicyObjective("clip", 0.2)
+
+
+@pytest.mark.parametrize("settings", [{}, {"kl": "k3", "kl_coef": 0.1}], ids=str)
+def test_serves_row_objectives(settings):
+    """From hidden states and from logits, as from the log-probabilities themselves."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(6, 8, dtype=torch.float64, requires_grad=True), torch.randn(11, 8, dtype=torch.float64)
+    ids, advantages = torch.randint(0, 11, (6,)), torch.randn(6, dtype=torch.float64)
+    log_probs = F.linear(hidden, head).log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+    old, ref = log_probs.detach() + torch.randn(2, 6, dtype=torch.float64) * 0.3
+    aux = (old, advantages, ref) if settings else (old, advantages)
+    objective = PolicyObjective(**settings)
+    expected = objective(log_probs, *aux).sum()
+    (grad,) = torch.autograd.grad(expected, hidden)
+    assert torch.equal(objective(RowStats(log_probs, log_probs), *aux), objective(log_probs, *aux))
+    for found in (
+        linear_row_objective(hidden, head, ids, objective, *aux),
+        row_objective(F.linear(hidden, head), ids, objective, *aux),
+    ):
+        torch.testing.assert_close(found.loss, expected)
+        torch.testing.assert_close(torch.autograd.grad(found.loss, hidden)[0], grad)
+
+
+def test_weights_give_the_exact_gradient_of_a_sequence_objective_view_by_view():
+    torch.manual_seed(1)
+    B, L, D, V = 3, 7, 6, 13
+    ids, loss_mask = torch.randint(0, V - 1, (B, L)), torch.ones(B, L)
+    views = policy_views(ids, loss_mask, V - 1, "coupled", seeds=torch.arange(B))
+    hidden = torch.randn(3, B, L, D, dtype=torch.float64)
+    body, head = torch.nn.Linear(D, D).double(), torch.randn(V, D, dtype=torch.float64, requires_grad=True)
+    log_probs = F.linear(body(hidden), head).log_softmax(-1).gather(-1, ids.expand(3, B, L)[..., None])[..., 0]
+    old = views.sequence_scores(log_probs.detach(), mean=True) + torch.tensor([0.1, -0.3, 0.05])
+    advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+
+    def loss(log_probs):
+        return PolicyObjective(kl="k3", kl_coef=0.1)(
+            views.sequence_scores(log_probs, mean=True), old, advantages, old - 0.2
+        ).mean()
+
+    exact = torch.autograd.grad(loss(log_probs), (head, body.weight))
+    with torch.no_grad():
+        weights = nll_weights(loss, log_probs)
+    assert not weights.requires_grad
+    assert weights.shape == log_probs.shape
+    assert not weights[~views.scored].any()
+    for k in range(3):
+        weighted_linear_nll(body(hidden[k]), head, ids, weights[k]).loss.backward()
+    for found, expected in zip((head.grad, body.weight.grad), exact, strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_weights_of_a_square_by_hand():
+    """f = (l_1 + 2 l_2)^2 at (1, -1): -df/dl = (2, 4)."""
+    log_probs = torch.tensor([1.0, -1.0], requires_grad=True)
+    weights = nll_weights(lambda x: (x @ torch.tensor([1.0, 2.0])) ** 2, log_probs)
+    assert weights.tolist() == [2.0, 4.0]
+    assert log_probs.grad is None
+
+    assert nll_weights(lambda x: 2 * x.sum() + x.detach().zero_().sum(), log_probs).tolist() == [-2.0, -2.0]
+    assert log_probs.tolist() == [1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"kind": "ppo"}, ValueError, "kind must be one of clip, cispo, reinforce, got 'ppo'"),
+        ({"clip_low": 1.5}, ValueError, r"clip_low must lie in \[0, 1\], got 1.5"),
+        ({"clip_low": -0.1}, ValueError, r"clip_low must lie in \[0, 1\], got -0.1"),
+        ({"clip_high": -0.1}, ValueError, "clip_high must be at least 0, got -0.1"),
+        ({"clip_high": None}, TypeError, "clip_high must be a number, got NoneType"),
+        ({"dual_clip": 1.0}, ValueError, "dual_clip must be above 1, got 1.0"),
+        ({"dual_clip": "3"}, TypeError, "dual_clip must be a number, got str"),
+        (
+            {"kind": "cispo", "dual_clip": 3},
+            ValueError,
+            "dual_clip must be None unless kind is 'clip', got it with kin",
+        ),
+        ({"log_ratio_clamp": 0}, ValueError, "log_ratio_clamp must be above 0, got 0"),
+        ({"kl": "k4"}, ValueError, "kl must be one of k1, k2, k3, got 'k4'"),
+        ({"kl": "k1", "kl_coef": -1.0}, ValueError, "kl_coef must not be negative"),
+        ({"kl_coef": 0.1}, ValueError, "kl must be given for kl_coef=0.1, got None"),
+    ],
+)
+def test_bad_settings(settings, error, message):
+    with pytest.raises(error, match=message):
+        PolicyObjective(**settings)
+
+
+S = torch.zeros(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "args", "error", "message"),
+    [
+        ({}, (S.long(), S, S), ValueError, "scores must have dtype float16"),
+        ({}, (S, None, S), ValueError, "old must be given for kind='clip', got None"),
+        ({}, (S, S, None), TypeError, "advantages must be a torch.Tensor, got NoneType"),
+        ({}, (S, S, S[0]), ValueError, r"advantages must have shape \(2, 3\) \(that of scores\), got \(3,\)"),
+        ({}, (S, S[:, :2], S), ValueError, r"old must have shape \(2, 3\) \(that of scores\), got \(2, 2\)"),
+        ({}, (S, S.to("meta"), S), ValueError, "old must be on cpu like scores, got meta"),
+        ({}, (S, S.clone().requires_grad_(), S), ValueError, "old must not require a gradient"),
+        ({"kl": "k1"}, (S, S, S), ValueError, "ref must be given for kl='k1', got None"),
+        ({"kl": "k1"}, (S, S, S, S[:1, :2]), ValueError, r"ref must have shape \(2, 3\)"),
+    ],
+)
+def test_bad_input(settings, args, error, message):
+    with pytest.raises(error, match=message):
+        PolicyObjective(**settings)(*args)
+
+
+def test_reinforce_needs_no_old_scores():
+    assert torch.equal(PolicyObjective("reinforce")(S + 2, None, S + 3), S - 6)
+
+
+@pytest.mark.parametrize(
+    ("objective", "log_probs", "error", "message"),
+    [
+        (None, S, TypeError, "objective must be a function of the log-probabilities, got NoneType"),
+        (torch.sum, S.long(), ValueError, "log_probs must have dtype float16"),
+        (lambda x: 1.0, S, TypeError, "objective must return a torch.Tensor, got float"),
+        (lambda x: x.sum(0), S, ValueError, r"objective must return a 0-d loss, got shape \(3,\)"),
+        (lambda x: x.detach().sum(), S, ValueError, "objective must depend on log_probs, got a loss that does not"),
+        (
+            lambda x: torch.ones((), requires_grad=True) * 2,
+            S,
+            ValueError,
+            "objective must depend on log_probs, got a loss that does not",
+        ),
+    ],
+)
+def test_bad_objectives(objective, log_probs, error, message):
+    with pytest.raises(error, match=message):
+        nll_weights(objective, log_probs)
