@@ -10,7 +10,9 @@ unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
 # The framework whose losses this package replaces, a peer in benchmarks too, and two trainers of draft models: the tests that
 # hold ours to theirs are skipped without them. Alone, because their own requirements bring in packages that none of this needs.
-HOSTS := nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0 peft==0.21.2
+# trl.trainer needs pandas, pyarrow, datasets, dill, multiprocess and xxhash besides: without them, what runs in TRL's own
+# trainers is skipped.
+HOSTS := nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0 peft==0.21.2 trl==1.16.0
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
 ARGS ?=

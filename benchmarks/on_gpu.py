@@ -53,6 +53,8 @@ NUMBERS = (
     "internals/test_linear_nll",
     "kernels/test_row_kernels",
     "ops/test_row_stats",
+    "ops/test_linear_sample",
+    "internals/test_linear_sample",
     "internals/test_row_stats",
     "losses/test_losses",
     "internals/test_losses",
@@ -140,7 +142,7 @@ def steps(work: Path) -> list[Step]:
     peers = (*BENCHMARKS, "peers", "--out", result("peers"))
     verify = (*BENCHMARKS, "verify", "--out", result("verify"))
     smoke, inspect = (*BENCHMARKS, "smoke"), (*BENCHMARKS, "inspect", "--target", "sm_90", "--out", result("model"))
-    kernels = ("token_nll", "linear_nll", "row_stats", "divergence", "corruption")
+    kernels = ("token_nll", "linear_nll", "row_stats", "linear_sample", "divergence", "corruption")
     return [
         Step("peers", 0.6, peers, peers),
         Step("verify", 1.5, verify, (*verify, *TOY, "--backend", "triton")),
@@ -162,6 +164,8 @@ def steps(work: Path) -> list[Step]:
         measured("predicted", 1.2, "--model", result("model")),
         measured("divergence", 0.8, "--kind", "kl", "--kind", "l1", on_gpu=("--samples", "5")),
         measured("row_stats", 1.5, *policy, *dflash, "--share", "1.0"),
+        measured("linear_sample", 0.6),
+        measured("policy", 1.5, on_gpu=("--samples", "5")),
         sanitized("memcheck"),
         sanitized("racecheck"),
         measured("token_nll_sizes", 3.0, *shares, subject="token_nll"),

@@ -40,6 +40,8 @@ MODULES = {
     "quack": ("quack.cross_entropy", "quack.linear_cross_entropy"),
     "speculators, eager": ("speculators.losses.eager",),
     "speculators, fused": ("speculators.losses.utils",),
+    "trl": ("trl.kernels",),
+    "verl": ("verl.utils.experimental.torch_functional",),
 }
 _refused: dict[str, str] = {}
 

@@ -28,6 +28,8 @@ PACKAGES = (
     "cut-cross-entropy",
     "quack-kernels",
     "speculators",
+    "trl",
+    "verl",
     "pydantic",
     "transformers",
 )

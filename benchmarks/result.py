@@ -11,7 +11,7 @@ OUT_OF_MEMORY = "out of memory"
 PEERS = frozenset(
     {
         "original", "compiled", "torch chunked", "liger", "cut-cross-entropy", "quack", "speculators, eager",
-        "speculators, fused",
+        "speculators, fused", "trl", "verl",
     }
 )  # fmt: skip
 

@@ -56,17 +56,20 @@ DFLASH_8B = Shape("DFlash Qwen3-8B batch 4", 4, 8192, 151_936, 4096, frozen=True
 DFLASH_8B_SHORT = Shape("DFlash Qwen3-8B 7680", 1, 7680, 151_936, 4096, frozen=True, block_size=16, chunk=1024)
 TRAINED = Shape("trained head 1x8192", 1, 8192, 128_256, 4096)
 POLICY = Shape("policy 1x8192", 1, 8192, 151_936, 4096)  # a rollout of which log-probabilities and entropies are asked
+UPDATE = Shape("coupled-GRPO 4x1024", 4, 1024, 126_464, 4096, frozen=True)  # three views of each sequence
 MTP = Shape("MTP 2 depths", 2, 8192, 131_072, 4096, depths=2)
 
 CPU_LOGITS = Shape("CPU 2x960", 2, 960, 32_000, 512)
 CPU_FROZEN = Shape("CPU 2x960 frozen", 2, 960, 32_000, 512, frozen=True, block_size=16, chunk=256)
 CPU_TRAINABLE = Shape("CPU 2x960 trainable", 2, 960, 32_000, 512, block_size=16, chunk=256)
+CPU_UPDATE = Shape("CPU 8x256", 8, 256, 32_000, 512, frozen=True)
 CPU_MTP = Shape("CPU MTP 2x480", 2, 480, 32_000, 256, depths=2, chunk=256)
 
 TOY_LOGITS = Shape("toy 2x30", 2, 30, 257, 32)
 TOY_ROWS = Shape("toy 1x4", 1, 4, 257, 32)  # of kernels that are launched many times
 TOY_FROZEN = Shape("toy 2x30 frozen", 2, 30, 257, 32, frozen=True, block_size=16, chunk=16)
 TOY_TRAINABLE = Shape("toy 2x30 trainable", 2, 30, 257, 32, block_size=16, chunk=16)
+TOY_UPDATE = Shape("toy 2x30 update", 2, 30, 257, 32, frozen=True)
 TOY_MTP = Shape("toy MTP", 2, 30, 257, 32, depths=2, chunk=16)
 
 LOGITS = {
@@ -79,6 +82,8 @@ LINEAR = {
     "small": (CPU_FROZEN, CPU_TRAINABLE),
     "full": (DFLASH_4B, DFLASH_8B_SHORT, DFLASH_8B, TRAINED, LLADA_SHORT, MTP),
 }
+
+UPDATES = {"toy": (TOY_UPDATE,), "small": (CPU_UPDATE,), "full": (UPDATE,)}
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ from benchmarks import linear_nll, measure, record, shapes, token_nll
 from benchmarks.shapes import Shape
 
 Record = dict[str, Any]
-STEMS = ("token_nll", "linear_nll", "row_stats", "divergence", "losses", "corruption", "collate")
+STEMS = (
+    "token_nll", "linear_nll", "row_stats", "linear_sample", "policy", "divergence", "losses", "corruption", "collate"
+)  # fmt: skip
 SHARES = (1.0, 0.5, 0.15)
 #: The case that the sweeps vary, by size: large enough to fill the device, small enough for the plain code.
 CENTRES = {

@@ -77,6 +77,13 @@ def test_op(op: str, options: argparse.Namespace, benchmark: Any) -> None:
     timed(benchmark, lambda: calls[op]().backward())  # type: ignore[no-untyped-call]
 
 
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_linear_sample(temperature: float, options: argparse.Namespace, benchmark: Any) -> None:
+    """A token of each row, without a gradient."""
+    _, hidden, head, *_ = _rows(options)
+    timed(benchmark, lambda: ops.linear_sample(hidden, head, temperature=temperature))
+
+
 @pytest.mark.parametrize("routine", ["uniform", "blockwise", "uniform_random", "all_masked", "gumbel_topk"])
 def test_corruption(routine: str, benchmark: Any) -> None:
     """Every corruption routine, and the selection on its own."""

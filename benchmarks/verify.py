@@ -3,8 +3,8 @@
 The order is that of the doubts. First a trained head in two chunks, whose second product is added to its own output
 (``addmm`` with ``out=`` one of its inputs). Then NLL from logits (also in place, and of rows with an odd stride),
 log-probabilities with entropy, a frozen head with half of the rows active, float32 logits of 16-bit operands (``mm``
-with ``out_dtype`` and ``out=``), and corruption against NumPy's random bits. Each call runs twice and must give the
-same bits.
+with ``out_dtype`` and ``out=``), corruption and samples against NumPy's random bits. Each call runs twice and must give
+the same bits.
 
 A quantity passes if its largest error is at most
 
@@ -320,6 +320,31 @@ def corrupted(shape: MaskShape, options: argparse.Namespace) -> Iterator[Finding
         yield Finding(check, "elements that differ from NumPy's", differing, 0)
 
 
+def sampled(shape: Shape, options: argparse.Namespace) -> Iterator[Finding]:
+    """Samples under seeds, the tokens that NumPy draws on the CPU.
+
+    Hidden states and head are small multiples of 1/4, so that the logits are exact in every dtype.
+    """
+    N, V, D = min(shape.rows, 512), shape.vocab, 8
+    hidden = torch.randint(-1, 2, (N, D)).to(options.dtype)
+    head = (torch.randint(-6, 7, (V, D)) / 4).to(options.dtype)
+    seeds = torch.randint(0, 2**62, (N,))
+    here = [t.to(options.device) for t in (hidden, head, seeds)]
+    for temperature in (0, 0.7):
+
+        def ours(tensors: Sequence[torch.Tensor], backend: str, temperature: float = temperature) -> Tensors:
+            h, w, own = tensors
+            out = ops.linear_sample(h, w, temperature=temperature, seeds=own, top_k=8, backend=backend)
+            assert out.top_ids is not None
+            return {"ids": out.ids.cpu(), "top_ids": out.top_ids.cpu()}
+
+        check = f"samples {N} x {V} at temperature {temperature}"
+        found, exact = ours(here, options.backend), ours((hidden, head, seeds), "torch")
+        yield same_bits(check, found, ours(here, options.backend))
+        differing = sum(int((found[name] != exact[name]).sum()) for name in exact)
+        yield Finding(check, "tokens that differ from the CPU's", differing, 0)
+
+
 def checks(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Finding]]]:
     """Name -> check, in the order of the doubts."""
     shapes = HEADLINE[options.size]
@@ -337,6 +362,7 @@ def checks(options: argparse.Namespace) -> dict[str, Callable[[], Iterator[Findi
         "frozen head": lambda: nll_from_hidden(shapes.frozen[0], options, 0.5, {"": None}),
         "float32 logits": lambda: float32_logits(shapes.trained, options),
         "corruption": lambda: corrupted(shapes.masks, options),
+        "samples": lambda: sampled(shapes.policy, options),
     }
 
 

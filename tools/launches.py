@@ -58,6 +58,10 @@ def real() -> Iterator[Call]:
         yield partial(row_stats, REAL_LOGITS, torch.bfloat16, entropy=entropy, mix=mixed)
     yield partial(row_stats_from_hidden, REAL_HIDDEN, torch.bfloat16)
     yield from divergences()
+    for dtype in DTYPES:
+        yield partial(sample, REAL_HIDDEN, dtype)
+    yield partial(sample, REAL_HIDDEN, torch.bfloat16, temperature=0)
+    yield partial(sample, FEW_ROWS, torch.bfloat16, softcap=30.0, temperature=0.7, skip_id=5)
     for size in (32, 4096, 131072):
         yield partial(topk, 8, size)
         yield partial(topk, 8, size, given=True)
@@ -146,6 +150,8 @@ def odd() -> Iterator[Call]:
         yield partial(divergence, (4, 1025, 126464), torch.bfloat16, view=view)
     for dtype in DTYPES:  # whose gradient goes through no transform
         yield partial(soft_embedding, (8, 512, 50257), dtype, softcap=30.0, scale=0.7, skip_id=5)
+        yield partial(sample, (8, 512, 50257), dtype, softcap=30.0, scale=0.7, skip_id=5)
+        yield partial(sample, (2, 17, 1), dtype, temperature=0)
     for ids, mask in ((torch.int32, torch.bool), (torch.int64, torch.float32)):
         yield partial(corrupt, corrupt_uniform, 8, 4096, ids=ids, mask=mask)
         yield partial(corrupt, corrupt_blockwise, 8, 4096, ids=ids, mask=mask, block_size=32)
@@ -267,6 +273,13 @@ def soft_embedding(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560,
     *rows, V = shape
     hidden, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, (V,)))
     ops.soft_embedding(hidden, head, head, bump=1.0, bump_ids=torch.zeros(rows, dtype=torch.int64), **options)
+
+
+def sample(shape: tuple[int, ...], dtype: torch.dtype, *, D: int = 2560, **options: Any) -> None:
+    """``ops.linear_sample``, a seed for each sequence."""
+    *rows, V = shape
+    hidden, head = (torch.empty(*s, D, dtype=dtype) for s in (rows, (V,)))
+    ops.linear_sample(hidden, head, seeds=torch.zeros(rows[0], dtype=torch.int64), **options)
 
 
 def _mixture(rows: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -52,6 +52,12 @@ EVERY_ROW_OP = (
 # matches is judged by the tests of the same stem.
 JUDGES = (
     (
+        "*sample.py",
+        "tests/ops/test_linear_sample.py tests/internals/test_linear_sample.py tests/kernels/test_bounds.py"
+        " tests/distributed/test_distributed.py -k 'sample'",
+    ),
+    ("*_noise.py", "tests/internals/test_linear_sample.py tests/ops/test_linear_sample.py"),
+    (
         "_backends/triton/*corruption*",
         "tests/kernels/test_bounds.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
         " tests/corruption/test_corruption_levels.py tests/internals/test_corruption_levels.py"
@@ -72,6 +78,9 @@ JUDGES = (
         "tests/internals/test_philox.py tests/corruption/test_corruption.py tests/internals/test_corruption.py"
         " -k 'triton or kernel'",
     ),
+    ("policy/views.py", "tests/policy/test_views.py -k 'not triton'"),
+    ("policy/objective.py", "tests/policy/test_objective.py tests/policy/test_loss.py"),
+    ("policy/loss.py", "tests/policy/test_loss.py"),
     ("*/_transform.py", "tests/ops/test_flags.py tests/ops/test_transform.py tests/internals/test_transform.py"),
     (
         "_backends/triton/linear_nll*",
@@ -105,6 +114,7 @@ JUDGES = (
     ("integrations/nemo*", "tests/integrations/test_nemo.py"),
     ("integrations/_hosts.py", "tests/integrations/test_nemo.py tests/integrations/test_speculators.py"),
     ("integrations/speculators.py", "tests/integrations/test_speculators.py"),
+    ("integrations/trl.py", "tests/integrations/test_trl.py"),
     ("integrations/_lora.py", "tests/integrations/test_transformers.py -k 'head or adapter'"),
     ("integrations/transformers*", "tests/integrations/test_transformers.py"),
     ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),

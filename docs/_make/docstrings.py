@@ -16,10 +16,12 @@ PAGES = {
     "corruption": "dllm_kernels.corruption",
     "collate": "dllm_kernels.collate",
     "mtp": "dllm_kernels.mtp",
+    "policy": "dllm_kernels.policy",
     "distributed": "dllm_kernels.distributed",
     "nemo_automodel": "dllm_kernels.integrations.nemo_automodel",
     "speculators": "dllm_kernels.integrations.speculators",
     "transformers": "dllm_kernels.integrations.transformers",
+    "trl": "dllm_kernels.integrations.trl",
 }
 ROLE = re.compile(r":(?:py:)?(?:class|func|meth|mod|data|attr):`~?([^`]+)`")
 INLINE_MATH = re.compile(r":math:`([^`]+)`")

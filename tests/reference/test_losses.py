@@ -20,6 +20,8 @@ from reference import (
     hybrid_loss,
     idlm_loss,
     mdlm_loss,
+    policy_loss,
+    policy_views,
     scdd_loss,
     scdd_schedule,
 )
@@ -576,3 +578,23 @@ def test_gradcheck():
     noisy, t = row(2, 2, 0, 1, 1), torch.full((1, 5), 0.6)
     assert check(lambda x: scdd_loss(x, row(0, 1, 0, 1, 0), t, SUPERVISED, noisy, 2, **PEAKED), logits)
     assert check(lambda x: encoder_ar_loss(x, IDS, row(1, 1, 0, 1, 1)), logits)
+
+
+def test_policy_loss_by_hand():
+    """Two sequences of two tokens and one, of probabilities 1/2, 1/4 and 1/2, whose ratios are 1, 2 and 1/2."""
+    ids, loss_mask = torch.tensor([[0, 0], [0, 0]]), torch.tensor([[1, 1], [1, 0]])
+    p = torch.tensor([[0.5, 0.25], [0.5, 0.9]], dtype=torch.float64)
+    logits = torch.stack([p, 1 - p], -1).log()[None]
+    views = policy_views(ids, loss_mask, 2, "full")
+    old = torch.tensor([[0.5, 0.125], [1.0, 0.1]]).log()
+    A = torch.tensor([1.0, -2.0])
+    # per token: -1, -1.2 (clipped) and 1.6 (clipped at 0.8)
+    for normalize, expected in (("none", -0.6), ("tokens", -0.2), ("sequences", (-1.1 + 1.6) / 2)):
+        assert policy_loss(logits, ids, views, loss_mask, old, A, normalize=normalize) == pytest.approx(expected)
+    assert policy_loss(logits, ids, views, loss_mask, old, A, num_tokens=6) == pytest.approx(-0.1)
+    of_rows = torch.tensor([math.log(0.125) - math.log(1.1) * 2, 0.0]) / torch.tensor([2, 1])  # ratios 1.1 and 1/2
+    for normalize, expected in (("none", 0.5), ("tokens", (-2.2 + 1.6) / 3), ("sequences", 0.25)):
+        found = policy_loss(logits, ids, views, loss_mask, of_rows, A, level="sequence", normalize=normalize)
+        assert found == pytest.approx(expected)
+    with_kl = policy_loss(logits, ids, views, loss_mask, old, A, old, normalize="none", kl="k1", kl_coef=0.5)
+    assert with_kl == pytest.approx(-0.6 + 0.5 * math.log(2 * 0.5))

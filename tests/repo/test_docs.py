@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import dllm_kernels as ours
 import reference
-from dllm_kernels.integrations import speculators
+from dllm_kernels.integrations import speculators, trl
 from dllm_kernels.ops import RowStats
 from tests.support import trainers
 from tests.support.distributed_checks import CHECKS
@@ -92,10 +92,32 @@ def metrics_of_speculators(code):
     same(n["metrics"]["accept_rate_sum"], torch.minimum(log_p.exp(), q).sum(-1)[:, k > 0].sum())
 
 
+def patched_trl(code):
+    """Its function is then ours."""
+    kernels = pytest.importorskip("trl.kernels")
+    original = kernels.ChunkedLogProbFunction
+    try:
+        run(code, {})
+        assert isinstance(kernels.ChunkedLogProbFunction, trl.ChunkedLogProbs)
+    finally:
+        trl.unpatch()
+    assert kernels.ChunkedLogProbFunction is original
+
+
+def policy_of_trl(code):
+    """The class that the example trains, in ``test_examples.py``."""
+    for needed in ("trl", "pandas", "datasets"):
+        pytest.importorskip(needed)
+    names = {}
+    run(code, names)
+    assert names["DiffusionGRPO"].__mro__[1:3] == (names["DiffusionPolicyMixin"], names["GRPOTrainer"])
+    assert callable(names["diffusion_rollout"])
+
+
 PAGES = {path.relative_to(DOCS).as_posix(): path.read_text() for path in sorted(DOCS.rglob("*.md"))}
 CHECK = {}
 WHOLE = {
-    "frameworks.md": (framework, trainer, patched_speculators, metrics_of_speculators),
+    "frameworks.md": (framework, trainer, patched_speculators, metrics_of_speculators, patched_trl, policy_of_trl),
     "migrate/nemo-automodel.md": (drop_in,),
 }  # what runs each fence, and judges it
 SHELL = {"sh", "console"}
@@ -311,6 +333,17 @@ def ops_soft_embedding(n):
     same(n["certain"], bumped.softmax(-1) @ table)
 
 
+@page("ops/sampling.md")
+def ops_sampling(n):
+    logits = n["hidden"].double() @ n["head"].double().T
+    logits[..., 99] = -math.inf
+    assert torch.equal(n["greedy"].ids, logits.argmax(-1))
+    same(n["drawn"].log_probs, (logits / 0.7).log_softmax(-1).gather(-1, n["drawn"].ids[..., None])[..., 0])
+    assert torch.equal(n["drawn"].top_ids, logits.topk(5).indices)
+    assert ((n["ids"] != 99).sum(1) == 4).all()
+    assert torch.equal(n["noisy"] == 99, n["masked"] & ~n["shown"])
+
+
 @page("ops/transforms.md")
 def ops_transforms(n):
     x = leaf(n["logits"])
@@ -371,6 +404,47 @@ def corruption(n):
     }
     assert 0.8 < means["uniform"].var() * 12 * 8 < 1.2
     assert 0.8 < means["stratified"].var() * 12 * 8**2 < 1.2
+
+
+@page("policy/index.md")
+def policy_index(n):
+    ids, A, MASK, head = n["ids"], n["advantages"].double(), n["MASK"], n["head"].double()
+    body, embedding = (n[name].double() for name in ("body", "embedding"))
+
+    def log_p(model, views):
+        logits = (model(embedding(views.noisy)) @ head.T)[..., :MASK]
+        return torch.where(views.scored, -plain_nll(logits, ids.expand_as(views.noisy)), 0.0) * views.weights.double()
+
+    views = ours.policy_views(ids, n["loss_mask"], MASK, "coupled", seeds=torch.tensor([1, 2, 3, 4]))
+    new, ref = (log_p(model, views).sum(0) for model in (body, torch.nn.Identity()))
+    away = ref - new  # the ratio is 1
+    same(n["out"].loss, (0.04 * (away.exp() - away - 1) - A[:, None])[:, 8:].mean())
+    assert n["logged"]["ratio"] == pytest.approx(1.0, abs=1e-5)
+    assert n["logged"]["clipped"] == 0
+    same(n["logged"]["kl"], (away.exp() - away - 1)[:, 8:].mean())
+    assert len(n["views"].noisy) == 16
+    parameters = list(body.parameters())
+    scores = log_p(body, n["views"]).sum((0, 2)) / 24
+    for p, exact in zip(parameters, torch.autograd.grad(-(scores * A).mean(), parameters), strict=True):
+        torch.testing.assert_close(p.grad, exact, rtol=1e-4, atol=1e-6)
+
+
+@page("policy/views.md")
+def policy_views(n):
+    logits = n["hidden"].double() @ n["head"].double().T
+    log_p = -plain_nll(logits, n["ids"].expand(3, -1, -1))
+    tokens = (log_p * n["views"].weights.double()).sum(0)
+    same(n["tokens"], tokens)
+    scores = tokens.sum(-1) / 24
+    same(n["scores"], scores)
+    r, away = (scores - n["old"].double()).exp(), n["ref"].double() - scores
+    A = n["advantages"].double()
+    loss = 0.04 * (away.exp() - away - 1) - torch.minimum(r * A, r.clamp(0.8, 1.28) * A)
+    parameters = [*n["body"].parameters(), *n["embedding"].parameters()]
+    for p, exact in zip(parameters, torch.autograd.grad(loss.mean(), parameters), strict=True):
+        torch.testing.assert_close(p.grad, exact, rtol=1e-4, atol=1e-6)
+    assert n["trace"].scored.sum((1, 2)).tolist() == [16] * 6
+    assert n["grouped"].scored.sum((1, 2)).tolist() == [48] * 2
 
 
 @page("collator.md")

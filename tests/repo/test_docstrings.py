@@ -10,7 +10,7 @@ import torch
 
 import dllm_kernels as ours
 from dllm_kernels import distributed, mtp
-from dllm_kernels.integrations import nemo_automodel, speculators, transformers
+from dllm_kernels.integrations import nemo_automodel, speculators, transformers, trl
 
 EXAMPLES = doctest.DocTestFinder(recurse=False)
 PUBLIC = {name: vars(ours)[name] for name in ours.__all__}
@@ -41,7 +41,7 @@ def arguments_of(function):
 
 def described():
     """Public functions, and the public methods that public classes of ours define, each once."""
-    modules = [ours, distributed, mtp, nemo_automodel, speculators, transformers]
+    modules = [ours, distributed, mtp, nemo_automodel, speculators, transformers, trl]
     things = [thing for module in modules for name, thing in vars(module).items() if not name.startswith("_")]
     found = [thing for thing in things if inspect.isfunction(thing)]
     for owner in {base for thing in things if inspect.isclass(thing) for base in thing.__mro__}:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dllm_kernels import DLLMCollator, corrupt_uniform, sample_level
+from dllm_kernels import DLLMCollator, corrupt_uniform, policy_views, sample_level
 from tests.support import trainers
 from tests.support.distributed_checks import CHECKS
 from tests.support.distributed_workers import distributed_readme  # noqa: F401  (it registers its checks)
@@ -132,42 +132,116 @@ def test_specforge_dflash_runs():
     assert all(math.isfinite(loss) and 0 <= accuracy <= 1 for loss, accuracy in losses.values())
 
 
-def test_policy_gradient():
-    """Loss and gradient equal the formula with one ratio per row of the pair (not coupled-GRPO's); the reward rises."""
-    example = load("policy_gradient")
+def policies(example):
+    """Three close policies in float64, completions, rewards and seeds, for an example of policy gradients."""
     torch.manual_seed(0)
-    policy, old_policy, reference = (example.Policy().double() for _ in range(3))
-    for p in (old_policy, reference):
-        p.load_state_dict({k: v + 0.05 * torch.randn_like(v) for k, v in policy.state_dict().items()})
-    ids, rewards = torch.randint(0, example.MASK, (example.GROUP, example.L)), torch.rand(example.GROUP).double()
-    seeds = torch.arange(example.GROUP)
-    found = example.update(policy, old_policy, reference, ids, rewards, seeds)
-    found.backward()
-    found_grads = [p.grad.clone() for p in policy.parameters()]
-    policy.zero_grad()
+    several = [example.Policy().double() for _ in range(3)]
+    for p in several[1:]:
+        p.load_state_dict({k: v + 0.05 * torch.randn_like(v) for k, v in several[0].state_dict().items()})
+    ids, rewards = torch.randint(0, example.MASK, (8, example.L)), torch.rand(8).double()
+    return several, ids, rewards, torch.arange(8)
 
-    supervised = example.BEHIND.expand_as(ids)
-    level = sample_level(len(ids), low=0.2, high=0.8, seeds=seeds)
-    mask = corrupt_uniform(ids, supervised, example.MASK, level=level, seeds=seeds)[1]
-    advantages, expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4), 0.0
-    clipped = 0
-    for read in (mask, supervised & ~mask):
-        new, old, ref = (
-            p.lm_head(p(ids.masked_fill(read, example.MASK)))[..., : example.MASK].log_softmax(-1)
-            .gather(-1, ids[..., None])[..., 0] for p in (policy, old_policy, reference)
-        )  # fmt: skip
-        ratio, A = (new - old.detach()).exp(), advantages[:, None]
-        clipped += ((ratio < 0.8) | (ratio > 1.2)).logical_and(read).sum()
-        k3 = (ref.detach() - new).exp() - (ref.detach() - new) - 1
-        per_token = torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A) - 0.02 * k3
-        expected = expected - (per_token * read).sum() / (len(ids) * (example.L - example.PROMPT))
-    assert clipped > 0
-    expected.backward()
-    torch.testing.assert_close(found, expected)
-    for grad, p in zip(found_grads, policy.parameters(), strict=True):
+
+def log_probs_of(example, policy, noisy, ids):
+    """Of the tokens under each view, by the whole of the logits."""
+    logits = policy.lm_head(policy(noisy))[..., : example.MASK]
+    return logits.log_softmax(-1).gather(-1, ids.expand_as(noisy)[..., None])[..., 0]
+
+
+def same_gradients(policy, found):
+    """The gradients that lie in the parameters, and those of the formula."""
+    for grad, p in zip(found, policy.parameters(), strict=True):
         torch.testing.assert_close(grad, p.grad)
+
+
+def test_coupled_grpo():
+    """Loss and gradient are those of DiffuCoder's formula; the reward rises."""
+    example = load("coupled_grpo")
+    several, ids, rewards, seeds = policies(example)
+    found = example.update(*several, ids, rewards, seeds)
+    found.loss.backward()
+    grads = [p.grad.clone() for p in several[0].parameters()]
+    several[0].zero_grad()
+
+    behind = example.BEHIND.expand_as(ids)
+    views = policy_views(ids, behind, example.MASK, "coupled", seeds=seeds)
+    full, masked, complement = views.scored
+    assert torch.equal(full, behind)
+    assert torch.equal(masked ^ complement, behind)
+    t = 0.5 / views.weights[1].amax(1, keepdim=True)
+    assert ((t > 0.2) & (t < 0.8)).all()
+
+    def score(policy):
+        of_full, of_masked, of_complement = log_probs_of(example, policy, views.noisy, ids)
+        return (of_full + torch.where(masked, of_masked / t, of_complement / (1 - t))) / 2
+
+    new, old, ref = map(score, several)
+    ratio, A = (new - old.detach()).exp(), ((rewards - rewards.mean()) / (rewards.std() + 1e-4))[:, None]
+    assert found.clip_fraction > 0
+    k3 = (ref.detach() - new).exp() - (ref.detach() - new) - 1
+    per_token = 0.02 * k3 - torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)
+    expected = per_token[behind].mean()
+    expected.backward()
+    torch.testing.assert_close(found.loss, expected)
+    same_gradients(several[0], grads)
     means = example.main(steps=12)
     assert sum(means[-3:]) > sum(means[:3]) + 0.3
+
+
+def test_espo():
+    """Loss and gradient are those of the formula, in which all views are one batch; the reward rises."""
+    example = load("espo")
+    several, ids, rewards, seeds = policies(example)
+    found = example.backward(*several, ids, rewards, seeds)
+    grads = [p.grad.clone() for p in several[0].parameters()]
+    several[0].zero_grad()
+
+    n = example.L - example.PROMPT
+    views = policy_views(ids, example.BEHIND.expand_as(ids), example.MASK, "count", num=example.PAIRS, seeds=seeds)
+    masked = views.scored.sum(-1)  # [2 PAIRS, 8]
+    assert (masked[::2] + masked[1::2] == n).all()
+
+    def score(policy):
+        log_p = torch.where(views.scored, log_probs_of(example, policy, views.noisy, ids), 0.0).sum(-1)
+        return ((n + 1) / masked.clamp(min=1) * log_p).sum(0) / (2 * example.PAIRS) / n
+
+    new, old, ref = map(score, several)
+    ratio, A = (new - old.detach()).exp(), (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    k2 = (new - ref.detach()).square() / 2
+    expected = (0.02 * k2 - torch.minimum(ratio * A, ratio.clamp(0.8, 1.2) * A)).mean()
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    same_gradients(several[0], grads)
+    means = example.main(steps=12)
+    assert sum(means[-3:]) > sum(means[:3]) + 0.3
+
+
+def test_vrpo():
+    """Loss and gradient are those of DPO on the ELBOs; the preferred completions become likelier."""
+    example = load("vrpo")
+    (policy, reference, _), ids, _, seeds = policies(example)
+    found = example.preference_loss(policy, reference, ids[:4], ids[4:], seeds[:4])
+    found.backward()
+    grads = [p.grad.clone() for p in policy.parameters()]
+    policy.zero_grad()
+
+    seeds = seeds[:4].repeat(2)
+    views = policy_views(ids, example.BEHIND.expand_as(ids), example.MASK, "elbo", num=example.VIEWS, seeds=seeds)
+    assert torch.equal(views.scored[:, :4], views.scored[:, 4:])
+    new, ref = ((views.weights * log_probs_of(example, p, views.noisy, ids)).sum((0, 2)) for p in (policy, reference))
+    away = new - ref.detach()
+    expected = F.softplus(-example.BETA * (away[:4] - away[4:])).mean()
+    expected.backward()
+    torch.testing.assert_close(found, expected)
+    same_gradients(policy, grads)
+    means = example.main(steps=12)
+    assert sum(means[-3:]) > sum(means[:3]) + 0.3
+
+
+@pytest.mark.exhaustive
+def test_trl_diffusion():
+    rewards = load("trl_diffusion").main(steps=16)
+    assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
 
 
 def test_llada2_confidence():

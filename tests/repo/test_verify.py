@@ -11,7 +11,7 @@ from benchmarks.shapes import TOY_LOGITS
 from dllm_kernels import corruption, ops
 from tests.support.parity import Spoilt
 
-NAMES = ["trained head", "logits", "policy", "frozen head", "float32 logits", "corruption"]
+NAMES = ["trained head", "logits", "policy", "frozen head", "float32 logits", "corruption", "samples"]
 
 
 @pytest.fixture
