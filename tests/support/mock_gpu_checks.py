@@ -593,6 +593,7 @@ def far_apart():
         yield functools.partial(
             launches.divergence_from_hidden, (1, 2**17, 50257), torch.bfloat16, kind=kind, chunk_size=2**17
         )
+    yield functools.partial(launches.sample, (1, 2**17, 50257), torch.bfloat16, chunk_size=2**17)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 4160, block_size=32)
     yield functools.partial(launches.corrupt, corruption.corrupt_blockwise, 2**19, 8192)
     yield functools.partial(launches.corrupt, corruption.corrupt_uniform, 2**19, 4160)

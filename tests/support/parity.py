@@ -152,6 +152,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch, splits: int = 1) -> None:
     tiles = pytest.importorskip("dllm_kernels._backends.triton._tiles")
     monkeypatch.setattr(tiles, "token_nll_fwd", lambda V, itemsize: tiles.Tile(16, 1, splits))
     monkeypatch.setattr(tiles, "token_nll_bwd", lambda V, itemsize: tiles.Tile(16, 1, 2))
-    monkeypatch.setattr(tiles, "sample", lambda V: tiles.Tile(64, 1, splits))
+    monkeypatch.setattr(tiles, "sample", lambda V, itemsize: tiles.Tile(64, 1, splits))
     for rule in ("linear_nll_rows", "divergence_rows"):
         monkeypatch.setattr(tiles, rule, lambda V, itemsize, **_: tiles.Tile(16, 1))

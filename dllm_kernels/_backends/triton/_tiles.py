@@ -98,12 +98,18 @@ def divergence_rows(V: int, itemsize: int, *, kinds: int = 1, with_steps: bool =
     return Tile(block, at_most_a_thread_a_column(_warps(block * (32768 // tile_bytes), itemsize), block))
 
 
-def sample(V: int) -> Tile:
+# Columns whose exact scores ``sample`` computes at a time.
+FEW_COLUMNS = 64
+
+
+def sample(V: int, itemsize: int) -> Tile:
     """Draw one token of a row: one warp, sixteen columns a thread, those of one counter, and 32 tiles a program.
 
-    Programs of four warps and 2,048 columns spill scalar registers on gfx942, those of two with a transform.
+    Programs of four warps and 2,048 columns spill scalar registers on gfx942, those of two with a transform. So does a
+    transform in float64, unless a tile is as wide as its exact scores are computed.
     """
-    block = max(64, min(512, _next_power_of_2(V)))
+    widest = FEW_COLUMNS if itemsize == 8 else 512
+    block = max(FEW_COLUMNS, min(widest, _next_power_of_2(V)))
     return Tile(block, 1, -(-V // (32 * block)))
 
 

@@ -86,11 +86,15 @@ def _sample(
             least = tl.maximum((65535 - high).to(tl.float32), 1.1641532182693481e-10)  # of 2^16 (1 - u): 2^-33
             bound = tl.max(x.to(tl.float32) - (tl.log(least) - 11.090354888959125), 0)  # 16 ln 2
             if (bound + 1e-6 * (64 + tl.abs(bound))).to(tl.float64) >= best:
-                for part in range(tile, tl.minimum(tile + BLOCK_V, end), FEW):  # a tile at once takes 240 registers
-                    i = part - before + tl.arange(0, FEW)
-                    y = _logits(row_ptr, i, V, transform, ACC)
-                    scores = _scores(y, seed, counter + (part >> 4), FEW)
-                    best, column = _better(best, column, scores, i)
+                if BLOCK_V == FEW:
+                    best, column = _better(best, column, _scores(x, seed, counter + (tile >> 4), FEW), v)
+                else:
+                    # A tile at once takes 240 registers.
+                    for part in range(tile, tl.minimum(tile + BLOCK_V, end), FEW):
+                        i = part - before + tl.arange(0, FEW)
+                        y = _logits(row_ptr, i, V, transform, ACC)
+                        scores = _scores(y, seed, counter + (part >> 4), FEW)
+                        best, column = _better(best, column, scores, i)
         else:
             best, column = _better(best, column, x.to(tl.float64), v)
     at = tl.program_id(0).to(tl.int64)
@@ -102,7 +106,7 @@ def _sample(
 def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> tuple[torch.Tensor, torch.Tensor]:
     """See ``_backends/_rows.py``."""
     (C, V), device = logits.shape, logits.device
-    tile = _tiles.sample(V)
+    tile = _tiles.sample(V, logits.dtype.itemsize)
     # Sixteen columns share a counter: a tile begins where one does, ``before`` columns ahead of the first.
     before = 0 if noise is None else noise.first % 16
     tiles, splits = _launch.share(V + before, tile)
@@ -112,7 +116,7 @@ def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> t
         of_noise = (None, None) if noise is None else (noise.seeds, noise.first_counter)
         _sample[(C * splits,)](
             logits, *of_noise, score, column, logits.stride(0), V, before, *arguments(transform), tiles, splits,
-            WITH_NOISE=noise is not None, BLOCK_V=tile.block_v, FEW=64,
+            WITH_NOISE=noise is not None, BLOCK_V=tile.block_v, FEW=_tiles.FEW_COLUMNS,
             ACC=_launch.acc(accum_dtype(logits.dtype)), num_warps=tile.num_warps, enable_fp_fusion=False,
         )  # fmt: skip
     best, part = score.max(1)
