@@ -69,8 +69,8 @@ def _sample_block(
     x, (score, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], found
     V = x.shape[1]
     if noise is not None and x.is_cpu:
-        spare = _blocks.top(buffers.more[0], block).numpy()
-        rivals[number] = _rivals(x.numpy(), _noise.high_on_host(noise, V), spare)
+        spare = _blocks.top(buffers.more[0], block).view(torch.float32)[:, :V]
+        rivals[number] = _rivals(x, _noise.high_on_host(noise, V), spare)
         return
     scores = x if noise is None else _scores(x.to(torch.float64), _noise.high(noise, V), _noise.low(noise, V))
     at = torch.from_numpy(np.argmax(x.numpy(), 1)) if x.is_cpu else scores.argmax(1)  # a tenth of torch's time
@@ -84,24 +84,23 @@ def _scores(x: Array, high: Array, low: Array) -> Array:
     return x - exact_log(-exact_log(u))
 
 
-def _rivals(x: Array, high: Array, spare: Array) -> tuple[Array, Array, Array, Array]:
-    """List (row, column, logit, high bits) of the columns that may have the largest score; x ``[R, V]``."""
-    bound = spare.view(np.float32)[:, : x.shape[1]]
-    np.copyto(bound, ~high)  # n
-    bound += np.float32(0.5)
+def _rivals(logits: Tensor, high: Array, bound: Tensor) -> tuple[Array, Array, Array, Array]:
+    """List (row, column, logit, high bits) of the columns that may have the largest score; all ``[R, V]``."""
+    x = logits.numpy()
+    np.copyto(bound.numpy(), ~high)  # n
+    bound += 0.5
     # ln(n + 1/2) without a logarithm, too small by at most 0.06: the bits of a float32 are its exponent, and behind it
     # the position between two powers of 2.
-    np.copyto(bound, bound.view(np.int32), casting="unsafe")
-    bound *= np.float32(-math.log(2) * 2.0**-23)
-    np.add(bound, x, out=bound, casting="unsafe")
-    at = bound.argmax(1)[:, None]
+    bound.copy_(bound.view(torch.int32))
+    upper = torch.add(logits, bound, alpha=-math.log(2) * 2.0**-23, out=bound).numpy()
+    at = upper.argmax(1)[:, None]
     most = (65536.0 - np.take_along_axis(high, at, 1)) * 2.0**-16  # of 1 - u
     score = np.take_along_axis(x, at, 1).astype(np.float64) - np.log(-np.log1p(-np.minimum(most, 1 - 2.0**-49)))
     # In the unit of the bounds, 0.41 lower because of 1/2, and less by what they are rounded by: a few times 2^-24 of
     # numbers up to |x| + 100.
     with np.errstate(invalid="ignore"):  # inf - inf, of a row that has no token
         least = score - math.log(2) * (127 + 16) - math.log(1.5) - 2.0**-20 * (128 + np.abs(score))
-    possible = bound >= least.astype(np.float32)
+    possible = upper >= least.astype(np.float32)
     possible |= high == 65535
     row, column = np.divmod(np.flatnonzero(possible), x.shape[1])  # a tenth of the time of nonzero
     return row, column, x[row, column].astype(np.float64), high[row, column].astype(np.int64)

@@ -121,7 +121,8 @@ def _reduce(
         torch.amax(log_p, 1, keepdim=True, out=sums.log_sum).neg_()
     if sums.moment is None and mix is None:
         return
-    p = torch.exp(log_p, out=_blocks.top(buffers.more[0], block))
+    # Two thirds of the time of torch's exp.
+    p = _blocks.a_row_at_a_time(torch.softmax, log_p, _blocks.top(buffers.more[0], block))
     log_p_sum = None if mix is None else _log_p_sum(log_p, mix, transform)
     if sums.moment is not None:
         _blocks.sum_rows(log_p.clamp_(min=FARTHEST).mul_(p), sums.moment)
