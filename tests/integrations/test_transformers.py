@@ -975,7 +975,8 @@ def test_the_loss_is_not_read_on_the_way():
         step(trainer, ChangingModel(lambda x: x * 1.0).to("meta"), device="meta", num_items_in_batch=11)
 
 
-@pytest.mark.parametrize("training", every_time([True], [True, False]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("training", [True, False])
 def test_a_compiled_model_is_looked_at_while_it_is_traced(training):
     model, changing = ChangingModel(KEEPS["a cast"]), ChangingModel(CHANGES["a trained scale"][1])
     with torch.set_grad_enabled(training):

@@ -390,6 +390,7 @@ def test_a_factor_of_a_loss_that_changes_from_step_to_step(name, form, attribute
     assert_few_graphs(step, draws(), 2)
 
 
+@pytest.mark.exhaustive
 def test_a_factor_out_of_range_in_a_graph_of_changing_ones():
     compiled = torch.compile(lambda x, ids, s: token_nll(x, ids, scale=s).nll, backend="aot_eager", fullgraph=True)
     x, ids = torch.randn(3, V, device=DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
@@ -529,12 +530,9 @@ def made_inside(base):
     return {"direct": direct, "mtp": mtp, "per depth": per_depth, "pipeline": pipeline, "stage": stage}
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize(
-    "way",
-    every_time(["mtp"], ["pipeline", "mtp", "direct", "per depth", "stage"]),
-)
-@pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], [MaskedCrossEntropy, FusedLinearCrossEntropy]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("way", ["pipeline", "mtp", "direct", "per depth", "stage"])
+@pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_mtp_with_a_loss_that_is_made_inside_the_graph(base, way):
     model, function = Head(), made_inside(base)[way]
 
@@ -568,7 +566,8 @@ def test_labels_of_mtp_are_checked_in_one_graph(base, monkeypatch):
     assert message == message_of(step, h, bad)
 
 
-@pytest.mark.parametrize("layout", every_time(["merged in part"], ["flat labels", "flat logits", "merged in part"]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["flat labels", "flat logits", "merged in part"])
 def test_layouts_of_labels_in_a_graph(layout):
     def step(x, labels, mask):
         if layout == "flat logits":
@@ -597,6 +596,7 @@ def test_float16_weights_under_compile():
     assert_compiled_equals_eager(step, leaves, "aot_eager")
 
 
+@pytest.mark.exhaustive
 def test_no_grad_and_grad_share_a_compiled_function():
     targets = torch.tensor([1, 2], device=DEVICE)
     compiled = torch.compile(lambda x: token_nll(x, targets).nll.sum(), backend="aot_eager", fullgraph=True)
@@ -742,7 +742,8 @@ def test_opcheck_divergence(dtype, needs, per_row, form):
     opcheck(DIVERGENCE, inputs, plan, tests)
 
 
-@pytest.mark.parametrize("trains_head", every_time([True], [False, True]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("trains_head", [False, True])
 def test_row_statistics_are_one_graph(trains_head):
     """Not all outputs get a gradient, and some are not asked for."""
     torch.manual_seed(0)

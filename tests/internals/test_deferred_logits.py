@@ -212,6 +212,7 @@ def test_a_compiled_model_makes_its_logits():
         torch.testing.assert_close(compiled(hidden), expected)
 
 
+@pytest.mark.exhaustive
 def test_a_model_of_transformers_hands_them_on():
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

@@ -543,7 +543,8 @@ def test_products_with_a_frozen_head(kind, settings, products):
     assert counter.get_total_flops() == products * 2 * B * T * D * V
 
 
-@pytest.mark.parametrize("form", ["hidden", pytest.param("logits", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("form", ["hidden", "logits"])
 def test_compiled(form):
     """Without a break, and with another count."""
     i = drawn()

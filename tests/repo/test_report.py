@@ -47,6 +47,7 @@ def test_what_is_not_installed_is_not_named(plain, monkeypatch):
     assert "no-such-package" not in facts()
 
 
+@pytest.mark.exhaustive  # a process that imports all anew
 def test_kernels_through_the_interpreter(plain, monkeypatch):
     triton = pytest.importorskip("triton")
     version, numpy = (tuple(map(int, v.split(".")[:2])) for v in (triton.__version__, np.__version__))
