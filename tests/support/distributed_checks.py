@@ -42,11 +42,12 @@ EXHAUSTIVE = {
     (2, "tp_extra_in_every_dtype_and_through_the_kernels"),
     (2, "tp_kernels[token_nll]"),
     *((2, f"fsdp_mixed_precision[{name}]") for name in ("token_nll", "dflash")),
+    (4, "tp_logits[policy]"),
     *((4, f"a_rank_without_columns[{name}]") for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id")),
-    *((4, f"tp_hidden[{name}]") for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id")),
     *(
-        (4, f"rows_of_hidden_and_vocabulary[{name}]")
-        for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id")
+        (4, f"{check_of}[{name}]")
+        for check_of in ("tp_hidden", "rows_of_hidden_and_vocabulary")
+        for name in ("token_nll", "dflash", "token_nll, softcap scale skip_id", "policy")
     ),
 }
 # Where a check runs for many losses, or kinds of rows, those that ask most of a parallel layout run every time.
@@ -270,7 +271,62 @@ MTP = Case(
     roles={"labels": "targets", "num_label_tokens": "count"},
 )  # fmt: skip
 PIPELINE = replace(MTP, name="pipeline", loss=(_pipeline_logits, _pipeline_hidden), equation=None)
-BY_NAME = {case.name: case for case in (*FEWER, cases.BY_NAME["encoder AR, counted"], MTP, PIPELINE)}
+
+
+def _policy(B, L, V, of_tokens):
+    shape = (B, L) if of_tokens else (B,)
+    old, ref = torch.randn(2, *shape) - 3
+    mask, seeds = (torch.rand(B, L) < 0.8).long(), torch.randint(2**40, (B,))
+    mask[:, 0] = 0  # a prompt
+    return {
+        "ids": torch.randint(1, V, (B, L)), "loss_mask": mask, "seeds": seeds, "old": old, "ref": ref,
+        "advantages": torch.randn(B),
+    }  # fmt: skip
+
+
+def _policy_views(form, rows, inputs, scheme):
+    """The hidden states or logits of the views one after another, which depend on the row alone."""
+    ids, loss_mask, seeds = (
+        t.full_tensor() if isinstance(t, DTensor) else t for t in map(inputs.get, ("ids", "loss_mask", "seeds"))
+    )
+    views = ours.policy_views(ids, loss_mask, 0, scheme, seeds=seeds)
+    K = len(views.scored)
+    return rows[None] if K == 1 else torch.stack(rows.chunk(K, 1)), {"views": views}
+
+
+def _policy_logits(logits, normalize, level="token", kind="clip", **given):
+    policy_loss = ours.PolicyLoss(ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize)
+    return policy_loss(logits, **given).loss
+
+
+def _policy_hidden(hidden, lm_head_weight, normalize, level="token", kind="clip", **given):
+    policy_loss = ours.PolicyLoss(ours.PolicyObjective(kind, kl="k2", kl_coef=0.1), level=level, normalize=normalize)
+    return policy_loss.forward_fused(hidden, lm_head_weight, **given).loss
+
+
+def _policy_oracle(
+    logits, ids, views, loss_mask, old, advantages, ref, normalize, level="token", kind="clip", num_tokens=None
+):
+    return reference.policy_loss(
+        logits, ids, reference.PolicyViews(*views), loss_mask, old, advantages, ref, level=level, kind=kind,
+        normalize=normalize, num_tokens=num_tokens, kl="k2", kl_coef=0.1,
+    )  # fmt: skip
+
+
+# Each token scored once, whose gradient is made in forward; and sequences, which need all their rows first.
+POLICY = Case(
+    "policy", (_policy_logits, _policy_hidden),
+    lambda B, L, V: _policy(B, L, V, True) | {"num_tokens": torch.tensor(B * L - 2)}, _policy_oracle,
+    {"normalize": "tokens"}, {"ids": "targets", "loss_mask": "mask", "num_tokens": "count"},
+    extra=functools.partial(_policy_views, scheme="full"), made_of=("loss_mask", "seeds"), shifted=True,
+)  # fmt: skip
+POLICY_OF_SEQUENCES = replace(
+    POLICY, name="policy of sequences", draw=functools.partial(_policy, of_tokens=False),
+    settings={"normalize": "none", "level": "sequence", "kind": "cispo"},
+    extra=functools.partial(_policy_views, scheme="coupled"), width=3, separate=True,
+)  # fmt: skip
+POLICIES = (POLICY, POLICY_OF_SEQUENCES)
+BY_NAME = {case.name: case for case in (*FEWER, cases.BY_NAME["encoder AR, counted"], MTP, PIPELINE, *POLICIES)}
 NAMES = tuple(BY_NAME)
 
 

@@ -38,7 +38,11 @@ COUNTED = {
         i["loss_mask"] if "loss_mask" in i else i["answer_mask"][:, 1:] & (i["valid_mask"][:, 1:] != 0)
     ),
     "num_ar_tokens": lambda i: i["loss_mask_ar"][:, 1:],
-    "num_tokens": lambda i: i["block_mask"] if "block_mask" in i else i["valid_mask"][:, :-1] & i["valid_mask"][:, 1:],
+    "num_tokens": lambda i: (
+        i["valid_mask"][:, :-1] & i["valid_mask"][:, 1:]
+        if "valid_mask" in i
+        else i["block_mask" if "block_mask" in i else "loss_mask"]
+    ),
     "num_blocks": lambda i: (i["block_mask"] != 0).unflatten(1, (-1, BLOCK - 1)).any(-1),
     "num_sequences": lambda i: (i["block_mask"] != 0).any(1),
     "num_label_tokens": lambda i: i["labels"] != -100,

@@ -10,9 +10,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import dllm_kernels as ours
 from dllm_kernels import ops
-from tests.support.cases import BY_NAME, FEWER
-from tests.support.distributed_checks import BY_NAME as WITH_MTP
+from tests.support.cases import FEWER
 from tests.support.distributed_checks import (
+    BY_NAME,
+    POLICIES,
     B,
     D,
     Job,
@@ -31,9 +32,9 @@ from tests.support.distributed_checks import (
 )
 from tests.support.parity import assert_parity
 
-NAMES = [case.name for case in FEWER]
+NAMES = [case.name for case in (*FEWER, *POLICIES)]
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id")
+FEW = ("token_nll", "row_stats", "hybrid, one tensor", "dflash", "token_nll, softcap scale skip_id", "policy")
 
 
 def logits_draw(case, dtype, columns=V, rows=B):
@@ -429,6 +430,31 @@ def token_log_probs_with_a_split_head():
             close(a, b)
 
 
+@check(2)
+def policy_loss_with_a_sharded_head():
+    """Loss, metrics and gradients: the vocabulary split; the head sharded as by FSDP2, and the rows along sequences."""
+    for case in POLICIES:
+        inputs = drawn(case)
+        h, w = torch.randn(B, L * case.width, D).double(), torch.randn(V, D).double()
+        results = []
+        for name in (None, "tp", "cp"):
+            mesh = None if name is None else mesh_of(name)
+            head = w.clone() if mesh is None else distribute_tensor(w, mesh, [Shard(0)])
+            leaf = h.clone().requires_grad_()
+            given = case.arguments("hidden", leaf, inputs, (head.requires_grad_(),))
+            if name == "cp":
+                given["hidden"] = shard(given["hidden"], mesh, Shard(2))
+            objective = ours.PolicyObjective(kl="k2", kl_coef=0.1)
+            settings = {"level": case.settings.get("level", "token"), "normalize": case.settings["normalize"]}
+            out = ours.PolicyLoss(objective, **settings).forward_fused(**given, with_entropy=True, chunk_size=5)
+            out.loss.backward()
+            assert name is None or head.grad.placements == (Shard(0),)
+            results.append((*out, leaf.grad, (mesh.size() if name == "cp" else 1) * head.grad))
+        for got, label in zip(results[1:], ("tp", "cp"), strict=True):
+            for name, a, b in zip((*out._fields, "hidden", "head"), got, results[0], strict=True):
+                close(a, b, f"{case.name}, {label}, {name}")
+
+
 def _same(function, whole, sharded, g):
     whole, sharded = whole.clone().requires_grad_(), sharded.detach().clone().requires_grad_()
     expected, got = function(whole), function(sharded)
@@ -467,7 +493,7 @@ def fewer_columns_than_ranks():
     assert ops.token_nll(shard(x, mesh, Shard(1)), torch.zeros(0, dtype=torch.long)).nll.shape == (0,)
 
 
-@check(4, name=FEW)
+@check(4, name=[name for name in FEW if name != "policy"])
 def a_rank_without_columns(name):
     """V = 5 as 2, 2, 1, 0, every parameter trained: the last rank holds no column of logits, head or bias."""
     case, mesh, columns = BY_NAME[name], mesh_of("tp"), 5
@@ -638,9 +664,9 @@ def autocast_with_a_split_head():
     )
 
 
-@check(2, name=WITH_MTP)
+@check(2, name=BY_NAME)
 def targets_and_masks_as_dtensors(name):
-    case, mesh = WITH_MTP[name], mesh_of("tp")
+    case, mesh = BY_NAME[name], mesh_of("tp")
     inputs = drawn(case)
     x = torch.randn(B, L * case.width, V).double()
     expected = case.logits_form(x, inputs, backend="torch")
