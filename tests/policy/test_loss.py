@@ -140,7 +140,7 @@ def test_gradient_of_the_oracle():
     (logits,), _ = drawn(torch.float64, (*given[2].scored.shape, V))(0)
     for level in LEVELS:
         oracle = oracle_of(level, "sequences", batch("coupled", level), kl="k3", kl_coef=0.5)
-        assert torch.autograd.gradcheck(oracle, logits.requires_grad_())
+        assert torch.autograd.gradcheck(oracle, logits.requires_grad_(), fast_mode=True)
 
 
 def counted(scheme, level, trained, **options):
@@ -368,13 +368,15 @@ def test_advantages_of_sequences_are_those_of_their_tokens():
         assert one is other is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize("scheme", ["full", "coupled"])
-def test_one_graph_under_compile(scheme):
-    ids, _, views, old, advantages, ref = batch(scheme, "token")
-    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1))
+@pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "sequence")])
+def test_one_graph_under_compile(scheme, level):
+    """With the views made in it."""
+    ids, loss_mask, views, old, advantages, ref = batch(scheme, level)
+    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
 
     def step(h, w):
-        return policy_loss.forward_fused(h, w, ids, views, old, advantages, ref)
+        views = policy_views(ids, loss_mask, MASK, scheme, seeds=torch.arange(B))
+        return policy_loss.forward_fused(h, w, ids, views, old, advantages, ref, with_entropy=True)
 
     results = []
     for function in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
@@ -382,7 +384,7 @@ def test_one_graph_under_compile(scheme):
         leaves = [torch.randn(*views.scored.shape, D, requires_grad=True), torch.randn(V, D, requires_grad=True)]
         out = function(*leaves)
         out.loss.backward()
-        results.append([out.loss.detach(), *out[1:4], *(leaf.grad for leaf in leaves)])
+        results.append([out.loss.detach(), *out[1:], *(leaf.grad for leaf in leaves)])
     torch.testing.assert_close(*results)
 
 
@@ -394,12 +396,27 @@ def test_the_backend_and_the_bound_of_rows_arrive():
     found = policy_loss.forward_fused(h, w, ids, views, old, advantages, backend="triton", num_active=12, chunk_size=3)
     torch.testing.assert_close(found, expected)
     assert policy_loss.forward_fused(h, w, ids, views, old, advantages, num_active=2).loss.isnan()
-    halved = policy_loss.forward_fused(
-        h.bfloat16(), w.bfloat16(), ids, views, old, advantages, logits_dtype=torch.float32
-    )
-    torch.testing.assert_close(
-        halved.loss, policy_loss(h.bfloat16().float() @ w.bfloat16().float().T, ids, views, old, advantages).loss
-    )
+
+
+@pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "token"), ("coupled", "sequence")])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_float32_logits_of_bfloat16_operands(scheme, level, with_entropy):
+    """Loss, metrics and gradients are those of the widened operands; the gradients are rounded."""
+    ids, _, views, old, advantages, ref = batch(scheme, level)
+    policy_loss = PolicyLoss(PolicyObjective(kl="k3", kl_coef=0.1), level=level)
+    h, w = torch.randn(*views.scored.shape, D).bfloat16(), torch.randn(V, D).bfloat16()
+    results = []
+    for options in ({}, {"logits_dtype": torch.float32}):
+        leaves = [(t if options else t.float()).clone().requires_grad_() for t in (h, w)]
+        given = *leaves, ids, views, old, advantages, ref
+        out = policy_loss.forward_fused(*given, with_entropy=with_entropy, **options)
+        out.loss.backward()
+        results.append(([t.detach() for t in out if t is not None], [leaf.grad for leaf in leaves]))
+    (expected, wide), (found, rounded) = results
+    torch.testing.assert_close(found, expected)
+    for ours, exact in zip(rounded, wide, strict=True):
+        assert ours.dtype == torch.bfloat16
+        torch.testing.assert_close(ours.float(), exact, rtol=2**-7, atol=2**-7 * exact.abs().max().item())
 
 
 def test_a_check_of_the_targets_names_the_ids(monkeypatch):
