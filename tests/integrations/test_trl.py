@@ -1,6 +1,7 @@
 """TRL patched and unpatched: values, gradients and products of its log-probabilities; policies of diffusion LMs."""
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -655,20 +656,28 @@ def test_bad_arguments_of_rollouts():
 # In TRL's own trainers ------------------------------------------------------------------------------------------------
 
 
+def needs_trainers():
+    """TRL's trainers import these, which are not installed everywhere."""
+    for needed in ("pandas", "datasets", "jinja2"):
+        pytest.importorskip(needed)
+    return importlib.import_module("trl"), importlib.import_module("examples.trl_diffusion")
+
+
+QUIET = {
+    "use_cpu": True, "bf16": False, "report_to": [], "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True,
+}  # fmt: skip
+
+
 @pytest.mark.exhaustive
 @needs_trl
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
 def test_a_policy_learns_in_the_trainers_of_trl(name, tmp_path):
     """In two iterations on each generation, the first of which begins at the old log-probabilities."""
-    for needed in ("pandas", "datasets", "jinja2"):
-        pytest.importorskip(needed)
-    example = importlib.import_module("examples.trl_diffusion")
-    trl = importlib.import_module("trl")
+    trl, example = needs_trainers()
     example.set_seed(0)
     args = getattr(trl, f"{name}Config")(
         output_dir=str(tmp_path), max_steps=16, per_device_train_batch_size=16, num_generations=8, num_iterations=2,
-        max_completion_length=example.LENGTH, learning_rate=3e-3, beta=0.0, use_cpu=True, bf16=False, report_to=[],
-        logging_steps=1, save_strategy="no", disable_tqdm=True,
+        max_completion_length=example.LENGTH, learning_rate=3e-3, beta=0.0, **QUIET,
     )  # fmt: skip
     made = type("Diffusion", (integration.DiffusionPolicyMixin, getattr(trl, f"{name}Trainer")), {})
     seen = []
@@ -702,3 +711,97 @@ def test_a_policy_learns_in_the_trainers_of_trl(name, tmp_path):
         assert torch.equal(new[step + 1] == 0, scores == 0)  # the tokens that no view scores
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
+
+
+@pytest.mark.exhaustive
+@needs_trl
+@pytest.mark.parametrize("adapter", [False, True])
+def test_the_reference_model_sees_the_masks_of_the_policy(adapter, tmp_path):
+    """The penalty is 0 before the first update, of a copy of the policy and of one with its adapter off."""
+    trl, example = needs_trainers()
+    example.set_seed(0)
+    model = example.bidirectional_model()
+    model.save_pretrained(tmp_path / "model")
+    model.config._name_or_path = str(tmp_path / "model")  # which the trainer loads the reference model from
+    options = {}
+    if adapter:
+        peft = pytest.importorskip("peft")
+        options["peft_config"] = peft.LoraConfig(target_modules="all-linear", r=4)
+    args = trl.GRPOConfig(
+        output_dir=str(tmp_path), max_steps=4, per_device_train_batch_size=8, num_generations=4, beta=0.1,
+        max_completion_length=example.LENGTH, learning_rate=3e-2, disable_dropout=True, **QUIET,
+    )  # fmt: skip
+    trainer = example.DiffusionGRPO(
+        model=model, args=args, train_dataset=example.Dataset.from_dict({"prompt": [f"{i} {i + 1}" for i in range(8)]}),
+        reward_funcs=example.reward, processing_class=example.tokenizer_of_words(), mask_token_id=example.MASK,
+        rollout_func=integration.diffusion_rollout(example.MASK, steps=2), scheme="coupled", **options,
+    )  # fmt: skip
+    trainer.train()
+    first, *later = [entry["kl"] for entry in trainer.state.log_history if "kl" in entry]
+    assert first == pytest.approx(0, abs=1e-6)
+    assert len(later) == 3
+    assert min(later) > 1e-4, later
+
+
+def autoregressive_trainer(name, trl, example, folder):
+    """TRL's trainer of a small Llama, whose reference model it loads itself."""
+    number = [f"{i} {i + 1} {i + 2}" for i in range(8)]
+    columns = {
+        "SFT": {"prompt": number, "completion": number[::-1]},
+        "DPO": {"prompt": number, "chosen": number[::-1], "rejected": number[1:] + number[:1]},
+        "KTO": {"prompt": number, "completion": number[::-1], "label": [True, False] * 4},
+        "GRPO": {"prompt": number},
+        "RLOO": {"prompt": number},
+    }[name]
+    online = name in ("GRPO", "RLOO")
+    options = {"num_generations": 4, "max_completion_length": 4, "beta": 0.1, "temperature": 0.8} if online else {}
+    args = getattr(trl, f"{name}Config")(
+        output_dir=str(folder),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        learning_rate=0.5,
+        optim="sgd",
+        **options,
+        **QUIET,
+    )
+    rewarded = {"reward_funcs": example.reward} if online else {}
+    return getattr(trl, f"{name}Trainer")(
+        model=str(folder), args=args, train_dataset=example.Dataset.from_dict(columns),
+        processing_class=example.tokenizer_of_words(), **rewarded,
+    )  # fmt: skip
+
+
+@pytest.mark.exhaustive
+@needs_trl
+@pytest.mark.parametrize("name", ["SFT", "DPO", "KTO", "GRPO", "RLOO"])
+def test_patched_trainers_train_as_they_do_unpatched(name, host, monkeypatch, tmp_path):
+    """What they log at each step, and the parameters after three."""
+    trl, example = needs_trainers()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ends = {"eos_token_id": 2, "pad_token_id": 0, "bos_token_id": None}
+    example.set_seed(0)
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(example.WORDS), **sizes, **ends)).save_pretrained(tmp_path)
+    calls, apply = [], integration.ChunkedLogProbs.apply
+    counted = functools.wraps(apply)(lambda *given: calls.append(len(given)) or apply(*given))
+    monkeypatch.setattr(integration.ChunkedLogProbs, "apply", counted)
+    found = []
+    for patched in (False, True):
+        if patched:
+            integration.patch()
+        example.set_seed(0)
+        trainer = autoregressive_trainer(name, trl, example, tmp_path)
+        trainer.train()
+        assert bool(calls) == patched
+        logged = [
+            {key: float(value) for key, value in entry.items() if not key.endswith(("time", "runtime", "per_second"))}
+            for entry in trainer.state.log_history
+        ]
+        found.append((logged, [p.detach() for p in trainer.model.parameters()]))
+    (theirs, before), (ours, after) = found
+    assert [entry.keys() for entry in ours] == [entry.keys() for entry in theirs]
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, abs=1e-6)
+    assert all(entry["grad_norm"] > 0 for entry in ours[:3])
+    torch.testing.assert_close(after, before)
