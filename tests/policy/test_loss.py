@@ -368,7 +368,9 @@ def test_advantages_of_sequences_are_those_of_their_tokens():
         assert one is other is None or torch.equal(one, other)
 
 
-@pytest.mark.parametrize(("scheme", "level"), [("full", "token"), ("coupled", "sequence")])
+@pytest.mark.parametrize(
+    ("scheme", "level"), [pytest.param("full", "token", marks=pytest.mark.exhaustive), ("coupled", "sequence")]
+)
 def test_one_graph_under_compile(scheme, level):
     """With the views made in it."""
     ids, loss_mask, views, old, advantages, ref = batch(scheme, level)

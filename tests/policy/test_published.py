@@ -1,8 +1,9 @@
 """Published estimators, each formula written out on a table of log-probabilities: loss and gradient in float64.
 
 The tables are those of a small model under each view: log p of every token of the batch, ``[K, B, L]``. The formulas
-read which tokens are masked from the noisy tokens, and take the levels from the test. Only the weights of the views are
-float32, which is what the comparison allows for.
+read which tokens are masked from the noisy tokens, and take the levels from the test. Clip ranges, KL penalties,
+normalizations and the objective of TraceRL's scores are examples. Only the weights of the views are float32, which is
+what the comparison allows for.
 """
 
 import math
@@ -105,7 +106,7 @@ def coupled_grpo(now, old, ref, masked):
 
 
 def espo(now, old, ref, masked):
-    """ESPO, arXiv:2512.03759: a ratio of each sequence, exp of the difference of ELBOs over the length; k2.
+    """ESPO, arXiv:2512.03759: a ratio of each sequence, exp of the difference of ELBOs over the length.
 
     A pair of the ELBO masks l of the n tokens, and the others: half of (n + 1) / l and (n + 1) / (n - l) times their
     log-probabilities. Two pairs.
