@@ -68,7 +68,7 @@ def oracle_of(level, normalize, given, **settings):
     )  # fmt: skip
 
 
-@pytest.mark.covering(2, most=3)
+@pytest.mark.covering(1, most=3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("normalize", NORMALIZE)
