@@ -111,11 +111,15 @@ JUDGES = (
         " tests/internals/test_transform.py -k 'kernel or triton or (beside and nll)'",
     ),
     ("integrations/_deferred.py", "tests/internals/test_deferred_logits.py"),
-    ("integrations/nemo*", "tests/integrations/test_nemo.py"),
+    ("integrations/nemo*", "tests/integrations/test_nemo.py tests/integrations/test_nemo_lora.py"),
     ("integrations/_hosts.py", "tests/integrations/test_nemo.py tests/integrations/test_speculators.py"),
     ("integrations/speculators.py", "tests/integrations/test_speculators.py"),
     ("integrations/trl.py", "tests/integrations/test_trl.py"),
-    ("integrations/_lora.py", "tests/integrations/test_transformers.py -k 'head or adapter'"),
+    (
+        "integrations/_lora.py",
+        "tests/integrations/test_nemo_lora.py tests/integrations/test_transformers.py"
+        " -k 'nemo_lora or head or adapter'",
+    ),
     ("integrations/transformers*", "tests/integrations/test_transformers.py"),
     ("collate.py", "tests/ops/test_flags.py tests/corruption/test_collate.py"),
     (

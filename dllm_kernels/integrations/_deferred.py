@@ -11,15 +11,15 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from dllm_kernels._utils._checks import FLOAT_DTYPES
-from dllm_kernels._utils._head import more_than_linear
 from dllm_kernels._utils._plain import autocasts
+from dllm_kernels.integrations._lora import takes_apart
 from dllm_kernels.mtp.head import head_module
 
 Step = Callable[[torch.Tensor], torch.Tensor]
@@ -79,7 +79,7 @@ class DeferredLogits:
         steps: operations recorded since the head call, in order.
         cap: the soft cap among ``steps``, or None.
         used: tensors that the logits will depend on once they are in the autograd graph: hidden states, and views of
-            weight and bias.
+            the parameters of the head.
     """
 
     hidden: torch.Tensor
@@ -121,7 +121,7 @@ class DeferredLogits:
     @property
     def shape(self) -> torch.Size:
         """Shape of the logits."""
-        return torch.Size((*self.hidden.shape[:-1], self.head.module.out_features))
+        return torch.Size((*self.hidden.shape[:-1], cast(int, self.head.module.out_features)))
 
     @property
     def device(self) -> torch.device:
@@ -189,8 +189,7 @@ def _of_the_logits(name: str) -> Callable[..., Any]:
 
 
 def _used(x: DeferredLogits) -> list[torch.Tensor]:
-    parameters = x.head.module.weight, x.head.module.bias
-    return [x.hidden, *(p.view_as(p) for p in parameters if p is not None)]  # views, because DDP skips leaves
+    return [x.hidden, *(p.view_as(p) for p in x.head.module.parameters())]  # views, because DDP skips leaves
 
 
 DeferredLogits.used = property(_used)  # type: ignore[assignment]
@@ -223,7 +222,7 @@ _pytree.register_pytree_node(
 class _Head:
     """LM head that returns deferred logits, except when the deferred logits themselves call it."""
 
-    def __init__(self, module: nn.Linear) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.making = False
 
@@ -247,15 +246,15 @@ class _Head:
 
 @contextlib.contextmanager
 def deferred_logits(model: nn.Module) -> Iterator[bool]:
-    """Make the LM head of the model return :class:`DeferredLogits` within the context, if it is a plain ``nn.Linear``.
+    """Make the LM head of the model return :class:`DeferredLogits` within the context, if it can be taken apart.
 
     Yields True if it does.
     """
     module = head_module(model)
-    if not isinstance(module, nn.Linear) or more_than_linear(module):
+    if module is None or not takes_apart(module):
         yield False
         return
-    module.forward = _Head(module).forward  # type: ignore[method-assign,assignment]
+    module.forward = _Head(module).forward
     try:
         yield True
     finally:

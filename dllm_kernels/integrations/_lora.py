@@ -1,20 +1,25 @@
-r"""Take an LM head with adapters of PEFT apart, so that a loss computes what the head computes.
+r"""Take an LM head with LoRA adapters apart, so that a loss computes what the head computes.
 
-A LoRA adapter adds :math:`s B A h` to the logits, which is the low-rank part of a head: ``extra=(s A h, B)``. Several
-active adapters are one of the sum of their ranks. Everything else that PEFT can make of a head (DoRA, quantized bases,
-...) raises an error that names it. Nothing here imports PEFT: a model that uses it has done so.
+A LoRA adapter adds :math:`s B A h` to the logits, which is the low-rank part of a head: ``extra=(s A h, B)``. It may be
+one of PEFT or of NeMo AutoModel. Several active adapters of PEFT are one of the sum of their ranks. Everything else
+that the two can make of a head (DoRA, quantized bases, ...) raises an error that names it. Nothing here imports them: a
+model that uses them has done so.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from dllm_kernels._utils._checks import type_name
 from dllm_kernels._utils._head import check_hooks, check_plain_head
+from dllm_kernels._utils._plain import is_dtensor
+from dllm_kernels.mtp.head import gathered_once
 
 
 class Head(NamedTuple):
@@ -25,10 +30,36 @@ class Head(NamedTuple):
     extra: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
+class Adapter(NamedTuple):
+    """An adapter that adds ``b(a(dropped(h)) * scale)`` to the logits."""
+
+    a: nn.Linear
+    b: nn.Linear
+    scale: float
+    dropped: Callable[[torch.Tensor], torch.Tensor]
+
+
+def is_adapted(head: nn.Module) -> bool:
+    """Whether the head is LoRA of PEFT or NeMo AutoModel, or a copy that PEFT trains in its place."""
+    return _chosen(head) is not head or _is_peft(head) or _is_nemo(head)
+
+
+def takes_apart(head: nn.Module) -> bool:
+    """Whether :func:`check_head` accepts the head."""
+    try:
+        check_head(head, "")
+    except ValueError:
+        return False
+    return True
+
+
 def check_head(head: nn.Module | None, advice: str) -> None:
     """Raise ValueError unless :func:`of_rows` can take the head apart; ``advice`` ends the message."""
     module = _chosen(head)
-    if not _is_lora(module):
+    if _is_nemo(module):
+        _check_nemo(module, advice)
+        return
+    if not _is_peft(module):
         _check_linear(module, advice)
         return
     check_hooks(module, advice)
@@ -39,34 +70,70 @@ def check_head(head: nn.Module | None, advice: str) -> None:
         _check_linear(module.lora_B[name], advice)
 
 
-def of_rows(head: nn.Module, hidden: torch.Tensor) -> Head:
+def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> Head:
     """Take apart a head that :func:`check_head` accepts, for hidden states ``[..., D]``.
 
-    Call it in the head's forward pass, where sharded parameters are gathered. ``A h`` is computed by the adapter's own
-    modules (dropout included), so that autograd trains A; the loss trains B.
+    ``A h`` is computed here, dropout included, so that autograd trains A; the loss trains B. Sharded parameters of the
+    adapters are gathered, unless this runs in the head's forward pass, where they are gathered already.
+
+    Args:
+        head: the LM head.
+        hidden: hidden states; or several of one shape, whose ``A h`` are computed one after another, as the head would
+            compute their logits, and stacked in a new first dimension.
+
+    Raises:
+        ValueError: tensor parallelism splits an adapter, and ``hidden`` is not a DTensor.
     """
     module: Any = _chosen(head)
-    if not _is_lora(module):
-        return Head(module.weight, module.bias)
-    base, rows, columns, bias, dtype = module.base_layer, [], [], module.base_layer.bias, hidden.dtype
-    if module.disable_adapters and module.merged:
+    if _is_peft(module) and module.disable_adapters and module.merged:
         module.unmerge()
-    for name in _active(module):
-        a, b, s = module.lora_A[name], module.lora_B[name], module.scaling[name]
-        hidden = module._cast_input_dtype(hidden, a.weight.dtype)
-        rows.append(a(module.lora_dropout[name](hidden)) * s)
-        columns.append(b.weight)
-        if b.bias is not None:
-            bias = b.bias * s if bias is None else bias + b.bias * s
-    if not rows:
-        return Head(base.weight, bias)
+    base, adapters = (module.base_layer if _is_peft(module) else module), _adapters(module)
+    if not adapters:
+        return Head(base.weight, base.bias)
+    several = [hidden] if isinstance(hidden, torch.Tensor) else list(hidden)
+    first, bias = several[0], base.bias
     # PEFT keeps the adapters of a 16-bit head in float32. The products of the head are in the dtype of its rows.
-    u, columns_of_u = torch.cat([r.to(dtype) for r in rows], -1), torch.cat([c.to(dtype) for c in columns], 1)
-    return Head(base.weight, None if bias is None else bias.to(dtype), (u, columns_of_u))
+    rows = [torch.cat([_low_rank(h, adapter).to(h.dtype) for adapter in adapters], -1) for h in several]
+    columns = torch.cat([gathered_once(adapter.b.weight, first).to(first.dtype) for adapter in adapters], 1)
+    for adapter in adapters:
+        if adapter.b.bias is not None:
+            own = adapter.b.bias * adapter.scale
+            bias = own if bias is None else bias + own
+    u = rows[0] if isinstance(hidden, torch.Tensor) else torch.stack(rows)
+    return Head(base.weight, None if bias is None else bias.to(first.dtype), (u, columns))
+
+
+def _adapters(head: Any) -> list[Adapter]:
+    """Return the adapters that add to the logits."""
+    if _is_nemo(head):
+        p = head.dropout_p if head.dropout_position == "pre" else 0.0
+        return [Adapter(head.lora_A, head.lora_B, head.scale, lambda h: F.dropout(h, p, head.training))]
+    return [_of_peft(head, name) for name in _active(head)] if _is_peft(head) else []
+
+
+def _of_peft(head: Any, name: str) -> Adapter:
+    a, dropout = head.lora_A[name], head.lora_dropout[name]
+    dropped = lambda h: dropout(head._cast_input_dtype(h, a.weight.dtype))  # noqa: E731
+    return Adapter(a, head.lora_B[name], head.scaling[name], dropped)
+
+
+def _low_rank(hidden: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """Compute ``s A h``."""
+    h, a = adapter.dropped(hidden), adapter.a
+    if is_dtensor(h) or (not is_dtensor(a.weight) and a.weight.dtype == h.dtype):
+        u: torch.Tensor = a(h)
+        return u * adapter.scale
+    weight = gathered_once(a.weight, h)
+    if is_dtensor(weight):
+        raise ValueError(
+            "the adapter of the LM head must not be split by tensor parallelism for hidden states that are not a "
+            f"DTensor, got {tuple(weight.placements)}; use a base loss from logits"  # type: ignore[attr-defined]
+        )
+    return F.linear(h, weight.to(h.dtype)) * adapter.scale
 
 
 def _active(head: Any) -> list[str]:
-    """Names of the adapters that add to the logits."""
+    """Names of the adapters of PEFT that add to the logits."""
     if head.disable_adapters or head.merged:
         return []
     return [name for name in head.active_adapters if name in head.lora_A]
@@ -82,17 +149,52 @@ def _chosen(head: nn.Module | None) -> Any:
     return head.modules_to_save[head.active_adapters[0]]
 
 
-def _is_lora(head: Any) -> bool:
-    """Whether it is PEFT's LoRA of an ``nn.Linear``. Its classes for quantized bases are others."""
+def _is_peft(head: Any) -> bool:
+    """Whether it is PEFT's LoRA of an ``nn.Linear``, or the class that ``fully_shard`` derives from it.
+
+    PEFT's classes for quantized bases are others.
+    """
     peft: Any = sys.modules.get("peft.tuners.lora.layer")
-    return peft is not None and type(head) is peft.Linear
+    return peft is not None and getattr(type(head), "forward", None) is peft.Linear.forward
+
+
+def _is_nemo(head: Any) -> bool:
+    """Whether it computes what LoRA of NeMo AutoModel does; ``fully_shard`` and the framework derive classes from it.
+
+    The Triton form computes the same in kernels.
+    """
+    nemo: Any = sys.modules.get("nemo_automodel.components._peft.lora")
+    own = getattr(type(head), "forward", None)
+    return nemo is not None and own in (nemo.LinearLoRA.forward, nemo.TritonLinearLoRA.forward)
+
+
+def _check_nemo(head: Any, advice: str) -> None:
+    refused = {
+        "DoRA": head.use_dora,
+        "dropout after lora_B": head.dropout_position == "post" and head.dropout_p > 0 and head.training,
+        "a base layer that is quantized or of another library": getattr(head, "super_fwd", None) is not None,
+        "a forward set on the object": "forward" in vars(head),
+    }
+    for what, found in refused.items():
+        if found:
+            _refuse(head, advice, f" with {what}")
+    check_hooks(head, advice)
+    _check_shape(head, advice)
+    for linear in (head.lora_A, head.lora_B):
+        _check_linear(linear, advice)
 
 
 def _check_linear(head: Any, advice: str) -> None:
-    if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
-        _refuse(head, advice)
+    _check_shape(head, advice)
     check_plain_head(head, advice)
 
 
-def _refuse(head: object, advice: str) -> None:
-    raise ValueError(f"the LM head must be an nn.Linear for the loss to run inside it, got {type_name(head)}; {advice}")
+def _check_shape(head: Any, advice: str) -> None:
+    if not isinstance(head, nn.Linear) or tuple(head.weight.shape) != (head.out_features, head.in_features):
+        _refuse(head, advice)
+
+
+def _refuse(head: object, advice: str, what: str = "") -> None:
+    raise ValueError(
+        f"the LM head must be an nn.Linear for the loss to run inside it, got {type_name(head)}{what}; {advice}"
+    )

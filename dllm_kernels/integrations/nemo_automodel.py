@@ -28,19 +28,21 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 import dllm_kernels
 from dllm_kernels import losses, mtp
-from dllm_kernels._utils._checks import checked_bool
+from dllm_kernels._utils._checks import Extra, checked_bool
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels.integrations._deferred import DeferredLogits, deferred_logits
 from dllm_kernels.integrations._hosts import Host, PatchReport, checked_excluded, loaded
+from dllm_kernels.integrations._lora import Head, check_head, is_adapted, of_rows
 from dllm_kernels.losses._base import DiffusionLoss
-from dllm_kernels.mtp.head import head_module, unwrapped
+from dllm_kernels.mtp.cross_entropy import required
+from dllm_kernels.mtp.head import FROM_LOGITS, head_module, unwrapped
 
 HOST = "nemo_automodel"
 HOMES = {
@@ -88,8 +90,9 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
     Args:
         exclude: names to keep.
         fuse_head: make the recipes of diffusion LMs pass hidden states and LM head to the loss instead of logits, if
-            the head is a plain ``nn.Linear`` and the model applies no more than a cast and a soft cap to its output.
-            Otherwise the logits are materialized as before. Imports the recipes.
+            the head is a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT), and the model applies no
+            more than a cast and a soft cap to its output. Otherwise the logits are materialized as before. Imports the
+            recipes.
 
     Returns:
         :class:`PatchReport`; print it.
@@ -226,10 +229,11 @@ class _FusedLinearCrossEntropy(mtp.FusedLinearCrossEntropy):
         *,
         lm_bias: torch.Tensor | None = None,
         logits_dtype: torch.dtype | None = None,
+        extra: Extra | None = None,
     ) -> torch.Tensor:
         weight = self._gathered(hidden_states, lm_weight, grad_reduce_group)
         bias = None if lm_bias is None else self._gathered(hidden_states, lm_bias, grad_reduce_group)
-        options: dict[str, Any] = {"lm_bias": bias, "logits_dtype": logits_dtype}
+        options: dict[str, Any] = {"lm_bias": bias, "logits_dtype": logits_dtype, "extra": extra}
         return super().forward(hidden_states, labels, weight, num_label_tokens, None, loss_weights, **options)
 
     def _gathered(self, hidden: torch.Tensor, weight: torch.Tensor, group: Any) -> torch.Tensor:
@@ -248,7 +252,7 @@ def _calculate_loss(original: Any) -> Any:
         if not isinstance(loss_fn, OURS):
             return original(loss_fn, **kwargs)
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy):
-            kwargs["lm_weight"] = _head_of_host(loss_fn, *map(kwargs.get, HEAD_ARGUMENTS))
+            kwargs |= _head_of_host(loss_fn, required(kwargs, "hidden_states", loss_fn), **_given_head(kwargs))
         return mtp.calculate_loss(_capped_like(kwargs.get("model"), loss_fn), **kwargs)
 
     return calculate_loss
@@ -261,7 +265,8 @@ def _calculate_mtp_loss(original: Any) -> Any:
             return original(loss_fn, **kwargs)
         hidden = kwargs.get("mtp_per_depth_h")
         if isinstance(loss_fn, mtp.FusedLinearCrossEntropy) and hidden:
-            kwargs["lm_weight"] = _in_dtype_of(hidden[0], _head_of_host(loss_fn, *map(kwargs.get, HEAD_ARGUMENTS)))
+            kwargs |= _head_of_host(loss_fn, hidden, **_given_head(kwargs))
+            kwargs["lm_weight"] = _in_dtype_of(hidden[0], kwargs["lm_weight"])
         return mtp.calculate_mtp_loss(loss_fn, **kwargs)
 
     return calculate_mtp_loss
@@ -287,26 +292,42 @@ def _capped(loss_fn: Any, cap: float | None) -> Any:
     return loss_fn
 
 
-def _head_of_host(loss_fn: Any, model: Any, group: Any, gathered: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the head that the recipe has gathered, which is its weight alone, or else gather it as the host does.
+def _given_head(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: kwargs.get(name) for name in HEAD_ARGUMENTS}
 
-    The host's classes may override its function. Like the host, accept a head of any class, such as a linear layer of
-    another library, but raise ValueError if it trains parameters besides weight and bias, which would receive no
-    gradient.
+
+def _head_of_host(
+    loss_fn: Any,
+    hidden: torch.Tensor | list[torch.Tensor],
+    model: Any,
+    grad_reduce_group: Any,
+    lm_weight: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """Return the head as arguments of the loss.
+
+    ``lm_weight`` is the weight alone, if the recipe has gathered it; otherwise it is gathered as the host does. The
+    host's classes may override its function. LoRA of the host or of PEFT, which the host omits, is the bias and the
+    low-rank part. Like the host, accept a head of any other class, such as a linear layer of another library, but raise
+    ValueError if it trains parameters besides weight and bias, which would receive no gradient.
     """
     head = head_module(model)
-    named = () if head is None else head.named_parameters()
+    adapted = head is not None and is_adapted(head)
+    if adapted:
+        check_head(head, FROM_LOGITS)
+    named = () if head is None or adapted else head.named_parameters()
     trained = [name for name, p in named if p.requires_grad and name.split(".")[0] not in MADE_OF]
     if trained:
         raise ValueError(
             "the LM head must train no parameter besides its weight and bias in a loss from hidden states, got "
             f"{', '.join(trained)}; freeze them, exclude the head from the adapters, or use MaskedCrossEntropy"
         )
-    if gathered is not None:
-        return gathered
-    utils = _host.module("components.loss.utils")
-    weight: torch.Tensor = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=group)
-    return weight
+    if lm_weight is None:
+        utils = _host.module("components.loss.utils")
+        lm_weight = utils.prepare_lm_weight(loss_fn, model, grad_reduce_group=grad_reduce_group)
+    if head is None or not adapted:
+        return {"lm_weight": lm_weight}
+    _, bias, extra = of_rows(head, hidden)
+    return {"lm_weight": lm_weight, "lm_bias": bias, "extra": extra}
 
 
 class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
@@ -323,8 +344,10 @@ class _PipelineCausalLMLoss(mtp.PipelineCausalLMLoss):
     def _main_loss_fn(self) -> Any:
         return _capped_like(self.model, self.loss_fn)
 
-    def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
-        return _in_dtype_of(hidden, _head_of_host(self.loss_fn, self.model, self.grad_reduce_group))
+    def _head(self, hidden: torch.Tensor | list[torch.Tensor], lm_weight: torch.Tensor | None = None) -> dict[str, Any]:
+        head = _head_of_host(self.loss_fn, hidden, self.model, self.grad_reduce_group, lm_weight)
+        first = hidden if isinstance(hidden, torch.Tensor) else hidden[0]
+        return head | {"lm_weight": _in_dtype_of(first, head["lm_weight"])}
 
 
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
@@ -353,10 +376,12 @@ def _of_deferred_logits(forward: Any) -> Any:
         if not _from_one_head(logits.values(), self.softcap):
             return forward(**{name: _made(z) for name, z in logits.items()}, **given)
         del given["self"]
-        first = logits["logits"]
         rows = {HIDDEN[name]: z.hidden for name, z in logits.items()}
-        weight, bias = _head_of(first)
-        return _capped(self, first.softcap).forward_fused(**rows, lm_head_weight=weight, lm_head_bias=bias, **given)
+        weight, bias, extra = _head_of(*logits.values())
+        if extra is not None and len(rows) > 1:  # with a low-rank part, the loss takes both branches as one tensor
+            rows = {"hidden": torch.cat(list(rows.values()), 1)}
+        head = {"lm_head_weight": weight, "lm_head_bias": bias, "extra": extra}
+        return _capped(self, logits["logits"].softcap).forward_fused(**rows, **head, **given)
 
     return wrapped
 
@@ -372,8 +397,9 @@ def _encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
         return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
     if encoder_logits.softcap is not None:
         kwargs["softcap"] = encoder_logits.softcap
-    weight, bias = _head_of(encoder_logits)
-    return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, lm_head_bias=bias, **kwargs)
+    weight, bias, extra = _head_of(encoder_logits)
+    kwargs |= {"lm_head_bias": bias, "extra": extra}
+    return losses.encoder_ar_loss_fused(encoder_logits.hidden, weight, *args, **kwargs)
 
 
 def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
@@ -385,14 +411,18 @@ def _from_one_head(logits: Iterable[Any], own_softcap: float | None) -> bool:
     return len(heads_and_caps) == 1 and (own_softcap is None or logits[0].softcap is None)
 
 
-def _head_of(logits: DeferredLogits) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return weight and bias for the loss; a sharded one is not cast, because it is gathered in its compute dtype."""
-    module = logits.head.module
-    weight, bias = (
-        p if p is None or is_dtensor(p) else _in_dtype_of(logits.hidden, p) for p in (module.weight, module.bias)
-    )
-    assert weight is not None
-    return weight, bias
+def _head_of(*logits: DeferredLogits) -> Head:
+    """Take the head apart for the loss of one or two branches ``[B, L, D]``; the rows of two are concatenated.
+
+    A sharded part is not cast, because it is gathered in its compute dtype.
+    """
+    hidden = [z.hidden for z in logits]
+    weight, bias, extra = of_rows(logits[0].head.module, hidden)
+    if not is_dtensor(weight):
+        weight = _in_dtype_of(hidden[0], weight)
+    if bias is not None and not is_dtensor(bias):
+        bias = _in_dtype_of(hidden[0], bias)
+    return Head(weight, bias, extra and (torch.cat(list(extra[0]), 1), extra[1]))
 
 
 def _made(logits: Any) -> Any:

@@ -187,12 +187,17 @@ class FusedLinearCrossEntropy(CrossEntropy):
         self.logit_softcapping = value or 0
 
     def rows(
-        self, hidden_states: Tensor, lm_weight: Tensor, lm_bias: Tensor | None, logits_dtype: torch.dtype | None = None
+        self,
+        hidden_states: Tensor,
+        lm_weight: Tensor,
+        lm_bias: Tensor | None,
+        logits_dtype: torch.dtype | None = None,
+        extra: _checks.Extra | None = None,
     ) -> ModelOutput:
         """Return hidden states and head with the options of the ops."""
         wide = logits_dtype == torch.float32 and hidden_states.dtype != torch.float64
         options = self._options(chunk_size=self.chunk_size, logits_dtype=torch.float32 if wide else None)
-        return ModelOutput(HIDDEN, options, hidden_states, lm_weight, lm_bias)
+        return ModelOutput(HIDDEN, options, hidden_states, lm_weight, lm_bias, extra)
 
     def forward(
         self,
@@ -205,6 +210,7 @@ class FusedLinearCrossEntropy(CrossEntropy):
         *,
         lm_bias: Tensor | None = None,
         logits_dtype: torch.dtype | None = None,
+        extra: _checks.Extra | None = None,
     ) -> Tensor:
         """Compute the loss.
 
@@ -220,6 +226,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             lm_bias: ``[V]`` or None.
             logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32. Any other dtype
                 changes nothing: the logits are never narrower than the operands.
+            extra: low-rank second part of the head, (u ``[..., r]``, one row per row of ``hidden_states``; U
+                ``[V, r]``), or None. ``U u`` is added to the logits.
 
         Returns:
             0-d loss; with ``reduction="none"`` one value per position, flattened.
@@ -233,8 +241,9 @@ class FusedLinearCrossEntropy(CrossEntropy):
         _checks.check_shape(
             "labels", labels, hidden_states.shape[:-1], "that of hidden_states without its last dimension"
         )
+        _checks.checked_extra(HIDDEN, hidden_states, lm_weight, extra)
         weights = position_weights(hidden_states, labels, self.ignore_index, None, loss_weights)
-        rows = self.rows(hidden_states, lm_weight, lm_bias, logits_dtype)
+        rows = self.rows(hidden_states, lm_weight, lm_bias, logits_dtype, extra)
         return self.reduced(rows, targets, weights, num_label_tokens)
 
 
@@ -310,7 +319,8 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> Tensor:
         loss_fn: a loss whose ``forward`` takes ``lm_weight`` (it is then called with hidden states and the head) or
             ``logits``.
         **kwargs: ``labels``; ``logits`` or ``hidden_states``; ``model`` (for its LM head), ``lm_weight`` (the head, if
-            the caller already has it), ``num_label_tokens``, ``loss_weights``, ``grad_reduce_group``, ``logits_dtype``.
+            the caller already has it), ``lm_bias`` (None: the bias of the model's head) and ``extra`` (its low-rank
+            part), ``num_label_tokens``, ``loss_weights``, ``grad_reduce_group``, ``logits_dtype``.
             ``grad_reduce_group`` and ``logits_dtype`` are passed on if ``loss_fn`` takes them.
 
     Returns:
@@ -319,24 +329,24 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> Tensor:
     Raises:
         ValueError: the loss needs an LM head and the model has none, or has a head with more than weight and bias (an
             adapter, hooks) and ``lm_weight`` is not given; the input of the loss is missing; or the loss does not take
-            an argument that changes its value: a count, weights, the bias of the LM head.
+            an argument that changes its value: a count, weights, the bias or low-rank part of the LM head.
     """
     labels, own_index = required(kwargs, "labels", loss_fn), ignore_index_of(loss_fn)
     if own_index != PADDING:  # the padding of the data set
         labels = labels.long().masked_fill(labels.long() == PADDING, own_index)
-    passed_on = ("num_label_tokens", "loss_weights", "grad_reduce_group", "logits_dtype")
+    passed_on = ("num_label_tokens", "loss_weights", "grad_reduce_group", "logits_dtype", "extra")
     offered: dict[str, Any] = {"labels": labels, **{name: kwargs.get(name) for name in passed_on}}
     if is_linear(loss_fn):
-        model, weight = kwargs.get("model"), kwargs.get("lm_weight")
+        model, weight, bias = (kwargs.get(name) for name in ("model", "lm_weight", "lm_bias"))
         offered["hidden_states"] = required(kwargs, "hidden_states", loss_fn)
         offered["lm_weight"] = head_weight(model) if weight is None else weight
-        offered["lm_bias"] = head_bias(model)
+        offered["lm_bias"] = head_bias(model) if bias is None else bias
     else:
         offered["logits"] = required(kwargs, "logits", loss_fn)
     parameters = _forward_parameters(loss_fn)
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     taken = {k: v for k, v in offered.items() if v is not None and (takes_all or k in parameters)}
-    for name in ("num_label_tokens", "loss_weights", "lm_bias"):
+    for name in ("num_label_tokens", "loss_weights", "lm_bias", "extra"):
         if offered.get(name) is not None and name not in taken:
             raise ValueError(f"{name} must be None for {_checks.type_name(loss_fn)}, whose forward does not take it")
     loss: Tensor = loss_fn(**taken)

@@ -118,6 +118,8 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     grad_reduce_group: Any = None,
     loss_weights: Tensor | None = None,
     return_per_depth: bool = False,
+    lm_bias: Tensor | None = None,
+    extra: _checks.Extra | None = None,
 ) -> Tensor | MTPLossOutput:
     r"""Compute the multi-token-prediction auxiliary loss.
 
@@ -160,6 +162,9 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             factor of position i weights the label of position i + k + 1.
         return_per_depth: return an :class:`MTPLossOutput`. The parts carry their graphs, so with a trainable head the
             logits are computed twice.
+        lm_bias: ``[V]``, the bias of the head; None: that of the model's head.
+        extra: low-rank second part of the head, (u ``[D, B, S, r]``, one row per row of ``mtp_per_depth_h``; U
+            ``[V, r]``), or None. ``U u`` is added to the logits.
 
     Returns:
         The scaled loss, 0-d; or :class:`MTPLossOutput`.
@@ -181,30 +186,34 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
         packed = _sub_sequences(labels, cu_seqlens, seq_idx)
         targets = [mtp_labels(labels, k, own_index, packed) for k in range(len(outputs))]
         origins = [("labels", k + 1) for k in range(len(outputs))]
+    low_rank = _extra_of_depths(extra, outputs)
     factor = scaling_factor / len(outputs)
     common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
     if base.is_our_linear(loss_fn) and loss_fn.reduction != "none":
         weight = head_weight(model) if lm_weight is None else lm_weight
-        bias = head_bias(model)
+        bias = head_bias(model) if lm_bias is None else lm_bias
         checked = []
         for k, (output, target, (name, shift)) in enumerate(zip(outputs, targets, origins, strict=True)):
             names = replaced(base.HIDDEN, rows=f"mtp_per_depth_h[{k}]", targets=name)
             checked.append(loss_fn.checked_targets(names, output, target, weight, bias, shift=shift))
+            _checks.checked_extra(names, output, weight, low_rank[k])
         base.check_sum_only(loss_fn.reduction, **common)
         counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
         shares = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
-        rows = loss_fn.rows(torch.stack(outputs), weight, bias, logits_dtype)  # all depths in one call
+        pair = None if extra is None else (torch.stack([u for u, _ in filter(None, low_rank)]), extra[1])
+        rows = loss_fn.rows(torch.stack(outputs), weight, bias, logits_dtype, pair)  # all depths in one call
         if not return_per_depth:
             return rows.weighted(torch.stack(checked), shares * factor).loss
         parts = (rows.per_row(torch.stack(checked), shares).nll * shares).flatten(1).sum(1)
         total, losses = parts.sum() * factor, list(parts.unbind())
     else:
         common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
+        common["lm_bias"] = lm_bias
         if base.is_linear(loss_fn):
             common["lm_weight"] = gathered_once(head_weight(model) if lm_weight is None else lm_weight, outputs[0])
         losses = [
-            _depth_loss(loss_fn, output, target, are_logits, origin, **common)
-            for output, target, origin in zip(outputs, targets, origins, strict=True)
+            _depth_loss(loss_fn, output, target, are_logits, origin, extra=pair, **common)
+            for output, target, origin, pair in zip(outputs, targets, origins, low_rank, strict=True)
         ]
         total = torch.stack(losses).sum(0) * factor
         if not return_per_depth:
@@ -236,6 +245,16 @@ def _depth_outputs(
                 f"got {tuple(output.shape)}"
             )
     return outputs, logits is not None
+
+
+def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Tensor]) -> list[_checks.Extra | None]:
+    """Return the low-rank part of the head for each depth, with rows laid out like the depth's output."""
+    u, second = _checks.checked_pair("extra", extra, "(u, U)")
+    if u is None or second is None:
+        return [None] * len(outputs)
+    if len(u) != len(outputs):
+        raise ValueError(f"extra[0] must hold the rows of {len(outputs)} depths, got {len(u)}")
+    return [(v.squeeze(0) if v.dim() == x.dim() + 1 else v, second) for v, x in zip(u, outputs, strict=True)]
 
 
 def _given_targets(

@@ -99,12 +99,14 @@ class PipelineCausalLMLoss(nn.Module):
         logits = _field(output, "logits") if hasattr(output, "logits") or isinstance(output, Mapping) else output
         common: dict[str, Any] = {"model": self.model, "grad_reduce_group": self.grad_reduce_group}
         if linear:
-            common["lm_weight"] = self._lm_weight(required({"hidden_states": hidden}, "hidden_states", self.loss_fn))
+            common |= self._head(required({"hidden_states": hidden}, "hidden_states", self.loss_fn))
         loss = calculate_loss(self._main_loss_fn(), logits=logits, hidden_states=hidden, labels=labels, **common)
         if not self.model.training or (depths := self._depths(output)) is None:
             return loss
         packing: dict[str, Any] = {"cu_seqlens": self.cu_seqlens, "seq_idx": seq_idx}
         common |= {"labels": labels, "scaling_factor": self._scaling(output), "ignore_index": self.ignore_index}
+        if linear and "mtp_per_depth_h" in depths:
+            common |= self._head(depths["mtp_per_depth_h"], common["lm_weight"])
         mtp: torch.Tensor = calculate_mtp_loss(self.loss_fn, **depths, **packing, **common)
         return loss + mtp
 
@@ -112,9 +114,15 @@ class PipelineCausalLMLoss(nn.Module):
         """Return the base loss of the main path."""
         return self.loss_fn
 
-    def _lm_weight(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Gather the head once for the main loss and all depths."""
-        return gathered_once(head_weight(self.model), hidden)
+    def _head(self, hidden: torch.Tensor | list[torch.Tensor], lm_weight: torch.Tensor | None = None) -> dict[str, Any]:
+        """Return the head as arguments of the losses of ``hidden``, of the main path or of all depths.
+
+        The weight is gathered once, for the main path; the depths get it as ``lm_weight``.
+        """
+        if lm_weight is None:
+            assert isinstance(hidden, torch.Tensor)
+            lm_weight = gathered_once(head_weight(self.model), hidden)
+        return {"lm_weight": lm_weight}
 
     @staticmethod
     def _depths(output: Any) -> dict[str, Any] | None:

@@ -1,0 +1,196 @@
+"""Losses of NeMo AutoModel from hidden states with LoRA on the LM head: equal to the losses of the model's logits."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from dllm_kernels.integrations.nemo_automodel import deferred_logits
+from tests.conftest import every_time
+from tests.support import nemo_lora as host
+from tests.support.nemo_lora import LOSSES, adapted, batch, results
+
+absent = [name for name in ("nemo_automodel", "transformers", "peft") if importlib.util.find_spec(name) is None]
+pytestmark = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
+KINDS = ["LinearLoRA", "patched", "plain autograd", "Triton", "PEFT", "PEFT, trained copy"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fused():
+    """The host, patched as with ``fuse_head=True``."""
+    with host.fused():
+        yield
+
+
+def assert_same(loss, model, inputs, trained):
+    from_hidden_states, from_logits = (results(one, model, inputs) for one in LOSSES[loss])
+    assert {name for name, grad in from_logits.items() if grad is not None} == {"loss", "hidden", *trained}
+    for name, expected in from_logits.items():
+        if expected is None:
+            assert from_hidden_states[name] is None, name
+        else:
+            torch.testing.assert_close(from_hidden_states[name], expected, rtol=1e-10, atol=1e-10, msg=name)
+            assert expected.abs().max() > 0
+
+
+def trained_names(model):
+    head = model.get_output_embeddings()
+    return {name for name, p in head.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_head_with_lora_trains_as_from_logits(loss, kind):
+    model = adapted(kind)
+    trained = trained_names(model)
+    assert len(trained) in (2, 3)  # A and B, and the bias of B in PEFT; weight and bias of a copy
+    assert_same(loss, model, batch(), trained)
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("kind", ["LinearLoRA", "patched", "plain autograd", "Triton"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_dropout_before_the_adapter_draws_as_from_logits(loss, kind):
+    model = adapted(kind, dropout=0.4, dropout_position="pre")
+    kept = results(LOSSES[loss][0], model, batch())["loss"]
+    assert_same(loss, model, batch(), trained_names(model))
+    assert kept != results(LOSSES[loss][0], model.eval(), batch())["loss"]
+
+
+REFUSED = {
+    "dropout": ({"dropout": 0.4, "dropout_position": "post"}, "dropout after lora_B"),
+    "DoRA": ({"use_dora": True}, "DoRA"),
+}
+TAKE_WEIGHTS = [loss for loss in LOSSES if "loss" in loss.lower() and loss != "encoder_ar_loss"]
+
+
+@pytest.mark.parametrize("what", REFUSED)
+@pytest.mark.parametrize("loss", TAKE_WEIGHTS)
+def test_what_is_more_than_low_rank_is_refused_by_name(loss, what):
+    options, reason = REFUSED[what]
+    for kind in ("LinearLoRA", "patched"):
+        name = rf"nemo_automodel\.components\._peft\.lora\.{'Linear' if kind == 'LinearLoRA' else 'PatchedLinear'}LoRA"
+        with pytest.raises(
+            ValueError, match=rf"^the LM head must be an nn\.Linear .*, got {name} with {reason}; use a"
+        ):
+            results(LOSSES[loss][0], adapted(kind, **options), batch())
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_deferred_logits_of_what_is_refused_are_logits(what):
+    model = adapted(**REFUSED[what][0])
+    with deferred_logits(model) as defers:
+        assert not defers
+        assert torch.is_tensor(model(batch()[0]))
+
+
+def quantized(model):
+    """As the host marks a base layer of bitsandbytes, whose forward it then calls."""
+    model.lm_head.super_fwd = lambda hidden: hidden
+
+
+def packed(model):
+    model.lm_head.weight.data = torch.zeros(7, 1)
+
+
+def hooked(model):
+    model.lm_head.register_forward_hook(lambda *_: None)
+
+
+def hooked_within(model):
+    model.lm_head.lora_B.register_forward_hook(lambda *_: None)
+
+
+def replaced(model):
+    model.lm_head.forward = lambda hidden: hidden
+
+
+CHANGES = {
+    quantized: "with a base layer that is quantized or of another library",
+    packed: "PatchedLinearLoRA; ",
+    hooked: "got a hook",
+    hooked_within: "with a hook",
+    replaced: "with a forward set on the object",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_head_that_computes_something_else_is_refused(change):
+    model = adapted()
+    change(model)
+    with pytest.raises(ValueError, match=rf"^the LM head must .*{CHANGES[change]}"):
+        host.calculate_loss(model, *batch())
+    with deferred_logits(model) as defers:
+        assert not defers
+
+
+@pytest.mark.parametrize("loss", every_time(["calculate_loss", "MDLM"], LOSSES))
+@pytest.mark.parametrize("position", ["pre", "post"])
+def test_dropout_that_is_off(loss, position):
+    model = adapted(dropout=0.4, dropout_position=position).eval()
+    if loss == "PipelineCausalLMLoss":  # MTP in training mode only
+        model.training = True
+    assert_same(loss, model, batch(), trained_names(model))
+    model = adapted(dropout=0.0, dropout_position=position)
+    assert_same(loss, model, batch(), trained_names(model))
+
+
+@pytest.mark.parametrize("loss", every_time(["PipelineCausalLMLoss", "hybrid"], LOSSES))
+def test_a_frozen_adapter_still_adds_to_the_logits(loss):
+    model = adapted()
+    model.requires_grad_(False)
+    assert_same(loss, model, batch(), set())
+
+
+@pytest.mark.parametrize("kind", ["PEFT", "PEFT, trained copy"])
+@pytest.mark.parametrize("loss", every_time(["calculate_loss", "MDLM"], LOSSES))
+def test_a_disabled_adapter_adds_nothing(loss, kind):
+    model, inputs = adapted(kind), batch()
+    plain = results(LOSSES[loss][1], adapted("LinearLoRA").requires_grad_(False), inputs)["loss"]
+    with model.disable_adapter():
+        assert_same(loss, model, inputs, set())
+        assert plain != results(LOSSES[loss][0], model, inputs)["loss"]
+
+
+@pytest.mark.parametrize("loss", every_time(["calculate_loss", "MDLM"], LOSSES))
+def test_a_trained_base_layer_gets_its_gradient_too(loss):
+    model = adapted()
+    model.lm_head.weight.requires_grad_(True)
+    model.lm_head.bias.requires_grad_(True)
+    assert_same(loss, model, batch(), {"weight", "bias", "lora_A.weight", "lora_B.weight"})
+
+
+@pytest.mark.parametrize("loss", every_time(["PipelineCausalLMLoss", "MDLM"], LOSSES))
+def test_float32_adapters_of_a_bfloat16_head(loss):
+    """Under autocast, without which the host does not compute these logits; ours are as near to float64."""
+    model = adapted(dtype=torch.bfloat16, lora_dtype="float32", dropout_position="pre")
+    exact_model = adapted(lora_dtype=torch.float64, dropout_position="pre")
+    exact_model.load_state_dict(model.state_dict())
+    inputs = batch(torch.bfloat16)
+    wide = (inputs[0].detach().double().requires_grad_(True), *inputs[1:])
+    exact = results(LOSSES[loss][1], exact_model, wide)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, plain = (results(one, model, inputs) for one in LOSSES[loss])
+    for name in ("loss", "hidden", "lora_A.weight", "lora_B.weight"):
+        assert ours[name].dtype == (torch.bfloat16 if name == "hidden" else torch.float32), name
+        error, of_plain = ((got[name].double() - exact[name]).norm() for got in (ours, plain))
+        assert error <= 2 * of_plain + 2**-8 * exact[name].norm(), name
+    cast = results(LOSSES[loss][0], model, inputs)  # the adapters are cast to bfloat16 like the head
+    torch.testing.assert_close(cast["loss"], ours["loss"], rtol=2**-6, atol=0)
+
+
+def test_the_low_rank_part_of_the_losses_is_checked():
+    loss_fn, (hidden, labels, _, _) = host.fused_loss(), batch()
+    u, second = torch.randn(2, 8, 3).double(), torch.randn(host.V, 3).double()
+    weight = torch.randn(host.V, host.D).double()
+    with pytest.raises(ValueError, match=r"^extra\[0\] must have shape"):
+        loss_fn(hidden[0], labels, weight, extra=(u[:, 1:], second))
+    model = adapted().requires_grad_(False)
+    model.lm_head = torch.nn.Linear(host.D, host.V).double()
+    with pytest.raises(ValueError, match=r"^extra\[0\] must hold the rows of 2 depths, got 3"):
+        host.calculate_mtp_loss(model, *batch(), extra=(torch.stack([u] * 3), second))
+    masked = host.module("components.loss.masked_ce").MaskedCrossEntropy()
+    logits = model(hidden[0])
+    with pytest.raises(ValueError, match=r"^extra must be None for .*MaskedCrossEntropy, whose forward does not take"):
+        host.module("components.loss.utils").calculate_loss(masked, logits=logits, labels=labels, extra=(u, second))
