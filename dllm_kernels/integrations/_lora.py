@@ -97,8 +97,8 @@ def of_rows(head: nn.Module, hidden: torch.Tensor | Sequence[torch.Tensor]) -> H
     columns = torch.cat([gathered_once(adapter.b.weight, first).to(first.dtype) for adapter in adapters], 1)
     for adapter in adapters:
         if adapter.b.bias is not None:
-            own = adapter.b.bias * adapter.scale
-            bias = own if bias is None else bias + own
+            own = gathered_once(adapter.b.bias, first) * adapter.scale
+            bias = own if bias is None else gathered_once(bias, first) + own
     u = rows[0] if isinstance(hidden, torch.Tensor) else torch.stack(rows)
     return Head(base.weight, None if bias is None else bias.to(first.dtype), (u, columns))
 

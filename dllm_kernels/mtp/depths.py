@@ -252,8 +252,10 @@ def _extra_of_depths(extra: _checks.Extra | None, outputs: list[Tensor]) -> list
     u, second = _checks.checked_pair("extra", extra, "(u, U)")
     if u is None or second is None:
         return [None] * len(outputs)
-    if len(u) != len(outputs):
-        raise ValueError(f"extra[0] must hold the rows of {len(outputs)} depths, got {len(u)}")
+    if u.shape[:1] != (len(outputs),):
+        raise ValueError(
+            f"extra[0] must have shape ({len(outputs)}, B, S, r), one tensor of rows per depth, got {tuple(u.shape)}"
+        )
     return [(v.squeeze(0) if v.dim() == x.dim() + 1 else v, second) for v, x in zip(u, outputs, strict=True)]
 
 

@@ -1,6 +1,10 @@
 """Losses of NeMo AutoModel from hidden states with LoRA on the LM head: equal to the losses of the model's logits."""
 
 import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from tests.support.nemo_lora import LOSSES, adapted, batch, results
 absent = [name for name in ("nemo_automodel", "transformers", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = [pytest.mark.peer, pytest.mark.skipif(bool(absent), reason=f"{', '.join(absent)} not installed")]
 KINDS = ["LinearLoRA", "patched", "plain autograd", "Triton", "PEFT", "PEFT, trained copy"]
+SHARDED, UNITS = ("LinearLoRA", "patched", "PEFT"), ("a unit of its own", "in the root")
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -180,6 +185,53 @@ def test_float32_adapters_of_a_bfloat16_head(loss):
     torch.testing.assert_close(cast["loss"], ours["loss"], rtol=2**-6, atol=0)
 
 
+def test_deferred_logits_lead_to_every_trained_parameter():
+    """DistributedDataParallel waits for the gradients of what it finds from the output of the model."""
+    model = adapted()
+    with deferred_logits(model):
+        logits = model(batch()[0])
+    sum(t.sum() for t in logits.used).backward()
+    assert {name for name, p in model.lm_head.named_parameters() if p.grad is not None} == trained_names(model)
+    assert logits.usable
+    assert logits.shape == (3, 2, 8, host.V)
+
+
+def run_ranks(out):
+    command = [sys.executable, "-W", "ignore", "-m", "tests.support.nemo_lora_ranks", str(out)]
+    environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"} | os.environ
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def ranks(once):
+    """What the two ranks found, see ``nemo_lora_ranks``."""
+    return torch.load(once("nemo_lora_ranks.pt", run_ranks), weights_only=False)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("kind", SHARDED)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_sharded_head_with_lora_trains_as_from_logits(ranks, loss, kind, unit):
+    for found in ranks:
+        sharded, expected = found[loss, kind, unit]
+        assert sum("lora_" in name for name, grad in expected.items() if grad is not None) >= 2
+        for name, value in expected.items():
+            if value is None:
+                assert sharded[name] is None, name
+            else:
+                torch.testing.assert_close(sharded[name], value, rtol=1e-10, atol=1e-10, msg=name)
+
+
+@pytest.mark.exhaustive
+def test_adapters_that_tensor_parallelism_splits_are_refused(ranks):
+    for found in ranks:
+        for error, placement in zip(found["tensor parallel"], ("Replicate()", "Shard(dim=0)"), strict=True):
+            assert error.startswith("the adapter of the LM head must not be split by tensor parallelism for hidden")
+            assert f"got ({placement},); use a base loss from logits" in error
+
+
 def test_the_low_rank_part_of_the_losses_is_checked():
     loss_fn, (hidden, labels, _, _) = host.fused_loss(), batch()
     u, second = torch.randn(2, 8, 3).double(), torch.randn(host.V, 3).double()
@@ -188,7 +240,7 @@ def test_the_low_rank_part_of_the_losses_is_checked():
         loss_fn(hidden[0], labels, weight, extra=(u[:, 1:], second))
     model = adapted().requires_grad_(False)
     model.lm_head = torch.nn.Linear(host.D, host.V).double()
-    with pytest.raises(ValueError, match=r"^extra\[0\] must hold the rows of 2 depths, got 3"):
+    with pytest.raises(ValueError, match=r"^extra\[0\] must have shape \(2, B, S, r\), .*, got \(3, 2, 8, 3\)"):
         host.calculate_mtp_loss(model, *batch(), extra=(torch.stack([u] * 3), second))
     masked = host.module("components.loss.masked_ce").MaskedCrossEntropy()
     logits = model(hidden[0])

@@ -570,6 +570,42 @@ def test_every_depth_goes_through_the_loss_as_it_is(how):
     torch.testing.assert_close(calculate_mtp_loss(loss_fn, **common), expected)
 
 
+@pytest.mark.parametrize("how", ["one call", "per depth", "subclass", "flat labels"])
+def test_a_low_rank_part_of_the_head(how):
+    """And a bias that is not the bias of the model's head."""
+    torch.manual_seed(1)
+    model, hidden, labels = Model(), hiddens(), labels_with_padding()
+    if how == "flat labels":
+        hidden, labels = [h[:1] for h in hidden], labels[0]
+    u = torch.randn(D, *hidden[0].shape[:-1], 2, dtype=torch.float64, requires_grad=True)
+    second, bias = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((V, 2), (V,)))
+    logits = [model.lm_head(h) + v @ second.t() + bias for h, v in zip(hidden, u, strict=True)]
+    expected = (2 if how == "subclass" else 1) * reference.mtp_loss(logits, labels.reshape(-1, S), 0.3).loss
+    loss_fn = Doubled() if how == "subclass" else FusedLinearCrossEntropy()
+    options = {"extra": (u, second), "lm_bias": bias, "return_per_depth": how == "per depth"}
+    got = calculate_mtp_loss(loss_fn, mtp_per_depth_h=hidden, labels=labels, model=model, scaling_factor=0.3, **options)
+    got = got.loss if how == "per depth" else got
+    torch.testing.assert_close(got, expected)
+    leaves = [*hidden, u, second, bias, *model.parameters()]
+    for ours, plain in zip(*(torch.autograd.grad(value, leaves) for value in (got, expected)), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean", "none"])
+def test_a_low_rank_part_of_the_head_in_the_main_loss(reduction):
+    torch.manual_seed(1)
+    model, hidden, labels = Model(bias=torch.randn(V, dtype=torch.float64)), hiddens()[0], labels_with_padding()
+    extra = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((B, S, 2), (V, 2))]
+    logits = model.lm_head(hidden) + extra[0] @ extra[1].t()
+    expected = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)
+    loss_fn = FusedLinearCrossEntropy(reduction=reduction)
+    got = mtp.calculate_loss(loss_fn, hidden_states=hidden, labels=labels, model=model, extra=tuple(extra))
+    torch.testing.assert_close(got, expected)
+    leaves = [hidden, *extra, *model.parameters()]
+    for ours, plain in zip(*(torch.autograd.grad(value.sum(), leaves) for value in (got, expected)), strict=True):
+        torch.testing.assert_close(ours, plain)
+
+
 LAYOUTS = {  # of logits without their last dimension, and of labels
     "flat labels": ((2, 12), (24,)),
     "flat logits": ((24,), (2, 12)),
