@@ -732,7 +732,7 @@ class ForeignLinear(nn.Module):
 
 
 class AdaptedLinear(nn.Linear):
-    """What the host's LoRA makes of a linear layer, of which its fused loss takes the weight all the same."""
+    """An adapter of another library, of which the host's fused loss takes the weight all the same."""
 
     def __init__(self):
         super().__init__(D, V, bias=False)

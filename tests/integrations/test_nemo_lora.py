@@ -130,6 +130,28 @@ def test_a_head_that_computes_something_else_is_refused(change):
         assert not defers
 
 
+@pytest.mark.parametrize("part", ["base_layer", "lora_B", "all of it"])
+def test_hooks_of_a_head_of_peft_are_refused(part):
+    model = adapted("PEFT")
+    head = model.get_output_embeddings()
+    hooked = {"base_layer": head.base_layer, "lora_B": head.lora_B["default"], "all of it": head}[part]
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"^the LM head must .* hook"):
+        host.calculate_loss(model, *batch())
+
+
+def test_a_merged_adapter_that_is_then_disabled():
+    """PEFT takes it out of the weight at the next call of the head."""
+    model, inputs = adapted("PEFT", lora_bias=False), batch()
+    plain = model.get_output_embeddings().base_layer.weight.detach().clone()
+    model.base_model.merge_adapter()
+    merged = results(host.calculate_loss, model, inputs)["loss"]
+    model.base_model.disable_adapter_layers()
+    head = model.get_output_embeddings()
+    assert merged != results(host.calculate_loss, model, inputs)["loss"]
+    torch.testing.assert_close(head.base_layer.weight.detach(), plain)
+
+
 @pytest.mark.parametrize("loss", every_time(["calculate_loss", "MDLM"], LOSSES))
 @pytest.mark.parametrize("position", ["pre", "post"])
 def test_dropout_that_is_off(loss, position):

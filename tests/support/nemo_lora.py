@@ -75,17 +75,17 @@ def adapted(kind="patched", *, dtype=torch.float64, bias=True, **options):
     elif kind == "Triton":  # whose kernels need a GPU
         lora().patch_linear_module(head, use_triton=True, use_memory_efficient_lora=False, **options)
     else:
-        model = of_peft(model, kind)
+        model = of_peft(model, kind, lora_bias=options.get("lora_bias", True))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
     return model
 
 
-def of_peft(model, kind):
+def of_peft(model, kind, lora_bias):
     peft = importlib.import_module("peft")
     options = {
-        "PEFT": {"target_modules": ["lm_head"], "r": 3, "lora_alpha": 5, "lora_bias": True, "lora_dropout": 0.2},
+        "PEFT": {"target_modules": ["lm_head"], "r": 3, "lora_alpha": 5, "lora_bias": lora_bias, "lora_dropout": 0.2},
         "PEFT, trained copy": {"target_modules": ["other"], "modules_to_save": ["lm_head"]},
     }[kind]
     model.other = nn.Linear(D, D).to(model.lm_head.weight.dtype)
