@@ -62,7 +62,7 @@ class Model(nn.Module):
 
 
 def adapted(kind="patched", *, dtype=torch.float64, bias=True, **options):
-    """A model whose head is ``kind``; the B of its adapters are not zero."""
+    """A model whose head is ``kind``, with adapters that are not zero and a copy that is not the original."""
     torch.manual_seed(1)
     model = Model(bias).to(dtype)
     head, options = model.lm_head, {"dim": 3, "alpha": 5, **options}
@@ -77,7 +77,7 @@ def adapted(kind="patched", *, dtype=torch.float64, bias=True, **options):
     else:
         model = of_peft(model, kind, lora_bias=options.get("lora_bias", True))
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "modules_to_save" in name:
             nn.init.normal_(parameter)
     return model
 
