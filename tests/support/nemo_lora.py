@@ -177,6 +177,18 @@ def encoder_ar(logits, other, labels, noise, p):
     return module("components.loss.dllm_loss").encoder_ar_loss(logits, labels.clamp(min=0), labels != -100)
 
 
+def scdd(logits, other, labels, noise, p):
+    ids, on = labels.clamp(min=0, max=V - 2), labels != -100
+    loss = module("components.loss.dllm_loss").SCDDLoss(V - 1, 20, max_ratio=0.2)
+    times, noisy = p[:, :1].expand(p.shape), torch.where(noise, V - 1, ids)
+    return loss(logits, ids, noise, times, on, noisy_input_ids=noisy).total_loss
+
+
+def idlm(logits, other, labels, noise, p):
+    ids, on = labels[:, 4:].clamp(min=0), torch.ones(len(labels), 4)
+    return module("components.loss.dllm_loss").IDLMLoss()(logits, ids, on.bool(), on, seq_len=4).total_loss
+
+
 def of_logits(loss):
     return lambda model, hidden, *rest: loss(*(model(h) for h in hidden[:2]), *rest)
 
@@ -199,6 +211,8 @@ LOSSES = {
     "MDLM": (deferred(mdlm), of_logits(mdlm)),
     "hybrid": (deferred(hybrid), of_logits(hybrid)),
     "encoder_ar_loss": (deferred(encoder_ar), of_logits(encoder_ar)),
+    "SCDD": (deferred(scdd), of_logits(scdd)),
+    "I-DLM": (deferred(idlm), of_logits(idlm)),
 }
 
 
