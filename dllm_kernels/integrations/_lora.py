@@ -113,7 +113,11 @@ def _adapters(head: Any) -> list[Adapter]:
 
 def _of_peft(head: Any, name: str) -> Adapter:
     a, dropout = head.lora_A[name], head.lora_dropout[name]
-    dropped = lambda h: dropout(head._cast_input_dtype(h, a.weight.dtype))  # noqa: E731
+
+    def dropped(hidden: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = dropout(head._cast_input_dtype(hidden, a.weight.dtype))
+        return result
+
     return Adapter(a, head.lora_B[name], head.scaling[name], dropped)
 
 
