@@ -358,7 +358,7 @@ def test_gradients_only_for_what_requires_them():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_memory_of_two_chunks(dtype):
     """Two chunks of logits, the gradient of the hidden states, and blocks that stay in cache: never [N, V]."""
-    N, V, chunk = 2048, 4096, 64
+    N, V, chunk = 4096, 4096, 64
     h, th = (torch.randn(N, D).to(dtype) for _ in range(2))
     h.requires_grad_()
     w = torch.randn(V, D).to(dtype)
