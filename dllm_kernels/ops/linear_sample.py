@@ -52,8 +52,8 @@ def linear_sample(
 
     .. math:: x = \text{transform}(W h + b) / T, \qquad \text{id} = \arg\max_v \; x_v - \ln(-\ln u_v)
 
-    The sample is exact: no probability is truncated or sorted. The uniform u of a column is 48 bits of the Philox stream
-    of the row's seed. Equal logits therefore give the same token on a CPU and on a GPU, in any batch, with any
+    The sample is exact: no probability is truncated or sorted. The uniform u of a column has 48 bits of the Philox
+    stream of the row's seed. Equal logits therefore give the same token on a CPU and on a GPU, in any batch, with any
     ``chunk_size``, and with a vocabulary that is split over ranks. (A matrix product may round differently for another
     chunk or device, and then the logits are not equal to the last bit.) The result has no gradient.
 

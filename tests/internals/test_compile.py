@@ -368,11 +368,12 @@ def test_two_factors_of_which_one_changes():
 TEMPERED = {"mdlm": MDLMCrossEntropyLoss, "scdd, counted": lambda: SCDDLoss(MASK_ID, num_timesteps=10)}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.covering(1, most=2)
-@pytest.mark.parametrize("values", every_time([FACTORS[1.0,]], FACTORS.values(), name=lambda values: str(values[:2])))
-@pytest.mark.parametrize("attribute", every_time(["softcap"], ["scale", "softcap"]))
-@pytest.mark.parametrize("form", every_time(["hidden"], ["logits", "hidden"]))
-@pytest.mark.parametrize("name", every_time(["scdd, counted"], TEMPERED))
+@pytest.mark.parametrize("values", FACTORS.values(), ids=lambda values: str(values[:2]))
+@pytest.mark.parametrize("attribute", ["scale", "softcap"])
+@pytest.mark.parametrize("form", ["logits", "hidden"])
+@pytest.mark.parametrize("name", TEMPERED)
 def test_a_factor_of_a_loss_that_changes_from_step_to_step(name, form, attribute, values):
     loss, inputs, leaves = TEMPERED[name](), *draw(BY_NAME[name])
     setattr(loss, attribute, values[0])
@@ -471,9 +472,9 @@ class Head(nn.Module):
         self.lm_head = nn.Linear(D, V, bias=False, device=DEVICE)
 
 
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("count", every_time(["int"], COUNTS))
-@pytest.mark.parametrize("base", every_time([FusedLinearCrossEntropy], [MaskedCrossEntropy, FusedLinearCrossEntropy]))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("base", [MaskedCrossEntropy, FusedLinearCrossEntropy])
 def test_counts_and_lengths_of_mtp_that_change_from_step_to_step(base, count):
     model, loss_fn = Head(), base()
 
