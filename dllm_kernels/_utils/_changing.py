@@ -1,8 +1,8 @@
 """Float arguments of a compiled op that may vary between calls, such as an annealed temperature.
 
-torch.compile turns a float that has changed into a symbol, but specialises on it again when it enters an op as a float,
-so that each value would need its own graph. As a CPU tensor, which the op reads when it runs, it stays symbolic. Floats
-that have not changed stay floats, because a graph with a CPU tensor cannot be a CUDA graph.
+torch.compile turns a float that has changed into a symbol. It specialises on the symbol again when an op takes it as a
+float, so that each value would need its own graph. A CPU tensor, which the op reads when it runs, stays symbolic.
+Floats that have not changed stay floats, because a graph with a CPU tensor cannot be a CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 
 
 def packed(numbers: Sequence[float]) -> tuple[list[float], torch.Tensor | None]:
-    """Encode the numbers as an op's schema can carry them: floats, or zeros and a float64 tensor of all of them."""
+    """Encode numbers for the schema of a custom op: as floats, or as zeros and one float64 tensor."""
     if not torch.compiler.is_compiling() or not any(_changes(number) for number in numbers):
         return list(numbers), None
     one = torch.ones((), dtype=torch.float64, device="cpu")
-    return [0.0] * len(numbers), torch.stack([one * number for number in numbers])  # the products become tensor's
+    return [0.0] * len(numbers), torch.stack([one * number for number in numbers])  # tensor * symbol: a tensor
 
 
 def unpacked(numbers: Sequence[float], changing: torch.Tensor | None) -> Sequence[float]:
-    """Decode the numbers of :func:`packed` when the op runs."""
+    """Decode the output of :func:`packed` when the op runs."""
     return numbers if changing is None else changing.tolist()
 
 
@@ -31,11 +31,11 @@ def equals(number: float, constant: float) -> bool:
 
 
 def shown(number: float) -> object:
-    """Format the number for an error message, which cannot contain a symbol."""
+    """Return the number as an error message prints it; a symbol cannot be printed."""
     return "another" if torch.compiler.is_compiling() and _changes(number) else number
 
 
 def _changes(number: float) -> bool:
-    from torch.fx.experimental.symbolic_shapes import has_static_value  # slow to import, and only a trace needs it
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # imported lazily, because it is slow
 
     return not has_static_value(number)

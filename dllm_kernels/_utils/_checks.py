@@ -1,4 +1,4 @@
-"""Argument validation of the public functions: each error names the argument, what was expected and what was passed."""
+"""Argument validation of the public functions: each error names the argument, the condition and the value passed."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from dllm_kernels._utils._target_range import raise_bad_target
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Of a soft cap or a scale: float32 holds it, its inverse and their product.
+# Range of a soft cap or a scale, such that float32 holds the value, its inverse and the product of a cap and a scale.
 FACTORS = (1e-18, 1e18)
-ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")  # of an environment variable, in any case
-Extra = tuple[Tensor, Tensor]  # the second part of a head
+# Case-insensitive values of an environment variable.
+ON, OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+Extra = tuple[Tensor, Tensor]  # (u, U), the low-rank part of a head
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Names(NamedTuple):
-    """Argument names of the function that was called, for the messages of shared checks.
+    """Argument names of the public function, for the error messages of shared checks.
 
     Attributes:
         rows: the logits ``[..., V]`` or, with an LM head, the hidden states ``[..., D]``.
         targets: the target ids ``[...]``.
-        weight: the LM head ``[V, D]``; "" without one.
-        bias: its bias ``[V]``; "" without an LM head.
+        weight: the LM head ``[V, D]``; "" if the function takes logits.
+        bias: the bias of the head ``[V]``; "" if the function takes logits.
     """
 
     rows: str
@@ -49,7 +50,7 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
 
 
 def type_name(value: object) -> str:
-    """Name the type of ``value`` with its module: other libraries have a Tensor, a Generator and a Linear too."""
+    """Name the type of ``value`` with its module, because other libraries have a Tensor, Generator and Linear too."""
     kind = type(value)
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -79,7 +80,7 @@ def check_ids(name: str, value: Any) -> None:
 
 
 def check_flags(**flags: object) -> None:
-    """Raise a TypeError unless every one is a bool."""
+    """Raise a TypeError unless every argument is a bool."""
     for name, value in flags.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"{name} must be a bool, got {type_name(value)}")
@@ -133,7 +134,7 @@ def check_mask(name: str, value: Any, expected: Sequence[int], of: str = "") -> 
 
 
 def is_int(value: object) -> bool:
-    """Whether ``value`` is an int of Python or NumPy, and not a bool."""
+    """Return True for an int of Python or NumPy, False for a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -159,7 +160,7 @@ def check_choice(name: str, value: Any, known: Collection[str]) -> None:
 
 
 def check_int64(name: str, value: Any) -> None:
-    """Raise unless ``value`` is an int that int64 holds."""
+    """Raise unless ``value`` is an int in the range of int64."""
     check_int(name, value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must be an int of 64 bits, got {value}")
@@ -172,9 +173,9 @@ def check_positive_int(name: str, value: Any) -> None:
 
 def check_count(name: str, value: object) -> None:
     """Raise unless ``value`` is None, a number, or a tensor with one element."""
-    if value is None or (not isinstance(value, bool) and isinstance(value, numbers.Real)):  # NumPy's numbers too
+    if value is None or (not isinstance(value, bool) and isinstance(value, numbers.Real)):  # includes NumPy scalars
         return
-    if isinstance(value, (Tensor, np.ndarray)):  # NumPy's numbers are arrays while a graph is traced
+    if isinstance(value, (Tensor, np.ndarray)):  # NumPy scalars are arrays while a graph is traced
         if math.prod(value.shape) != 1:
             raise ValueError(f"{name} must be a number or a 0-d tensor, got a tensor of shape {tuple(value.shape)}")
         return
@@ -182,7 +183,7 @@ def check_count(name: str, value: object) -> None:
 
 
 def check_total(name: str, value: Any) -> None:
-    """Raise unless ``value`` passes :func:`check_count` and is not negative; the sign is not read from a GPU."""
+    """Raise unless ``value`` passes :func:`check_count` and is not negative. On a GPU the sign is not checked."""
     check_count(name, value)
     value = _plain.plain(value)
     known = _plain.values_are_there(value) if isinstance(value, Tensor) else isinstance(value, numbers.Real)
@@ -223,9 +224,9 @@ def check_rows(
 
 
 def check_dtypes(rows_name: str, rows: Tensor, others: Mapping[str, Tensor | None]) -> None:
-    """Raise unless all others have the dtype of the rows, or autocast will cast them; autocast never casts float64.
+    """Raise unless all others have the dtype of the rows, or autocast will cast them. Autocast never casts float64.
 
-    A DTensor may be stored in another dtype, as under FSDP2's mixed precision: it is looked at once it is gathered.
+    A DTensor may be stored in another dtype, as under FSDP2's mixed precision. It is checked after it is gathered.
     """
     given = {name: t for name, t in others.items() if t is not None}
     if _plain.autocasts(rows) and all(t.dtype != torch.float64 for t in (rows, *given.values())):
@@ -238,7 +239,7 @@ def check_dtypes(rows_name: str, rows: Tensor, others: Mapping[str, Tensor | Non
 
 
 def checked_pair(name: str, value: Any, parts: str) -> tuple[Any, Any]:
-    """Validate an argument that is a tuple of two tensors or None, which becomes two of them."""
+    """Validate an argument that is None or a tuple of two tensors; None becomes ``(None, None)``."""
     if value is None:
         return None, None
     if not isinstance(value, (tuple, list)) or len(value) != 2:
@@ -272,9 +273,9 @@ def checked_extra(
 
 
 def targets_checked(check_targets: bool | None) -> bool:
-    """Whether to check for out-of-range targets: the argument, or the environment variable if it is None.
+    """Decide if out-of-range targets raise: by the argument, or by ``DLLM_KERNELS_CHECK`` if it is None.
 
-    A compiled function reads the variable when it is traced, and does not look again.
+    A compiled function reads the variable only when it is traced.
     """
     if check_targets is not None:
         return checked_bool("check_targets", check_targets)
@@ -290,9 +291,9 @@ def check_target_range(
 ) -> None:  # fmt: skip
     """On request, raise an IndexError naming the first target outside [0, V), or skipped, that is not ``ignore_index``.
 
-    Reads the targets back to the host (a sync), hence only on request. While a graph is traced, one op stands for it,
-    so that the graph stays whole and the check runs with it. ``shift``: how many positions further on the caller's
-    tensor, which the message is about, has them.
+    Reads the targets back to the host, which is a sync. While a graph is traced, the check is recorded as one custom
+    op, which does not break the graph and runs with it. ``shift``: added to the last index in the message, if the
+    caller's tensor holds these targets that many positions further on.
     """
     if not targets_checked(check_targets):
         return
@@ -305,7 +306,7 @@ def check_target_range(
 
 
 def check_inplace(logits: Tensor, rows: Tensor) -> None:
-    """Raise unless the gradient fits over the logits, seen as ``rows [B, L, V]``: no copy, no shared memory."""
+    """Raise unless the gradient can overwrite the logits: ``rows [B, L, V]`` is a view whose rows do not overlap."""
     if torch.compiler.is_compiling() or _plain.transforms_active():
         raise ValueError("inplace_backward must be False under torch.compile and torch.func, got True")
     wanted = logits.requires_grad and torch.is_grad_enabled()
@@ -317,10 +318,10 @@ def check_inplace(logits: Tensor, rows: Tensor) -> None:
 
 
 def _rows_overlap(x: Tensor) -> bool:
-    """Whether rows of ``x [B, L, V]`` may share memory.
+    """Return True if rows of ``x [B, L, V]`` may share memory.
 
-    They do not where the steps along B and L nest, each at least as long as what the smaller ones span. Steps that
-    interleave without touching count as an overlap; no slice, transpose or expansion makes such.
+    Rows do not overlap if the strides along B and L nest, each at least as long as the extent of the smaller ones.
+    Strides that interleave without overlap are reported as an overlap too. No slice, transpose or expansion makes them.
     """
     span = x.shape[2]
     for stride, size in sorted(zip(x.stride()[:2], x.shape[:2], strict=True)):
@@ -331,7 +332,7 @@ def _rows_overlap(x: Tensor) -> bool:
 
 
 def checked_chunk_size(chunk_size: Any) -> int | None:
-    """Convert to a Python int, which does not overflow, and check that it is at least 1; None passes."""
+    """Convert to a Python int, which cannot overflow, and check that it is at least 1. None passes."""
     if chunk_size is None:
         return None
     check_positive_int("chunk_size", chunk_size)
@@ -365,7 +366,7 @@ def check_finite(name: str, value: Any) -> None:
 
 
 def check_not_negative(name: str, value: Any) -> None:
-    """Raise unless ``value`` is a number that a term may be multiplied by."""
+    """Raise unless ``value`` is a finite number of at least 0."""
     check_number(name, value)
     if not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must not be negative, and finite, got {_changing.shown(value)}")
@@ -382,14 +383,14 @@ def check_factor(name: str, value: Any) -> None:
 
 
 def checked_temperature(temperature: Any) -> float:
-    """Validate a number by which logits are divided."""
+    """Validate a divisor of the logits."""
     check_number("temperature", temperature)
-    check_factor("temperature", temperature)  # as its inverse has to be one
+    check_factor("temperature", temperature)  # the inverse is used as a scale, which has the same range
     return float(temperature)
 
 
 def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
-    """Raise unless these are valid fields of a transform, or None; whether the column exists is checked later."""
+    """Raise unless each is None or a valid field of a transform. :func:`checked_transform` compares skip_id with V."""
     check_factor("softcap", softcap)
     check_factor("scale", scale)
     if skip_id is not None and not is_int(skip_id):
@@ -399,7 +400,7 @@ def check_transform(softcap: Any, scale: Any, skip_id: Any) -> None:
 
 
 def checked_transform(V: int, softcap: Any = None, scale: Any = None, skip_id: Any = None) -> Transform:
-    """Validate the transform of logits of V columns; a scale of 1 becomes None."""
+    """Validate the transform of logits with V columns; a scale of 1 becomes None."""
     if softcap is None and scale is None and skip_id is None:
         return NO_TRANSFORM
     check_transform(softcap, scale, skip_id)

@@ -1,4 +1,4 @@
-"""Target check as a custom op for torch.compile: it has no outputs, and no graph may drop or move it.
+"""Target check as a custom op for torch.compile. It has no outputs; the ordered effect keeps it from being eliminated.
 
 Imported only while a graph is traced, because registration is slow.
 """
@@ -8,7 +8,7 @@ from torch._library.effects import EffectType
 
 from dllm_kernels._utils._target_range import raise_bad_target
 
-# Reads the targets back to the host, which a CUDA graph cannot do.
+# Unsafe in a CUDA graph, because it reads the targets back to the host.
 target_range = torch.library.custom_op(
     "dllm_kernels::check_target_range", raise_bad_target, mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )

@@ -1,4 +1,4 @@
-"""The dtype of sums over logits."""
+"""Accumulation dtype of sums over logits."""
 
 import torch
 

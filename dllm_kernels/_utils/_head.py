@@ -10,14 +10,14 @@ from torch import nn
 
 from dllm_kernels._utils._checks import type_name
 
-LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # our own classes that compute the same add their forward
-# Hooks of these modules gather, free and lay out the parameters, and compute nothing.
+LINEAR_FORWARDS: set[object] = {nn.Linear.forward}  # classes of this package that compute the same add their forward
+# Hooks from these packages gather, free and lay out the parameters, and compute nothing.
 SHARDING = ("torch.distributed.", "deepspeed.")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def projects(head: nn.Module) -> bool:
-    """Whether the module has a forward that computes logits; parameter containers and embeddings do not."""
+    """Return True if the module has a forward that computes logits, unlike parameter containers and embeddings."""
     has_forward = type(head).forward is not nn.Module.forward or "forward" in vars(head)
     return has_forward and not isinstance(head, nn.Embedding)
 
@@ -30,7 +30,7 @@ def check_plain_head(head: nn.Module, advice: str, *, replaced: bool = False) ->
 
     Args:
         head: the LM head.
-        advice: end of the message, which says what to do.
+        advice: end of the message, which names the fix.
         replaced: another module takes over the head's parameters only, without its sharding hooks or parametrizations.
     """
     if projects(head) and (more := more_than_linear(head, replaced=replaced)):

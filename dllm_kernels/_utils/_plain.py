@@ -1,6 +1,6 @@
-"""Kinds of tensors: plain, DTensor, without values, inside a transform of ``torch.func``.
+"""Tests for kinds of tensors: plain, DTensor, meta or fake, batched or dual in a transform of ``torch.func``.
 
-Small per-row tensors (targets, masks, weights, counts) may come as DTensors; the package works on plain ones.
+Small per-row tensors (targets, masks, weights, counts) may be DTensors. The package converts them to plain tensors.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch.autograd import forward_ad
 
 
 def is_dtensor(t: Any) -> bool:
-    """Whether ``t`` is a DTensor, tested without importing torch.distributed.
+    """Return True for a DTensor, without importing torch.distributed.
 
-    Only tensors are tested: a count that varies between steps is a symbol while a graph is traced, and has no
-        attributes.
+    ``hasattr`` is evaluated on tensors only, because a count that varies between steps is a symbol without attributes
+    while a graph is traced.
     """
     return type(t) is not Tensor and isinstance(t, Tensor) and hasattr(t, "device_mesh")
 
@@ -35,28 +35,28 @@ def plain(t: Any) -> Any:
 
 
 def all_plain(*tensors: Any) -> tuple[Any, ...]:
-    """Apply :func:`plain` to each."""
+    """Apply :func:`plain` to each argument."""
     return tuple([t if t is None or type(t) is Tensor else plain(t) for t in tensors])
 
 
 def autocasts(t: Tensor) -> bool:
-    """Whether autocast is enabled on the tensor's device; False on the meta device."""
+    """Return True if autocast is enabled on the tensor's device; False on the meta device."""
     return t.device.type != "meta" and torch.is_autocast_enabled(t.device.type)
 
 
 def plain_count(count: Any) -> Any:
-    """Convert a count to a number or a plain tensor; a NumPy number is an array while a graph is traced."""
+    """Convert a count to a number or a plain tensor; a NumPy scalar is an array while a graph is traced."""
     return torch.as_tensor(count, device="cpu") if isinstance(count, np.ndarray) else plain(count)
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether the tensor has values at all: not on the meta device, nor under ``FakeTensorMode``."""
-    # Compare the device type by name: the mock GPU has another type, and launches kernels.
+    """Return True if the tensor has data: it is not on the meta device, and not a fake tensor."""
+    # Test for "meta" and not for CPU or CUDA, because the mock GPU of the tests has another type and launches kernels.
     return (type(t) is Tensor and t.is_cpu) or not (t.device.type == "meta" or isinstance(t, FakeTensor))
 
 
 def check_no_tangent(*tensors: Tensor | None) -> None:
-    """Raise if an input has a forward-mode tangent, which would be dropped and give a derivative of 0."""
+    """Raise if an input has a forward-mode tangent, because dropping it would give a derivative of 0."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return
     duals = (forward_ad.unpack_dual(t) for t in tensors if t is not None)  # type: ignore[no-untyped-call]
@@ -72,7 +72,7 @@ def refuse_forward_mode() -> NoReturn:
 
 
 def transforms_active() -> bool:
-    """Whether the code runs inside a transform of ``torch.func``, such as ``grad``."""
+    """Return True inside a transform of ``torch.func``, such as ``grad``."""
     return torch._C._are_functorch_transforms_active()
 
 
@@ -85,12 +85,12 @@ def levels(t: Tensor) -> Iterator[Tensor]:
 
 
 def is_batched(t: Tensor) -> bool:
-    """Whether the tensor has a batch dimension of ``torch.func.vmap``, which its shape does not show."""
+    """Return True if the tensor has a batch dimension of ``torch.func.vmap``, which its shape does not include."""
     return transforms_active() and any(torch._C._functorch.is_batchedtensor(each) for each in levels(t))
 
 
 def check_not_batched(*tensors: Tensor | None) -> None:
-    """Raise if one of the tensors :func:`is_batched`."""
+    """Raise if :func:`is_batched` is True for one of the tensors."""
     if not torch.compiler.is_compiling() and any(t is not None and is_batched(t) for t in tensors):
         refuse_vmap()
 
@@ -104,5 +104,5 @@ def refuse_vmap() -> NoReturn:
 
 
 def values_are_there(t: Tensor | None) -> bool:
-    """Whether reading values costs no sync: on CPU, with real data, and not while a graph is traced."""
+    """Return True if values can be read without a sync: on CPU, with data, and not while a graph is traced."""
     return t is not None and t.is_cpu and has_values(t) and not torch.compiler.is_compiling() and not is_batched(t)

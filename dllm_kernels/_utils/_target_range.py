@@ -11,7 +11,7 @@ def raise_bad_target(
     targets: torch.Tensor, name: str, V: int, ignore_index: int | None, shift: int, skip_id: int | None = None
 ) -> None:
     """Raise IndexError for the first target that is outside [0, V) or skipped, and is not ``ignore_index``."""
-    targets = targets.long()  # compared as int8 or uint8, a vocabulary size or -100 would wrap around
+    targets = targets.long()  # in int8 or uint8, a vocabulary size or -100 would wrap around
     bad, also = (targets < 0) | (targets >= V), ""
     if skip_id is not None:
         bad, also = bad | (targets == skip_id), f" and not be skip_id, {skip_id}"
@@ -28,7 +28,7 @@ def first_true(found: torch.Tensor) -> tuple[int, ...] | None:
 
 
 def first_fraction(mask: torch.Tensor | None, supervised: torch.Tensor) -> tuple[int, ...] | None:
-    """Return the index of the first fraction among supervised mask values, or None; the mask may be unused."""
+    """Return the index of the first supervised mask value strictly between 0 and 1, or None; also None without data."""
     if mask is None or mask.shape != supervised.shape or not mask.is_floating_point():
         return None
     if not (values_are_there(mask) and supervised.is_cpu and bool(mask.frac().any())):

@@ -18,8 +18,8 @@ class Transform(NamedTuple):
 
     Attributes:
         softcap: bound of the magnitude of the logits (Gemma 2), > 0.
-        scale: factor after the cap; a temperature T is 1 / T.
-        skip_id: the column that is never predicted, such as the MASK token's. Its gradient is 0; as a target it is NaN.
+        scale: factor after the cap; a temperature T is a scale of 1 / T.
+        skip_id: column that is never predicted, such as that of MASK. Its gradient is 0; its NLL as a target is NaN.
     """
 
     softcap: float | None = None
@@ -50,9 +50,9 @@ NO_TRANSFORM = Transform()
 
 
 def transformed(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
-    """Transform logits z ``[..., V]``, in the accumulation dtype; returns z itself if there is nothing to do.
+    """Transform logits z ``[..., V]``, in the accumulation dtype; returns z itself if the transform is the identity.
 
-    The result is written to ``out``, of the same shape and dtype, which may be z.
+    The result is written to ``out``, of the shape and dtype of z, which may be z.
     """
     cap, scale, _ = transform
     if cap is not None:
@@ -63,10 +63,10 @@ def transformed(z: Tensor, transform: Transform, out: Tensor) -> Tensor:
 
 
 def with_slope(z: Tensor, transform: Transform, out: Tensor, slope: Tensor | None) -> tuple[Tensor, Tensor | float]:
-    """Return :func:`transformed` and its derivative, which is one number if it is the same for all logits.
+    """Return :func:`transformed` and its derivative: a float if it is constant, otherwise a tensor.
 
-    Otherwise the derivative is written to ``slope``, of the shape and dtype of z, which must not share memory with
-    ``out``. None is enough without a soft cap, and where the derivative is not used.
+    The tensor is written to ``slope``, of the shape and dtype of z, which must not share memory with ``out``. ``slope``
+    may be None without a soft cap, or if the derivative is not used.
     """
     scale = 1.0 if transform.scale is None else transform.scale
     if transform.softcap is None or slope is None:
@@ -85,7 +85,7 @@ def _masked(x: Tensor, transform: Transform, out: Tensor) -> Tensor:
 
 
 def through_(grad: Tensor, slope: Tensor | float, transform: Transform) -> Tensor:
-    """Make the gradient ``[..., V]`` in transformed logits that in the logits, in place; 0 in the skipped column."""
+    """Backpropagate ``grad [..., V]`` through the transform in place: times the slope, zero in column ``skip_id``."""
     if isinstance(slope, Tensor) or slope != 1:
         grad.mul_(slope)
     if transform.skip_id is not None:
