@@ -1,9 +1,9 @@
-"""The corruption routines as torch.compile sees them: opaque ops, of which it writes no code of its own.
+"""Corruption routines as opaque custom ops for torch.compile, so that inductor generates no code for them.
 
-Their integer products pass 2^63 and wrap. In the C++ that inductor writes for a CPU that is undefined, and its compiler
-made other bits of them; where the last block is short, inductor left the end of a spread or reshaped tensor unwritten.
+Their integer products exceed 2^63 and wrap. Signed overflow is undefined in the C++ that inductor generates for a CPU,
+and gave other bits. If the last block is short, inductor also left the end of an expanded or reshaped tensor unwritten.
 
-Loaded only while a graph is traced, since registering costs import time.
+Imported only while a graph is traced, because registration is slow.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _corrupted(what: str, input_ids: Tensor, *_: Any) -> _corrupt.Corrupted:
 
 
 def _op(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Its floats may change from call to call (``_changing``): an argument more, at the end, has those that do."""
+    """Register ``function`` as a custom op; an additional last argument holds floats that vary, see ``_changing``."""
     name = function.__name__
     floats = [i for i, p in enumerate(inspect.signature(function).parameters.values()) if p.annotation == "float"]
     schema = torch.library.infer_schema(function, mutates_args=()).replace(") ->", ", Tensor? changing) ->")
@@ -67,7 +67,7 @@ child_seeds = _op(_philox.child_seeds, lambda seeds, count: seeds.new_empty(len(
 
 @torch.library.custom_op("dllm_kernels::gumbel_topk_mask", mutates_args=())
 def gumbel_topk_mask(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Tensor | None, backend: str) -> Tensor:
-    """``_topk.choose``."""
+    """See ``_topk.choose``."""
     return choose(log_w, k, uniform, seed, backend)
 
 

@@ -1,12 +1,12 @@
-r"""The corruption routines below the public functions: the choice of backend, and the torch path.
+r"""Corruption routines below the public functions: dispatch to a backend, and the implementation in torch and NumPy.
 
-A batch ``[B, L]`` is a grid of B rows, ``blocks`` blocks of ``size`` positions, the last of a row possibly short;
-without a block size the row is one block of L. A routine is a body over rows of that grid, for numpy and torch alike:
-from the draws it makes the chosen positions, what to put there and the level of each block, by the arithmetic of
-``_rules``.
+A batch ``[B, L]`` is a grid of B rows, each of ``blocks`` blocks of ``size`` positions. The last block of a row may be
+short. Without a block size, a row is one block of L positions. A routine is a body over rows of the grid, written once
+for NumPy and torch. From the draws it computes the chosen positions, their new tokens and the level of each block, with
+the arithmetic of ``_rules``.
 
-On CPU tensors the body runs on numpy arrays, a slice of the rows at a time: hosts corrupt there, often a sample at a
-time, where a numpy call costs a fifth of a torch call. Tests hold both to the same bits.
+On CPU tensors the body runs on NumPy arrays, a slice of the rows at a time. Training frameworks corrupt on the CPU,
+often one sample at a time, where a NumPy call costs a fifth of a torch call. Tests require the same bits from both.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dllm_kernels._random._topk import host_slices, on_host, select_exact, selec
 Tensor = torch.Tensor
 Array = _rules.Array
 Corrupted = tuple[Tensor, Tensor, Tensor]
-METHODS = ("uniform", "antithetic", "stratified")  # of sample_level
+METHODS = ("uniform", "antithetic", "stratified")  # methods of sample_level
 
 
 class Grid(NamedTuple):
-    """Rows, positions of a row, blocks of a row, positions of a block."""
+    """Shape of a batch: B rows of L positions, each split into ``blocks`` blocks of ``size`` positions."""
 
     B: int
     L: int
@@ -40,27 +40,27 @@ class Grid(NamedTuple):
 
     @classmethod
     def of(cls, input_ids: Tensor, block_size: int | None) -> Grid:
-        """Make the grid of a batch; without a block size, or with one beyond L, a row is one block of L."""
+        """Make the grid of a batch; without a block size, or with one larger than L, a row is one block of L."""
         B, L = input_ids.shape
         size = L if block_size is None else min(block_size, L)
         return cls(B, L, -(-L // size), size)
 
     @property
     def even(self) -> bool:
-        """Whether no block is short."""
+        """True if no block is short."""
         return self.blocks * self.size == self.L
 
     @property
     def lengths(self) -> list[int]:
-        """Positions of each block of a row."""
+        """Number of positions of each block of a row."""
         return [self.size] * (self.blocks - 1) + [self.L - (self.blocks - 1) * self.size]
 
     def fold(self, at_place: Array) -> Array:
-        """``[rows, L]`` as ``[rows, blocks, size]`` where there are several and none is short."""
+        """View ``[rows, L]`` as ``[rows, blocks, size]`` if there are several blocks and none is short."""
         return at_place.reshape(-1, self.blocks, self.size) if self.blocks > 1 and self.even else at_place
 
     def beside(self, of_block: Array) -> Array:
-        """``[rows, blocks]``, or ``[rows, 1]`` for all blocks, so that it broadcasts against what ``fold`` gives."""
+        """Expand ``[rows, blocks]``, or ``[rows, 1]`` for all blocks, to broadcast against the result of ``fold``."""
         if self.even and self.blocks > 1:
             return of_block[..., None]
         if of_block.shape[1] == 1:
@@ -70,7 +70,16 @@ class Grid(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Some rows of the batch, which of their positions are supervised (None: all), and what is drawn for them."""
+    """A slice of the batch's rows, with their random bits.
+
+    Attributes:
+        part: the slice of the batch.
+        ids: token ids ``[rows, L]``.
+        supervised: bool ``[rows, L]``; None if all positions are supervised.
+        levels: draws of the levels; None without a seed, as ``draws`` and ``words``.
+        draws: draws of the positions.
+        words: whole words of the positions; None if the routine takes one draw per position.
+    """
 
     part: slice
     ids: Array
@@ -81,7 +90,7 @@ class Rows(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Chosen positions, what to put there (a number or ``[rows, L]``), the level of each block (None: 1)."""
+    """Chosen positions, their new token (an int or ``[rows, L]``), and the level of each block (None: 1)."""
 
     chosen: Array
     token: Array | int
@@ -95,16 +104,16 @@ def corrupt(
     what: str, input_ids: Tensor, loss_mask: Tensor | None, token: int, block_size: int | None, eps: float,
     half_life_ratio: float, level: Tensor | None, seed: Tensor | None, backend: str,
 ) -> Corrupted:  # fmt: skip
-    """Corrupt supervised positions as the functions of :mod:`dllm_kernels.corruption` say.
+    """Corrupt supervised positions; see the functions of :mod:`dllm_kernels.corruption`.
 
     ======  =================================================  ===========================================
-    what    the function                                       the positions
+    what    public function                                    chosen positions
     ======  =================================================  ===========================================
-    mask    ``corrupt_uniform``                                each with its row's probability
-    exact   ``corrupt_uniform`` with ``exact``                 so many of a row's
-    topk    ``corrupt_blockwise``                              so many of a block's, with a position bias
-    tokens  ``corrupt_uniform_random``, ``token`` tokens       each with its block's probability
-    all     ``corrupt_all_masked``                             all, without a seed
+    mask    ``corrupt_uniform``                                each with the probability of its row
+    exact   ``corrupt_uniform`` with ``exact``                 an exact number per row
+    topk    ``corrupt_blockwise``                              an exact number per block, biased by position
+    tokens  ``corrupt_uniform_random``, with ``token`` tokens  each with the probability of its block
+    all     ``corrupt_all_masked``                             all; takes no seed
     ======  =================================================  ===========================================
     """
     if input_ids.numel() == 0:
@@ -113,8 +122,8 @@ def corrupt(
     grid = Grid.of(input_ids, block_size)
     rate, at_least = 0.0, 0
     if what == "topk":
-        # The log-weight that a position gains on the one before it at m = 0. The largest, rate * size, stays finite in
-        # float32: infinite ones would be told apart by index only.
+        # Difference of the log-weights of adjacent positions at m = 0. The largest log-weight, rate * size, must be
+        # finite in float32, because infinite ones would be ordered by index only.
         size, at_least = block_size or grid.L, int(block_size is None)
         rate = min(math.log(2.0) / (half_life_ratio * size), torch.finfo(torch.float32).max / size)
     if use_triton(backend, input_ids):
@@ -126,7 +135,7 @@ def corrupt(
         if what == "all":
             return Change(rows.supervised, token, None)
         m = _rules.level(rows.levels, eps) if level is None else rows_of(level, rows)
-        if what == "exact":  # round(m supervised) of the supervised positions, those of the largest draws
+        if what == "exact":  # the round(m * supervised) supervised positions with the largest draws
             k = _rules.number_to_mask(m[:, 0], rows.supervised.sum(1), (m[:, 0] > 0) * 1)
             return Change(select_largest(rows.draws, rows.supervised, k), token, m)
         if what == "topk":
@@ -144,7 +153,7 @@ def mix_tokens(
     input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
     check: bool, seed: Tensor, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Masks and other tokens; see :func:`dllm_kernels.corruption.corrupt_mix`."""
+    """Replace positions by MASK or by another token; see :func:`dllm_kernels.corruption.corrupt_mix`."""
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)[:2]
     if check or input_ids.is_cpu:
@@ -175,7 +184,7 @@ def complement(noise_mask: Tensor, loss_mask: Tensor, backend: str) -> Tensor:
 
 
 def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, backend: str) -> Tensor:
-    """One level a row; see :func:`dllm_kernels.corruption.sample_level`."""
+    """Sample one level per row; see :func:`dllm_kernels.corruption.sample_level`."""
     if use_triton(backend, seed):
         from dllm_kernels._backends.triton.corruption import sample_level as kernel
 
@@ -188,13 +197,13 @@ def sample_level(B: int, method: str, low: float, high: float, seed: Tensor, bac
 
 
 def _nothing(input_ids: Tensor, backend: str) -> Corrupted:
-    use_triton(backend, input_ids)  # which raises where the choice is a bad one
+    use_triton(backend, input_ids)  # raises if the backend is invalid
     p_mask = torch.empty(input_ids.shape, dtype=torch.float32, device=input_ids.device)
     return input_ids.clone(), torch.empty_like(p_mask, dtype=torch.bool), p_mask
 
 
 def check_level(level: Tensor | None) -> None:
-    """Raise where a level lies outside [0, 1]; on a GPU looking would be a host sync."""
+    """Raise if a level lies outside [0, 1]. Not checked on a GPU, because reading it would be a host sync."""
     if level is not None and level.is_cpu:
         values = level.numpy()
         if not ((values >= 0) & (values <= 1)).all():
@@ -214,12 +223,12 @@ def _check_sum(mask_prob: Tensor, uniform_prob: Tensor) -> None:
     raise ValueError(f"mask_prob + uniform_prob must be at most 1, got up to {float(total.max())}")
 
 
-#: The smallest number that passes for a probability of 0 which rounding, as of 1 - p, has made a little less.
+#: Smallest accepted probability, because rounding, as in 1 - p, can make a probability of 0 slightly negative.
 LEAST = -1e-5
 
 
 def rows_of(tensor: Tensor, rows: Rows) -> Array:
-    """Take some rows of a tensor beside the batch, in the library of the rows."""
+    """Slice a tensor with one entry per row of the batch; as a NumPy array if ``rows`` holds NumPy arrays."""
     return (tensor if isinstance(rows.draws, Tensor) else tensor.numpy())[rows.part]
 
 
@@ -234,7 +243,8 @@ def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_leas
     k = _rules.number_to_mask(level, length, at_least).reshape(-1)
     log_w = _rules.log_weights(level[..., None], rate, _rules.float32(place))
     if not grid.even:
-        log_w[:, -1, lengths[-1] :] = -16.0  # u = 2^-33 has a score of -3.2, the least that there is
+        # Padded draws are 0, so u = 2^-33. Its Gumbel noise, -3.2, is the smallest, and -16 puts it below all scores.
+        log_w[:, -1, lengths[-1] :] = -16.0
         missing = grid.size - lengths[-1]
         draws = np.pad(draws, ((0, 0), (0, missing))) if host else F.pad(draws, (0, missing))
     log_w = log_w.reshape(-1, grid.size)
@@ -249,7 +259,7 @@ def _topk_of_blocks(grid: Grid, draws: Array, level: Array, rate: float, at_leas
 def _corrupt(
     input_ids: Tensor, loss_mask: Tensor | None, seed: Tensor | None, grid: Grid, layout: Layout, body: Body, times: int
 ) -> Corrupted:
-    """Draw, if there is a seed, run the body on all rows, write the outputs; ``times`` is for ``host_slices``."""
+    """Draw if there is a seed, run the body on all rows, and write the outputs; for ``times`` see ``host_slices``."""
     if on_host(input_ids):
         return _corrupt_on_host(input_ids, loss_mask, seed, grid, layout, body, times)
     bits = (None, None, None) if seed is None else _philox.random_bits(seed, grid.B, layout)
@@ -266,7 +276,7 @@ def _corrupt(
 def _corrupt_on_host(
     input_ids: Tensor, loss_mask: Tensor | None, seed: Tensor | None, grid: Grid, layout: Layout, body: Body, times: int
 ) -> Corrupted:
-    """Draw, run the body, write the outputs, so many rows at a time as ``host_slices`` says."""
+    """Draw, run the body and write the outputs, one of the ``host_slices`` at a time."""
     ids = input_ids.numpy()
     supervised = None if loss_mask is None else (loss_mask if loss_mask.dtype == torch.bool else loss_mask != 0).numpy()
     noisy, noise, p_mask = (np.empty(ids.shape, dtype) for dtype in (ids.dtype, np.bool_, np.float32))
@@ -282,9 +292,9 @@ def _corrupt_on_host(
 
 
 def _put(ids: Array, noise: Array, token: Array | int, out: Array) -> None:
-    """``where(noise, token, ids)`` as ``ids + noise (token - ids)``, which wraps back to the same.
+    """Write ``where(noise, token, ids)``, computed as ``ids + noise * (token - ids)``; an overflow wraps back.
 
-    ``numpy.where`` and ``torch.where`` branch at every position: six times as long where the mask is random.
+    ``numpy.where`` and ``torch.where`` branch at every position, which takes six times as long for a random mask.
     """
     np.subtract(token, ids, out=out, dtype=ids.dtype, casting="unsafe")
     np.multiply(out, noise, out=out)

@@ -1,4 +1,4 @@
-"""Bits behind the uniforms of rows of logits; ``_random/_philox.py`` holds their layout."""
+"""Random bits of the noise of rows of logits; ``_random/_philox.py`` defines their layout."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dllm_kernels._random._rules import Array
 
 
 def high_on_host(noise: Noise, count: int) -> Array:
-    """:func:`high` by NumPy, uint16."""
+    """Compute :func:`high` with NumPy, uint16."""
     skip = noise.first % 16
     words = np.empty((len(noise.rows), 4 * -(-(skip + count) // 16)), np.uint64)
     for to, seed, counter in zip(words, noise.seeds.tolist(), noise.first_counter.tolist(), strict=True):
@@ -31,7 +31,7 @@ def low(noise: Noise, count: int) -> Tensor:
 
 
 def _pieces(noise: Noise, counter: Tensor, stream: int, bits: int, count: int) -> Tensor:
-    """Split the words from a counter on into pieces, the low one of a word first."""
+    """Split the words that begin at ``counter`` into pieces of ``bits`` bits, the lowest of a word first."""
     skip = noise.first % 16
     counter = counter[:, None] + torch.arange(-(-(skip + count) * bits // 256), device=counter.device)
     words = _words(noise.seeds[:, None], counter, stream)
@@ -40,7 +40,7 @@ def _pieces(noise: Noise, counter: Tensor, stream: int, bits: int, count: int) -
 
 
 def low_of_on_host(noise: Noise, row: Array, column: Array) -> Array:
-    """Draw the low 32 bits of single columns ``[n]`` of these rows, int64, by NumPy: torch would start threads."""
+    """Draw the low 32 bits of single columns ``[n]``, int64, with NumPy, because torch would start threads."""
     v = column + noise.first % 16
     counter = 2 * noise.first_counter.numpy()[row] + (v >> 3) + ZERO
     zero = np.zeros_like(counter)
@@ -49,6 +49,6 @@ def low_of_on_host(noise: Noise, row: Array, column: Array) -> Array:
 
 
 def _words(seed: Tensor, counter: Tensor, stream: int) -> Tensor:
-    """Draw the four words of counters after a row's zero, int64 ``[..., 4]``."""
+    """Draw the four words of each counter, counted from ``ZERO``, int64 ``[..., 4]``."""
     zero = torch.zeros_like(counter)
     return torch.stack(philox4x64((counter + ZERO, zero + stream, zero, zero), (seed, zero)), dim=-1)

@@ -1,55 +1,56 @@
-r"""The counter-based random bits of every corruption routine: Philox 4x64-10, and who gets which of them.
+r"""Counter-based random bits of all corruption routines: Philox 4x64-10, and the layout of its words.
 
 One call maps a 256-bit counter and a 128-bit key to four 64-bit words (J. K. Salmon, M. A. Moraes, R. O. Dror, D. E.
-Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3; ten rounds). The words are those of
-``numpy.random.Philox(key=..., counter=...).random_raw()``, a stream that NumPy promises never to change; it is what
-draws on the CPU. NumPy counts up before it draws: its ``counter`` is one less than that of the words it draws first.
+Shaw: "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3; ten rounds). The words are equal to
+``numpy.random.Philox(key=..., counter=...).random_raw()``, a stream that NumPy promises never to change. On the CPU,
+NumPy draws them. NumPy increments the counter before it draws: its ``counter`` is one less than that of its first
+words.
 
-**Layout.** It is part of the package's promise: a stored seed means the same mask in every later version.
+**Layout.** The layout is guaranteed: a stored seed gives the same mask in every later version.
 
 ========  ==========================================================================================
 key       ``(seed, 0)``: the int64 seed as an unsigned word
-counter   ``(2^32 + row * stride + (d >> 3), 0, 0, 0)`` holds the 32-bit draws d, eight of them
+counter   ``(2^32 + row * stride + (d >> 3), 0, 0, 0)`` holds eight 32-bit draws d
 draw      the low (d even) or the high half (d odd) of word ``(d & 7) >> 1`` of the four
 ========  ==========================================================================================
 
-``row``: with ``seeds`` given, one a row, every row is row 0 under its own seed, so that it depends on nothing but that
-seed; with a generator one seed is drawn for the call and row b is row b under it. ``d`` counts the draws of a row from
-its own zero in both directions:
+``row``: if ``seeds`` are given, one per row, every row is row 0 under its own seed, so that it depends on that seed
+alone. With a generator, one seed is drawn for the call, and row b of the batch is row b under it. ``d`` is the number
+of a draw within its row, negative for levels:
 
 =======================  =====================================================================================
-d = -1 - j               the level (t or m) of block j; of the row where there are no blocks
-d = i                    position i of the row, where a routine takes one draw a position: the coin, or the
-                         uniform behind the Gumbel noise
-d = 2i and 2i + 1        position i, where it takes a whole word: 23 bits for the coin, 41 for a token
+d = -1 - j               level (t or m) of block j, or of the row if there are no blocks
+d = i                    position i of the row, if the routine takes one draw per position: the coin, or the
+                         uniform of the Gumbel noise
+d = 2i and 2i + 1        position i, if the routine takes a whole word: 23 bits for the coin, 41 for a token
 =======================  =====================================================================================
 
-``stride`` is what a row occupies, ``ceil(levels / 8) + ceil(draws of its positions / 8)`` counters: all that a batch
-draws is one run of the stream. Without levels (``gumbel_topk_mask``) there are only positions.
+``stride`` is the number of counters of a row, ``ceil(levels / 8) + ceil(draws of its positions / 8)``. The draws of a
+batch are therefore contiguous in the stream. ``gumbel_topk_mask`` draws no levels.
 
-The noise of a row of logits (``linear_sample``) has 48 bits a column v. Most columns are ruled out by the high 16:
+The noise of a row of logits (``linear_sample``) has 48 bits per column v. The high 16 bits rule out most columns:
 
 ========  ===================================================================================
 high      16 bits, quarter ``v & 3`` from the low end of word ``(v >> 2) & 3`` of the counter
           ``(2^32 + row * ceil(V / 16) + (v >> 4), 1, 0, 0)``
 low       32 bits, half ``v & 1`` of word ``(v >> 1) & 3`` of the counter
           ``(2^32 + 2 row * ceil(V / 16) + (v >> 3), 2, 0, 0)``
-========  ==========================================================================================
-=======
-**Child seeds.** Where one row needs several independent masks, as the views of a policy gradient do, child j of a seed
-takes the place of a seed: word j of ``numpy.random.Philox(key=(seed, 1)).random_raw()``, as an int64. The second word
-of the key is 1 there and 0 for all draws, so no word is both a draw and a child seed. Child j does not depend on how
-many children there are.
+========  ===================================================================================
 
-**From bits to numbers**, all exact in the type named, so that every device agrees:
+**Child seeds.** If one row needs several independent masks, such as the views of a policy gradient, child j of its seed
+is used in place of the seed. Child j is word j of ``numpy.random.Philox(key=(seed, 1)).random_raw()``, as an int64. It
+does not depend on the number of children. The second word of the key is 1 for child seeds and 0 for draws, so that no
+word is used for both.
+
+**From bits to numbers.** All conversions are exact in the dtype named, so that all devices agree:
 
 * coins and levels: ``u = (2 q + 1) 2^-24`` in float32 with q the high 23 bits of the draw or word, 2^23 values strictly
   inside (0, 1);
 * Gumbel noise: ``u = (2 draw + 1) 2^-33`` in float64, 2^32 values strictly inside (0, 1), fine enough that two
   of 131,072 positions hardly ever tie;
 * noise of logits: ``u = (2 (high 2^32 + low) + 1) 2^-49`` in float64;
-* tokens: ``floor(r n / 2^41)`` with r the low 41 bits of the word, for one of n tokens. None is likelier than another
-  by more than a factor of ``1 + n 2^-41``.
+* tokens: ``floor(r n / 2^41)`` with r the low 41 bits of the word, for one of n tokens. The probabilities of two tokens
+  differ by at most a factor of ``1 + n 2^-41``.
 """
 
 from __future__ import annotations
@@ -65,19 +66,19 @@ from torch import Tensor
 from dllm_kernels._utils._checks import check_dtype, check_tensor, type_name
 
 COIN_BITS, TOKEN_BITS = 23, 41
-# The counter of a row's zero; below it lie the levels of row 0, up to 2^35 of them.
+# Counter of draw 0 of row 0. The levels of row 0, up to 2^35 of them, have smaller counters.
 ZERO = 1 << 32
 MASK32, _MASK64 = (1 << 32) - 1, (1 << 64) - 1
 _MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
 _WEYL = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 _ROUNDS = 10
-_CHILDREN = 1  # second word of the key of child seeds
+_CHILDREN = 1  # second key word of child seeds
 _Array = npt.NDArray[Any]
 Words = tuple[Any, Any, Any, Any]
 
 
 class Layout(NamedTuple):
-    """Draws of a row: levels, and a draw or a whole word for each position."""
+    """Draws of a row: one per level, and one draw or one whole word per position."""
 
     levels: int
     positions: int
@@ -85,17 +86,17 @@ class Layout(NamedTuple):
 
     @property
     def before(self) -> int:
-        """Counters of the levels."""
+        """Number of counters of the levels of a row."""
         return -(-self.levels // 8)
 
     @property
     def stride(self) -> int:
-        """Counters of a row."""
+        """Number of counters of a row."""
         return self.before + -(-self.positions // (4 if self.whole_words else 8))
 
 
 def philox4x64(counter: Words, key: tuple[Any, Any]) -> Words:
-    """Philox 4x64-10 of four counter words and two key words: int64, broadcastable, all tensors or all arrays."""
+    """Compute Philox 4x64-10 of four counter words and two key words, broadcastable int64 tensors or arrays."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -107,7 +108,7 @@ def philox4x64(counter: Words, key: tuple[Any, Any]) -> Words:
 
 
 def _product(a: Any, m: int) -> tuple[Any, Any]:
-    """High and low word of an unsigned product, from products of 32-bit halves, which wrap and have the right bits."""
+    """Return the high and the low word of an unsigned product; signed products of 32-bit halves wrap to its bits."""
     a1, a0, m1, m0 = _high(a), a & MASK32, m >> 32, m & MASK32
     middle = a1 * m0 + _high(a0 * m0)
     carry = a0 * m1 + (middle & MASK32)
@@ -123,10 +124,12 @@ def _signed(word: int) -> int:
 
 
 def random_bits(seed: Tensor, rows: int, layout: Layout) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Draws of a batch in the layout above, under an int64 seed: 0-d for a shared seed, or ``[rows]``.
+    """Draw the bits of a batch in the layout above, under an int64 seed: 0-d if shared, or ``[rows]``.
 
-    The draws of the levels, int64 ``[rows, levels]``, and of the positions, int64 ``[rows, positions]``, in [0, 2^32);
-    and, where a position takes a whole word, those, int64, with their high halves as the draws.
+    Returns:
+        (draws of the levels ``[rows, levels]``, draws of the positions ``[rows, positions]``, words or None), int64.
+        Draws lie in [0, 2^32). With ``whole_words`` the words of the positions are returned too, and the draws of the
+        positions are their high halves.
     """
     shared = seed.dim() == 0
     row = torch.arange(rows, device=seed.device)[:, None] * int(shared)
@@ -146,7 +149,7 @@ _CPU = torch.device("cpu")
 
 
 def words_from(seed: int, counter: int, stream: int = 0, family: int = 0) -> Any:
-    """NumPy's generator of the words from a counter on; one a thread, for a state is set in a fifth of making one."""
+    """Set this thread's NumPy generator to begin at a counter; five times as fast as constructing a generator."""
     try:
         philox = _local.philox
     except AttributeError:
@@ -158,9 +161,9 @@ def words_from(seed: int, counter: int, stream: int = 0, family: int = 0) -> Any
 
 
 def bits_on_host(seed: Tensor, rows: range, layout: Layout) -> tuple[_Array, _Array, _Array | None]:
-    """``random_bits`` of some rows by NumPy: int64 words, uint32 draws or, for whole words, these as uint64.
+    """Compute ``random_bits`` of some rows with NumPy: uint32 draws, int64 words.
 
-    A coin is the high bits of either.
+    With ``whole_words`` the draws of the positions are the words as uint64, because a coin is the high bits of either.
     """
     before, stride = layout.before, layout.stride
     if seed.dim() == 0:
@@ -170,7 +173,7 @@ def bits_on_host(seed: Tensor, rows: range, layout: Layout) -> tuple[_Array, _Ar
         words = np.empty((len(rows), 4 * stride), np.uint64)
         for row, key in zip(words, seed[rows.start : rows.stop].tolist(), strict=True):
             row[:] = words_from(key, ZERO - before).random_raw(4 * stride)
-    draws = words.view(np.uint32)  # the low half first, as memory has it wherever torch runs
+    draws = words.view(np.uint32)  # the low half first, because all platforms of torch are little-endian
     levels = draws[:, : 8 * before][:, ::-1][:, : layout.levels]
     if layout.whole_words:
         whole = words[:, 4 * before : 4 * before + layout.positions]
@@ -179,7 +182,7 @@ def bits_on_host(seed: Tensor, rows: range, layout: Layout) -> tuple[_Array, _Ar
 
 
 def child_seeds(seeds: Tensor, count: int) -> Tensor:
-    """Derive ``count`` seeds of each of the int64 ``seeds`` ``[B]``, see the module; int64 ``[B, count]``."""
+    """Derive ``count`` child seeds of each of the int64 ``seeds [B]``, int64 ``[B, count]``; see the module."""
     if seeds.is_cpu:
         words = np.empty((len(seeds), count), np.uint64)
         for row, key in zip(words, seeds.tolist(), strict=True):
@@ -196,10 +199,11 @@ def _child_seeds_torch(seeds: Tensor, count: int) -> Tensor:
 
 
 def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | None, seeds: Tensor | None) -> Tensor:
-    """Return a call's seed, int64 on ``device``, without a host sync: valid ``seeds`` ``[rows]``, or a drawn 0-d one.
+    """Return the seed of a call without a host sync: the validated ``seeds [rows]``, or a drawn 0-d int64 seed.
 
-    The latter is good until this thread's next call. A generator on the CPU serves tensors anywhere: the seed is then
-    drawn there, so that its state gives the same mask on every device. None is the device's default generator.
+    A drawn seed is valid until this thread's next call. A CPU generator is accepted for tensors on any device: the seed
+    is then drawn on the CPU, so that a generator state gives the same mask on every device. None is the default
+    generator of the device.
     """
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator must be a torch.Generator or None, got {type_name(generator)}")
@@ -217,7 +221,7 @@ def resolve_seed(device: torch.device, rows: int, generator: torch.Generator | N
     return seed if source == device else seed.to(device, non_blocking=True)
 
 
-# The whole int64 range but its last value, which the open upper end cannot name.
+# The int64 range without its last value, because the upper end is exclusive.
 _SEEDS = (-(2**63), 2**63 - 1)
 
 
@@ -226,9 +230,9 @@ def _seed_on_host() -> Tensor:
     try:
         seed: Tensor = _local.seed
     except AttributeError:
-        with torch.inference_mode(False):  # else nothing outside that mode could write to it
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of that mode
             seed = torch.empty((), dtype=torch.int64, device="cpu")
-        if type(seed) is Tensor:  # a fake one would serve no later call
+        if type(seed) is Tensor:  # a fake tensor must not be cached
             _local.seed = seed
     return seed
 

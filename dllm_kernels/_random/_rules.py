@@ -1,12 +1,12 @@
-r"""The arithmetic of corruption, written once for torch tensors and for numpy arrays; the kernels hold it once more.
+r"""Arithmetic of corruption, written once for torch tensors and NumPy arrays, and once more in the Triton kernels.
 
-    level      m = fl(fl((1 - eps) u) + eps)                    float32, one a block
-    coin       u < m                                            one a position
+    level      m = fl(fl((1 - eps) u) + eps)                    float32, one per block
+    coin       u < m                                            one per position
     weight     log w_i = fl(fl(rate (1 - m)) i),  rate = ln 2 / (half_life_ratio size)              float32
     count      k = round(fl(m length)), half to even, clamped
 
-fl(.) is rounding to float32: every step by itself, never contracted, so that all devices agree. Draws are 32 random
-bits, in int64 (torch) or uint32 (numpy); words 64, in int64. ``_philox`` says which belong to which place.
+fl(.) rounds to float32. Every step is rounded by itself and never contracted, so that all devices agree. Draws are 32
+random bits, in int64 (torch) or uint32 (NumPy). Words are 64 random bits, in int64. ``_philox`` defines their layout.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from dllm_kernels._random._philox import COIN_BITS, TOKEN_BITS
 
-#: A torch.Tensor or a numpy.ndarray; a function gives back what it is given.
+#: A torch.Tensor or a numpy.ndarray; functions return the kind that they take.
 Array = Any
 
 
@@ -27,22 +27,22 @@ def _library(x: Array) -> Any:
 
 
 def float32(x: Array) -> Array:
-    """In float32."""
+    """Cast to float32."""
     return x.to(torch.float32) if isinstance(x, torch.Tensor) else x.astype(np.float32)
 
 
 def float64(x: Array) -> Array:
-    """In float64."""
+    """Cast to float64."""
     return x.to(torch.float64) if isinstance(x, torch.Tensor) else x.astype(np.float64)
 
 
 def uniform(draws: Array) -> Array:
-    """Coins and levels: ``(2 q + 1) 2^-24``, q the high 23 bits; float32, exact, strictly inside (0, 1)."""
+    """Compute the u of coins and levels: ``(2 q + 1) 2^-24``, q the high 23 bits; float32, exact, inside (0, 1)."""
     return float32((draws >> 8) | 1) * 2.0**-24
 
 
 def fine_uniform(draws: Array) -> Array:
-    """Gumbel noise: ``(2 draw + 1) 2^-33``, float64, exact, strictly inside (0, 1)."""
+    """Compute the u of Gumbel noise: ``(2 draw + 1) 2^-33``, float64, exact, inside (0, 1)."""
     u = float64(draws)
     u += 0.5
     u *= 2.0**-32
@@ -50,7 +50,10 @@ def fine_uniform(draws: Array) -> Array:
 
 
 def level(draws: Array, eps: float) -> Array:
-    """Compute m of each block from its draw, float32: ``(1 - eps) uniform(draws) + eps``; powers of 2 are exact."""
+    """Compute m of each block from its draw, ``(1 - eps) uniform(draws) + eps``, float32.
+
+    The factor of the uniform, a power of 2, is multiplied into ``1 - eps``, which rounds nothing.
+    """
     return (float32(coin_bits(draws)) + 0.5) * ((1.0 - eps) * 2.0**-COIN_BITS) + eps
 
 
@@ -60,7 +63,7 @@ def coin_bits(draws: Array) -> Array:
 
 
 def coin_bound(level: Array, bits: Array) -> Array:
-    """``u < m`` is ``q < ceil(2^23 m - 1/2)``: one comparison of integers, of the type of ``bits``."""
+    """Return ``ceil(2^23 m - 1/2)`` in the dtype of ``bits``: ``u < m`` if and only if q is below it."""
     bound = _library(level).ceil(level * 2.0**COIN_BITS - 0.5)
     return bound.to(bits.dtype) if isinstance(bound, torch.Tensor) else bound.astype(bits.dtype)
 
@@ -71,14 +74,14 @@ def below(draws: Array, level: Array) -> Array:
         bits = coin_bits(draws)
         return bits < coin_bound(level, bits)
     bound = coin_bound(level, draws)
-    # q < bound as the draw, or the whole word, against the largest below: no pass to shift it. 2^23 wraps to the
-    # largest of all, as it should.
+    # Test q < bound by comparing the draw, or the whole word, with the largest one below the bound, which saves the
+    # pass that would shift it. A bound of 2^23 wraps to the largest integer, which is the right one.
     found = draws <= (bound << (8 * draws.itemsize - COIN_BITS)) - 1
     return found if np.logical_and.reduce(bound, axis=None) else found & (bound != 0)
 
 
 def token(words: Array, n: int) -> Array:
-    """One of n tokens, at most 2^31, by the low 41 bits of a word: ``floor(r n / 2^41)``, int64."""
+    """Draw one of n tokens, n at most 2^31, from the low 41 bits r of a word: ``floor(r n / 2^41)``, int64."""
     r = words & ((1 << TOKEN_BITS) - 1)
     if n <= 1 << 22:  # the product is below 2^63
         r *= n
@@ -88,7 +91,7 @@ def token(words: Array, n: int) -> Array:
 
 
 def number_to_mask(level: Array, length: Array, at_least: Array | int) -> Array:
-    """``round(m length)``, half to even, within [at_least, length]; int64."""
+    """Return ``round(m length)``, half to even, clamped to [at_least, length]; int64."""
     share = level * float32(length)
     if isinstance(share, torch.Tensor):
         return torch.minimum(share.round().to(torch.int64).clip(at_least), length)
@@ -96,15 +99,15 @@ def number_to_mask(level: Array, length: Array, at_least: Array | int) -> Array:
 
 
 def log_weights(level: Array, rate: float, place: Array) -> Array:
-    """Log-weights that favour later positions of a block."""
+    """Compute log-weights that favour later positions of a block."""
     return ((1.0 - level) * rate) * place
 
 
 def channels(mask_prob: Array, uniform_prob: Array, draws: Array) -> tuple[Array, Array]:
-    """Select the positions that become MASK, and those that become MASK or a token; none in a row of too large a sum.
+    """Select the positions that become MASK, and the positions that become MASK or another token.
 
-    Too large is more than 1 + 1e-5.
-    ``u < mask_prob`` and ``u < mask_prob + uniform_prob``, summed in float32.
+    The conditions are ``u < mask_prob`` and ``u < mask_prob + uniform_prob``, summed in float32. In a row whose sum
+    exceeds 1 + 1e-5 no position is selected.
     """
     xp, total = _library(mask_prob), mask_prob + uniform_prob
     # Rounding can make a probability slightly negative, which would wrap to a huge unsigned bound.
@@ -113,12 +116,12 @@ def channels(mask_prob: Array, uniform_prob: Array, draws: Array) -> tuple[Array
     return absorbed, absorbed | below(draws, total)
 
 
-#: The largest sum of two probabilities that passes for 1, float32.
+#: Largest accepted sum of two probabilities, float32.
 MOST = float(np.float32(1.0 + 1e-5))
 
 
 def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> Array:
-    """Draw a token that is neither MASK nor the present one: one of ``vocab_size - 2``, shifted past both."""
+    """Draw a token other than MASK and the current one: one of ``vocab_size - 2``, shifted past both."""
     found = token(words, vocab_size - 2)
     found += found >= ids.clip(max=mask_token)
     found += found >= ids.clip(min=mask_token)
@@ -126,7 +129,7 @@ def other_token(words: Array, ids: Array, mask_token: int, vocab_size: int) -> A
 
 
 def coupled(u: Array, row: Array, method: str) -> Array:
-    """Levels in [0, 1) of a batch from one u a row, float32; see :func:`dllm_kernels.corruption.sample_level`."""
+    """Compute levels in [0, 1) from one u per row, float32; see :func:`dllm_kernels.corruption.sample_level`."""
     if method == "uniform":
         return u
     xp = _library(u)
@@ -134,9 +137,9 @@ def coupled(u: Array, row: Array, method: str) -> Array:
         first = u[row - row % 2]
         return xp.where(row % 2 == 1, 1.0 - first, first)
     x = float64(u[:1]) + float64(row) / len(row)
-    return float32(x - xp.floor(x)).clip(max=1.0 - 2.0**-24)  # which rounding may have made 1
+    return float32(x - xp.floor(x)).clip(max=1.0 - 2.0**-24)  # rounding to float32 may give 1
 
 
 def scaled(x: Array, low: float, high: float) -> Array:
-    """``low + (high - low) x``, float32, never past ``high``."""
+    """Return ``low + (high - low) x``, float32, at most ``high``."""
     return (x * (high - low) + low).clip(max=high)

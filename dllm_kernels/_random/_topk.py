@@ -1,19 +1,18 @@
-r"""Sampling k positions of a row without replacement, by Gumbel noise on log-weights.
+r"""Sample k positions of a row without replacement, by Gumbel noise on log-weights.
 
     score_i = log_w_i - ln(-ln u_i),      chosen = the k largest scores, the lower index first among equals.
 
-**One set, everywhere.** Two math libraries round a logarithm differently, and a last bit is enough to swap two
-positions. So the score is *defined*, operation by operation: ``log_w`` and ``u`` are widened to float64, and ``ln`` is
-``exact_log`` below, which is nothing but integer operations and float64 additions, subtractions, products and
-quotients, each rounded by itself as IEEE 754 says. The kernels compute the same sequence with contraction into fused
-multiply-adds turned off. The same u therefore gives the same set on every device, bit for bit.
+**The same set on every device.** Math libraries round logarithms differently, and a difference in the last bit can swap
+two positions. Therefore the score is *defined* operation by operation. ``log_w`` and ``u`` are cast to float64. ``ln``
+is ``exact_log`` below, which consists of integer operations and float64 additions, subtractions, products and
+quotients, each rounded separately as IEEE 754 requires. The kernels compute the same sequence with contraction into
+fused multiply-adds turned off. The same u therefore gives the same set on every device.
 
 ``exact_log`` errs by less than 2 ulp, so an oracle that uses another float64 logarithm picks the same set unless two
 scores at the k-th place lie within about 1e-15 of each other.
 
-On the CPU a sort of float32 scores decides almost every row: where the k-th and the next differ by more than those
-scores can err, the set is the same. The few other rows, one in some thousands of 32 positions, are decided by the exact
-scores.
+On the CPU a sort of float32 scores decides almost every row: if the k-th and the next score differ by more than their
+error bound, the set is the same. Exact scores decide the other rows, about one in several thousand at 32 positions.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ from dllm_kernels._backends._backend import use_triton
 from dllm_kernels._random import _philox, _rules
 from dllm_kernels._random._rules import Array
 
-# Positions to work on at a time where each takes some 20 bytes of temporaries. Fewer pay the cost of a call of numpy's
-# too often; more leave the second-level cache and, where the system takes back the memory of every temporary, make a
-# page fault for each 4 KB of the next. Measured best of 2^12 to 2^18 at [64, 4096], on two AMD EPYC and two Intel Xeon
-# cores.
+# Positions processed at a time, with some 20 bytes of temporaries each. With fewer, the overhead of NumPy calls
+# dominates. With more, the temporaries exceed the L2 cache and, if freed memory is returned to the system, cause a page
+# fault per 4 KB. Best of 2^12 to 2^18 at [64, 4096], measured on two AMD EPYC and two Intel Xeon cores.
 _SLICE = 1 << 15
 
 _LOWEST = np.finfo(np.float32).min
@@ -46,7 +44,7 @@ LOG_COEFFICIENTS = tuple(map(float.fromhex, (
 
 
 def choose(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, backend: str) -> Tensor:
-    """``gumbel_topk_mask`` of checked arguments, the seed drawn."""
+    """Compute ``gumbel_topk_mask`` for validated arguments and a drawn seed."""
     if use_triton(backend, log_w):
         from dllm_kernels._backends.triton.gumbel_topk import gumbel_topk_mask as kernel
 
@@ -63,13 +61,13 @@ def counts(k: Tensor | int, log_w: Tensor) -> Tensor:
     return torch.full(log_w.shape[:1], k, device=log_w.device) if isinstance(k, int) else k
 
 
-# Where a given u at or beyond an end of (0, 1) is moved to; -ln u is then about 709 and 1.1e-16.
+# Range that a given u is clamped to; -ln u is about 709 and 1.1e-16 at its ends.
 MIN_UNIFORM = 2.0**-1022
 MAX_UNIFORM = 1.0 - 2.0**-53
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether numpy does the torch path's work on a tensor."""
+    """Return True if the torch backend uses NumPy for this tensor."""
     return tensor.is_cpu
 
 
@@ -85,7 +83,7 @@ def _gumbel_topk_torch(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: T
 
 
 def exact_log(x: Array) -> Array:
-    """``ln x`` of normal positive float64 numbers, torch's or numpy's, the same to the last bit wherever it runs.
+    """Compute ``ln x`` of positive normal float64 numbers, torch or NumPy, bitwise equal on every device.
 
     With ``x = 2^e (1 + f)``, ``1 + f`` in [sqrt(1/2), sqrt(2)), and ``s = f / (2 + f)``, it is
     ``ln(1 + f) = f - s (f - R(s^2))``; R is the polynomial of fdlibm's e_log.c.
@@ -132,16 +130,16 @@ def _gumbel_topk_host(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: Te
 
 
 def host_slices(rows: int, columns: int, times: int = 1) -> list[range]:
-    """Rows to work on at a time: ``times _SLICE`` positions, or one row."""
+    """Split the rows into ranges of at most ``times * _SLICE`` positions, or of one row."""
     step = max(1, times * _SLICE // columns)
     return [range(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def select_largest(draws: Array, choosable: Array, k: Array) -> Array:
-    """Select the k largest draws (integers below 2^32) of the choosable ones of each row; the lower index wins a tie.
+    """Select the k largest draws, integers below 2^32, among the choosable positions of each row.
 
-    Torch or numpy; ``draws`` and ``choosable`` ``[N, D]``, k ``[N]``, at most the number of choosable ones; bool
-    ``[N, D]``.
+    Torch or NumPy. The lower index wins a tie. ``draws`` and ``choosable`` are ``[N, D]``. ``k [N]`` is at most the
+    number of choosable positions. Returns bool ``[N, D]``.
     """
     N, D = draws.shape
     if isinstance(draws, Tensor):
@@ -160,9 +158,10 @@ def select_largest(draws: Array, choosable: Array, k: Array) -> Array:
 
 
 def select_on_host(log_w: Array, uniform: Array, k: Array, largest: float) -> Array:
-    """``select_exact`` in numpy, by way of float32 scores that are fast but not the same on every machine.
+    """Compute ``select_exact`` with NumPy, from float32 scores where their error allows.
 
-    ``largest`` bounds the finite log-weights' absolute values.
+    float32 scores are fast, but differ between machines. ``largest`` bounds the absolute values of the finite
+    log-weights.
     """
     with np.errstate(invalid="ignore", over="ignore"):  # an overflow or a NaN makes the row unsure
         score = log_w.astype(np.float32, copy=False) - _log_exponential(uniform)
@@ -176,11 +175,11 @@ def select_on_host(log_w: Array, uniform: Array, k: Array, largest: float) -> Ar
 
 
 def select_of_draws(log_w: Array, draws: Array, k: Array, largest: float) -> Array:
-    """``select_on_host`` of the uniforms behind draws, and log-weights from 0 to ``largest``, or -16: those are last.
+    """Compute ``select_on_host`` from draws, for log-weights in [0, ``largest``], or -16 for padding, which ranks last.
 
-    The largest scores are the smallest ``-ln u / exp(log_w)``. These, unlike a difference of logarithms, float32 holds
-    well enough where u is one of 2^32 and the weights are of one size; and positive floats are sorted as the integers
-    that they look like, in two thirds of the time.
+    The largest scores are the smallest ``-ln u / exp(log_w)``. Unlike a difference of logarithms, this quotient is
+    accurate enough in float32 if u is one of 2^32 values and the weights are of similar size. Positive floats are
+    sorted as integers with the same bits, which takes two thirds of the time.
     """
     N, D = log_w.shape
     if largest > _MILD:
@@ -193,8 +192,9 @@ def select_of_draws(log_w: Array, draws: Array, k: Array, largest: float) -> Arr
     place = np.arange(0, N * (D + 2), D + 2) + k
     ordered = ordered.reshape(-1)
     kth = ordered.take(place)
-    # A key errs by less than 2^-22 + 2^-20 key: by what the roundings of u leave of a logarithm near 0, and by 4 units
-    # in the last place of the logarithm and of the exponential. For two keys, and twice to be safe:
+    # The error of a key is below 2^-22 + 2^-20 key. The first term is the rounding of u, which a logarithm near 0
+    # inherits. The second is 4 units in the last place of the logarithm and of the exponential. The bound allows for
+    # the errors of two keys, times 2 to be safe.
     safe = ordered.take(place + 1) > kth * (1 + _ROUNDING * 4) + _ROUNDING
     chosen = key <= kth[:, None]
     if not np.logical_and.reduce(safe):
@@ -204,13 +204,13 @@ def select_of_draws(log_w: Array, draws: Array, k: Array, largest: float) -> Arr
     return chosen
 
 
-# Up to this ratio of weights, as a logarithm, small keys stand out from the errors of large ones.
+# Largest log-ratio of weights for which small keys exceed the errors of large keys.
 _MILD = 4.0
 _ROUNDING = 2.0**-20
 
 
 def _keys(log_w: Array, draws: Array) -> Array:
-    """``-ln u / exp(log_w)``, float32."""
+    """Compute ``-ln u / exp(log_w)``, float32."""
     key = draws.astype(np.float32).reshape(log_w.shape)
     key += 0.5
     np.divide(2.0**32, key, out=key)
@@ -220,7 +220,7 @@ def _keys(log_w: Array, draws: Array) -> Array:
 
 
 def _select_exact_host(log_w: Array, uniform: Array, k: Array) -> Array:
-    """``select_exact`` of a few rows."""
+    """Compute ``select_exact`` of a few rows with NumPy."""
     score = log_w.astype(np.float64) - exact_log(-exact_log(uniform))
     order = np.argsort(-score, axis=1, kind="stable")
     chosen = np.zeros(score.shape, np.bool_)
@@ -230,10 +230,10 @@ def _select_exact_host(log_w: Array, uniform: Array, k: Array) -> Array:
 
 
 def _log_exponential(uniform: Array) -> Array:
-    """``ln(-ln u)``, float32 of float64: near u = 1 float32 would leave nothing of ``ln u``.
+    """Compute ``ln(-ln u)`` in float64, because float32 has no digits of ``ln u`` near u = 1; return float32.
 
-    By numpy, also where its logarithm is not vectorised: torch's starts threads, which another process on one of two
-    cores makes 20 times as slow as the work.
+    NumPy is used even where its logarithm is not vectorised, because torch starts threads. If another process occupies
+    one of two cores, waiting for them takes 20 times as long as the work.
     """
     exponential = np.log(uniform)
     np.negative(exponential, out=exponential)
@@ -243,22 +243,22 @@ def _log_exponential(uniform: Array) -> Array:
 def _unsure(kth: Array, below: Array, largest: float) -> Array:
     """Flag rows in which rounding may have swapped the k-th and the next score.
 
-    A score near t is made of a log-weight within ``largest`` and a logarithm within |t| + ``largest``. Three roundings
-    to float32, of the log-weight, of the logarithm and of the difference, err by less than 2^-22 (1 + |t| + largest).
-    Twice that for two scores, and twice again to be safe.
+    A score near t is the difference of a log-weight bounded by ``largest`` and a logarithm bounded by |t| +
+    ``largest``. Rounding the log-weight, the logarithm and the difference to float32 adds an error below
+    2^-22 (1 + |t| + largest). The bound allows for the errors of two scores, times 2 to be safe.
     """
-    # Written so that a NaN, the gap between two infinite scores, counts as unsure: float32 may have made them so.
+    # Negated, so that NaN counts as unsure: it is the gap between two scores that are infinite, maybe only in float32.
     safe = kth - below > np.float32(2.0**-20) * (1 + largest + np.minimum(np.abs(kth), np.abs(below)))
     return ~safe
 
 
 def _boundary(score: Array, k: Array) -> tuple[Array, Array]:
-    """Return the k-th largest score of each row and the next: inf before the first, -inf after the last."""
+    """Return the k-th largest score of each row and the next one; inf for k = 0, and -inf after the last."""
     N, D = score.shape
     ordered = np.empty((N, D + 2), np.float32)
     ordered[:, 0], ordered[:, -1] = -np.inf, np.inf
     ordered[:, 1:-1] = score
-    # Many short rows take a tenth of the time of torch's sort, which also tracks indices.
+    # For many short rows this takes a tenth of the time of torch.sort, which also tracks indices.
     ordered[:, 1:-1].sort(axis=1)
     row, below = np.arange(N), D - np.minimum(np.maximum(k.astype(np.int64), 0), D)
     return ordered[row, below + 1], ordered[row, below]
