@@ -1,7 +1,7 @@
-"""The losses on many processes: sharded heads (FSDP2), split vocabularies (tensor parallelism), global counts.
+"""Losses on several processes: sharded heads (FSDP2), split vocabularies (tensor parallelism), global counts.
 
-The only part of the package that imports ``torch.distributed``; ``ops`` loads it when it meets a DTensor. Nothing has
-to be called: hand DTensors to the losses. What is here is for the training loop:
+Below the integrations, only this folder imports ``torch.distributed``; ``ops`` loads it at the first DTensor. Losses
+accept DTensors directly. The public names are for the training loop:
 
 - :func:`global_token_count`, :func:`summed_over`: denominators and statistics over ranks;
 - :class:`LossHead`, :func:`gather_head`, :func:`set_gradient_divide_factor`: heads under FSDP2.
@@ -21,11 +21,11 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
     """Sum a tensor over the ranks of a group; returns a detached copy.
 
     Args:
-        t: any shape; the same on every rank.
+        t: tensor of any shape; the shape must be equal on every rank.
         group: the ranks to sum over; None: all.
 
     Returns:
-        A new tensor of the shape and dtype of ``t``, the same on every rank.
+        A new tensor of the shape and dtype of ``t``, equal on every rank.
     """
     total = t.detach().clone()
     dist.all_reduce(total, group=group)
@@ -33,18 +33,18 @@ def summed_over(t: torch.Tensor, group: dist.ProcessGroup | None = None) -> torc
 
 
 def global_token_count(mask: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Count the nonzero entries of a mask over all ranks: the denominator of a loss split over them.
+    """Count the nonzero entries of a mask over all ranks, for the denominator of a loss whose batch is split over them.
 
-    For masked and block diffusion it is the number of supervised tokens, corrupted or not.
+    For masked and block diffusion the denominator is the number of supervised tokens, corrupted or not.
 
     Args:
         mask: this rank's mask, such as ``loss_mask``, any shape and dtype.
-        group: the ranks that hold the other parts of the batch; None: all. Ranks that share their rows, as those of
-            tensor parallelism, would each count them. Without an initialised process group the count is this process's
-            own.
+        group: the ranks that hold the other parts of the batch; None: all. Exclude ranks that share rows, such as those
+            of tensor parallelism, because each would count them. Without an initialised process group, the count is
+            that of this process.
 
     Returns:
-        0-d int64 on the mask's device, not read by the host: pass it to a loss as its ``num_..._tokens``.
+        0-d int64 on the mask's device, computed without a host sync: pass it to a loss as its ``num_..._tokens``.
     """
     count = (mask != 0).sum()
     if group is None and not (dist.is_available() and dist.is_initialized()):

@@ -1,11 +1,10 @@
-r"""Divergence of rows whose vocabulary is split over ranks; neither side's logits are ever gathered.
+r"""Divergence of rows whose vocabulary is split over ranks; the logits of neither side are ever gathered.
 
-Each rank finds the maximum, the sum of exponentials and the argmax of its columns, of both sides; one all-gather of
-these six numbers a row gives all ranks the normalisers of p and q. Then a, and every sum that a kind is made of, is a
-sum over the ranks: one all-reduce of a few numbers a row. What a row makes of the sums, and so the value, is the same
-on all ranks, and the gradient is local again. The columns are worked on in plain torch whatever the backend
-(``_backends/torch/_divergence.py``), three times: the gradient in a backward pass of its own reads them once and needs
-no other rank.
+Each rank computes the maximum, the sum of exponentials and the argmax of its columns, for student and teacher. One
+all-gather of these six numbers per row gives all ranks the normalisers of p and q. The acceptance rate a and all sums
+of a kind are then sums over the ranks: one all-reduce of a few numbers per row. The value follows from the sums and is
+equal on all ranks. The gradient is local. Plain torch computes the columns, whatever the backend
+(``_backends/torch/_divergence.py``), in three passes. A separate backward pass reads them once, without communication.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def divergence_grad(
     *, teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
     transform: Transform, teacher_transform: Transform,
 ) -> None:  # fmt: skip
-    """See ``_backends/_divergence.py``; no rank waits for another."""
+    """See ``_backends/_divergence.py``; without communication."""
     transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
     program = _local.Program(spec, known=True)
     pairs = _local.Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
@@ -82,7 +81,7 @@ def _write_gradient(
 
 
 def _on(shard: VocabShard, y: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """1 for a target, 0 for none and NaN for one that no column of the whole vocabulary has."""
+    """Return 1 for rows with a target, 0 for rows without, NaN for a target outside of the whole vocabulary."""
     if y is None:
         return None
     there = shard.in_vocabulary(y)
@@ -90,12 +89,15 @@ def _on(shard: VocabShard, y: Tensor | None, dtype: torch.dtype) -> Tensor | Non
 
 
 def _largest_of_columns(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
-    """Reduce this rank's columns to ``[n, 6]``: maximum, log sum e^(z - maximum) and whole-row argmax of each side."""
+    """Reduce this rank's columns to ``[n, 6]``: maximum, log sum e^(z - maximum) and argmax of student, then teacher.
+
+    The argmax is a column of the whole row.
+    """
     found = pairs.empty(6)
     lowest = torch.finfo(found.dtype).min
     if not shard.size:
         for i, nothing in enumerate((lowest, -math.inf, -1)):
-            found[:, i::3].fill_(nothing)  # not copied from the host, which would be a sync
+            found[:, i::3].fill_(nothing)  # a copy from the host would be a sync
         return found
 
     def work(block: _local.Block, _: None, part: Tensor) -> None:
@@ -110,7 +112,7 @@ def _largest_of_columns(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
 
 
 def _combined(shard: VocabShard, pairs: _local.Pairs, found: Tensor) -> tuple[_local.Norms, Tensor, Tensor]:
-    """Combine all ranks' results into (normalisers of whole rows, the student's argmax, the teacher's)."""
+    """Combine the results of all ranks into (normalisers of whole rows, student's argmax, teacher's argmax)."""
     norms, columns = [], []
     numbers = shard.gather(found).unsqueeze(3).unbind(2)
     for row_max, log_sum, column in (numbers[:3], numbers[3:]):
@@ -130,7 +132,7 @@ def _columns(block: _local.Block, norms: _local.Norms) -> tuple[_local.Columns, 
 
 
 def _sum(program: _local.Program, block: _local.Block, part: Tensor, *row: Tensor | None) -> None:
-    """Sum a, -log p at the teacher's argmax and at the target (if this rank holds them), and the features."""
+    """Compute this rank's share of a, of -log p at the teacher's argmax and at the target, and of the feature sums."""
     norms, (hot, y) = _local.Norms(*row[:4]), row[4:]  # type: ignore[arg-type]
     columns, room = _columns(block, norms)
     alpha, *sums = program.summed(columns, room)

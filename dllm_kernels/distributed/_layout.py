@@ -1,8 +1,8 @@
-"""Layout of DTensors over their mesh, what of them a rank holds, and the two all-reduces that autograd must know.
+"""Layout of DTensors over their mesh, the part that a rank holds, and two differentiable all-reduces.
 
-A mesh dimension of a head weight is *tensor parallel* when it is named so (``TENSOR_PARALLEL_NAMES``) or when the
-hidden states are a DTensor that is replicated over it; every other mesh dimension is *data parallel*: the ranks along
-it hold different rows, as under FSDP2.
+A mesh dimension of a head weight is *tensor parallel* if it has one of ``TENSOR_PARALLEL_NAMES``, or if the hidden
+states are a DTensor that is replicated over it. Every other mesh dimension is *data parallel*: the ranks along it hold
+different rows, as under FSDP2. :func:`tensor_parallel_dims` has the exact rule.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TENSOR_PARALLEL_NAMES = ("tp", "tensor_parallel", "tensor")
 
 
 def outside_the_graph(function: Function) -> Function:
-    """Leave a call on DTensors out of what torch.compile traces: it communicates, and sizes its work by the rank."""
+    """Exclude a function from tracing by torch.compile, because it communicates and its sizes depend on the rank."""
     reason = "losses on DTensors run outside the graph"
     out: Function = torch.compiler.disable(function, reason=reason)  # type: ignore[no-untyped-call]
     return out
@@ -38,20 +38,20 @@ def shard_dim(placement: Any) -> int | None:
 
 
 def is_strided(placement: Any) -> bool:
-    """Whether the placement is FSDP2's for a tensor that tensor parallelism had split along the same dimension."""
+    """Return True for the placement by which FSDP2 shards a dimension that tensor parallelism has split before."""
     return hasattr(placement, "split_factor")
 
 
 def dim_name(mesh: DeviceMesh, i: int) -> str | None:
-    """Name of a mesh dimension, where it has one."""
+    """Return the name of a mesh dimension, or None."""
     return None if mesh.mesh_dim_names is None else mesh.mesh_dim_names[i]
 
 
 def local_range(size: int, mesh: DeviceMesh, splits: Sequence[int]) -> tuple[int, int]:
-    """(start, length) of this rank's part of a dimension that the mesh dimensions ``splits`` split one after another.
+    """Return (start, length) of this rank's part of a dimension, split by the mesh dimensions ``splits`` in turn.
 
-    Each cuts what it is given as ``torch.chunk`` does, which is DTensor's ``Shard``: equal pieces of the rounded-up
-    size, the last ones shorter or empty.
+    Each split is that of ``torch.chunk`` and of DTensor's ``Shard``: pieces of the rounded-up size, of which the last
+    ones may be shorter or empty.
     """
     start = 0
     for i in splits:
@@ -67,8 +67,8 @@ class Rows(NamedTuple):
 
     Attributes:
         shape: the global shape without the last dimension.
-        ranges: (start, length) of this rank's part of each of those dimensions.
-        groups: the process groups that hold the other parts.
+        ranges: (start, length) of this rank's part of each dimension of ``shape``.
+        groups: the process groups whose ranks hold the other rows.
     """
 
     shape: tuple[int, ...]
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """The shape of this rank's part."""
+        """Shape of this rank's part."""
         return tuple(length for _, length in self.ranges)
 
     def local(self, t: torch.Tensor) -> torch.Tensor:
@@ -93,23 +93,23 @@ class Rows(NamedTuple):
         return inputs._replace(**each, aux=tuple(self.local(t) for t in inputs.aux))
 
     def whole(self, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Per-row results of the global shape, the same on every rank, from this rank's parts: one small sum."""
+        """Combine per-row results of this rank to the global shape, equal on every rank, in one all-reduce."""
         if not self.groups:
             return parts
-        last_first = reversed([*zip(self.ranges, self.shape, strict=True)])  # as padding wants them
+        last_first = reversed([*zip(self.ranges, self.shape, strict=True)])  # the order of F.pad
         pads = [n for (start, length), size in last_first for n in (start, size - start - length)]
         return sum_over(F.pad(torch.stack(parts), pads), self.groups).unbind()
 
 
 class VocabShard(NamedTuple):
-    """The columns that this rank holds.
+    """Range of columns that this rank holds.
 
     Attributes:
-        start: first of them.
-        size: how many; the last ranks may hold fewer than the others, or none.
+        start: the first column.
+        size: number of columns; the last ranks may hold fewer than the others, or none.
         total: size of the vocabulary, V.
-        step: columns of a full shard.
-        group: the ranks that hold the other columns, in their order.
+        step: number of columns of a full shard.
+        group: the ranks that share the vocabulary, in the order of their columns.
     """
 
     start: int
@@ -125,16 +125,16 @@ class VocabShard(NamedTuple):
         return cls(start, size, V, -(-V // mesh.size(i)), mesh.get_group(i))
 
     def in_vocabulary(self, ids: torch.Tensor) -> torch.Tensor:
-        """Whether any rank holds the column."""
+        """Return True for ids in [0, V), whichever rank holds their column."""
         return (ids >= 0) & (ids < self.total)
 
     def local_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """Convert ids to columns of this rank; ``IGNORE`` for columns of other ranks."""
+        """Convert ids to columns of this shard; ``IGNORE`` for columns of other shards."""
         here = ids - self.start
         return torch.where((here >= 0) & (here < self.size), here, IGNORE)
 
     def local_transform(self, transform: Transform) -> Transform:
-        """Restrict the transform to these columns, which may not include the skipped one."""
+        """Convert ``skip_id`` to a column of this shard, None if another shard holds it."""
         skip = -1 if transform.skip_id is None else transform.skip_id - self.start
         return transform._replace(skip_id=skip if 0 <= skip < self.size else None)
 
@@ -153,7 +153,7 @@ class VocabShard(NamedTuple):
 
 
 def rows_of(name: str, t: torch.Tensor) -> Rows:
-    """Return the rows of ``[..., C]`` that this rank holds, for any layout of its columns; all of a plain tensor."""
+    """Return the rows of ``[..., C]`` that this rank holds, for any layout of the columns; all rows if it is plain."""
     if not isinstance(t, DTensor):
         return Rows(tuple(t.shape[:-1]), tuple((0, size) for size in t.shape[:-1]), ())
     mesh, leading = t.device_mesh, t.dim() - 1
@@ -169,13 +169,13 @@ def rows_of(name: str, t: torch.Tensor) -> Rows:
 
 
 def check_contiguous(name: str, t: DTensor, i: int) -> None:
-    """Raise unless the mesh dimension splits the tensor into contiguous pieces."""
+    """Raise unless mesh dimension ``i`` splits the tensor into contiguous pieces."""
     if is_strided(t.placements[i]):
         raise ValueError(f"{name} must be split by Shard placements, got {layout(t)}; redistribute it")
 
 
 def layout(t: DTensor) -> str:
-    """Placements and mesh of a DTensor, for messages."""
+    """Format the placements of a DTensor and the mesh dimensions, for error messages."""
     mesh = t.device_mesh
     return ", ".join(f"{p!r} over {dim_name(mesh, i) or f'dim {i}'}" for i, p in enumerate(t.placements))
 
@@ -191,7 +191,7 @@ def check_local_shape(name: str, t: DTensor, expected: Sequence[int]) -> None:
 
 
 class _Sum(torch.autograd.Function):
-    """All-reduce (sum) over some groups forward, and over others backward; over none, the identity."""
+    """All-reduce (sum) over ``groups`` in forward and over ``of_gradient`` in backward; the identity if empty."""
 
     @staticmethod
     def forward(ctx: Any, t: torch.Tensor, groups: Groups, of_gradient: Groups) -> torch.Tensor:
@@ -211,17 +211,17 @@ def _summed(t: torch.Tensor, groups: Groups) -> torch.Tensor:
 
 
 class _LocalPiece(torch.autograd.Function):
-    """``DTensor.to_local``, whose gradient has the strides of the whole tensor.
+    """``DTensor.to_local`` with a gradient that has the strides of the whole tensor.
 
-    DTensor's own computes them from this rank's piece before torch 2.13, which is wrong where pieces differ in size:
-    autograd then gathers the gradient of a leaf to lay it out anew.
+    Before torch 2.13 ``DTensor.to_local`` derives them from this rank's piece, which is wrong if pieces differ in size.
+    autograd then gathers the gradient of a leaf to change its layout.
     """
 
     @staticmethod
     def forward(ctx: Any, t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tensor:
         ctx.whole = (t.device_mesh, grad_placements, t.shape, t.stride())
         local = t.to_local()
-        wait = getattr(local, "wait", None)  # of a collective that is still under way
+        wait = getattr(local, "wait", None)  # an asynchronous collective may be unfinished
         local = local if wait is None else wait()
         return local.view_as(local)
 
@@ -237,29 +237,33 @@ def local_piece(t: DTensor, grad_placements: Sequence[Placement]) -> torch.Tenso
 
 
 def sum_over(t: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """All-reduce (sum) of partial results: a replicated sum, through which the gradient passes unchanged."""
+    """All-reduce (sum) partial results; the gradient of the replicated sum passes unchanged."""
     out: torch.Tensor = _Sum.apply(t, groups, ())  # type: ignore[no-untyped-call]
     return out
 
 
 def sum_gradient_over(t: torch.Tensor, groups: Groups) -> torch.Tensor:
-    """Return a replicated tensor of which each rank makes part of the result; its gradient is all-reduced (summed)."""
+    """Return the replicated tensor, with an all-reduce (sum) of its gradient, of which each rank computes a part."""
     out: torch.Tensor = _Sum.apply(t, (), groups)  # type: ignore[no-untyped-call]
     return out
 
 
 def as_dtensor(local: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any, stride: Any) -> DTensor:
-    """``DTensor.from_local`` of a piece that is known to fit."""
+    """Call ``DTensor.from_local`` on a piece of known layout, without checks."""
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def tensor_parallel_dims(weight: DTensor, hidden: torch.Tensor) -> list[int]:
     """Return the tensor-parallel mesh dimensions of a head; the others are data parallel.
 
-    Those with one of ``TENSOR_PARALLEL_NAMES``; those over which ``hidden``, a DTensor on the same mesh, is replicated;
-    and those that split what FSDP2's strided placement says was split before. All of them where ``hidden`` is a DTensor
-    on its mesh and the others do not split the head: no FSDP2 then averages the gradients, and DTensor's own rule
-    holds, the sum.
+    A mesh dimension is tensor parallel if
+
+    - it has one of ``TENSOR_PARALLEL_NAMES``,
+    - ``hidden``, a DTensor on the mesh of the head, is replicated over it, or
+    - it shards a dimension that FSDP2 shards too, with a strided placement.
+
+    If ``hidden`` is a DTensor on the mesh of the head, and none of the other mesh dimensions splits the head, all are
+    tensor parallel. FSDP2 does not average the gradients then, and the rule of DTensor applies: they are summed.
     """
     mesh, placements = weight.device_mesh, weight.placements
     strided = {shard_dim(p) for p in placements if is_strided(p)}

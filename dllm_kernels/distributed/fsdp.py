@@ -1,17 +1,17 @@
-"""LM heads that FSDP2 shards: gathered once per call, with a gradient that reaches the shard.
+"""LM heads that FSDP2 shards: gathered once per call, with a gradient that is reduced to the shards.
 
-Two ways to use such a head with a loss that takes hidden states.
+There are two ways to use such a head with a loss that takes hidden states.
 
-1. Hand the sharded parameter to the loss, ``loss.forward_fused(hidden, model.lm_head.weight, ...)``, outside of the
-   head's forward. There the weight is a DTensor. It is gathered once, in the dtype of the computation, and its gradient
-   is reduced to the shards and divided by the number of data-parallel ranks, which is FSDP2's own convention. (A plain
-   ``full_tensor()`` marks the gradient as replicated: every rank keeps its own share and the peers' are lost.) Every
-   backward pass reduces; under ``set_requires_gradient_sync(False)`` the shards' gradients add up to the same.
-2. Run the loss inside the head's own forward, where FSDP2 has gathered the weight already and reduces its gradient like
-   any other, once per optimizer step where synchronisation is off: make the head a :class:`LossHead`.
+1. Pass the sharded parameter to the loss, ``loss.forward_fused(hidden, model.lm_head.weight, ...)``, outside of the
+   head's forward. There the weight is a DTensor. It is gathered once, in the dtype of the computation. Its gradient is
+   reduced to the shards and divided by the number of data-parallel ranks, which is the convention of FSDP2. (A plain
+   ``full_tensor()`` marks the gradient as replicated: every rank keeps its own share, and all others are lost.) Every
+   backward pass reduces; under ``set_requires_gradient_sync(False)`` the gradients of the shards add up correctly.
+2. Run the loss inside the head's forward: make the head a :class:`LossHead`. There FSDP2 has gathered the weight
+   already, and reduces its gradient like that of any parameter, once per optimizer step if synchronisation is off.
 
-The first way needs the parameter that FSDP2 shards. What ``reshard_after_forward=<int>`` leaves of it after a forward
-is a copy whose gradient goes nowhere, and is an error here.
+The first way needs the parameter that FSDP2 shards. After a forward with ``reshard_after_forward=<int>`` the module
+holds a copy whose gradient is lost, so this layout raises an error.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from dllm_kernels.distributed import _layout
 from dllm_kernels.distributed._layout import as_dtensor, is_strided, layout, shard_dim
 
 Result = TypeVar("Result")
-# Module -> what the gradients of its own parameters are divided by. A parameter forgets what is noted on itself:
-# ``to_empty`` swaps all that it holds and ``load_state_dict(assign=True)`` replaces it.
+# Module -> divisor of the gradients of its direct parameters. A parameter's attribute does not survive ``to_empty``,
+# which swaps its contents, nor ``load_state_dict(assign=True)``, which replaces it.
 _FACTORS: weakref.WeakKeyDictionary[nn.Module, float] = weakref.WeakKeyDictionary()
-_FACTOR = "_dllm_kernels_gradient_divide_factor"  # noted on a parameter
+_FACTOR = "_dllm_kernels_gradient_divide_factor"  # attribute of a parameter
 
 
 class LossHead(nn.Linear):
-    """An LM head that can run the loss inside its own forward, so that FSDP2 treats its weight like any other.
+    """LM head that can run the loss inside its forward, so that FSDP2 treats its weight like any other parameter.
 
     Example::
 
@@ -51,9 +51,8 @@ class LossHead(nn.Linear):
         ...
         out = model.lm_head(hidden, lambda h, weight, bias: loss_fn.forward_fused(h, weight, target_ids, ...))
 
-    FSDP2 rounds what a forward returns to the ``output_dtype`` of its ``MixedPrecisionPolicy``: the logits, but not
-    what a loss returns from here, whose float32 stays. Another unit around this one rounds what its own forward
-    returns.
+    FSDP2 casts the outputs of a forward to the ``output_dtype`` of its ``MixedPrecisionPolicy``. This applies to the
+    logits, but not to the result of a loss, which stays float32. An enclosing FSDP unit still casts its own outputs.
     """
 
     @classmethod
@@ -64,8 +63,9 @@ class LossHead(nn.Linear):
             linear: computes ``hidden @ weight.T + bias`` and nothing else, and is not sharded yet.
 
         Raises:
-            TypeError: ``linear`` is no ``nn.Linear``.
-            ValueError: it has a ``forward`` of its own (an adapter), hooks or a parametrization, which would be lost.
+            TypeError: ``linear`` is not an ``nn.Linear``.
+            ValueError: ``linear`` overrides ``forward`` (an adapter), or has hooks or a parametrization, which would
+                be lost.
         """
         if not isinstance(linear, nn.Linear):
             raise TypeError(f"linear must be an nn.Linear, got {type_name(linear)}")
@@ -75,7 +75,7 @@ class LossHead(nn.Linear):
         return head
 
     def __call__(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
-        """:meth:`forward` with its hooks; the result of a loss as the loss made it, whatever dtype they cast it to."""
+        """Call :meth:`forward` with its hooks; return the result of a loss as it was before the hooks."""
         if loss is None:
             return super().__call__(hidden)
         made: list[Any] = []
@@ -84,7 +84,7 @@ class LossHead(nn.Linear):
             made.append(loss(*head))
             return made[-1]
 
-        super().__call__(hidden, remembered)  # in backward FSDP2 waits for the very tensors that the loss made
+        super().__call__(hidden, remembered)  # FSDP2 registers its backward hooks on the tensors that the loss returned
         return made[-1]
 
     def forward(self, hidden: torch.Tensor, loss: Callable[..., Any] | None = None) -> Any:
@@ -93,8 +93,8 @@ class LossHead(nn.Linear):
         Args:
             hidden: ``[..., D]``.
             loss: called with ``hidden``, the weight ``[V, D]`` and the bias ``[V]`` or None. Its result may be a tensor
-                or a (named) tuple of tensors, which FSDP2 looks through for what to wait for in backward. No forward
-                hook can put another result in its place.
+                or a (named) tuple of tensors, in which FSDP2 finds the tensors to hook in backward. Forward hooks
+                cannot replace the result.
         """
         return super().forward(hidden) if loss is None else loss(hidden, self.weight, self.bias)
 
@@ -103,19 +103,19 @@ LINEAR_FORWARDS.add(LossHead.forward)
 
 
 def set_gradient_divide_factor(head: nn.Module | nn.Parameter | Iterable[nn.Parameter], factor: float) -> None:
-    """Set the divisor of the gradient of a sharded head that is gathered here, like FSDP2's method of that name.
+    """Set the divisor of the gradient of a sharded head that a loss gathers, like the FSDP2 method of that name.
 
-    FSDP2's own factor cannot be read from a parameter. So a training loop that changes it, for instance by
-    ``model.set_gradient_divide_factor(1.0)``, must set it here too.
+    The factor of FSDP2 cannot be read from a parameter. A training loop that changes it, for instance by
+    ``model.set_gradient_divide_factor(1.0)``, must therefore call this function too.
 
     Args:
-        head: the module, such as ``model.lm_head``, after ``fully_shard``: the factor holds for whatever parameters
-            stand in it and in the modules within it, also after ``to_empty`` or ``load_state_dict(assign=True)``. Or a
-            parameter or several: it holds for these tensors alone, and is lost where either of the two gives them up.
+        head: the module, such as ``model.lm_head``, after ``fully_shard``. The factor applies to all parameters of the
+            module and its submodules, also after ``to_empty`` or ``load_state_dict(assign=True)``. Alternatively one
+            or several parameters. The factor then applies to these tensors only, and either call loses it.
         factor: positive. The default is the number of data-parallel ranks.
 
     Raises:
-        TypeError: ``head`` is neither a module nor parameters, ``factor`` no number.
+        TypeError: ``head`` is neither a module nor parameters, or ``factor`` is not a number.
         ValueError: ``factor`` is not positive and finite.
     """
     check_number("factor", factor)
@@ -142,16 +142,16 @@ def gather_head(weight: torch.Tensor, hidden: torch.Tensor, name: str = "the LM 
     """Gather a head's weight or bias over the data-parallel mesh dimensions, for one or several uses.
 
     Args:
-        weight: ``[V, D]`` or ``[V]``. Anything but a DTensor is returned as it is.
-        hidden: what it will be used with: its dtype (or that of autocast) is the one to gather in.
-        name: what messages call it.
+        weight: ``[V, D]`` or ``[V]``. Anything but a DTensor is returned unchanged.
+        hidden: the hidden states to multiply by it. The weight is gathered in their dtype, or in that of autocast.
+        name: name of the tensor in error messages.
 
     Returns:
-        A plain tensor, or, where tensor parallelism splits the weight too, a DTensor over those mesh dimensions only.
-        Its gradient reaches the shards of ``weight``, averaged over the data-parallel ranks.
+        A plain tensor or, if tensor parallelism splits the weight too, a DTensor over the tensor-parallel mesh
+        dimensions. Its gradient is reduced to the shards of ``weight``, averaged over the data-parallel ranks.
 
     Raises:
-        ValueError: a layout that cannot be gathered, with what to do.
+        ValueError: the layout cannot be gathered; the message names the fix.
     """
     if not isinstance(weight, DTensor):
         return weight
@@ -206,11 +206,11 @@ def _submesh(weight: DTensor, dims: Sequence[int]) -> DeviceMesh:
 
 
 class _Gather(torch.autograd.Function):
-    """All-gather over the data-parallel mesh dimensions forward; sum to the shards, divided, backward.
+    """All-gather over the data-parallel mesh dimensions; in backward, sum to the shards and divide by the factor.
 
-    The pieces are treated as a tensor of their own on the data-parallel submesh: what tensor parallelism left of the
-    weight on this rank, split by ``Shard`` however FSDP2 calls it (strided, where both split the same dimension).
-    The gradient is summed in the dtype in which the shard is kept.
+    The tensor-parallel part of the weight is treated as a separate tensor on the data-parallel submesh, split by
+    ``Shard``. FSDP2's placement may be strided instead, if both split the same dimension. The gradient is summed in the
+    dtype of the shard.
     """
 
     @staticmethod
@@ -236,6 +236,6 @@ class _Gather(torch.autograd.Function):
         if ctx.factor != 1:
             grad = grad / ctx.factor
         partial = as_dtensor(grad, ctx.mesh, [Partial()] * ctx.mesh.ndim, *ctx.piece)
-        # The sharded dimensions first: what is left to sum over the replicas is then a shard.
+        # Reduce over the sharded dimensions first, so that only a shard remains to be summed over the replicas.
         scattered = partial.redistribute(placements=[p if p.is_shard() else Partial() for p in ctx.placements])
         return as_dtensor(scattered.redistribute(placements=ctx.placements).to_local(), *ctx.weight_layout)

@@ -1,14 +1,14 @@
 """Run a row op whose inputs contain DTensors: on local tensors, with results of the global shape.
 
-Which mesh dimension is which: see :mod:`dllm_kernels.distributed._layout`. Over data-parallel ones a head, its bias and
-the head's second part are gathered once (``fsdp.gather_head``). Over a tensor-parallel one they stay where they are:
-each rank projects the same hidden states to its part of the vocabulary, the rows' statistics are combined
-(``vocab_parallel``), one small all-gather a chunk, and the hidden states' gradient, of which each rank has the part
-that went through its columns, is summed over the ranks. Logits may have their vocabulary split over one mesh dimension
-and their rows over others; over the rest they are replicated, and their gradient has their placements.
+:mod:`dllm_kernels.distributed._layout` classifies mesh dimensions. Over data-parallel dimensions the head, its bias and
+its low-rank part are gathered once (``fsdp.gather_head``). Over a tensor-parallel dimension they stay sharded. Each
+rank projects the same hidden states to its part of the vocabulary. The statistics of the rows are combined by one small
+all-gather per chunk (``vocab_parallel``). The gradient of the hidden states, of which each rank has the part that went
+through its columns, is all-reduced. Logits may have their vocabulary split over one mesh dimension and their rows over
+others. They are replicated over all further dimensions, and their gradient has their placements.
 
-What is known of each row is plain, of the global shape, the same on every tensor-parallel rank; the rows of the head's
-second part may be that too.
+Per-row constants are plain tensors of the global shape, equal on every tensor-parallel rank. The rows of the low-rank
+part of the head may be plain too.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
     Differentiable outputs stay differentiable.
 
     Raises:
-        ValueError: a layout that cannot be served, with what to do.
+        ValueError: a layout is not supported; the message names the fix.
     """
     here, rows, shard = (_local_hidden if plan.from_hidden else _local_logits)(inputs)
     if shard is not None:
@@ -67,7 +67,7 @@ def run(op: RowOp, inputs: RowInputs, plan: Plan) -> Any:
 
 
 def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
-    """Each ``[...]`` or ``[..., K]`` of this rank's rows in the global shape, in one sum over the ranks."""
+    """Combine results ``[...]`` or ``[..., K]`` of this rank's rows to the global shape, in one all-reduce."""
     local = [t for t in out if t is not None]
     dtype = next(t.dtype for t in local if t.is_floating_point())
     dtype = torch.float64 if any(t.dtype == torch.int64 for t in local) else dtype
@@ -88,8 +88,9 @@ def _whole(rows: Rows, out: tuple[Tensor | None, ...]) -> list[Tensor | None]:
 def _on_shard(x: Tensor, plan: Plan, shard: VocabShard) -> Plan:
     """Adapt the plan to a split vocabulary.
 
-    Every rank must cut the same chunks, since each ends in a collective, whatever number of columns it holds. A chunk
-    has as many more rows as the vocabulary is split: the same memory, and fewer collectives.
+    Every rank must use the same chunks, whatever number of columns it holds, because each chunk ends in a collective.
+    The number of rows per chunk is multiplied by the number of ranks, which takes the same memory and fewer
+    collectives.
     """
     plan = plan._replace(rows=shard_primitives(shard, plan))
     if plan.options.chunk_size is not None or not plan.from_hidden:
@@ -104,7 +105,7 @@ def _local_logits(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None
     """Return this rank's part of inputs with logits ``[..., V]``, its rows, and its columns if they are split."""
     logits = inputs.x
     rows = _layout.rows_of("logits", logits)
-    if not isinstance(logits, DTensor):  # the teacher's are
+    if not isinstance(logits, DTensor):  # only the teacher's tensors are DTensors
         return inputs, rows, None
     if any(p.is_partial() for p in logits.placements):
         raise ValueError(
@@ -149,7 +150,7 @@ def _local_hidden(inputs: RowInputs) -> tuple[RowInputs, Rows, VocabShard | None
 
 
 def _shard_of_head(weight: Tensor) -> VocabShard | None:
-    """Return the rows of the head that this rank holds where a mesh dimension splits the vocabulary, else None."""
+    """Return the columns of the vocabulary that this rank holds, or None if no mesh dimension splits the head."""
     if not isinstance(weight, DTensor):
         return None
     split = [i for i, p in enumerate(weight.placements) if not p.is_replicate()]
@@ -164,7 +165,7 @@ def _shard_of_head(weight: Tensor) -> VocabShard | None:
 
 
 def _check_laid_out_alike(heads: dict[str, Tensor]) -> None:
-    """Raise unless all have the layout of the weight: otherwise only one of two gradients would be all-reduced."""
+    """Raise unless all have the layout of the weight, because otherwise only one of two gradients is all-reduced."""
     for name, other in heads.items():
         both = heads[WEIGHT], other
         if len({getattr(t, "placements", None) for t in both}) > 1:
@@ -174,7 +175,7 @@ def _check_laid_out_alike(heads: dict[str, Tensor]) -> None:
 
 
 def _local_parameter(t: Tensor, split: list[set[int]]) -> Tensor:
-    """Return this rank's piece; its gradient is summed over ranks of ``split``, which use it for other rows."""
+    """Return this rank's piece; its gradient is summed over the groups of ``split``, whose ranks hold other rows."""
     if not isinstance(t, DTensor):
         return t
     mesh, placements = t.device_mesh, t.placements
@@ -189,12 +190,12 @@ def _local_parameter(t: Tensor, split: list[set[int]]) -> Tensor:
                 f"got {layout(t)}: its gradient could not be summed over the ranks that share rows; redistribute one "
                 "of them"
             )
-    return _layout.local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute makes that sum
+    return _layout.local_piece(t.redistribute(placements=placements), grad_placements)  # redistribute sums in backward
 
 
 def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: Rows) -> Tensor:
     """Return the rows ``[..., r]`` of the head's low-rank part that belong to this rank's hidden states."""
-    if not isinstance(u, DTensor):  # every rank has all of it and makes a part of its gradient
+    if not isinstance(u, DTensor):  # every rank holds all rows and computes a part of the gradient
         return rows.local(_layout.sum_gradient_over(u, (*groups, *rows.groups)[::-1]))
     if isinstance(hidden, DTensor) and hidden.device_mesh != u.device_mesh:
         raise ValueError("extra[0] must be on the mesh of the hidden states, got a DTensor on another; redistribute it")
@@ -203,19 +204,19 @@ def _extra_rows_here(u: Tensor, hidden: Tensor, groups: Groups, rows: Rows) -> T
 
 
 def _of_rows(placements: Any, t: Tensor) -> list[Placement]:
-    """Keep the placements that split dimensions of ``t`` but the last; Replicate in the place of all others."""
+    """Keep the placements that split a dimension of ``t`` other than the last; replace all others by Replicate."""
     return [Replicate() if shard_dim(p) in (None, t.dim() - 1) else p for p in placements]
 
 
 def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
-    """Rows as this rank uses them, the same on all ranks of ``groups``, over which their gradient is summed."""
+    """Return this rank's rows, replicated over ``groups``, over which their gradient is summed."""
     if not isinstance(t, DTensor):
         return _layout.sum_gradient_over(t, groups) if groups else t, _layout.rows_of(name, t)
     mesh, ranks = t.device_mesh, [dist.get_process_group_ranks(group) for group in groups]
     vocab = [dist.get_process_group_ranks(mesh.get_group(j)) in ranks for j in range(mesh.ndim)]
     placements = [Replicate() if shared else p for shared, p in zip(vocab, _of_rows(t.placements, t), strict=True)]
     grad_placements = [Partial() if shared else p for shared, p in zip(vocab, placements, strict=True)]
-    t = t.redistribute(placements=placements)  # in backward, what sums the parts
+    t = t.redistribute(placements=placements)  # sums the partial gradients in backward
     rows = _layout.rows_of(name, t)
     check_local_shape(name, t, (*rows.local_shape, t.shape[-1]))
     local = _layout.local_piece(t, grad_placements)
@@ -223,11 +224,10 @@ def _rows_here(name: str, t: Tensor, groups: Groups) -> tuple[Tensor, Rows]:
 
 
 def _local_teacher(inputs: RowInputs, from_hidden: bool, rows: Rows, shard: VocabShard | None) -> dict[str, Any]:
-    """Return this rank's part of the teacher: its rows of the student, and its columns.
+    """Return this rank's part of the teacher: the rows and columns of its student logits.
 
-    The teacher may be laid out in any way. A plain tensor is whole, and equal on every rank; a DTensor is
-    redistributed. If ``teacher_rows`` is given, every rank needs all of the teacher's rows; if columns are picked, all
-    of its columns.
+    The teacher may have any layout. A plain tensor must be whole, and equal on every rank. A DTensor is redistributed.
+    With ``teacher_rows`` every rank needs all rows of the teacher, and with ``teacher_columns`` all columns.
     """
     x, index, columns, u = inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns, inputs.teacher_extra_x
     assert x is not None
@@ -245,9 +245,9 @@ def _local_teacher(inputs: RowInputs, from_hidden: bool, rows: Rows, shard: Voca
 
 
 def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, picked: bool) -> Tensor:
-    """Return the teacher's rows ``[..., C]`` beside the student's, or all if picked; only the columns of ``part``.
+    """Return the teacher's rows ``[..., C]`` for the student's rows, or all if picked; only the columns of ``part``.
 
-    Whether ranks communicate follows from layouts alone, which all of them know, and never from a rank's own piece.
+    The decision to communicate depends on layouts only, because all ranks must decide alike.
     """
     if isinstance(t, DTensor) and isinstance(x, DTensor) and x.device_mesh == t.device_mesh:
         t = t.redistribute(placements=_beside(t, x, rows, columns=part is not None, picked=picked))
@@ -259,7 +259,7 @@ def _teacher_rows(t: Tensor, x: Tensor, rows: Rows, part: VocabShard | None, *, 
 
 
 def _beside(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) -> list[Placement]:
-    """Split over the mesh as the student's ``rows`` are, and as its columns; what is not, is whole on every rank."""
+    """Return placements for ``t`` that split its rows, and columns if requested, as those of ``x``; else Replicate."""
     kept = [not picked and x.device_mesh.get_group(i) in rows.groups for i in range(x.device_mesh.ndim)]
     placements: list[Placement] = [p if keep else Replicate() for p, keep in zip(x.placements, kept, strict=True)]
     for i, p in enumerate(x.placements):
@@ -269,7 +269,7 @@ def _beside(t: DTensor, x: DTensor, rows: Rows, *, columns: bool, picked: bool) 
 
 
 def _teacher_head(t: Tensor, x: Tensor, part: VocabShard | None) -> Tensor:
-    """Return a parameter of the teacher's head, or its rows for the columns of ``part``."""
+    """Return a parameter of the teacher's head, restricted to the columns of ``part`` if given."""
     name = "the teacher's head"
     t = gather_head(t, x, name)
     if isinstance(t, DTensor) and part is not None and _is_split_like(t, part):
@@ -280,7 +280,7 @@ def _teacher_head(t: Tensor, x: Tensor, part: VocabShard | None) -> Tensor:
 
 
 def _is_split_like(t: DTensor, part: VocabShard) -> bool:
-    """Whether its first dimension, and no other, is split over the ranks of ``part``, into the same pieces."""
+    """Return True if only the first dimension of ``t`` is split, over the ranks of ``part`` into the same pieces."""
     split = [(i, p) for i, p in enumerate(t.placements) if not p.is_replicate()]
     if len(split) != 1 or t.shape[0] != part.total:
         return False

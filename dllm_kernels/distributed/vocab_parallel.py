@@ -1,18 +1,18 @@
-r"""NLL of rows whose vocabulary is split over ranks; neither the logits nor the head are ever gathered.
+r"""Row primitives for rows whose vocabulary is split over ranks; neither the logits nor the head are ever gathered.
 
 Rank r holds the columns [start_r, start_{r+1}) of every row and reduces them to a few numbers
-(``_backends/_row_stats.py``): their maximum M_r, the sum S_r = sum exp(x - M_r), how far below M_r each id's logit lies
-(0 where another rank holds it) and whether the first id is the argmax of these columns. One all-gather of these gives
-every rank
+(``_backends/_row_stats.py``): the maximum M_r, the sum S_r = sum exp(x - M_r), the distance of each id's logit from M_r
+(0 if another rank holds the id), and a flag if the first id is the argmax of these columns. One all-gather gives every
+rank
 
     M = max_r M_r,      S = sum_r S_r exp(M_r - M),      log p_k = (x_k - M) - log S,
 
-and the gradient is local again. The first id is the argmax of the whole row when it is that of its own columns, no
-earlier rank's maximum reaches it and no later one's exceeds it: the lowest index wins a tie.
+and the gradient is local. The first id is the argmax of the whole row if it is the argmax of its rank's columns, the
+maxima of all lower ranks are smaller, and those of all higher ranks are not larger: the lowest index wins a tie.
 
-This is written as row primitives (``_backends/_rows.py``) on top of those of a backend, so everything that is written
-on the row primitives works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes a row, 16 with the
-argmax-match (twice that for float64).
+The functions implement the row primitives (``_backends/_rows.py``) on top of those of a backend. All code above the row
+primitives therefore works on a split vocabulary unchanged. For the NLL each rank sends 12 bytes per row, 16 with the
+argmax-match, and twice as many for float64.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 
 
 def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
-    """Row primitives of the plan's backend for rows that are split over the shard's group."""
+    """Build the row primitives for rows that are split over the shard's group, from those of the plan's backend."""
     local = plan.primitives()
     forward, mix, backward = (functools.partial(f, shard, local.stats) for f in (_forward, _mix, _backward))
     stats = StatsPrimitives(forward, mix, backward)  # type: ignore[arg-type]
@@ -60,7 +60,7 @@ def shard_primitives(shard: VocabShard, plan: Plan) -> RowPrimitives:
 def _sample(
     shard: VocabShard, local: Any, logits: Tensor, transform: Transform, noise: Noise | None
 ) -> tuple[Tensor, Tensor]:
-    """Take the best of the ranks' winners, of which each sends 16 bytes a row; the lowest rank wins a tie."""
+    """Select the best column of all ranks from the best of each, 16 bytes per row; the lowest rank wins a tie."""
     if noise is not None:
         noise = noise._replace(first=shard.start, total=shard.total)
     best = logits.new_full((len(logits), 2), -math.inf, dtype=torch.float64)
@@ -73,29 +73,33 @@ def _sample(
 
 
 def _largest(shard: VocabShard, local: Any, logits: Tensor, k: int, transform: Transform) -> tuple[Tensor, Tensor]:
-    """Merge the ranks' k largest, sorted by value and, as ranks and their columns ascend, by column."""
+    """Merge the k largest of each rank, sorted by value, then by column.
+
+    A stable sort suffices for the columns, because they ascend with the ranks.
+    """
     here = min(k, shard.size)
     best = logits.new_full((len(logits), k, 2), -math.inf, dtype=torch.float64)
     if here:
         values, ids = local(logits, here, shard.local_transform(transform))
         best[:, :here] = torch.stack([values.to(torch.float64), (ids + shard.start).to(torch.float64)], 2)
     values, ids = shard.gather(best.flatten(1)).view(-1, *best.shape).transpose(0, 1).flatten(1, 2).unbind(-1)
-    # A rank with fewer than k columns leaves entries without one, which come last.
+    # A rank with fewer than k columns leaves entries without a column (id < 0), which are sorted to the end.
     order = values.masked_fill(ids < 0, math.nan).neg().sort(dim=1, stable=True).indices[:, :k]
     return values.gather(1, order).to(accum_dtype(logits.dtype)), ids.gather(1, order).to(torch.int64)
 
 
 def _local_request(shard: VocabShard, request: StatsRequest) -> StatsRequest:
-    """Restrict a request to these columns; an id of another shard becomes ``IGNORE``."""
+    """Restrict a request to the columns of the shard; an id of another shard becomes ``IGNORE``."""
     return request._replace(
         ids=shard.local_ids(request.ids), transform=shard.local_transform(request.transform), whole=False
     )
 
 
 def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest) -> StatsResult:
-    """One all-gather of what each shard found, as a distribution of its own; one more sum for the mixture.
+    """All-gather the statistics of each shard and combine them; the mixture takes one more all-reduce.
 
-    A shard has the share w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
+    Each shard's statistics treat its columns as a whole distribution. The shard has the share
+    w_r = S_r e^{M_r - M} / S of its row, so that H = sum_r w_r (H_r - log w_r).
     """
     here = _local_request(shard, request)._replace(a=None, b=None)
     found = StatsResult(*local.forward(logits, here)) if shard.size else _nothing_found(here, logits.dtype)
@@ -114,7 +118,8 @@ def _forward(shard: VocabShard, local: StatsPrimitives, logits: Tensor, request:
         entropy = torch.where(share == -math.inf, 0.0, share.exp() * (next(columns) - share)).sum(0).masked_fill(off, 0)
     correct = None
     if request.correct:
-        best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max  # a shard of -inf beats nothing
+        # A shard of nothing but -inf has no maximum.
+        best = maxima.masked_fill(sums == 0, -math.inf).squeeze(-1) == row_max
         first = best & (best.cumsum(0) == 1)
         correct = ((next(columns) != 0) & first).any(0) & ~log_probs[:, 0].isnan() & ~off
     row_max, log_sum = row_max.masked_fill(off, 0), log_sum.masked_fill(off, 0)
@@ -135,7 +140,10 @@ def _nothing_found(request: StatsRequest, dtype: torch.dtype) -> StatsResult:
 def _combine_ids(
     shard: VocabShard, request: StatsRequest, maxima: Tensor, sums: Tensor, from_max: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(M, log S, log p) of whole rows, from ``[ranks, N, 1]``, the same, and the ids' distances to their shard's M."""
+    """Return (M, log S, log p) of whole rows.
+
+    From the shards' M and S, both ``[ranks, N, 1]``, and each id's distance from the M of its shard.
+    """
     row_max = maxima.amax(0)
     row_sum = (sums * torch.exp(maxima - row_max)).sum(0)
     rank = torch.arange(maxima.shape[0], device=maxima.device).view(-1, 1, 1)
@@ -148,7 +156,7 @@ def _combine_ids(
 def _mix(
     shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest, *sums: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """(F, W) of whole rows: one all-reduce."""
+    """Compute (F, W) of whole rows with one all-reduce."""
     here = _local_request(shard, request)
     if shard.size:
         parts = torch.stack([t for t in local.mix(logits, here, *sums) if t is not None])
@@ -161,6 +169,6 @@ def _mix(
 def _backward(
     shard: VocabShard, local: StatsPrimitives, logits: Tensor, request: StatsRequest, c: Coefficients, *rest: Tensor
 ) -> None:
-    """Compute the gradient of this rank's columns; no communication. ``rest``: row_max, log_sum and the output."""
+    """Compute the gradient of this rank's columns, without communication. ``rest``: row_max, log_sum and the output."""
     if shard.size:
         local.backward(logits, _local_request(shard, request), c, *rest)
