@@ -1,4 +1,4 @@
-"""The functional primitives under every loss and corruption, for people who write a new one."""
+"""Functional ops below the losses and corruption routines, for writing new ones."""
 
 from dllm_kernels._core._results import Divergence, LinearSample, RowObjective, RowStats, TokenNLL, WeightedNLL
 from dllm_kernels.ops.divergence import divergence, linear_divergence

@@ -1,14 +1,16 @@
-r"""Weighted divergence of a student's rows to a teacher's: distillation and acceptance without whole logits in memory.
+r"""Weighted divergence of student rows to teacher rows, for distillation, without materializing the full logits.
 
-p is the softmax of a row of the student's logits. q is that of the teacher's, a constant. a = sum_v min(p_v, q_v) is
-the rate at which speculative decoding accepts what the student draws. From hidden states, for each chunk of rows of
-nonzero weight: one product makes the student's logits and one the teacher's. One pass over both gives the divergence, a
-and whether the argmax agrees, and writes the gradient over the student's logits. One more product gives the gradient of
-the hidden states, and, if the head is trained, one more that of the head. So a frozen head that a draft model shares
-with its target takes three products and the memory of two chunks. Logits of both models, their softmax and autograd
-take five products and many times ``[N, V]``.
+p is the softmax of a row of the student's logits. q is the softmax of a row of the teacher's logits, a constant. a =
+sum_v min(p_v, q_v) is the acceptance rate of speculative decoding with the student as the draft model.
 
-The kinds and their gradients stand in ``_backends/torch/_divergence.py``.
+From hidden states, each chunk of rows of nonzero weight takes these steps. Two matrix products compute the student's
+and the teacher's logits. One pass over both computes the divergence, a and the argmax match, and overwrites the
+student's logits with their gradient. One product computes the gradient of the hidden states. If the head is trainable,
+one more product computes the gradient of the head. A frozen head that is shared with the teacher therefore takes three
+products and the memory of two chunks. The unfused computation by autograd takes five products and several tensors
+``[N, V]``.
+
+The kinds and their gradients are defined in ``_backends/torch/_divergence.py``.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels._utils._transform import Transform
 
-OWN_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
+SEPARATE_HEAD = _checks.Names("teacher_hidden", "targets", "teacher_weight", "teacher_bias")
 SHARED_HEAD = _checks.Names("teacher_hidden", "targets", "weight", "bias")
 Kind = str | Mapping[str, float]
 
@@ -61,7 +63,7 @@ def divergence(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> Divergence:
-    r"""Weighted sum of the divergence of each row of logits to the teacher's.
+    r"""Weighted sum of the divergence of each row of student logits to the teacher's row.
 
     .. math:: \text{loss} = \sum_i w_i \, T^2 \sum_k c_k D_k(p_i, q_i), \qquad
         p_i = \text{softmax}(z_i / T), \quad q_i = \text{softmax}(t_i / T)
@@ -81,42 +83,43 @@ def divergence(
     ce         -log p at the target
     ========== =======================================================================================
 
-    The teacher is a constant. A row of weight 0 is read on neither side. A NaN affects its own row only. A logit of
-    ``-inf`` is a probability of 0. In the gradient of a, p and q that differ by less than a relative 2**-18 (rounding)
-    count as p <= q. The forward pass stores nine numbers per row. The backward pass reads the logits of both sides once
-    and can run more than once.
+    The teacher is a constant. Rows of weight 0 are read in neither model. A NaN affects only its own row. A logit of
+    ``-inf`` is a probability of 0. In the gradient of a, p and q that are equal up to a relative difference of 2**-18
+    (rounding) count as p <= q. The forward pass saves nine values per row. The backward pass reads the logits of both
+    models once and can run more than once.
 
     Args:
-        logits: the student's ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        teacher_logits: ``[..., V]``, of the dtype of ``logits`` and with as many rows, unless ``teacher_rows`` is
-            given.
-        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient. None: ones.
+        logits: student logits ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
+        teacher_logits: ``[..., V]``, of the dtype of ``logits``. Its leading dimensions must be the leading dimensions
+            of ``logits`` unless ``teacher_rows`` is given.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
         kind: a name, or a dict of names and coefficients such as ``{"ce": 0.1, "l1": 0.9}``, all computed in one pass.
-            A kind with the coefficient 0 is left out.
-        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives
-            NaN in its own row.
-        teacher_rows: ``[...]`` integers: the teacher's row that belongs to each row of the student. The teacher's rows
-            are numbered through all dimensions but the last, and may be used in any order and any number of times. A
-            number out of range gives NaN in its own row. None: the two have the same layout.
-        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: the teacher's column of each of its
-            tokens. The teacher's softmax is over these columns only. None: both have the same vocabulary.
-        temperature: T > 0. Both sides' logits are divided by T, and value and loss are multiplied by T squared.
-        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient
-            per row.
-        beta: beta of ``jsd``, in [0, 1]; None: 0.5.
-        floor: floor of ``nla``; None: 1e-5.
-        eta: eta of ``lk``, any number; None: 3.
-        kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
-        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a
-            over the call, which takes one more pass over the logits. None: "row".
-        base: of ``lk``: "kl" or "soft_ce", what lam multiplies; None: "kl".
-        softcap: of the student's logits: c > 0 makes each ``c tanh(z / c)``; None: no cap.
-        scale: of the student's logits: s > 0 multiplies each, after the cap and before the temperature; None: 1.
-        skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none.
-            Its ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
-        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where
-            ``DLLM_KERNELS_CHECK=1``.
+            A kind with coefficient 0 is omitted.
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value gives NaN
+            in that row.
+        teacher_rows: ``[...]`` integers: for each student row, the index of its teacher row. The index runs over the
+            flattened leading dimensions of the teacher. Indices may repeat, in any order. An out-of-range index gives
+            NaN in that row. None: student and teacher have the same layout.
+        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
+            teacher's column. The teacher's softmax is over these columns only. None: both have the same vocabulary.
+        temperature: T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared.
+        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
+            upstream gradient per row.
+        beta: option of ``jsd``, in [0, 1]; None: 0.5.
+        floor: option of ``nla``; None: 1e-5.
+        eta: option of ``lk``, any number; None: 3.
+        kl_scale: option of ``lk``, in [0, 1]; None: 1.
+        alpha: option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted
+            mean of a over the call, which takes one more pass over the logits. None: "row".
+        base: option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".
+        softcap: c > 0 replaces each student logit by ``c tanh(z / c)``; None: no cap.
+        scale: s > 0 multiplies each student logit, after the cap and before the division by T; None: 1.
+        skip_id: student column that is never predicted, such as the MASK column; its logit is -inf. None: every column
+            can be predicted.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
+            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: the student's transform.
+        check_targets: True to raise an IndexError for the first out-of-range target, row or column, which costs a host
+            sync. None: True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -124,7 +127,7 @@ def divergence(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices do not fit, a number is out of range, an option belongs to another kind,
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, an option belongs to another kind,
             or a kind or the backend is unknown.
         IndexError: ``check_targets`` is on and a target, row or column is out of range.
 
@@ -141,7 +144,7 @@ def divergence(
     if teacher_logits.dim() == 0 or teacher_logits.shape[-1] == 0:
         raise ValueError(f"teacher_logits must have shape [..., V] with V >= 1, got {tuple(teacher_logits.shape)}")
     inputs = _with_teacher(inputs, teacher_logits, teacher_rows, draft_to_target)
-    return _compared("logits", inputs, options, spec, temperature, reduction, teacher_transform)
+    return _run_divergence("logits", inputs, options, spec, temperature, reduction, teacher_transform)
 
 
 def linear_divergence(
@@ -177,57 +180,59 @@ def linear_divergence(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> Divergence:
-    r""":func:`divergence` from both models' hidden states and LM heads; the logits of each exist one chunk at a time.
+    r"""Compute :func:`divergence` from hidden states and LM heads; the logits of both models exist one chunk at a time.
 
-    The gradients are made in the forward pass, for rows of nonzero weight and for tensors that require them. Backward
+    The forward pass computes the gradients, for rows of nonzero weight and for inputs that require a gradient. Backward
     scales them in place by the upstream gradient, so it can run only once. A call takes 3 matrix products with a frozen
-    head, 4 with a trainable one, and 2 where no gradient is required. ``alpha="mean"`` takes 2 more. With
-    ``reduction="none"`` a frozen head takes 3 as well, and a trainable one 6, since the logits are made again in
-    backward.
+    head, 4 with a trainable head, and 2 if no gradient is required. ``alpha="mean"`` takes 2 more. With
+    ``reduction="none"`` a frozen head takes 3 products. A trainable head takes 6, because backward recomputes the
+    logits.
 
     Args:
-        hidden: the student's ``[..., D]``, float16, bfloat16, float32 or float64.
-        weight: ``[V, D]``, its LM head, of the dtype of ``hidden`` unless autocast is on.
-        teacher_hidden: ``[..., D']``, of the dtype of ``hidden`` and with as many rows, unless ``teacher_rows`` is
-            given. A constant.
-        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient. None: ones.
-        bias: ``[V]`` or None.
-        extra: a second part of the student's head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to its
-            logits; or None.
-        teacher_weight: ``[V', D']``, the teacher's LM head. None: it shares ``weight`` and ``bias``, but not ``extra``.
+        hidden: student hidden states ``[..., D]``, float16, bfloat16, float32 or float64.
+        weight: ``[V, D]``, the student's LM head, of the dtype of ``hidden`` unless autocast is on.
+        teacher_hidden: ``[..., D']``, of the dtype of ``hidden``, a constant. Its leading dimensions must be the
+            leading dimensions of ``hidden`` unless ``teacher_rows`` is given.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient. None: ones.
+        bias: ``[V]``, the bias of ``weight``, or None.
+        extra: low-rank second part of the student's head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or
+            None. ``U u`` is added to the student's logits.
+        teacher_weight: ``[V', D']``, the teacher's LM head. None: the teacher shares ``weight`` and ``bias``, but not
+            ``extra``.
         teacher_bias: ``[V']``, the bias of ``teacher_weight``, or None.
-        teacher_extra: a low-rank second part of the teacher's head, (u for each row of ``teacher_hidden``, U
-            ``[V', r]``), or None. A constant.
-        kind: a name of the table of :func:`divergence`, or a dict of names and coefficients, all computed in one pass.
-        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, ``ce`` is 0 there. Any other value gives
-            NaN in its own row.
-        teacher_rows: ``[...]`` integers: the row of ``teacher_hidden`` for each row of the student, copied one chunk at
-            a time. None: the two have the same layout.
-        draft_to_target: ``[V]`` integers: the teacher's column of each token of a smaller vocabulary. These rows of the
-            teacher's head are copied once a call, and only they are multiplied. None: both have the same vocabulary.
-        temperature: T > 0. Both sides' logits are divided by T, and value and loss are multiplied by T squared.
-        reduction: "sum", or "none": ``loss`` is ``[...]``, the weighted value of each row, with any upstream gradient
-            per row.
-        beta: beta of ``jsd``, in [0, 1]; None: 0.5.
-        floor: floor of ``nla``; None: 1e-5.
-        eta: eta of ``lk``, any number; None: 3.
-        kl_scale: kl_scale of ``lk``, in [0, 1]; None: 1.
-        alpha: of ``lk``. "row": lam is computed from each row's a. "mean": it is computed from the weighted mean of a
-            over the call, which takes one more pass over the logits. None: "row".
-        base: of ``lk``: "kl" or "soft_ce", what lam multiplies; None: "kl".
-        chunk_size: number of rows whose logits exist at a time, for each of the two models; None: chosen from the
-            sizes.
-        num_active: an upper bound of the number of rows of nonzero weight, else read back from a GPU. Too small a bound
-            gives NaN.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
-            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
-        softcap: of the student's logits: c > 0 makes each ``c tanh(z / c)``; None: no cap.
-        scale: of the student's logits: s > 0 multiplies each, after the cap and before the temperature; None: 1.
-        skip_id: of the student's logits: the column that is never predicted, such as MASK's: it counts as -inf.
-        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` of the teacher's logits, ``{}`` for none.
-            Its ``skip_id`` is a column after ``draft_to_target``. None: the same as for the student's logits.
-        check_targets: raise an IndexError naming the first bad target, row or column (a sync); None: where
-            ``DLLM_KERNELS_CHECK=1``.
+        teacher_extra: low-rank second part of the teacher's head, (u, one row per row of ``teacher_hidden``; U
+            ``[V', r]``), a constant, or None.
+        kind: a name in the table of :func:`divergence`, or a dict of names and coefficients, all computed in one pass.
+        targets: ``[...]`` integers in ``[0, V)``, for ``ce``. -100: no target, with ``ce`` 0. Any other value gives NaN
+            in that row.
+        teacher_rows: ``[...]`` integers: for each student row, the index of its row of ``teacher_hidden``. The rows are
+            copied one chunk at a time. None: student and teacher have the same layout.
+        draft_to_target: ``[V]`` integers, for a student with a smaller vocabulary: for each student token, the
+            teacher's column. These rows of the teacher's head are copied once per call, and only they are multiplied.
+            None: both have the same vocabulary.
+        temperature: T > 0. The logits of both models are divided by T, and value and loss are multiplied by T squared.
+        reduction: "sum", or "none": ``loss`` is then ``[...]``, the weighted value of each row, and takes an arbitrary
+            upstream gradient per row.
+        beta: option of ``jsd``, in [0, 1]; None: 0.5.
+        floor: option of ``nla``; None: 1e-5.
+        eta: option of ``lk``, any number; None: 3.
+        kl_scale: option of ``lk``, in [0, 1]; None: 1.
+        alpha: option of ``lk``. "row": lam is computed from a of each row. "mean": lam is computed from the weighted
+            mean of a over the call, which takes one more pass over the logits. None: "row".
+        base: option of ``lk``: "kl" or "soft_ce", the divergence that lam multiplies; None: "kl".
+        chunk_size: rows per chunk of logits, for each of the two models; None: chosen from the sizes.
+        num_active: upper bound on the number of rows of nonzero weight; None: read back from a GPU, a host sync.
+            Results are NaN if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        softcap: c > 0 replaces each student logit by ``c tanh(z / c)``; None: no cap.
+        scale: s > 0 multiplies each student logit, after the cap and before the division by T; None: 1.
+        skip_id: student column that is never predicted, such as the MASK column; its logit is -inf. None: every column
+            can be predicted.
+        teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits, ``{}`` for no
+            transform. Its ``skip_id`` is a column after ``draft_to_target``. None: the student's transform.
+        check_targets: True to raise an IndexError for the first out-of-range target, row or column, which costs a host
+            sync. None: True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -248,7 +253,7 @@ def linear_divergence(
     inputs, options = checked(
         _checks.LINEAR, RowInputs(hidden, targets, weight, bias, weights=weights), options, extra=extra
     )
-    names, head = OWN_HEAD, (teacher_weight, teacher_bias)
+    names, head = SEPARATE_HEAD, (teacher_weight, teacher_bias)
     if teacher_weight is None:
         if teacher_bias is not None:
             raise ValueError(
@@ -256,19 +261,19 @@ def linear_divergence(
             )
         names, head = SHARED_HEAD, (weight, bias)
     _checks.check_rows(names, teacher_hidden, inputs.ids, *head)
-    its_weight: Any = head[0]
-    if compute_dtype(teacher_hidden, its_weight) != compute_dtype(hidden, weight):
+    teacher_head_weight: Any = head[0]
+    if compute_dtype(teacher_hidden, teacher_head_weight) != compute_dtype(hidden, weight):
         raise ValueError(f"teacher_hidden must have the dtype of hidden, {hidden.dtype}, got {teacher_hidden.dtype}")
-    u, second = _checks.checked_extra(names, teacher_hidden, its_weight, teacher_extra, "teacher_extra")
+    u, second = _checks.checked_extra(names, teacher_hidden, teacher_head_weight, teacher_extra, "teacher_extra")
     inputs = _with_teacher(
         inputs, teacher_hidden, teacher_rows, draft_to_target, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
         teacher_extra_x=u, teacher_extra_weight=second,
     )  # fmt: skip
-    return _compared("hidden", inputs, options, spec, temperature, reduction, teacher_transform)
+    return _run_divergence("hidden", inputs, options, spec, temperature, reduction, teacher_transform)
 
 
 def _defaults(x: torch.Tensor, targets: Any, weights: Any, spec: DivergenceSpec) -> tuple[Any, Any]:
-    """(targets, weights); all -100 and all ones if not given."""
+    """Return (targets, weights), by default all -100 and all ones."""
     _checks.check_constant("weights", weights, 'reduction="none" and loss * weights')
     rows = x.shape[:-1]
     if targets is None:
@@ -283,33 +288,33 @@ def _defaults(x: torch.Tensor, targets: Any, weights: Any, spec: DivergenceSpec)
 def _with_teacher(
     inputs: RowInputs, x: torch.Tensor, rows: Any, columns: Any, **others: torch.Tensor | None
 ) -> RowInputs:
-    """Add the teacher's tensors as constants; row and column numbers are gathered if they are DTensors."""
+    """Add the teacher's tensors as constants; gather row and column indices that are DTensors."""
     rows, columns = all_plain(rows, columns)
     others = {name: t.detach() if isinstance(t, torch.Tensor) else t for name, t in others.items()}
     return replaced(inputs, teacher_x=x.detach(), teacher_rows=rows, teacher_columns=columns, **others)
 
 
-def _compared(
+def _run_divergence(
     name: str, inputs: RowInputs, options: Options, spec: DivergenceSpec, temperature: Any, reduction: Any,
-    its_transform: Any,
+    teacher_transform: Any,
 ) -> Divergence:  # fmt: skip
-    """Check the teacher against the student, whose rows have this name, and compare them."""
+    """Validate the teacher and the remaining options and run the op; ``name`` is the argument with the student rows."""
     x, teacher, rows, columns = inputs.x, inputs.teacher_x, inputs.teacher_rows, inputs.teacher_columns
-    its_head = inputs.weight if inputs.teacher_weight is None else inputs.teacher_weight
+    teacher_head = inputs.weight if inputs.teacher_weight is None else inputs.teacher_weight
     V = x.shape[-1] if inputs.weight is None else inputs.weight.shape[0]
-    teacher_vocab_size = teacher.shape[-1] if its_head is None else its_head.shape[0]
+    teacher_vocab_size = teacher.shape[-1] if teacher_head is None else teacher_head.shape[0]
     _check_rows(name, x, teacher, rows)
     _check_columns(name, x, V, teacher_vocab_size, columns)
     if rows is not None:
         read = rows.masked_fill(inputs.weights == 0, 0)
         _checks.check_target_range(options.check_targets, "teacher_rows", read, teacher.shape[:-1].numel(), None)
     if columns is not None:
-        always = True if values_are_there(columns) else options.check_targets  # on a GPU it would cost a sync
+        always = True if values_are_there(columns) else options.check_targets  # a sync on a GPU
         _checks.check_target_range(always, "draft_to_target", columns, teacher_vocab_size, None)
     if reduction not in ("sum", "none"):
         raise ValueError(f"reduction must be sum or none, got {reduction!r}")
     T = _checks.checked_temperature(temperature)
-    transform = _tempered(_checked_transform(its_transform, V, options.transform), T)
+    transform = _tempered(_checked_transform(teacher_transform, V, options.transform), T)
     options = replaced(options, transform=_tempered(options.transform, T))
     config = DivergencePlan(spec, transform, T * T, reduction == "none")
     inputs = replaced(inputs, active=inputs.weights)
@@ -332,15 +337,15 @@ def _check_rows(name: str, x: torch.Tensor, teacher: torch.Tensor, index: torch.
         )
 
 
-def _check_columns(name: str, x: torch.Tensor, V: int, its_V: int, columns: torch.Tensor | None) -> None:
+def _check_columns(name: str, x: torch.Tensor, V: int, teacher_vocab_size: int, columns: torch.Tensor | None) -> None:
     if columns is not None:
         _checks.check_ids("draft_to_target", columns)
         _checks.check_shape("draft_to_target", columns, (V,), "an entry for each of the student's columns")
         _checks.check_same_device(name, x, draft_to_target=columns)
-    elif its_V != V:
+    elif teacher_vocab_size != V:
         raise ValueError(
             f"teacher_{name} must have the vocabulary of {name}, {V} columns, unless draft_to_target is given, "
-            f"got {its_V}"
+            f"got {teacher_vocab_size}"
         )
 
 
@@ -357,7 +362,7 @@ def _checked_transform(given: Any, V: int, students: Transform) -> Transform:
 
 
 def _tempered(transform: Transform, T: float) -> Transform:
-    """With the logits divided by a temperature, after all else."""
+    """Append a division by the temperature T to the transform."""
     if _changing.equals(T, 1):
         return transform
     return replaced(transform, scale=(1.0 if transform.scale is None else transform.scale) / T)

@@ -1,4 +1,4 @@
-"""D-PACE: weights of the positions of a drafted block, from the draft's confidence in its tokens."""
+"""D-PACE: position weights of drafted blocks, computed from the confidence of the draft."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels._utils._target_range import first_true
 
-# Each variant by its own name, and by those that trainers use.
+# Name -> variant; the long names are used by trainers.
 VARIANTS = {
     "dpace": "dpace",
     "prefix": "prefix",
@@ -19,31 +19,31 @@ VARIANTS = {
     "dpace-cumulative-confidence-only": "prefix",
     "dpace-continuation-value-only": "continuation",
 }
-ROUNDING = 0.01  # by which a probability made in bfloat16 may miss [0, 1]
+ROUNDING = 0.01  # tolerance for probabilities computed in bfloat16
 
 
 def dpace_weights(
     confidence: torch.Tensor, mask: torch.Tensor, *, alpha: float = 0.5, variant: str = "dpace"
 ) -> torch.Tensor:
-    r"""Position weights of drafted blocks from the draft's confidence, in place of a fixed decay.
+    r"""Position weights of drafted blocks, computed from the confidence of the draft instead of a fixed decay.
 
     .. math::
         \tilde q_i = (1 - \alpha) \, q_i + \alpha, \qquad C_j = \prod_{i \le j} \tilde q_i, \qquad
         S_j = \sum_{m \ge j} C_m \, \text{mask}_m
 
-    with :math:`\tilde q_i = 1` where the mask is 0. The prefix product C is the smoothed probability that a block is
-    accepted up to j. The suffix sum S is the expected number of accepted tokens from j on. S / C is that number given
-    that all tokens up to j are accepted. An early position has a larger weight because more tokens depend on it. A
-    position after one of low confidence has a smaller weight. The weights are constants: no gradient goes through them.
+    with :math:`\tilde q_i = 1` if the mask is 0. The prefix product C is the smoothed probability that a block is
+    accepted up to position j. The suffix sum S is the expected number of accepted tokens from j on. S / C is this
+    expected number given that all tokens up to j are accepted. Early positions have larger weights because more tokens
+    depend on them. Positions after one of low confidence have smaller weights. The weights are detached.
 
     Source: D-PACE, arXiv 2605.18810.
 
     Args:
-        confidence: ``[..., k]`` floating, in [0, 1], each row one block: the draft's probability of each target token,
-            ``exp(-nll)``, or its acceptance rate. Not read where the mask is 0.
-        mask: ``[..., k]``, 0 where there is nothing to predict. Fractions are weights.
-        alpha: the smoothing, in [0, 1], which is also the smallest value of the smoothed confidence. With 1, S is the
-            number of tokens from j on. With 0, all tokens after one of probability 0 have the weight 0.
+        confidence: ``[..., k]`` floating, in [0, 1], one block per row: the draft's probability of each target token,
+            ``exp(-nll)``, or the acceptance rate of the token. Ignored if the mask is 0.
+        mask: ``[..., k]``, 0 for positions that predict nothing. Fractions are weights.
+        alpha: smoothing, in [0, 1]: the minimum of the smoothed confidence. With 1, S is the number of tokens from j
+            on. With 0, all tokens after a token of confidence 0 have the weight 0.
         variant: "dpace" is S, "prefix" is C and "continuation" is S / C, each times the mask. The trainers' names
             "dpace-cumulative-confidence-only" and "dpace-continuation-value-only" mean "prefix" and "continuation".
 
@@ -52,8 +52,8 @@ def dpace_weights(
 
     Raises:
         TypeError: ``confidence`` or ``mask`` is not a tensor, or ``alpha`` is not a number.
-        ValueError: shapes, dtypes or devices do not fit, ``alpha`` is outside [0, 1], or ``variant`` is unknown. On CPU
-            also a confidence outside [0, 1] by more than rounding where the mask is not 0.
+        ValueError: shapes, dtypes or devices do not match, ``alpha`` is outside [0, 1], or ``variant`` is unknown. On
+            CPU, also if a confidence with nonzero mask is outside [0, 1] by more than 0.01.
     """
     _checks.check_float("confidence", confidence)
     _checks.check_mask("mask", mask, confidence.shape, "that of confidence")
@@ -69,13 +69,13 @@ def dpace_weights(
 
 
 def weights_of_blocks(q: torch.Tensor, mask: torch.Tensor, alpha: float, variant: str) -> torch.Tensor:
-    """:func:`dpace_weights` of arguments that have been checked, both in the dtype of the result."""
+    """Compute :func:`dpace_weights` from validated arguments, both in the dtype of the result."""
     prefix = torch.where(mask != 0, (1 - alpha) * q + alpha, 1.0).cumprod(-1)
     if variant == "prefix":
         return prefix * mask
     suffix = (prefix * mask).flip(-1).cumsum(-1).flip(-1)
     if variant == "continuation":
-        suffix = torch.where(prefix <= 0, 0.0, suffix / prefix)  # NaN stays NaN
+        suffix = torch.where(prefix <= 0, 0.0, suffix / prefix)  # NaN propagates
     return suffix * mask
 
 
@@ -87,7 +87,7 @@ def check_alpha(name: str, alpha: Any) -> None:
 
 
 def _check_confidence(confidence: torch.Tensor, mask: torch.Tensor) -> None:
-    """Raise where it cannot be a probability; NaN goes through. On a GPU that would cost a sync, so not there."""
+    """Raise if a used confidence is not a probability. Accepts NaN. Skipped on GPU, because it would cost a sync."""
     if not (values_are_there(confidence) and values_are_there(mask)):
         return
     outside = (confidence < -ROUNDING) | (confidence > 1 + ROUNDING)

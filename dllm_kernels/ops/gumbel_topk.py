@@ -1,4 +1,4 @@
-"""The public function of the top-k selection; ``_random/_topk.py`` does it and says how."""
+"""Gumbel top-k selection; implemented in ``_random/_topk.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def gumbel_topk_mask(
 ) -> torch.Tensor:
     """Choose ``k`` positions of each row without replacement, with odds given by the row's weights.
 
-    ``score_i = log_w_i - ln(-ln u_i)``; the k largest scores are chosen, the lower index first among equals.
+    The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
 
     Examples:
         >>> log_w = torch.tensor([[0.0, 0.0, -math.inf, 0.0]])  # the third is never chosen
@@ -31,23 +31,25 @@ def gumbel_topk_mask(
         [[True, True, False, True]]
 
     Args:
-        log_w: log-weights ``[N, D]``, floating, of any strides. A position of log-weight -inf or NaN is never chosen.
-        k: how many, an int or an integer tensor ``[N]``. More than the choosable positions means all of them, 0 none.
-        uniform: the draws u ``[N, D]``, float32 or float64, strictly inside (0, 1); a value at or beyond an end is
-            moved just inside it. By default they are drawn.
-        generator: what to draw from; None is the device's default generator. A CPU generator serves tensors on any
-            device, and its state then gives the same mask on all of them.
-        seeds: int64 ``[N]`` instead: row n then depends on ``seeds[n]`` alone.
+        log_w: log-weights ``[N, D]``, floating, any strides. Positions with log-weight -inf or NaN are never chosen.
+        k: number of positions to choose, an int or an integer tensor ``[N]``. If it exceeds the number of positions
+            that can be chosen, all of them are chosen.
+        uniform: uniform numbers u ``[N, D]``, float32 or float64, strictly inside (0, 1); values outside are clamped to
+            the nearest value inside. None: drawn.
+        generator: source of the uniform numbers; None: the default generator of the device. A CPU generator can be used
+            for tensors on any device and gives the same mask on all of them.
+        seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        bool ``[N, D]``, exactly ``min(k, choosable)`` True in each row. It is not differentiable.
+        bool ``[N, D]``, not differentiable. Each row has exactly ``min(k, n)`` True entries, with n the number of
+        positions that can be chosen.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit, a k of more than 64 bits, a negative k (in a tensor on
-            a GPU, where looking would be a host sync, a negative k counts as 0), ``uniform`` beside ``generator`` or
-            ``seeds``.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, k is negative or has more than 64 bits, or ``uniform`` is
+            combined with ``generator`` or ``seeds``. Negative entries of a GPU tensor count as 0 instead, because a
+            check would cost a host sync.
 
     Source: Kool, van Hoof and Welling 2019, "Stochastic Beams and Where to Find Them", arXiv:1903.06059, section 2.3.
     """
@@ -73,7 +75,7 @@ def gumbel_topk_mask(
 
 
 def check_k(k: torch.Tensor | int, log_w: torch.Tensor) -> None:
-    """Raise unless ``k`` is an int of at least 0, or an integer tensor ``[N]`` of such."""
+    """Raise unless ``k`` is an int >= 0 or an integer tensor ``[N]`` of values >= 0 (checked on CPU only)."""
     if not isinstance(k, torch.Tensor):
         if not _checks.is_int(k):
             raise TypeError(f"k must be an int or a torch.Tensor, got {_checks.type_name(k)}")

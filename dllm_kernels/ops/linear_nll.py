@@ -1,20 +1,23 @@
-r"""NLL straight from hidden states and the LM head; the logits exist one chunk at a time.
+r"""NLL from hidden states and the LM head; the logits exist one chunk at a time.
 
     z_i = W h_i + b,      nll_i = logsumexp(z_i) - z_{i, y_i},      g_i = s_i (softmax(z_i) - onehot(y_i)),
     d/dh_i = g_i W,       d/dW = sum_i g_i h_i^T,                    d/db = sum_i g_i.
 
-Per chunk of active rows: one product makes the logits, one pass over them leaves the NLL and writes g over them, one
-product gives the gradient of the hidden states and, if the head trains, one more that of the head, summed in float32.
+Per chunk of active rows, one matrix product computes the logits. One pass over them computes the NLL and overwrites
+them with g. One more product computes the gradient of the hidden states. If the head is trainable, another product
+computes the gradient of the head, which is accumulated in float32.
 
-``weighted_linear_nll`` knows s_i = w_i in the forward pass, so it makes the gradients there, and backward only scales
-them: 2 products with a frozen head, 3 with a trainable one. ``linear_token_nll`` does not know its upstream gradient;
-but row i of d/dh depends on the upstream gradient of row i alone, so with a frozen head the gradient for s_i = 1 is
-made in forward and its rows are scaled in backward: 2 products again. Only a trainable head needs its logits twice (4).
+In ``weighted_linear_nll``, s_i = w_i is known in the forward pass. The gradients are computed there, and backward only
+scales them: 2 products with a frozen head, 3 with a trainable head.
 
-A head of two parts, ``extra = (u, U)``, has z_i = W h_i + U u_i + b: a thin product, which adds to the chunk where it
-lies, and d/du_i = g_i U, d/dU = sum_i g_i u_i^T beside the others. Where W is frozen and U trains,
-``weighted_linear_nll`` stays at its 2 large products; ``linear_token_nll`` makes the logits again (3), since d/dU mixes
-the rows' upstream gradients.
+In ``linear_token_nll``, s_i is the upstream gradient, known only in backward. Row i of d/dh depends only on s_i. With a
+frozen head, forward therefore computes d/dh for s_i = 1, and backward scales its rows: 2 products. A trainable head
+needs its logits a second time in backward: 4 products.
+
+With a low-rank second part of the head, ``extra = (u, U)``, z_i = W h_i + U u_i + b. The low-rank product is
+accumulated into the chunk in place. Its gradients are d/du_i = g_i U and d/dU = sum_i g_i u_i^T. If W is frozen and U
+is trainable, ``weighted_linear_nll`` still takes 2 large products. ``linear_token_nll`` takes 3: d/dU sums over rows
+with different upstream gradients, so backward recomputes the logits.
 """
 
 from __future__ import annotations
@@ -56,12 +59,12 @@ def weighted_linear_nll(
 
     .. math:: \text{loss} = \sum_i w_i \, \text{nll}_i
 
-    The gradients are made in the forward pass, on the rows of nonzero weight only, and only for the inputs that require
-    them. Backward scales them by the upstream gradient, in place. So backward can run only once.
+    The forward pass computes the gradients, for rows of nonzero weight and for inputs that require a gradient. Backward
+    scales them in place by the upstream gradient, so it can run only once.
 
     Examples:
         >>> hidden, weight = torch.zeros(2, 3, 8, requires_grad=True), torch.zeros(10, 8)  # a frozen LM head
-        >>> targets = torch.tensor([[1, 2, -100], [4, 5, 6]])  # -100: no row
+        >>> targets = torch.tensor([[1, 2, -100], [4, 5, 6]])  # -100: inactive row
         >>> weights = torch.tensor([[1.0, 1.0, 1.0], [2.0, 0.0, 0.0]])  # rows of weight 0 are not projected
         >>> loss = weighted_linear_nll(hidden, weight, targets, weights).loss
         >>> round((loss / math.log(10)).item(), 4)
@@ -71,35 +74,37 @@ def weighted_linear_nll(
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
-        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
-            None.
-        active: ``[...]``, rows to project; None: those whose weight is not zero.
-        ignore_index: the target that switches a row off.
+        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
+            ``U u`` is added to the logits.
+        active: ``[...]``, bool or numeric, nonzero for the rows to project; None: rows of nonzero weight.
+        ignore_index: target of inactive rows.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax, of logits rounded to the compute dtype.
-        round_nll: round each NLL to the compute dtype before it is weighted (the value; the gradient is not rounded).
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
-            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
+            compute dtype.
+        round_nll: round the value of each NLL to the compute dtype before it is weighted; gradients are not rounded.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
+            if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
-            NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
-            ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
+            equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
+            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`WeightedNLL`: ``loss`` float32 (float64 for float64 input), differentiable in hidden, weight, bias and
-        extra.
+        :class:`WeightedNLL`, in nats. ``loss`` is float32 (float64 for float64 input) and differentiable in hidden,
+        weight, bias and extra.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and a target is out of range.
         RuntimeError: a second backward pass through the same loss.
     """
@@ -136,39 +141,41 @@ def linear_token_nll(
 
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}, \qquad z_i = W h_i + b
 
-    With a frozen head nothing is recomputed; a trainable head (or bias, or ``extra[1]``) has its logits made again in
-    backward, since its gradient is a sum over rows, each times its upstream gradient. Use :func:`weighted_linear_nll`
-    where the weight of each row is known in advance.
+    With a frozen head nothing is recomputed. With a trainable head, bias or ``extra[1]``, backward recomputes the
+    logits, because the gradient is a sum over rows, each scaled by its upstream gradient. Use
+    :func:`weighted_linear_nll` if the row weights are known in advance.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
-            None.
-        active: ``[...]``, rows to project; None: all.
-        ignore_index: the target that switches a row off.
+        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
+            ``U u`` is added to the logits.
+        active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
+        ignore_index: target of inactive rows.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax, of logits rounded to the compute dtype.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
-            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        with_correct: also return the argmax match: True if the target is the argmax of the logits rounded to the
+            compute dtype.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
+            if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
-            NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
-            ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
+            equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
+            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`TokenNLL`, its ``nll`` differentiable in hidden, weight, bias and extra.
+        :class:`TokenNLL`, in nats. ``nll`` is differentiable in hidden, weight, bias and extra.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and a target is out of range.
     """
     transform = Transform(softcap, scale, skip_id)

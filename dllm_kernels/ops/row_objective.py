@@ -1,10 +1,10 @@
-r"""An objective in which each row needs only its own statistics: policy ratios, penalties, confidence losses, bonuses.
+r"""Sums of a per-row function of softmax statistics: policy ratios, penalties, confidence losses, entropy bonuses.
 
     loss = sum_n fn(log p_n, lse_n, H_n, ...; aux_n).
 
-From hidden states, ``fn`` and its gradient are evaluated as soon as the statistics of a chunk exist. So the logits are
-made once: two products with a frozen head, three with a trainable one. Statistics that are combined after the call take
-three and four.
+From hidden states, ``fn`` and its gradient are evaluated once per chunk of rows, while the logits of the chunk exist.
+The logits are therefore computed once: two matrix products with a frozen head, three with a trainable head. Calling
+``linear_row_stats`` and combining the results afterwards takes three and four products.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def row_objective(
     .. math:: \text{loss} = \sum_n \text{fn}(\text{stats}_n, \text{aux}_n)
 
     Examples:
-        >>> def entropy_of_correct(stats, weights):  # the confidence loss of tokens that are predicted right already
+        >>> def entropy_of_correct(stats, weights):  # confidence loss of correctly predicted tokens
         ...     return torch.where(stats.correct, stats.entropy, 0.0) * weights
         >>> logits, targets, weights = torch.eye(4, requires_grad=True), torch.tensor([0, 1, 3, 3]), torch.ones(4)
         >>> out = row_objective(logits, targets, entropy_of_correct, weights, entropy=True, with_correct=True)
@@ -57,40 +57,44 @@ def row_objective(
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
-            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
+            gradient of its row is NaN too.
         fn: called as ``fn(stats, *aux)`` with the :class:`RowStats` of R rows (``log_probs [R]`` or ``[R, K]``, the
-            others ``[R]``) and the same rows of each tensor of ``aux``. It returns ``[R]``, made by torch operations.
-            It may be called several times, each time with some of the rows. Inactive rows may be among them; their
-            results are dropped. A tensor of its own that requires a gradient gets one. It must not write into ``aux``,
-            which are the caller's tensors.
-        aux: tensors ``[..., *]`` with one entry for each row, constants.
-        entropy: whether ``fn`` uses ``stats.entropy``.
-        active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum. None: all rows.
-        with_correct: whether ``fn`` uses ``stats.correct``, which says if the first id is the argmax.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+            others ``[R]``) and the matching R rows of each ``aux`` tensor. It returns ``[R]``, computed by torch
+            operations. It may be called several times, each time with a subset of the rows. The subset may include
+            inactive rows, whose results are dropped. Tensors that ``fn`` closes over receive gradients if they require
+            them. ``fn`` must not modify ``aux``, which are the caller's tensors.
+        aux: tensors ``[..., *]`` with one entry per row; must not require a gradient.
+        entropy: True to compute ``stats.entropy`` for ``fn``; otherwise it is None.
+        active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum. None: all rows.
+        with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax;
+            otherwise it is None.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
+            an id equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
+            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`RowObjective`: ``loss`` is differentiable in the logits, the rest is detached.
+        :class:`RowObjective`. ``loss`` is differentiable in the logits; all other fields are detached.
 
     Raises:
-        TypeError: ``fn`` is not callable or returns no floating tensor, or an argument has the wrong type.
-        ValueError: ``fn`` returns another shape, a tensor of ``aux`` requires a gradient, shapes, dtypes or devices do
-            not fit, a number is out of range, or the backend is unknown.
+        TypeError: ``fn`` is not callable or does not return a floating tensor, or an argument has the wrong type.
+        ValueError: ``fn`` returns a shape other than ``[R]``, an ``aux`` tensor requires a gradient, shapes, dtypes or
+            devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
 
-    Source: the definition; policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
+    Source: policy ratios with a k3 penalty as in arXiv 2402.03300, focal losses as in arXiv 1708.02002.
     """
     ids, active, aux = _checked(fn, logits, aux, LOGITS.rows, ids, active)
     stats = row_stats(
         logits, ids, entropy=entropy, active=active, with_correct=with_correct, softcap=softcap, scale=scale,
         skip_id=skip_id, check_targets=check_targets, backend=backend,
     )  # fmt: skip
-    return _combined(fn, aux, stats, active)
+    return _objective_of(fn, aux, stats, active)
 
 
 def linear_row_objective(
@@ -113,10 +117,10 @@ def linear_row_objective(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> RowObjective:
-    r""":func:`row_objective` from hidden states and the LM head; the logits are made once, one chunk at a time.
+    r"""Compute :func:`row_objective` from hidden states and the LM head; the logits are computed once, chunk by chunk.
 
-    The gradient is made in the forward pass, and backward only scales it in place, so it can run only once. Under
-    ``torch.compile`` the call is :func:`linear_row_stats` followed by ``fn`` in the graph, which takes one more
+    The forward pass computes the gradient and backward only scales it in place, so backward can run only once. Under
+    ``torch.compile`` the graph contains :func:`linear_row_stats` followed by ``fn``, which takes one more matrix
     product.
 
     Examples:
@@ -136,30 +140,35 @@ def linear_row_objective(
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
-            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
-        fn: ``fn(stats, *aux)`` of R rows, as in :func:`row_objective`; called once for each chunk of rows.
-        aux: tensors ``[..., *]`` with one entry for each row, constants.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
+            gradient of its row is NaN too.
+        fn: called as ``fn(stats, *aux)`` once per chunk of R rows; see :func:`row_objective`.
+        aux: tensors ``[..., *]`` with one entry per row; must not require a gradient.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
-            None.
-        entropy: whether ``fn`` uses ``stats.entropy``.
-        active: ``[...]``, bool or numeric; a row whose entry is 0 is left out of the sum and not projected. None: all
+        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
+            ``U u`` is added to the logits.
+        entropy: True to compute ``stats.entropy`` for ``fn``; otherwise it is None.
+        active: ``[...]``, bool or numeric; rows with entry 0 are omitted from the sum and not projected. None: all
             rows.
-        with_correct: whether ``fn`` uses ``stats.correct``: is the first id the argmax, of logits rounded to the
-            compute dtype?
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
-            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        with_correct: True to compute ``stats.correct`` for ``fn``, which is True if the first id is the argmax of the
+            logits rounded to the compute dtype; otherwise it is None.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
+            if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
+            an id equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
+            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        :class:`RowObjective`: ``loss`` is differentiable in hidden, weight, bias and extra, the rest is detached.
+        :class:`RowObjective`. ``loss`` is differentiable in hidden, weight, bias and extra; all other fields are
+        detached.
 
     Raises:
         TypeError: as in :func:`row_objective`.
@@ -176,13 +185,13 @@ def linear_row_objective(
         LINEAR, RowInputs(hidden, ids, weight, bias, active=active), options, extra=extra, several=True
     )
     if torch.compiler.is_compiling() or transforms_active() or not has_values(hidden):
-        return _combined(fn, aux, run(ROW_STATS, inputs, options), active)
+        return _objective_of(fn, aux, run(ROW_STATS, inputs, options), active)
     objective = Objective(fn, several=ids.dim() == hidden.dim())
     return run(ROW_OBJECTIVE, replaced(inputs, aux=aux), options, objective=objective)  # type: ignore[no-any-return]
 
 
 def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """(ids, active, aux), plain; checks what no other op has."""
+    """Validate ``fn`` and ``aux``; return (ids, active, aux) with DTensors gathered."""
     if not callable(fn):
         raise TypeError(f"fn must be a function of the row statistics, got {_checks.type_name(fn)}")
     ids, active = all_plain(*per_row)
@@ -200,12 +209,12 @@ def _checked(fn: Any, x: Any, aux: tuple[Any, ...], name: str, *per_row: Any) ->
     return ids, active, aux
 
 
-def _combined(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None) -> RowObjective:
-    """Evaluate the objective of given statistics, differentiable through them."""
+def _objective_of(fn: Fn, aux: tuple[torch.Tensor, ...], stats: RowStats, active: torch.Tensor | None) -> RowObjective:
+    """Evaluate the objective of computed statistics, differentiable through them."""
     rows = stats.lse.dim()
     log_probs, lse, entropy, _, correct = (
         None if t is None else t.detach().clone() for t in stats
-    )  # fn may write into its own
+    )  # copies, because fn may modify its stats in place
     flat = [None if t is None else t.flatten(0, rows - 1) if rows else t.unsqueeze(0) for t in (*stats, *aux)]
     value = checked_value(fn(RowStats(*flat[:5]), *flat[5:]), flat[1]).view(stats.lse.shape)  # type: ignore[arg-type]
     value = value if active is None else torch.where(active != 0, value, 0.0)

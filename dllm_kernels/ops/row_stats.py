@@ -1,8 +1,8 @@
 r"""Per-row softmax statistics: log p at given ids, logsumexp, entropy, a sum of log-mixtures, argmax-match.
 
-For what no sum of weighted NLLs is: policy gradients (log-probabilities with ratios and clipping on top, entropy
-bonuses), distances between distributions that are known at a few ids, bounds with a sum over the whole vocabulary in
-them. All outputs but ``correct`` take an upstream gradient at once, and one backward pass serves them all
+For objectives that are not a weighted sum of NLLs: policy gradients (ratios and clipping of log-probabilities, entropy
+bonuses), distances between distributions that are known at a few ids, and bounds with a sum over the whole vocabulary.
+All outputs except ``correct`` are differentiable, and one backward pass handles all their upstream gradients
 (``_backends/_row_stats.py``).
 """
 
@@ -37,37 +37,40 @@ def row_stats(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> RowStats:
-    r"""Statistics of the softmax p of each active row of logits, differentiable together.
+    r"""Statistics of the softmax p of each active row of logits, differentiable in one backward pass.
 
     .. math::
         \log p_k, \qquad \text{lse} = \log \sum_v e^{z_v}, \qquad H = -\sum_v p_v \log p_v, \qquad
         F = \sum_v \log(a + b p_v)
 
-    F sums over the columns that are not skipped. A row whose entry of ``active`` is zero is not read: its results and
-    its gradient are 0 even where it holds NaN. A row whose upstream gradients are 0 has the gradient 0. A NaN stays in
-    its own row. A logit of ``-inf`` is a probability of 0: it adds nothing to H, and log a to F. A row of only ``-inf``
-    gives NaN, and an ``lse`` of -inf.
+    F sums over all columns except ``skip_id``. Rows with ``active`` 0 are not read: their results and gradients are 0
+    even if they hold NaN. A row whose upstream gradients are all 0 has the gradient 0. A NaN logit affects only its own
+    row. A logit of ``-inf`` is a probability of 0: it adds 0 to H and log a to F. A row of only ``-inf`` has an ``lse``
+    of -inf; its log-probabilities, H and F are NaN.
 
     Examples:
         >>> logits, ids = torch.zeros(2, 10, requires_grad=True), torch.tensor([[3, 4], [5, -100]])
         >>> out = row_stats(logits, ids, entropy=True)
         >>> [[round(x, 4) for x in row] for row in out.log_probs.tolist()]
         [[-2.3026, -2.3026], [-2.3026, 0.0]]
-        >>> (out.log_probs.sum() - 0.01 * out.entropy.sum()).backward()  # one pass for all of them
+        >>> (out.log_probs.sum() - 0.01 * out.entropy.sum()).backward()  # one backward pass
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
-            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
+            gradient of its row is NaN too.
         entropy: also return H.
-        mix: (a, b), each ``[...]``, floating, not negative, taken as constants (detached): also return F. a = 0 and b =
-            0 are legal; F is -inf where a logarithm is.
-        active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
-        with_correct: also return whether the first id is the argmax.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
+            legal; F is -inf if one of its logarithms is.
+        active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
+        with_correct: also return the argmax match: True if the first id is the argmax.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
+            an id equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
+            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -75,7 +78,7 @@ def row_stats(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
     """
     a, b = _checks.checked_pair("mix", mix, "(a, b)")
@@ -109,30 +112,35 @@ def linear_row_stats(
 ) -> RowStats:
     r"""Statistics of ``softmax(weight @ hidden + bias)`` of each active row; the logits exist one chunk at a time.
 
-    As :func:`row_stats`. Backward makes the logits again, so that nothing of the vocabulary's size is kept. It takes 3
-    matrix products with a frozen head, 4 with a trainable one, and 1 where nothing requires a gradient.
+    See :func:`row_stats`. Backward recomputes the logits, so no tensor of vocabulary size is saved. Forward and
+    backward together take 3 matrix products with a frozen head and 4 with a trainable head. Forward alone takes 1.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         weight: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``; -100: none, log p is 0. Anything else, or
-            ``skip_id``, gives NaN in its own place and, where a gradient comes to it, in its row of the gradient.
+        ids: ``[...]`` or ``[..., K]``, K >= 1, integers in ``[0, V)``. -100 marks a missing id, with log-probability 0.
+            Any other out-of-range id, or ``skip_id``, gives NaN in that entry. If the entry receives a gradient, the
+            gradient of its row is NaN too.
         bias: ``[V]`` or None.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits; or
-            None.
+        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
+            ``U u`` is added to the logits.
         entropy: also return the entropy.
-        mix: (a, b), each ``[...]``, floating, not negative, taken as constants (detached): also return F. a = 0 and b =
-            0 are legal; F is -inf where a logarithm is.
-        active: ``[...]``, rows to project; None: all.
-        with_correct: also return whether the first id is the argmax, of logits rounded to the compute dtype.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
-            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        mix: (a, b), each ``[...]``, floating, not negative, constants (detached): also return F. a = 0 and b = 0 are
+            legal; F is -inf if one of its logarithms is.
+        active: ``[...]``, bool or numeric, nonzero for the rows to project; None: all rows.
+        with_correct: also return the argmax match: True if the first id is the argmax of the logits rounded to the
+            compute dtype.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
+            if the bound is too small.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
+            an id equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
+            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -140,8 +148,8 @@ def linear_row_stats(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, ``chunk_size`` < 1, a number out of range, or an unknown
-            backend.
+        ValueError: shapes, dtypes or devices do not match, ``chunk_size`` < 1, a number is out of range, or the backend
+            is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
     """
     a, b = _checks.checked_pair("mix", mix, "(a, b)")

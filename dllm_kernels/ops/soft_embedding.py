@@ -1,10 +1,9 @@
-r"""Mean embedding of what a model predicts, which self-conditioning gives back to a denoiser as its last prediction.
+r"""Expected embedding of the predicted token, the input of self-conditioned denoisers at the next step.
 
     e_i = sum_v p_iv E_v,      p_i = softmax(transform(W h_i + b) + t_i onehot(k_i)).
 
-The probabilities exist one chunk at a time, in the memory of its logits. A chunk takes two products. Between them are
-two passes
-over the chunk: one reads it, one writes p over it.
+The probabilities exist one chunk at a time and overwrite the logits of the chunk. A chunk takes two matrix products.
+Between them are two passes over the chunk: the first computes the normalizer, the second overwrites the logits with p.
 """
 
 from __future__ import annotations
@@ -46,51 +45,48 @@ def soft_embedding(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    r"""Mean of the rows of ``embedding`` under each position's predicted distribution, from hidden states and LM head.
+    r"""Compute the expected row of ``embedding`` under the predicted distribution of each position.
 
     .. math:: e_i = \sum_v p_{iv} E_v, \qquad
         p_i = \text{softmax}(\text{transform}(W h_i + b) + t_i \, \text{onehot}(k_i))
 
-    Self-conditioning adds this to the input of the next denoising step. The result has no gradient, even where the
-    inputs require one: all tensors are taken as constants. The logits exist one chunk at a time. The op takes two
-    matrix products.
+    Self-conditioning adds the result to the input of the next denoising step. All tensors are constants: the result has
+    no gradient, even if the inputs require one. The logits exist one chunk at a time. The op takes two matrix products.
 
     Args:
         hidden: ``[..., D]``, float16, bfloat16, float32 or float64.
         head: ``[V, D]``, the LM head, of the dtype of ``hidden`` unless autocast is on.
-        embedding: ``[V, E]``, of the same dtype. Where embedding and head are tied, pass the head. A factor that the
-            model applies to its embeddings is left to the caller.
+        embedding: ``[V, E]``, of the dtype of ``hidden`` unless autocast is on. If embedding and head are tied, pass
+            the head. The caller must apply any factor by which the model scales its embeddings.
         bias: ``[V]`` or None.
         extra: as in :func:`weighted_linear_nll`.
-        bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for instance of a token
-            that is already decided. -inf in a tensor takes the token out of its row. However certain the token is, no
-            digits are lost.
-        bump_ids: ``[...]`` integers, k; -100: no bump in this row. Any other value outside of ``[0, V)``, or
-            ``skip_id``, gives NaN in its own row. ``bump`` and ``bump_ids`` go together.
-        active: ``[...]``, bool or numeric. A row whose entry is 0 is not projected, and its result is 0. None: all
-            rows.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes.
-        num_active: an upper bound of the number of active rows. Without it the number is read back from a GPU. Too
-            small a bound gives NaN.
+        bump: t, a number or ``[...]``, added to the logit of ``bump_ids`` after the transform, for example the logit of
+            a token that is already decided. -inf in a tensor excludes the token from its row. A large bump causes no
+            loss of precision.
+        bump_ids: k, ``[...]`` integers; -100: no bump in this row. Any other value outside ``[0, V)``, or ``skip_id``,
+            gives NaN in that row. Required with ``bump``; None without it.
+        active: ``[...]``, bool or numeric. Rows with entry 0 are not projected, and their result is 0. None: all rows.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
+            if the bound is too small.
         softcap: as in :func:`token_nll`.
-        scale: as in :func:`token_nll`; a temperature T is 1 / T.
+        scale: as in :func:`token_nll`; 1 / T for a temperature T.
         skip_id: as in :func:`token_nll`.
-        check_targets: raise an IndexError that names the first of ``bump_ids`` that is out of range; reads them back to
-            the host. None follows the environment variable ``DLLM_KERNELS_CHECK``.
+        check_targets: True to raise an IndexError for the first out-of-range entry of ``bump_ids``, which costs a host
+            sync. None: True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``[..., E]``, detached, in the dtype of ``hidden`` or that of autocast. With DTensors, head and embedding must
-        be split by vocabulary in the same way, and every rank gets the whole result as a plain tensor.
+        ``[..., E]``, detached, in the dtype of ``hidden``, or in the autocast dtype. With DTensors, head and embedding
+        must be sharded over the vocabulary in the same way. Every rank returns the full result as a plain tensor.
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices do not fit, a number is out of range, only one of ``bump`` and
-            ``bump_ids`` is given, rows and head are split over ranks in ways that do not fit, or the backend is
-            unknown.
-        IndexError: ``check_targets`` is on and one of ``bump_ids`` is out of range.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, only one of ``bump`` and
+            ``bump_ids`` is given, rows and head have incompatible shardings, or the backend is unknown.
+        IndexError: ``check_targets`` is on and an entry of ``bump_ids`` is out of range.
 
-    Source: the self-conditioning of DiffusionGemma; Chen et al. 2022, arXiv 2208.04202, section 3.2, for the idea.
+    Source: self-conditioning as in DiffusionGemma; introduced by Chen et al. 2022, arXiv 2208.04202, section 3.2.
     """
     _checks.check_float("hidden", hidden)
     if (bump is None) != (bump_ids is None):

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, and entropies: what trainers of policies ask of a model, old and reference too."""
+"""Log-probabilities and entropies of given tokens, for policy training: current, old and reference policies."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from dllm_kernels._utils._transform import Transform
 
 
 class TokenLogProbs(NamedTuple):
-    """Per-token results of the shape of the ids, differentiable together, in nats; 0 where there is no id.
+    """Per-token results in nats, of the shape of the ids, differentiable in one backward pass; 0 for missing ids.
 
     Attributes:
-        log_probs: log p of each id, float32 (float64 for float64 input).
-        entropy: of the token's distribution, or None unless requested.
+        log_probs: log-probability of each id, float32 (float64 for float64 input).
+        entropy: entropy of the predicted distribution, or None unless requested.
     """
 
     log_probs: torch.Tensor
@@ -45,10 +45,10 @@ def token_log_probs(
     check_targets: bool | None = None,
     backend: str = "auto",
 ) -> TokenLogProbs:
-    r"""``log softmax(z / temperature)[id]`` of each token, from logits or from hidden states and the LM head.
+    r"""Compute ``log softmax(z / temperature)[id]`` of each token, from logits or from hidden states and the LM head.
 
-    Under ``torch.no_grad``, as for old and reference policies, a head costs one matrix product and nothing is kept. A
-    token whose id is -100, or whose entry of ``active`` is zero, is neither read nor projected.
+    Under ``torch.no_grad``, as for old and reference policies, the LM head takes one matrix product and nothing is
+    saved. Tokens with id -100 or ``active`` 0 are neither read nor projected.
 
     Examples:
         >>> hidden, weight, ids = torch.zeros(1, 3, 8), torch.zeros(10, 8), torch.tensor([[3, 1, -100]])
@@ -59,23 +59,26 @@ def token_log_probs(
     Args:
         logits_or_hidden: logits ``[..., V]`` or, with ``weight``, hidden states ``[..., D]``; float16, bfloat16,
             float32 or float64.
-        ids: ``[...]``, integers in ``[0, V)`` or -100; anything else, or ``skip_id``, gives NaN in its own place.
+        ids: ``[...]``, integers in ``[0, V)`` or -100; any other value, or ``skip_id``, gives NaN in that entry.
         weight: the LM head ``[V, D]``, or None for logits.
         bias: ``[V]``, only with ``weight``.
-        extra: a second part of the head, of its dtype: (u ``[..., r]``, U ``[V, r]``) adds ``U u`` to the logits. Only
-            with ``weight``.
-        temperature: T > 0, by which the logits, capped if they are, are divided.
-        with_entropy: also return the entropy of each token's distribution, differentiable like the log-probabilities.
-        active: ``[...]``, bool or numeric; None: every token that has an id.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as an id it gives NaN.
-        chunk_size: number of rows whose logits exist at a time; None: chosen from the sizes. Only with ``weight``.
-        num_active: an upper bound of the number of active rows, else read back from a GPU. Too small a bound gives NaN.
+        extra: low-rank second part of the head, (u ``[..., r]``, U ``[V, r]``) in the dtype of the head, or None.
+            ``U u`` is added to the logits. Only with ``weight``.
+        temperature: T > 0. The logits are divided by T, after the cap.
+        with_entropy: also return the entropy of the predicted distribution of each token, differentiable.
+        active: ``[...]``, bool or numeric; tokens with entry 0 are inactive. None: every token with an id other than
+            -100.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the log-probability of
+            an id equal to it is NaN. None: every column can be predicted.
+        chunk_size: rows per chunk of logits; None: chosen from the sizes. Only with ``weight``.
+        num_active: upper bound on the number of active rows; None: read back from a GPU, a host sync. Results are NaN
+            if the bound is too small. Only with ``weight``.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
             Only with ``weight``.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
-            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
-            Only with ``weight``.
-        check_targets: raise an IndexError naming the first bad id (a host sync); None: where ``DLLM_KERNELS_CHECK=1``.
+        check_targets: True to raise an IndexError for the first out-of-range id, which costs a host sync. None: True if
+            the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -83,8 +86,8 @@ def token_log_probs(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, an argument that goes with
-            ``weight`` without it, or an unknown backend.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, an argument that needs ``weight``
+            is given without it, or the backend is unknown.
         IndexError: ``check_targets`` is on and an id is out of range.
     """
     _checks.check_flags(with_entropy=with_entropy)
@@ -100,7 +103,7 @@ def token_log_probs(
     names = _checks.Names("logits_or_hidden", "ids", *(() if weight is None else ("weight", "bias")))
     inputs = RowInputs(logits_or_hidden, ids, weight, bias, active=active)
     inputs, options = checked(names, inputs, options, extra=extra)
-    there = inputs.ids.long() != -100  # compared as uint8, -100 would be 156
+    there = inputs.ids.long() != -100  # int64, because -100 equals 156 in uint8
     inputs = replaced(inputs, active=there if inputs.active is None else there & (inputs.active != 0))
     out = run(ROW_STATS, inputs, options)
     return TokenLogProbs(out.log_probs, out.entropy)

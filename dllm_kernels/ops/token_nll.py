@@ -2,8 +2,8 @@ r"""Per-token negative log-likelihood from logits, and its weighted sum.
 
     nll_i = log(sum_v exp(z_iv)) - z_{i, y_i},        loss = sum_i w_i nll_i.
 
-The backward pass of ``token_nll`` takes an arbitrary upstream gradient per row. ``weighted_nll`` is the same followed
-by a product and a sum, in fewer launches: the weights of the rows go down with them.
+The backward pass of ``token_nll`` takes an arbitrary upstream gradient per row. ``weighted_nll`` also multiplies by the
+row weights and sums. It takes fewer kernel launches than separate torch ops, because the kernels apply the weights.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ def token_nll(
 
     .. math:: \text{nll}_i = \log \sum_v e^{z_{iv}} - z_{i, y_i}
 
-    Rows whose target is ``ignore_index``, or whose entry of ``active`` is zero, are not read: their NLL and gradient
-    are 0 even where they hold NaN. The backward pass takes any upstream gradient, one number per row.
+    Rows with target ``ignore_index`` or ``active`` 0 are not read: their NLL and gradient are 0 even if they hold NaN.
+    The backward pass takes an arbitrary upstream gradient per row.
 
-    Source: cross-entropy with a one-hot target; the logsumexp in one pass by Milakov and Gimelshein 2018,
-        arXiv:1805.02867.
+    Source: cross-entropy with a one-hot target; one-pass logsumexp, Milakov and Gimelshein 2018, arXiv:1805.02867.
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
-        active: ``[...]``, bool or numeric; zero switches a row off. None: every row counts.
-        ignore_index: the target that switches a row off.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
+        active: ``[...]``, bool or numeric; rows with entry 0 are inactive. None: all rows.
+        ignore_index: target of inactive rows.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax, of the transformed logits if there is a transform.
-        inplace_backward: write the gradient over ``logits`` instead of allocating it; no two rows may share memory.
-            Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
+        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
-            NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
-            ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
+            equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
+            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -66,7 +65,7 @@ def token_nll(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and a target is out of range.
     """
     options = Options(
@@ -97,27 +96,27 @@ def weighted_nll(
 
     .. math:: \text{loss} = \sum_i w_i \, \text{nll}_i
 
-    A row of weight 0 is not read: a NaN or inf in it reaches neither the loss nor the gradient.
+    Rows of weight 0 are not read, so a NaN or inf in them affects neither the loss nor the gradient.
 
     Args:
         logits: ``[..., V]``, float16, bfloat16, float32 or float64; any strides.
-        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; anything else gives NaN in its own row.
-        weights: ``[...]``, bool or numeric, taken as constants: they must not require a gradient.
-        active: ``[...]``, rows to read; None: those whose weight is not zero. Give it to get NLL and argmax-match of
-            rows that do not enter the loss.
-        ignore_index: the target that switches a row off.
+        targets: ``[...]`` integers in ``[0, V)`` or ``ignore_index``; any other value gives NaN in that row.
+        weights: ``[...]``, bool or numeric constants; must not require a gradient.
+        active: ``[...]``, bool or numeric, nonzero for the rows to read; None: rows of nonzero weight. Pass it to
+            compute the NLL and argmax match of rows of weight 0 too.
+        ignore_index: target of inactive rows.
         with_lse: also return the logsumexp of each row.
-        with_correct: also return whether the target is the argmax, of the transformed logits if there is a transform.
-        round_nll: round each NLL to the dtype of the logits before it is weighted, as a cross-entropy computed in that
-            dtype would return it.
-        inplace_backward: write the gradient over ``logits`` instead of allocating it; no two rows may share memory.
-            Nothing else may read the logits afterwards: autograd raises an error if another backward pass tries to.
-        softcap: c > 0 makes each logit ``c tanh(z / c)``, as Gemma's are; None: no cap.
+        with_correct: also return the argmax match: True if the target is the argmax of the transformed logits.
+        round_nll: round the value of each NLL to the dtype of the logits before it is weighted, like a cross-entropy
+            computed in that dtype.
+        inplace_backward: write the gradient over ``logits`` instead of allocating it. Rows must not share memory, and
+            nothing else may read the logits afterwards. Autograd raises an error if another backward pass reads them.
+        softcap: c > 0 replaces each logit by ``c tanh(z / c)``, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: a column that is never predicted, such as MASK's: its logit counts as -inf, and as a target it gives
-            NaN.
-        check_targets: raise an IndexError naming the first bad target (a host sync); None: where
-            ``DLLM_KERNELS_CHECK=1``.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, and the NLL of a target
+            equal to it is NaN. None: every column can be predicted.
+        check_targets: True to raise an IndexError for the first out-of-range target, which costs a host sync. None:
+            True if the environment variable ``DLLM_KERNELS_CHECK`` is 1.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -125,7 +124,7 @@ def weighted_nll(
 
     Raises:
         TypeError: an argument that should be a tensor or a number is not.
-        ValueError: shapes, dtypes or devices that do not fit, a number out of range, or an unknown backend.
+        ValueError: shapes, dtypes or devices do not match, a number is out of range, or the backend is unknown.
         IndexError: ``check_targets`` is on and a target is out of range.
     """
     check_constant("weights", weights, "token_nll(...).nll * weights")
