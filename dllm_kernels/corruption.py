@@ -29,7 +29,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from dllm_kernels._random import _corrupt, _philox
+from dllm_kernels._corruption import _corrupt
+from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import INT_DTYPES, type_name
 from dllm_kernels._utils._plain import is_dtensor
@@ -492,9 +493,9 @@ def _corrupted(
 
 
 def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
-    """Call a routine of ``_random/_corrupt.py``; under torch.compile that is one op."""
+    """Call a routine of ``_corruption/_corrupt.py``; under torch.compile that is one op."""
     if torch.compiler.is_compiling():
-        from dllm_kernels._random import _compiled
+        from dllm_kernels._corruption import _compiled
 
         return getattr(_compiled, routine.__name__)(*args, **kwargs)  # type: ignore[no-any-return]
     return routine(*args, **kwargs)

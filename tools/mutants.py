@@ -134,11 +134,11 @@ JUDGES = (
         " tests/internals/test_gumbel_topk.py",
     ),
     (
-        "_random/_topk.py",
+        "_corruption/_topk.py",
         "tests/ops/test_gumbel_topk.py tests/internals/test_gumbel_topk.py tests/corruption/test_corruption_levels.py"
         " tests/internals/test_corruption_levels.py",
     ),
-    ("_random/_compiled.py", "tests/corruption/test_corruption_compile.py"),
+    ("_corruption/_compiled.py", "tests/corruption/test_corruption_compile.py"),
     (
         "*corrupt*",
         "tests/ops/test_flags.py tests/corruption/test_mix_arguments.py tests/corruption/test_corruption.py"

@@ -6,7 +6,6 @@ from typing import NoReturn
 
 import torch
 
-from dllm_kernels._backends._noise import Noise
 from dllm_kernels._backends._row_stats import StatsRequest, StatsResult
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._core import _op
@@ -15,6 +14,7 @@ from dllm_kernels._core._inputs import NO_GRADIENTS, RowInputs
 from dllm_kernels._core._plan import Plan
 from dllm_kernels._core._results import LinearSample
 from dllm_kernels._core._stats import row_ids
+from dllm_kernels._random._noise import Noise
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:

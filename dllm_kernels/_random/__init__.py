@@ -1,1 +1,1 @@
-"""Random bits, and what is drawn from them: levels, masks, tokens."""
+"""Random bits, and the arithmetic of what is drawn from them."""

@@ -1,14 +1,39 @@
-"""Random bits of the noise of rows of logits; ``_random/_philox.py`` defines their layout."""
+"""Uniforms that rows of logits are sampled with, and their random bits; ``_philox.py`` defines the layout."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._noise import HIGH, LOW, Noise
 from dllm_kernels._random._philox import MASK32, ZERO, philox4x64, words_from
 from dllm_kernels._random._rules import Array
+
+# Second word of the counters of a uniform's high 16 and low 32 bits.
+HIGH, LOW = 1, 2
+
+
+class Noise(NamedTuple):
+    """Uniforms of 48 bits for some columns of R rows, the same ones whichever part of a row that is.
+
+    Attributes:
+        seeds: int64 ``[R]``.
+        rows: int64 ``[R]``, number of the row under its seed.
+        first: the first column.
+        total: columns of a whole row.
+    """
+
+    seeds: Tensor
+    rows: Tensor
+    first: int
+    total: int
+
+    @property
+    def first_counter(self) -> Tensor:
+        """Counter after a row's zero that holds the high bits of the first column, int64 ``[R]``."""
+        return self.rows * -(-self.total // 16) + self.first // 16
 
 
 def high_on_host(noise: Noise, count: int) -> Array:

@@ -23,10 +23,10 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._noise import Noise
 from dllm_kernels._backends._row_stats import Coefficients, StatsRequest, StatsResult, nll_of_stats
 from dllm_kernels._backends._rows import IGNORE, NLL, RowPrimitives, StatsPrimitives
 from dllm_kernels._core._plan import Plan
+from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._divergence import divergence, divergence_grad

@@ -1,4 +1,4 @@
-"""Gumbel top-k selection; implemented in ``_random/_topk.py``."""
+"""Gumbel top-k selection; implemented in ``_corruption/_topk.py``."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import operator
 
 import torch
 
+from dllm_kernels._corruption._topk import choose, counts
 from dllm_kernels._random import _philox
-from dllm_kernels._random._topk import choose, counts
 from dllm_kernels._utils import _checks
 
 
@@ -66,7 +66,7 @@ def gumbel_topk_mask(
         raise ValueError("uniform excludes generator and seeds: expected one source of draws, got several")
     seed = None if uniform is not None else _philox.resolve_seed(log_w.device, log_w.shape[0], generator, seeds)
     if torch.compiler.is_compiling():
-        from dllm_kernels._random._compiled import gumbel_topk_mask as op
+        from dllm_kernels._corruption._compiled import gumbel_topk_mask as op
 
         mask: torch.Tensor = op(log_w.detach(), counts(k, log_w), uniform, seed, backend)
         return mask

@@ -424,7 +424,7 @@ def _seeds(
 
 def _child_seeds(seeds: Tensor, count: int) -> Tensor:
     if torch.compiler.is_compiling():
-        from dllm_kernels._random import _compiled
+        from dllm_kernels._corruption import _compiled
 
         return _compiled.child_seeds(seeds, count)  # type: ignore[no-any-return]
     return _philox.child_seeds(seeds, count)

@@ -59,7 +59,7 @@ def test_exact_is_the_reference(B, L, given, backend, device):
 
 
 def test_equal_draws_go_to_the_lower_index():
-    from dllm_kernels._random._topk import select_largest
+    from dllm_kernels._corruption._topk import select_largest
 
     draws = np.array([[5, 7, 7, 7, 2**32 - 1]], np.uint32)
     choosable = np.array([[True, True, False, True, True]])
@@ -93,7 +93,7 @@ def test_sample_level_is_the_reference(method, B, low, high, backend):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("source", ["seeds", "generator"])
 def test_sample_level_is_the_same_on_every_path(method, source, device, monkeypatch):
-    from dllm_kernels._random import _corrupt as ops
+    from dllm_kernels._corruption import _corrupt as ops
 
     def run(backend):
         keywords = {"seeds": torch.arange(50, device=device)} if source == "seeds" else {}
@@ -126,7 +126,7 @@ def test_mix_is_the_reference(B, L, flat, backend, device):
 
 
 def test_mix_leaves_a_row_of_too_large_a_sum_alone_where_it_cannot_look(backend, device, monkeypatch):
-    from dllm_kernels._random import _corrupt as ops
+    from dllm_kernels._corruption import _corrupt as ops
 
     monkeypatch.setattr(ops, "_check_sum", lambda p, q: None)  # as on a GPU
     ids, loss_mask, seeds = batch(3, 50, device)
@@ -138,7 +138,7 @@ def test_mix_leaves_a_row_of_too_large_a_sum_alone_where_it_cannot_look(backend,
 
 @pytest.mark.parametrize("on_request", [False, True])
 def test_mix_looks_at_the_sums_on_request(on_request, monkeypatch):
-    from dllm_kernels._random import _corrupt as ops
+    from dllm_kernels._corruption import _corrupt as ops
 
     looked = []
     monkeypatch.setattr(ops, "_check_sum", lambda p, q: looked.append(1))

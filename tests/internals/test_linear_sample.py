@@ -6,12 +6,12 @@ import torch
 
 from benchmarks.measure import peak_memory
 from dllm_kernels import linear_sample
-from dllm_kernels._backends._noise import Noise
 from dllm_kernels._backends.torch import _blocks, _sample
 from dllm_kernels._core._inputs import RowInputs
 from dllm_kernels._core._plan import Options, Plan
 from dllm_kernels._core._sample import LINEAR_SAMPLE
 from dllm_kernels._random import _noise
+from dllm_kernels._random._noise import Noise
 from dllm_kernels._utils._transform import NO_TRANSFORM
 from tests.conftest import DEVICE
 from tests.ops.test_linear_sample import B, D, L, draw

@@ -91,11 +91,12 @@ def import_graph():
 # From the ground up; a file imports from its own layer and from those below. CONTRIBUTING.md says what each is for.
 LAYERS = (
     ("_utils",),
-    tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_noise", "_backend", "__init__")),
+    ("_random",),
+    tuple(f"_backends/{name}" for name in ("_rows", "_row_stats", "_divergence", "_backend", "__init__")),
     ("_backends/triton",),
-    ("_backends/torch", "_random"),
+    ("_backends/torch",),
     ("_backends/_primitives",),
-    ("_core",),
+    ("_core", "_corruption"),
     ("ops",),
     ("distributed",),
     ("losses",),
@@ -143,18 +144,19 @@ def test_the_package_knows_no_room_around_it_and_benchmarks_no_tool(room):
     assert not [(str(path), m) for path in sources for m, _ in imports(path) if within(m, *above)]
 
 
-def test_row_ops_and_random_bits_do_not_import_each_other():
-    for path in files("_random"):
-        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._core", "dllm_kernels._backends.torch")], (
-            path
-        )
+def test_row_ops_and_corruption_do_not_import_each_other():
+    row_ops = ("dllm_kernels._core", "dllm_kernels._backends.torch")
+    for path in files("_corruption"):
+        assert not [m for m, _ in imports(path) if within(m, *row_ops)], path
     for path in (*files("_core"), *files("_backends", "torch")):
+        assert not [m for m, _ in imports(path) if within(m, "dllm_kernels._corruption")], path
         random = [m for m, _ in imports(path) if within(m, "dllm_kernels._random")]
-        assert bool(random) == (path.name == "_sample.py" and path.parent.name == "torch"), path  # draws tokens
+        assert bool(random) == (path.name == "_sample.py"), path  # draws tokens
 
 
 def test_kernels_are_imported_lazily_and_distributed_is_not_named_below_it():
-    for path in (*files("ops"), *files("_core"), *files("_backends"), *files("_random"), *files("_utils")):
+    folders = ("ops", "_core", "_corruption", "_backends", "_random", "_utils")
+    for path in (path for folder in folders for path in files(folder)):
         for module, at_top in imports(path):
             assert not within(module, "dllm_kernels.distributed"), (path, module)
             if layer(path) != "_backends/triton":
@@ -162,7 +164,7 @@ def test_kernels_are_imported_lazily_and_distributed_is_not_named_below_it():
 
 
 def test_kernels_import_only_each_other_their_interface_and_the_dtype_of_sums():
-    modules = ("_backends.triton", "_backends._divergence", "_backends._noise", "_backends._backend", "_utils._dtypes")
+    modules = ("_backends.triton", "_backends._divergence", "_backends._backend", "_random._noise", "_utils._dtypes")
     allowed = [f"dllm_kernels.{module}" for module in modules]
     for path in files("_backends", "triton"):
         for module, _ in imports(path):

@@ -21,12 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dllm_kernels._backends._noise import Noise
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
-from dllm_kernels._random import _noise
+from dllm_kernels._random import _gumbel, _noise
+from dllm_kernels._random._noise import Noise
 from dllm_kernels._random._rules import Array, float64
-from dllm_kernels._random._topk import exact_log
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
 
@@ -81,7 +80,7 @@ def _sample_block(
 def _scores(x: Array, high: Array, low: Array) -> Array:
     """Compute exact scores of float64 logits and the bits of their uniforms, the same bits on every device."""
     u = (float64((high << 32) + low) + 0.5) * 2.0**-48
-    return x - exact_log(-exact_log(u))
+    return _gumbel.score(x, u)
 
 
 def _rivals(logits: Tensor, high: Array, bound: Tensor) -> tuple[Array, Array, Array, Array]:

@@ -10,8 +10,8 @@ search. In longer ones t is found by halving [lo, hi]; a row is done early where
 some 20 steps rather than 64. ``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` for
 those beyond.
 
-``exact_log`` and ``score`` are, operation by operation, those of ``_random/_topk.py``, which says why. Kernels that
-use them must be launched with ``enable_fp_fusion=False``.
+``exact_log`` and ``score`` equal those of ``_random/_gumbel.py``, operation by operation. Kernels that use them
+must be launched with ``enable_fp_fusion=False``.
 """
 
 import triton

@@ -309,7 +309,7 @@ def corrupt(
     input_ids: Tensor, loss_mask: Tensor | None, what: str, token: int, blocks: int, size: int, eps: float, rate: float,
     at_least: int, level: Tensor | None, seed: Tensor | None,
 ) -> Corrupted:  # fmt: skip
-    """Launch what ``_random/_corrupt.py`` calls ``what``; ``rate`` and ``at_least`` are those of "topk"."""
+    """Launch what ``_corruption/_corrupt.py`` calls ``what``; ``rate`` and ``at_least`` are those of "topk"."""
     B, L = input_ids.shape
     noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)

@@ -11,7 +11,7 @@ from dllm_kernels._backends.triton._launch import on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
-# Where _random/_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
+# Where _corruption/_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
 # literal beside a float64 tensor may pass through float32.
 _MIN_UNIFORM = tl.constexpr(0x0010000000000000)
 _MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)

@@ -1,21 +1,21 @@
 r"""The token of each row that has the largest score, x_v - ln(-ln u_v), x the transformed logits; without noise x_v.
 
-Programs that share a row leave the best score and its column each. ``_random/_topk.py`` says why a score is computed in
-float64, operation by operation. Because ``-ln u >= 1 - u``, and the high 16 bits of u bound that from below, a tile in
-which no ``x_v - ln(bound)``, float32, reaches the best score so far needs neither the low bits nor a score, and after
-the first few tiles hardly any does.
+Programs that share a row leave the best score and its column each. ``_random/_gumbel.py`` says why a score is computed
+in float64, operation by operation. ``-ln u >= 1 - u``, and the high 16 bits of u bound that from below. Therefore a
+tile in which no ``x_v - ln(bound)``, float32, reaches the best score so far needs neither the low bits nor a score.
+After the first few tiles hardly any tile does.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._noise import HIGH, LOW, Noise
 from dllm_kernels._backends.triton import _launch, _tiles
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._philox import counter_words, halves
 from dllm_kernels._backends.triton._select import score
 from dllm_kernels._backends.triton._transform import Transform, arguments, transformed
+from dllm_kernels._random._noise import HIGH, LOW, Noise
 from dllm_kernels._utils._dtypes import accum_dtype
 
 ROWS = [*PER_ROW, "seed_ptr", "counter_ptr"]

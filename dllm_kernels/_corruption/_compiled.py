@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dllm_kernels._random import _corrupt, _philox
-from dllm_kernels._random._topk import choose
+from dllm_kernels._corruption import _corrupt
+from dllm_kernels._corruption._topk import choose
+from dllm_kernels._random import _philox
 from dllm_kernels._utils import _changing
 
 

@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from dllm_kernels._backends._backend import use_triton
+from dllm_kernels._corruption._topk import host_slices, on_host, select_exact, select_largest, select_of_draws
 from dllm_kernels._random import _philox, _rules
 from dllm_kernels._random._philox import Layout
-from dllm_kernels._random._topk import host_slices, on_host, select_exact, select_largest, select_of_draws
 
 Tensor = torch.Tensor
 Array = _rules.Array

@@ -2,14 +2,7 @@ r"""Sample k positions of a row without replacement, by Gumbel noise on log-weig
 
     score_i = log_w_i - ln(-ln u_i),      chosen = the k largest scores, the lower index first among equals.
 
-**The same set on every device.** Math libraries round logarithms differently, and a difference in the last bit can swap
-two positions. Therefore the score is *defined* operation by operation. ``log_w`` and ``u`` are cast to float64. ``ln``
-is ``exact_log`` below, which consists of integer operations and float64 additions, subtractions, products and
-quotients, each rounded separately as IEEE 754 requires. The kernels compute the same sequence with contraction into
-fused multiply-adds turned off. The same u therefore gives the same set on every device.
-
-``exact_log`` errs by less than 2 ulp, so an oracle that uses another float64 logarithm picks the same set unless two
-scores at the k-th place lie within about 1e-15 of each other.
+The same u gives the same set on every device, because ``_random/_gumbel.py`` defines the score operation by operation.
 
 On the CPU a sort of float32 scores decides almost every row: if the k-th and the next score differ by more than their
 error bound, the set is the same. Exact scores decide the other rows, about one in several thousand at 32 positions.
@@ -22,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dllm_kernels._backends._backend import use_triton
-from dllm_kernels._random import _philox, _rules
+from dllm_kernels._random import _gumbel, _philox, _rules
 from dllm_kernels._random._rules import Array
 
 # Positions processed at a time, with some 20 bytes of temporaries each. With fewer, the overhead of NumPy calls
@@ -31,16 +24,6 @@ from dllm_kernels._random._rules import Array
 _SLICE = 1 << 15
 
 _LOWEST = np.finfo(np.float32).min
-
-_SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
-# ln 2 in two parts: the first has 32 significant bits, so that its product with an exponent is exact.
-_LN2_HIGH = float.fromhex("0x1.62e42feep-1")
-_LN2_LOW = float.fromhex("0x1.a39ef35793c76p-33")
-# The coefficients of fdlibm's e_log.c (Sun Microsystems, 1993), for x^2 <= 0.0295.
-LOG_COEFFICIENTS = tuple(map(float.fromhex, (
-    "0x1.2f112df3e5244p-3", "0x1.39a09d078c69fp-3", "0x1.7466496cb03dep-3", "0x1.c71c51d8e78afp-3",
-    "0x1.2492494229359p-2", "0x1.999999997fa04p-2", "0x1.5555555555593p-1",
-)))  # fmt: skip
 
 
 def choose(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None, backend: str) -> Tensor:
@@ -82,28 +65,9 @@ def _gumbel_topk_torch(log_w: Tensor, k: Tensor, uniform: Tensor | None, seed: T
     return select_exact(log_w.masked_fill(never, -torch.inf), u.masked_fill(never, 0.5), k)
 
 
-def exact_log(x: Array) -> Array:
-    """Compute ``ln x`` of positive normal float64 numbers, torch or NumPy, bitwise equal on every device.
-
-    With ``x = 2^e (1 + f)``, ``1 + f`` in [sqrt(1/2), sqrt(2)), and ``s = f / (2 + f)``, it is
-    ``ln(1 + f) = f - s (f - R(s^2))``; R is the polynomial of fdlibm's e_log.c.
-    """
-    integer, floating = (torch.int64, torch.float64) if isinstance(x, Tensor) else (np.int64, np.float64)
-    bits = x.view(integer)
-    e = (bits - _SQRT_HALF_BITS) >> 52
-    f = (bits - (e << 52)).view(floating) - 1.0
-    s = f / (f + 2.0)
-    z = s * s
-    poly = LOG_COEFFICIENTS[0] * z + LOG_COEFFICIENTS[1]
-    for c in LOG_COEFFICIENTS[2:]:
-        poly = poly * z + c
-    exponent = _rules.float64(e)
-    return exponent * _LN2_HIGH + (exponent * _LN2_LOW + (f - s * (f - z * poly)))
-
-
 def select_exact(log_w: Tensor, uniform: Tensor, k: Tensor) -> Tensor:
     """Select the k largest scores of each row ``[N, D]``, see the module docstring; ``uniform`` in (0, 1), no NaN."""
-    score: Tensor = log_w.to(torch.float64) - exact_log(-exact_log(uniform))
+    score: Tensor = _gumbel.score(log_w, uniform)
     order = torch.sort(score, dim=1, descending=True, stable=True).indices
     first = torch.arange(score.shape[1], device=score.device) < k[:, None]
     return torch.zeros_like(first).scatter_(1, order, first) & (score > -torch.inf)
@@ -221,7 +185,7 @@ def _keys(log_w: Array, draws: Array) -> Array:
 
 def _select_exact_host(log_w: Array, uniform: Array, k: Array) -> Array:
     """Compute ``select_exact`` of a few rows with NumPy."""
-    score = log_w.astype(np.float64) - exact_log(-exact_log(uniform))
+    score = _gumbel.score(log_w, uniform)
     order = np.argsort(-score, axis=1, kind="stable")
     chosen = np.zeros(score.shape, np.bool_)
     np.put_along_axis(chosen, order, np.arange(score.shape[1]) < k[:, None], axis=1)

@@ -1,0 +1,1 @@
+"""Corruption routines and top-k selection below the public functions."""
