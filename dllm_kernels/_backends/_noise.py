@@ -1,4 +1,4 @@
-"""The noise of rows of logits: what a backend needs to draw it; ``_random/_philox.py`` holds the layout of the bits."""
+"""Parameters of the noise of rows of logits; ``_random/_philox.py`` defines the layout of its bits."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# Second word of the counters of a uniform's high 16 and low 32 bits.
+# Second counter word of the high 16 and of the low 32 bits of a uniform.
 HIGH, LOW = 1, 2
 
 
 class Noise(NamedTuple):
-    """Uniforms of 48 bits for some columns of R rows, the same ones whichever part of a row that is.
+    """Uniforms of 48 bits for a range of columns of R rows; they do not depend on how a row is split into ranges.
 
     Attributes:
         seeds: int64 ``[R]``.
         rows: int64 ``[R]``, number of the row under its seed.
-        first: the first column.
-        total: columns of a whole row.
+        first: the first column of the range.
+        total: number of columns of a whole row.
     """
 
     seeds: Tensor
@@ -27,5 +27,5 @@ class Noise(NamedTuple):
 
     @property
     def first_counter(self) -> Tensor:
-        """Counter after a row's zero that holds the high bits of the first column, int64 ``[R]``."""
+        """Counter of the high bits of the first column, counted from ``_philox.ZERO``, int64 ``[R]``."""
         return self.rows * -(-self.total // 16) + self.first // 16
