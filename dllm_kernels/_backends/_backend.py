@@ -1,4 +1,4 @@
-"""Choice of the implementation: Triton kernels or plain torch."""
+"""Choice of the backend: Triton kernels or plain torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BACKENDS = ("auto", "triton", "torch")
 
 @functools.cache
 def triton_available() -> bool:
-    """Whether Triton is installed; does not import it."""
+    """Return True if Triton is installed, without importing it."""
     try:
         return importlib.util.find_spec("triton") is not None
     except ValueError:  # a blocked import leaves sys.modules["triton"] = None
@@ -21,24 +21,23 @@ def triton_available() -> bool:
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run on CPU tensors, through Triton's interpreter."""
+    """Return True if Triton kernels run on CPU tensors, in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def use_triton(backend: str, tensor: torch.Tensor) -> bool:
-    """Decide the backend for one call.
+    """Choose the backend of one call.
 
     Args:
-        backend: "auto", "triton" or "torch". "auto" follows the environment variable ``DLLM_KERNELS_BACKEND`` where
-            it is set, and otherwise takes Triton for CUDA and ROCm tensors where Triton is installed.
-        tensor: the tensor the op works on; only its device is looked at.
+        backend: "auto", "triton" or "torch". "auto" follows the environment variable ``DLLM_KERNELS_BACKEND`` if it is
+            set. Otherwise it selects Triton for CUDA and ROCm tensors if Triton is installed.
+        tensor: an input of the op; only its device is read.
 
     Returns:
-        True for the Triton kernels, False for the torch path.
+        True for the Triton kernels, False for plain torch.
 
     Raises:
-        ValueError: an unknown name, or ``"triton"`` asked for where it cannot run. An explicit choice is never
-            switched silently.
+        ValueError: an unknown name, or ``"triton"`` if it cannot run. An explicit choice never falls back silently.
     """
     source = "backend"
     if backend == "auto":
@@ -48,7 +47,7 @@ def use_triton(backend: str, tensor: torch.Tensor) -> bool:
         raise ValueError(f"{source} must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if backend == "torch":
         return False
-    on_gpu = tensor.is_cuda  # at a fifth of the cost of the device's type
+    on_gpu = tensor.is_cuda  # costs a fifth of tensor.device.type
     if backend == "auto":
         return on_gpu and triton_available()
     if not triton_available():

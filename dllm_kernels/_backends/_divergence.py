@@ -1,50 +1,50 @@
-r"""Divergences of rows of student logits to rows of teacher logits: kinds as data, and the row primitive of a backend.
+r"""Divergences of rows of student logits to rows of teacher logits: kinds as data, and two row primitives per backend.
 
-With p the softmax of a row of transformed student logits, q that of the teacher's, which is a constant, and a = sum_v
-min(p_v, q_v), the acceptance rate, a kind has a value and a gradient in the student's logits: the table of them, and
-what they are made of, stand in ``_backends/torch/_divergence.py``.
+Let p be the softmax of a row of transformed student logits and q the softmax of the teacher's row, a constant. The
+acceptance rate is a = sum_v min(p_v, q_v). A kind has a value and a gradient with respect to the student's logits.
+``_backends/torch/_divergence.py`` lists all kinds and their terms.
 
-A :class:`DivergenceSpec` is a weighted sum of kinds, all of them from one pass. ``l1`` (sum |p - q|) is twice tv, and a
-``jsd`` whose beta is 0 or 1 is kl or rkl: neither is a kind of its own in a spec.
+A :class:`DivergenceSpec` is a weighted sum of kinds, all computed in one pass. ``l1`` (sum |p - q|) becomes twice
+``tv`` in a spec. A ``jsd`` with beta 0 or 1 becomes ``kl`` or ``rkl``.
 
-The row primitives, a pair for each backend:
+The row primitives of a backend:
 
 ``divergence(logits, teacher, weights, spec, *, teacher_rows=None, targets=None, mean_alpha=None, transform,
 teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
 
-    ``logits`` is ``[B, L, V]`` and ``teacher`` ``[B', L', V]`` of the same dtype, both with any batch and position
-    strides and columns side by side. N = B L. Everything else has one entry a row, ``[N]``, contiguous. Row n is
-    compared with row ``teacher_rows[n]`` (int64, any order, may repeat; None: n) of the B' L' rows of the teacher.
-    Nothing outside of these rows is read: a number that is none of theirs makes NaN of all that there is of row n, and
-    False.
+    ``logits`` is ``[B, L, V]`` and ``teacher`` is ``[B', L', V]``, of the same dtype. Both may have any batch and
+    position strides; columns are adjacent. N = B L. All other tensors are contiguous ``[N]``, one entry per row. Row n
+    is compared with row ``teacher_rows[n]`` of the B' L' rows of the teacher (int64, in any order, repetitions allowed;
+    None: n). A number out of range is never read. It makes value, alpha and gradient of row n NaN, and agree False.
 
-    ``weights``, in the dtype of sums acc (float32, float64 for float64 logits): a row of weight 0 is not read, neither
-    the student's nor the teacher's. All its results and its gradient are 0.
+    ``weights`` has the accumulation dtype acc (float32, float64 for float64 logits). For rows of weight 0 neither the
+    student's nor the teacher's logits are read. All their results and gradients are 0.
 
-    ``value`` acc: the sum over the spec's parts of coefficient times kind, not weighted. ``alpha`` acc: a. ``agree``
-    bool: whether both rows have the same argmax; False where the row is NaN.
+    ``value``, acc: the sum over the parts of the spec of coefficient times kind, without the weight. ``alpha``, acc:
+    a. ``agree``, bool: True if both rows have the same argmax; False if the row is NaN.
 
-    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` in the student's logits as they were given
-    (through ``transform``) is written over the logits, and ``kept`` is None. Without it nothing is written over, and
-    ``kept`` is what ``divergence_grad`` reads. Rows of the teacher are never written.
+    With ``with_grad``, ``weights[n]`` times the gradient of ``value[n]`` overwrites the logits, and ``kept`` is None.
+    The gradient is with respect to the logits as given, before ``transform``. Otherwise the logits are not written, and
+    ``kept`` is the input of ``divergence_grad``. The teacher's logits are never written.
 
-    ``targets`` int64, where ``spec.wants_targets``: -100: the part ``ce`` is 0 and has no gradient in this row; any
-    other that no column has makes its value, and its row of the gradient, NaN. No target is the transform's
-    ``skip_id``.
+    ``targets``, int64, if ``spec.wants_targets``. For a target of -100 the part ``ce`` is 0, without a gradient. Any
+    other out-of-range target makes the value and the gradient of its row NaN. No target equals ``skip_id`` of the
+    transform.
 
-    ``mean_alpha`` acc, 0-d, on the logits' device: what stands in the place of the row's own a in lam where
-    ``spec.mean_alpha``; None: the row's own, in the pass before that finds the mean.
+    ``mean_alpha``, acc, 0-d, on the device of the logits: the acceptance rate in lam if ``spec.mean_alpha``. None: the
+    row's own rate, as in the preceding pass that computes the mean.
 
-    A NaN, or a row of nothing but -inf, on either side makes value, alpha and gradient of its own row NaN. A logit of
-    -inf is a probability of 0. ``skip_id`` of each side is -inf on that side; the gradient in the student's is 0.
+    A NaN logit, or a row of nothing but -inf, on either side makes value, alpha and gradient of its row NaN. A logit of
+    -inf is a probability of 0. ``skip_id`` of each transform is a column of -inf on its side. The gradient of that
+    column of the student is 0.
 
 ``divergence_grad(logits, teacher, weights, spec, kept, out, *, teacher_rows, targets, mean_alpha, transform,
 teacher_transform) -> None``
 
-    The gradient that ``divergence`` computes ``with_grad``, from one pass over the logits. ``out`` is ``[B, L, V]`` in
-    the dtype of the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the same backend and
-    arguments. ``weights`` may differ, but a row that had the weight 0 must have the weight 0 again: its statistics are
-    zeros.
+    Writes the gradient that ``divergence`` computes ``with_grad`` to ``out``, in one pass over the logits. ``out`` is
+    ``[B, L, V]`` in the dtype of the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the
+    same backend and arguments. ``weights`` may differ, except that rows of weight 0 must keep it, because their
+    statistics are zeros.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ NO_HYPER = (0.0, 0.0)
 
 
 class Option(NamedTuple):
-    """A number that a kind depends on: its default, and between what it lies."""
+    """Default and range of a hyperparameter of a kind."""
 
     default: float
     least: float
@@ -71,12 +71,12 @@ class Option(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A kind in a spec.
+    """One term of a spec.
 
     Attributes:
         kind: a key of ``_backends.torch._divergence.KINDS``.
-        coefficient: what it is multiplied by.
-        hyper: its options in their order, 0 where it has none.
+        coefficient: factor of the kind.
+        hyper: hyperparameters of the kind in the order of ``Kind.options``; 0 for missing ones.
     """
 
     kind: str
@@ -85,11 +85,11 @@ class Part(NamedTuple):
 
 
 class DivergenceSpec(NamedTuple):
-    """A sum of kinds.
+    """A weighted sum of kinds.
 
     Attributes:
-        parts: no two of the same kind with the same options.
-        mean_alpha: whether lam of ``lk`` is made from the mean of a over the rows of a call and not from the row's own.
+        parts: the terms; no two have the same kind and options.
+        mean_alpha: True if lam of ``lk`` depends on the mean of a over the rows of a call, False if on a of the row.
     """
 
     parts: tuple[Part, ...]
@@ -97,12 +97,15 @@ class DivergenceSpec(NamedTuple):
 
     @property
     def wants_targets(self) -> bool:
-        """Whether there is a part that needs the targets."""
+        """True if a part needs the targets."""
         return any(part.kind == "ce" for part in self.parts)
 
     @property
     def settled(self) -> DivergenceSpec:
-        """The spec with all numbers known: a ``jsd`` whose beta becomes 0 or 1 in a compiled graph is kl or rkl."""
+        """The spec for known numbers, in which a ``jsd`` with beta 0 or 1 is kl or rkl.
+
+        :func:`checked_spec` cannot replace it if beta is symbolic while a graph is traced.
+        """
         if not any(part.kind == "jsd" and part.hyper[0] in (0, 1) for part in self.parts):
             return self
         parts: dict[tuple[str, Hyper], float] = {}
@@ -117,8 +120,8 @@ class Kept(NamedTuple):
     """Statistics of N rows from which the gradient needs one pass.
 
     Attributes:
-        numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of either side, a, and sums that
-            the gradient of the spec reads. Order and units are the backend's.
+        numbers: acc ``[N, KEPT_NUMBERS]``: the maximum and the logarithm of the sum of each side, a, and the sums that
+            the gradient of the spec reads. Their order and units depend on the backend.
         hot: int64 ``[N]``, the teacher's argmax.
     """
 
@@ -133,7 +136,7 @@ class Found(NamedTuple):
         value: acc ``[N]``.
         alpha: acc ``[N]``.
         agree: bool ``[N]``.
-        kept: what ``divergence_grad`` reads; None if the gradient is already there.
+        kept: input of ``divergence_grad``; None if the gradient has been written.
     """
 
     value: torch.Tensor

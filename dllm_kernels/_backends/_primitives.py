@@ -1,4 +1,4 @@
-"""The row primitives of each backend."""
+"""Row primitives of each backend."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ and, for upstream gradients g of each output, with log p_v = d_v - log S,
     dL/dz_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
     A = g_lse - sum_k g_k - g_H H - g_F W,        B = -g_H.
 
-A, B and g_F hold all per-row terms, so that one pass serves any set of outputs. If a is 0, q_v = 1 and
-F = sum_v (d_v + log(b / S)): a p_v that float32 rounds to 0 enters neither a logarithm nor a quotient. In a product,
+A, B and g_F hold all per-row terms, so that one pass computes the gradient of any set of outputs. If a is 0, q_v = 1
+and F = sum_v (d_v + log(b / S)): a p_v that float32 rounds to 0 enters neither a logarithm nor a quotient. In a product
 d_v is clamped to ``FARTHEST``, far below any d_v with e^{d_v} > 0, because the product of 0 and -inf would be NaN.
 
 ``logits`` and ``out`` are ``[B, L, V]`` as in ``_backends/_rows.py``. Inactive rows are never read.
@@ -20,12 +20,12 @@ d_v is clamped to ``FARTHEST``, far below any d_v with e^{d_v} > 0, because the 
     Returns the fields of :class:`StatsResult`; 0 / False in inactive rows.
 
 ``mix(logits, request, row_max, log_sum)``
-    Returns (F, W) of these columns alone, for rows whose (M, log S) is known.
+    Returns the shares of F and W of these columns, for rows whose (M, log S) is known.
 
 ``backward(logits, request, coefficients, row_max, log_sum, out)``
     Writes the gradient with respect to the logits to ``out``, which may be the logits themselves; zeros in inactive
-    rows. If ``request.through`` is False, the gradient is with respect to the transformed logits. The gradient of lse
-    is then p. If ``request.weights`` is given, an id that no column has makes the gradient of its row NaN.
+    rows. If ``request.through`` is False, the gradient is with respect to the transformed logits, and that of lse is p.
+    If ``request.weights`` is given, an out-of-range id makes the gradient of its row NaN.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ class StatsRequest(NamedTuple):
     """Request for statistics of N rows; all tensors are contiguous.
 
     Attributes:
-        ids: int64 ``[N, K]``. ``IGNORE`` marks a missing id; any other id that no column has gives NaN.
+        ids: int64 ``[N, K]``. ``IGNORE`` marks a missing id. Any other out-of-range id gives NaN.
         active: int64 ``[N]``, ``IGNORE`` in inactive rows.
-        a: coefficient of the mixture, ``[N]`` in the dtype of sums, or None.
+        a: coefficient of the mixture, ``[N]`` in the accumulation dtype, or None.
         b: see ``a``.
         transform: transform of the logits.
-        entropy: whether the entropy is requested.
-        correct: whether the argmax-match is requested.
-        gradients: whether W is requested.
-        whole: whether the columns are all columns of a row, or a part of them.
-        lse: whether (M, log S) are requested. Otherwise a backend may omit them if its backward pass does not need
+        entropy: True if the entropy is requested.
+        correct: True if the argmax-match is requested.
+        gradients: True if W is requested.
+        whole: True if the columns are all columns of a row, False if they are a part of a split row.
+        lse: True if (M, log S) are requested. Otherwise a backend may omit them if its backward pass does not read
             them.
-        through: whether the gradient goes through the transform, to the logits as given.
-        weights: ``[N]`` or None. Rows of weight 0 are inactive too. Only given by :func:`nll_of_stats`, for whole rows.
+        through: True if the gradient is with respect to the logits as given, False for the transformed logits.
+        weights: ``[N]`` or None. Rows of weight 0 are inactive too. Only :func:`nll_of_stats` sets it, for whole rows.
     """
 
     ids: Tensor
@@ -77,7 +77,7 @@ class StatsRequest(NamedTuple):
 
 
 class StatsResult(NamedTuple):
-    """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the dtype of sums, ``correct`` bool.
+    """Statistics of N rows: ``log_probs [N, K]``, all others ``[N]``; in the accumulation dtype, ``correct`` bool.
 
     ``row_max`` and ``log_sum`` are tensors if requested.
     """
@@ -110,7 +110,10 @@ class Coefficients(NamedTuple):
 
     @classmethod
     def of(cls, upstream: Upstream, request: StatsRequest, found: StatsResult) -> Coefficients:
-        """Combine the upstream gradients. An id with a NaN log-probability and a nonzero gradient makes its row NaN."""
+        """Combine the upstream gradients.
+
+        If an id has a NaN log-probability and a nonzero upstream gradient, the gradient of its whole row is NaN.
+        """
         of_ids = torch.zeros_like(found.log_probs)
         if upstream.log_probs is not None:
             lost = found.log_probs.isnan() & (upstream.log_probs != 0)
@@ -133,22 +136,22 @@ class Coefficients(NamedTuple):
         return size
 
     def over(self, size: Tensor) -> Coefficients:
-        """Divide by one number per row."""
+        """Divide all terms of a row by its entry of ``size``."""
         of_ids, *others = self
         return Coefficients._make((of_ids / size.unsqueeze(1), *(None if t is None else t / size for t in others)))
 
 
 def _times(grad: Tensor, value: Any) -> Tensor:
-    """Product of a gradient and a value; 0 if the gradient is 0, even if the value is NaN."""
+    """Multiply a gradient and a value; 0 if the gradient is 0, even if the value is NaN."""
     return torch.where(grad != 0, grad * value, 0.0)
 
 
 def nll_of_stats(
     stats: StatsPrimitives, V: int | None = None
 ) -> tuple[Callable[..., NLL], Callable[..., tuple[Any, ...]], Callable[..., None]]:
-    """Derive ``nll``, ``weighted_nll`` and ``nll_grad`` of a backend from its row statistics, bitwise equal to them.
+    """Derive the primitives ``nll``, ``weighted_nll`` and ``nll_grad`` from row statistics, with bitwise equal results.
 
-    ``V``: number of columns of a whole row, if the backend works on a part of each row.
+    ``V``: number of columns of a whole row, if the primitives work on a part of each row.
     """
 
     def requested(targets: Tensor, weights: Tensor | None, **options: Any) -> StatsRequest:

@@ -1,55 +1,54 @@
-"""The row primitives: what a backend must offer, and the layout they take.
+"""Row primitives: the interface of a backend, and the layout of its arguments.
 
-``logits`` is ``[B, L, V]`` with any batch and position strides and columns side by side; everything else has one entry
-a row, ``N = B * L`` of them, contiguous. ``acc`` is float32, or float64 for float64 logits. A row whose target, int64,
-is ``IGNORE`` is inactive: it is never read. Any other target outside of the columns gives NaN.
+``logits`` is ``[B, L, V]`` with any batch and position strides; columns are adjacent. All other tensors are contiguous
+``[N]``, one entry per row, N = B * L. ``acc`` is float32, or float64 for float64 logits. A row whose int64 target is
+``IGNORE`` is inactive, and its logits are never read. Any other out-of-range target gives NaN.
 
-All take ``transform`` (``_utils/_transform.py``): it is the transformed logits whose statistics and softmax these are,
-and the gradient is that in the logits as they were given. No target is its ``skip_id``: callers replace such targets by
--1.
+All take ``transform`` (``_utils/_transform.py``). Statistics and softmax are those of the transformed logits; gradients
+are with respect to the logits as given. No target equals ``skip_id``, because callers replace such targets by -1.
 
 ``stats``
-    The row statistics, their forward and backward pass (``_backends/_row_stats.py``). A backend without kernels of its
-    own for the NLL, which is minus the log-probability of one id, gets the next three from these: :func:`nll_of_stats`.
+    The row statistics, forward and backward (``_backends/_row_stats.py``). The NLL is minus the log-probability of one
+    id. A backend without kernels for the NLL derives the next three primitives from these, by ``nll_of_stats``.
 
 ``nll(logits, targets, *, with_correct)``
     Reads each active row once. Returns (nll, row_max, log_sum, correct): ``[N]`` of dtype acc, and a bool ``[N]`` or
-    None. ``log_sum`` is log(sum(exp(row - row_max))). All are 0 / False for inactive rows. A backend whose ``nll_grad``
-    of whole rows reads neither row_max nor log_sum takes ``with_lse=False`` too, and then they are None.
+    None. ``log_sum`` is log(sum(exp(row - row_max))). Inactive rows are 0 or False. A backend may also accept
+    ``with_lse=False`` and return None for row_max and log_sum, if its ``nll_grad`` of whole rows does not read them.
 
 ``weighted_nll(logits, targets, weights, *, with_correct)``
-    The same with a weight a row, in acc: a row of weight 0 is inactive too. Returns (weights * nll, nll, row_max,
-    log_sum, correct).
+    Like ``nll``, with one weight per row, in acc. Rows of weight 0 are inactive too. Returns (weights * nll, nll,
+    row_max, log_sum, correct).
 
 ``nll_grad(logits, targets, scale, row_max, log_sum, out, *, factor=None)``
-    Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out`` (same shape as the logits, its own strides,
-    may be the logits themselves), zeros for inactive rows and those of scale 0. With a factor, 0-d on the device of the
-    logits, the scale of every other row is multiplied by it.
+    Writes ``scale * (exp(logits - row_max - log_sum) - onehot)`` to ``out``, and zeros for inactive rows and rows of
+    scale 0. ``out`` has the shape of the logits and any strides, and may be the logits. With a factor, 0-d on the
+    device of the logits, the scale of every row other than these is multiplied by it.
 
 ``nll_and_grad_(logits [C, V], targets, scale, *, with_correct)``
-    Both at once, the gradient over the logits.
+    ``nll`` and ``nll_grad`` in one call; the gradient overwrites the logits.
 
 ``divergence(...)``, ``divergence_grad(...)``
-    Of rows to a teacher's: ``_backends/_divergence.py``.
+    Divergence of rows to a teacher's rows: ``_backends/_divergence.py``.
 
 ``sample(logits [C, V], transform, noise)``
-    (score float64 ``[C]``, column int64 ``[C]``) of the largest ``x_v - ln(-ln u_v)`` of each row, x the transformed
-    logits and u the uniforms of the ``_noise.Noise``, or of the largest x if there is none; the lowest column
-    wins a tie. Every operation of a score is exact or rounded by itself, so that equal logits give the same token on
-    every device. What it returns for a row that holds a NaN is not defined.
+    Returns (score float64 ``[C]``, column int64 ``[C]``) of the largest ``x_v - ln(-ln u_v)`` of each row, with x the
+    transformed logits and u the uniforms of ``_noise.Noise``. Without noise the score is x. The lowest column wins a
+    tie. Every operation of a score is exact or rounded separately, so that equal logits give the same token on every
+    device. The result for a row with NaN is undefined.
 
 ``largest(logits [C, V], k, transform)``
-    (values ``[C, k]`` in acc, columns int64 ``[C, k]``), the k largest transformed logits of each row in descending
-    order; the lowest column first among equals.
+    Returns (values ``[C, k]`` in acc, columns int64 ``[C, k]``) of the k largest transformed logits of each row, in
+    descending order, the lowest column first among equals.
 
 ``add_parts(t)``
-    ``t`` with the sum over all parts of a split row in the place of this part's share of it; None where a row is whole.
+    Returns the sum of ``t`` over all parts of a split row; may work in place. None if rows are whole.
 
 ``local_ids(ids)``
-    Ids of whole rows as columns of this part, ``IGNORE`` where another part has them; None where a row is whole.
+    Converts ids of whole rows to columns of this part, ``IGNORE`` for columns of other parts. None if rows are whole.
 
 ``scale_(t, factor)``
-    ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing when the factor is 1.
+    ``t *= factor`` for a 0-d factor on the device of t, without a host sync; costs nothing if the factor is 1.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ NLL = tuple[Tensor, Any, Any, Tensor | None]
 
 
 class StatsPrimitives(NamedTuple):
-    """One backend's primitives of the row statistics."""
+    """Primitives of the row statistics of one backend."""
 
     forward: Callable[..., Any]
     mix: Callable[..., tuple[Tensor, Tensor | None]]
@@ -77,7 +76,7 @@ class StatsPrimitives(NamedTuple):
 
 
 class RowPrimitives(NamedTuple):
-    """One backend's row primitives."""
+    """Row primitives of one backend."""
 
     stats: StatsPrimitives
     nll: Callable[..., NLL]
@@ -94,10 +93,10 @@ class RowPrimitives(NamedTuple):
 
 
 def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:
-    """For each id a column to read, and a mask of the ids that no column has.
+    """Return a column to read for each id, and a mask of the out-of-range ids.
 
-    The mask is None if every id has a column. That is known on a CPU only: elsewhere it would be a host sync. As
-    unsigned integers, negative ids are larger than any column.
+    The mask is None if every id is in range, which is tested on a CPU only, because elsewhere it would be a host sync.
+    The test compares unsigned integers, in which negative ids are larger than any column.
     """
     if y.is_cpu and V and (not y.numel() or int(np.maximum.reduce(y.numpy().view(np.uint64), axis=None)) < V):
         return y, None
@@ -106,7 +105,7 @@ def column_of(y: Tensor, V: int) -> tuple[Tensor, Tensor | None]:
 
 
 def as_blv(logits: Tensor) -> Tensor:
-    """View ``[..., V]`` logits as ``[B, L, V]`` with columns side by side; copies only where no view can."""
+    """View logits ``[..., V]`` as ``[B, L, V]`` with adjacent columns; copies only if a view is impossible."""
     V = logits.shape[-1]
     if logits.stride(-1) != 1 and V > 1:
         logits = logits.contiguous()

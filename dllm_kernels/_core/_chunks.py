@@ -1,6 +1,6 @@
-"""Chunk loop over rows of hidden states: logits of the LM head exist only here, in one buffer that every chunk re-uses.
+"""Chunk loop over rows of hidden states. Logits are materialised only here, in one buffer that all chunks reuse.
 
-Forward and backward, eager and compiled, all use this loop on flattened inputs and their plan.
+Forward and backward, eager and compiled, use this loop on flattened inputs and their plan.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dllm_kernels._core._active_rows import ActiveRows, choose_chunk, multiproce
 from dllm_kernels._core._inputs import OF_ROWS, Gradients, NeedsGrad, RowInputs
 from dllm_kernels._core._plan import Plan
 
-# Columns of a low-precision chunk to cast to float32 at a time, on devices whose matmul cannot accumulate in float32
-# (CPU).
+# Columns of a low-precision chunk that are cast to float32 at a time, on devices whose matmul cannot add to a float32
+# output (CPU, ROCm).
 SLAB = 4096
 
 
@@ -36,10 +36,10 @@ NO_FACTORS = Factors()
 def unit_scale(scale: Tensor, plan: Plan) -> tuple[Tensor, Factors, Tensor | None]:
     """Split per-row scales into (scales of the logits gradient ``[N]``, factors after the matmuls, 0-d loss scale).
 
-    Per-row loss scaling, for float16 only: w / N times a probability would underflow, so the gradient of the logits is
-    computed at scale 1. After the matmul each row of hidden's gradient is multiplied by its own scale. For the head's
-    gradient each row is multiplied by its scale over the largest one, and the sum by that largest one, the loss scale,
-    in float32. In every other dtype the scales are used unchanged.
+    Per-row loss scaling is for float16 only. There w / N times a probability would underflow, so the gradient of the
+    logits is computed at scale 1. After the matmul each row of the gradient of the hidden states is multiplied by its
+    scale. For the gradient of the head each row is multiplied by its scale over the largest scale, and the sum, in
+    float32, by the largest scale, which is the loss scale. In every other dtype the scales are used unchanged.
     """
     if not plan.needs_loss_scaling:
         return scale, NO_FACTORS, None
@@ -71,7 +71,7 @@ class Chunks:
         self.grads: dict[str, Tensor] = {}
         if needs.bias:
             self.grads["bias"] = torch.zeros(V, dtype=plan.accum_dtype, device=device)
-        # This may wait for the GPU, which is then idle: what does not depend on the number of active rows comes before.
+        # This may sync, which leaves the GPU idle. All that does not depend on the number of active rows comes before.
         self.rows = ActiveRows(inputs.targets, plan.options.num_active)
         size = plan.options.chunk_size or choose_chunk(self.rows.count, V, D, plan, sms)
         self.size = max(1, min(size, self.rows.count))
@@ -95,9 +95,9 @@ class Chunks:
         return self.rows.take(self.inputs.extra_x, chunk).to(self.plan.dtype)
 
     def run(self, scale: Tensor | None) -> list[Any]:
-        """Run one pass over all chunks: (nll, row_max, log_sum, correct); accumulate the gradients for ``scale [N]``.
+        """Return (nll, row_max, log_sum, correct) from one pass over the chunks; accumulate gradients for ``scale``.
 
-        With ``scale=None`` only the first matmul and the reduction run.
+        ``scale [N]`` is the factor of each row's gradient. With None only the logits and the statistics are computed.
         """
         rows, acc, options = self.rows, self.plan.accum_dtype, self.plan.options
         through: dict[str, Any] = {"with_correct": options.with_correct, "transform": options.transform}
@@ -119,8 +119,8 @@ class Chunks:
     ) -> None:
         """Accumulate the hidden, weight and bias gradients from ``grad_logits``, which has overwritten the logits.
 
-        Per-row factors, the chunk's own or the call's, are applied after the matmuls. The gradient of float32 logits is
-        rounded to the dtype of the products first, once.
+        Per-row factors, given for the chunk or else those of the call, are applied after the matmuls. The gradient of
+        float32 logits is first rounded, once, to the dtype of the matmuls.
         """
         grad_logits = grad_logits.to(self.plan.dtype)
         take = self.rows.take
@@ -131,7 +131,7 @@ class Chunks:
                 rows = torch.mm(grad_logits, weight)
                 self.rows.put(self.grads[field], chunk, rows if of_hidden is None else rows * of_hidden)
         if self.needs.weight or self.needs.extra_weight:
-            # Zero the rows without a gradient, because 0 * NaN would reach all of the head's.
+            # Zero the rows without a gradient, because 0 * NaN would spread to the whole gradient of the head.
             idle = ((scale == 0) | (y == IGNORE)).unsqueeze(1)
             for field in ("weight", "extra_weight"):
                 if getattr(self.needs, field):
@@ -143,7 +143,10 @@ class Chunks:
             _add_column_sums(self.grads["bias"], grad_logits, of_head)
 
     def raised(self, loss_scale: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (new loss scale, per-row factors), and rescale the head gradients accumulated so far."""
+        """Raise the loss scale to the largest of ``size``; return it and the per-row factors of the chunk.
+
+        The head gradients accumulated so far are rescaled.
+        """
         largest = torch.maximum(loss_scale, size.amax())
         for field, grad in self.grads.items():
             if field not in OF_ROWS:
@@ -157,7 +160,7 @@ class Chunks:
         ``dtype``.
         """
         a, acc = grad_logits.t(), self.plan.accum_dtype
-        if a.is_cuda or not self.plan.needs_loss_scaling:  # a CPU widens both anyway
+        if a.is_cuda or not self.plan.needs_loss_scaling:  # a CPU casts both to float32 anyway
             h = h.to(a.dtype)
         single = self.size >= self.rows.count and a.dtype == dtype and not self.plan.needs_loss_scaling
         if a.dtype == acc or single:
@@ -168,22 +171,22 @@ class Chunks:
             return _added_product(total, a, h)
         if total is None:
             total = torch.zeros(a.shape[0], h.shape[1], dtype=acc, device=h.device)
-        if a.is_cuda:  # rocBLAS has no product of low-precision matrices into a float32 one through torch
+        if a.is_cuda:  # torch has no low-precision matmul into a float32 output with rocBLAS
             return total.add_(torch.mm(a, h))
         _add_product_by_slabs(total, a, h)
         return total
 
     def gradients(self, loss_scale: Tensor | None = None, *, wide: bool = False) -> Gradients:
-        """Gradients in the dtypes of the inputs, the head's times ``loss_scale``.
+        """Return the gradients in the dtypes of the inputs; multiply the head's by ``loss_scale``.
 
-        With ``wide`` those of the head are in the accumulation dtype.
+        With ``wide`` the gradients of the head are in the accumulation dtype.
         """
         acc, found = self.plan.accum_dtype, dict[str, Tensor]()
         for field, t, needed in zip(Gradients._fields, self.inputs.grad_inputs, self.needs, strict=True):
             if t is None or not needed:
                 continue
             grad = self.grads.get(field)
-            if grad is None:  # there was no chunk
+            if grad is None:  # no chunk was processed
                 grad = torch.zeros(t.shape, dtype=acc, device=t.device)
             if field in OF_ROWS:
                 found[field] = self.rows.whole(grad)
@@ -196,7 +199,7 @@ class Chunks:
 def head_product(
     h: Tensor, weight: Tensor, bias: Tensor | None, extra_h: Tensor | None, extra_weight: Tensor | None, out: Tensor
 ) -> None:
-    """Write ``h weight^T + bias + extra_h extra_weight^T``, with the parts that are given."""
+    """Write ``h weight^T + bias + extra_h extra_weight^T`` to ``out``, omitting terms that are None."""
     if out.dtype != h.dtype:
         _wide_product(h, weight, out)
         if bias is not None:
@@ -213,9 +216,9 @@ def head_product(
 
 
 def _wide_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> None:
-    """Write, or add, the product ``a b^T`` of 16-bit operands to ``out``, float32, without rounding it in between.
+    """Write, or add, the product ``a b^T`` of 16-bit operands to a float32 ``out`` without intermediate rounding.
 
-    Devices whose matmul cannot do so (CPU, ROCm) widen a, and b by slabs of rows.
+    On devices whose matmul cannot do so (CPU, ROCm) ``a`` is cast to float32 at once, and ``b`` in slabs of rows.
     """
     if not a.is_cuda or torch.version.hip is not None:
         _add_product_by_slabs(out.t(), b, a.t(), beta=int(add))
@@ -228,7 +231,7 @@ def _wide_product(a: Tensor, b: Tensor, out: Tensor, *, add: bool = False) -> No
 
 
 def _added_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add the product of 16-bit operands to ``total``, float32, on a device whose matmul accumulates in it."""
+    """Add the product of 16-bit operands to a float32 ``total``, on a device whose matmul supports that output."""
     if is_in_torch_dispatch_mode():  # FlopCounterMode has no formula for overloads with out_dtype and out=
         return total.add_(torch.mm(a, b, out_dtype=total.dtype))
     return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
@@ -241,14 +244,14 @@ def aligned_rows(rows: int, V: int, *, dtype: torch.dtype, device: torch.device)
 
 
 def _add_product_by_slabs(out: Tensor, a: Tensor, b: Tensor, beta: int = 1) -> None:
-    """Add ``a b`` to ``beta out`` in its dtype, casting ``a`` slab by slab: no float32 copy of all of it exists."""
+    """Write ``a b + beta out`` to ``out`` in its dtype; cast ``a`` slab by slab, to avoid a copy of the whole."""
     wide = b.to(out.dtype)
     for v in range(0, a.shape[0], SLAB):
         out[v : v + SLAB].addmm_(a[v : v + SLAB].to(out.dtype), wide, beta=beta)
 
 
 def _add_column_sums(out: Tensor, a: Tensor, factor: Tensor | None) -> None:
-    """Add the column sums of ``a``, rows times their factor, to ``out`` in its dtype; in slabs if that makes copies."""
+    """Add the column sums of ``a``, its rows times ``factor``, to ``out`` in its dtype; in slabs if ``a`` is copied."""
     whole = factor is None and (a.is_cuda or a.dtype == out.dtype)
     slab = max(a.shape[1], 1) if whole else SLAB  # a rank may hold no columns
     for v in range(0, a.shape[1], slab):

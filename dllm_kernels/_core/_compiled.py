@@ -1,6 +1,7 @@
-"""The row ops as torch.compile sees them: one pair of opaque, functional custom ops, so that no graph breaks.
+"""Row ops for torch.compile: one pair of opaque, functional custom ops, which do not break the graph.
 
-The whole chunk loop is one op each way. Imported only while a graph is traced, because registration is slow.
+The whole chunk loop is one op in forward and one in backward. Imported only while a graph is traced, because
+registration is slow.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from dllm_kernels._core._sample import LINEAR_SAMPLE
 from dllm_kernels._core._soft_embedding import SOFT_EMBEDDING
 from dllm_kernels._core._stats import ROW_STATS
 
-# Ops that can be part of a compiled graph, by name. A compiled objective is traced as row statistics and the caller's
-# function.
+# Ops that can be part of a compiled graph. ROW_OBJECTIVE is not: under torch.compile it is traced as ROW_STATS and the
+# caller's function.
 _ALL = (
     TOKEN_NLL, WEIGHTED_NLL, WEIGHTED_LINEAR_NLL, LINEAR_TOKEN_NLL, ROW_STATS, DIVERGENCE, SOFT_EMBEDDING, LINEAR_SAMPLE
 )  # fmt: skip
@@ -72,7 +73,7 @@ def _rows_backward(
 def _(
     op: str, saved: list[Tensor | None], _: Any, packed: list[int], factors: list[float], *changing: Any
 ) -> list[Tensor]:
-    """Contiguous, whatever the strides of the inputs."""
+    """Return contiguous gradients, whatever the strides of the inputs."""
     plan = Plan.unpack(packed, factors)
     inputs, _outputs = restored(ROW_OPS[op], plan, saved)
     needed = zip(inputs.grad_inputs, plan.needs, strict=True)

@@ -1,8 +1,8 @@
-"""Divergence to a teacher over N rows: of logits, or of a head's, chunk by chunk, eager and compiled alike.
+"""Divergence to a teacher, from logits, or chunk by chunk from hidden states and LM heads.
 
-One chunk of the student's logits and one of the teacher's exist at a time, each in a buffer that every chunk re-uses.
-The gradient is written over the student's: three matrix products with a frozen head that both share. The teacher has no
-gradient.
+One chunk of the student's logits and one of the teacher's are materialised at a time, each in a buffer that all chunks
+reuse. The gradient overwrites the student's logits. With a frozen head that student and teacher share, this takes three
+matrix products. The teacher has no gradient.
 
 ``lk`` with ``alpha="mean"`` needs an extra forward-only pass to compute the mean acceptance rate: two more matrix
 products.
@@ -29,21 +29,24 @@ from dllm_kernels._core._results import Divergence
 from dllm_kernels._core._stats import row_ids
 
 Tensor = torch.Tensor
-# Bytes of the copy of the picked teacher columns that exists at a time.
+# Largest size in bytes of a copy of the compared teacher columns.
 COPY_BYTES = 64 << 20
 
 
 def computes_gradients(plan: Plan) -> bool:
-    """Whether forward computes the gradients, and backward only scales them: from hidden states, where possible."""
+    """Return True if forward computes the gradients and backward only scales them: from hidden states, if possible.
+
+    It is possible if the loss is the sum, or if only rows need a gradient.
+    """
     return plan.from_hidden and any(plan.needs) and (not plan.divergence.per_row or plan.needs.frozen_head)
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    """Compute the loss, the results per row, and the gradients that the plan needs.
+    """Compute the loss, the per-row results, and the gradients that the plan needs.
 
-    The loss is the weighted sum, and the gradients are those of it; under loss scaling, each row's has yet to be
-    multiplied by ``row_size`` and the head's by ``loss_scale``. With ``per_row`` the loss is each row's weighted value,
-    and the gradient that of weights of 1.
+    The loss is the weighted sum. With loss scaling, backward multiplies each row's gradient by ``row_size``, and the
+    head's by ``loss_scale``. With ``per_row`` the loss is each row's weighted value, and the gradients are computed for
+    weights of 1.
     """
     config, weights, computes = plan.divergence, inputs.weights, computes_gradients(plan)
     with no_autocast(inputs):
@@ -76,7 +79,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
 
 
 def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
-    """Scale the gradients that forward computed; without them, read given logits again, or compute a head's again."""
+    """Scale the gradients that forward computed, if any; otherwise read the logits again, or recompute them."""
     if computes_gradients(plan):
         return scale_in_place(inputs, outputs, upstream, plan)
     grad_loss, mean = upstream["loss"], outputs.get("mean_acceptance")
@@ -103,7 +106,7 @@ def _rows_of_head(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_gr
 
 
 def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
-    """Yield each chunk with its results, and add the chunk's gradients if requested."""
+    """Compare chunk after chunk and yield (chunk, results); accumulate the gradients if requested."""
     take, teacher, spec = chunks.rows.take, _teacher_of(chunks), chunks.plan.divergence.spec
     compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad, **_shared_arguments(chunks.plan, mean))
     for chunk, h, targets, logits in chunks:
@@ -116,7 +119,7 @@ def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bo
 
 
 def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of the row primitives (``_backends/_divergence.py``) that all rows of a call share."""
+    """Return the arguments of the row primitives (``_backends/_divergence.py``) that do not depend on the rows."""
     config = plan.divergence
     return {
         "spec": config.spec.settled, "mean_alpha": mean, "transform": plan.options.transform,
@@ -125,7 +128,7 @@ def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
 
 
 def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
-    """Make the function that computes the teacher's logits beside a chunk of the student's."""
+    """Make the function that computes the teacher's logits for a chunk of student rows."""
     inputs, dtype, rows = chunks.inputs, chunks.plan.dtype, chunks.rows
 
     def taken(t: Tensor | None, chunk: slice) -> Any:
@@ -148,14 +151,14 @@ def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
 
 
 def _with_teacher_head(inputs: RowInputs, plan: Plan) -> RowInputs:
-    """Convert the teacher's own head, before :class:`Chunks` waits for the GPU."""
+    """Pick and cast the teacher's separate head, before :class:`Chunks` syncs."""
     own = (inputs.teacher_weight, inputs.teacher_bias, inputs.teacher_extra_weight)
     weight, bias, extra_weight = (_compared(t, inputs, plan.dtype) for t in own)
     return inputs._replace(teacher_weight=weight, teacher_bias=bias, teacher_extra_weight=extra_weight)
 
 
 def _compared(t: Tensor | None, inputs: RowInputs, dtype: torch.dtype) -> Any:
-    """Pick a head's rows of the compared columns, in the dtype of the products."""
+    """Pick the rows of a head for the compared columns, cast to the dtype of the matrix products."""
     if t is None:
         return None
     columns = inputs.teacher_columns
@@ -163,14 +166,14 @@ def _compared(t: Tensor | None, inputs: RowInputs, dtype: torch.dtype) -> Any:
 
 
 def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
-    """Copy these rows, or columns, of a tensor; NaN for an index out of range."""
+    """Copy the indexed rows, or columns, of a tensor; NaN for an index out of range."""
     inside = index.clamp(0, t.shape[dim] - 1)
     lost = (index != inside).view(-1, *[1] * (t.dim() - 1 - dim))
     return t.index_select(dim, inside).masked_fill_(lost, math.nan)
 
 
 def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Found:
-    """Compute the results of N rows."""
+    """Compute the results of N rows of given logits."""
     weights, logits, shared = inputs.weights, as_blv(inputs.x), _shared_arguments(plan, mean)
     compared = partial(plan.primitives().divergence, with_grad=with_grad)
     if inputs.teacher_columns is None:
@@ -188,7 +191,7 @@ def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_
 
 
 def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, kept: Kept) -> Tensor:
-    """Compute the gradient of N rows, each scaled."""
+    """Compute the gradient of N rows of given logits, each times its scale."""
     grad = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
     logits, out, shared = as_blv(inputs.x), as_blv(grad), _shared_arguments(plan, mean)
     for here, place, given in _pairs_of_logits(logits, inputs, plan, scale):
@@ -200,15 +203,15 @@ def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor |
 def _pairs_of_logits(
     logits: Tensor, inputs: RowInputs, plan: Plan, scale: Tensor
 ) -> Iterator[tuple[slice, tuple[slice, slice], dict[str, Any]]]:
-    """Yield (which of the N rows, their place in ``[B, L]``, a row primitive's arguments that belong to these rows)."""
+    """Yield (slice of the N rows, slices of ``[B, L]`` for it, the row-dependent arguments of a row primitive)."""
     index, teacher = inputs.teacher_rows, as_blv(inputs.teacher_x)
     y = inputs.ids[:, 0].contiguous() if plan.divergence.spec.wants_targets else None
     if inputs.teacher_columns is None:
         given = {"teacher": teacher, "weights": scale, "teacher_rows": index, "targets": y}
         yield slice(None), (slice(None), slice(None)), given
         return
-    # All of the teacher's columns count, so that ranks that share a vocabulary cut the same pieces: each ends in a
-    # collective.
+    # The size depends on all columns of the teacher, not on this rank's, because ranks that share a vocabulary must use
+    # the same pieces: each ends in a collective.
     (B, L, _), row_bytes = logits.shape, teacher.shape[-1] * logits.element_size()
     step = max(1, COPY_BYTES // max(row_bytes, 1))
     for b, start in itertools.product(range(B), range(0, L, step)):
@@ -237,7 +240,7 @@ def _scales_loss(plan: Plan) -> bool:
 
 
 def _keeps(plan: Plan) -> bool:
-    """Whether backward reads statistics that forward kept: from given logits."""
+    """Return True if backward reads statistics that forward kept, which is so for given logits."""
     return any(plan.needs) and not plan.from_hidden
 
 

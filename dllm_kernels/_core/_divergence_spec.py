@@ -1,4 +1,4 @@
-"""Validate the arguments of a divergence, and pack its configuration into the numbers that a compiled graph can carry.
+"""Validate the arguments of a divergence, and encode its configuration as numbers for the schema of a custom op.
 
 The kinds and their options are defined in ``_backends/torch/_divergence.py``. ``l1`` is twice ``tv``; a ``jsd`` whose
 beta is 0 or 1 is ``kl`` or ``rkl``; ``lk`` is one of two kinds, depending on its base.
@@ -25,16 +25,16 @@ _OPTIONS = {name: option for kind in KINDS.values() for name, option in kind.opt
 
 
 def checked_spec(kind: Any, *, alpha: Any = None, base: Any = None, **options: Any) -> DivergenceSpec:
-    """Make the spec of the arguments of a public function; None: not given.
+    """Make the spec from the arguments of a public function, of which None means not given.
 
     Args:
         kind: a name, or a dict from names to coefficients.
-        alpha: of ``lk``, "row" or "mean".
-        base: of ``lk``, "kl" or "soft_ce".
-        options: a number for each of the options of the kinds, or None.
+        alpha: option of ``lk``, "row" or "mean".
+        base: option of ``lk``, "kl" or "soft_ce".
+        options: a number or None for each option of a kind.
 
     Raises:
-        TypeError: something of another type.
+        TypeError: an argument of the wrong type.
         ValueError: an unknown name, a number out of range, or an option that belongs to none of the kinds.
     """
     wanted = _coefficients(kind)
@@ -73,7 +73,7 @@ def _resolved(name: str, base: str | None, options: dict[str, float]) -> tuple[s
 
 
 def _coefficients(kind: Any) -> dict[str, float]:
-    """Resolve aliases; return the coefficient of each name, without zeros."""
+    """Resolve aliases and return the nonzero coefficients by name."""
     kinds: Any = {kind: 1.0} if isinstance(kind, str) else kind
     if not isinstance(kinds, Mapping):
         raise TypeError(f"kind must be a name or a dict of names and coefficients, got {type_name(kind)}")
@@ -106,8 +106,8 @@ class DivergencePlan(NamedTuple):
         spec: weighted sum of kinds.
         teacher_transform: transform of the teacher's logits; the student's is the plan's.
         value_scale: factor of value and gradient, the square of a temperature.
-        per_row: whether each row's value takes its own upstream gradient, or only the sum does.
-        all_reduce: sums a scalar over the ranks that hold the other rows; None if there are none.
+        per_row: True if each row's loss has its own upstream gradient, False if the loss is the sum.
+        all_reduce: sums a scalar over the ranks that hold the other rows; None on a single rank.
     """
 
     spec: DivergenceSpec
@@ -118,14 +118,14 @@ class DivergencePlan(NamedTuple):
 
     @property
     def integers(self) -> list[int]:
-        """Everything but floats, as :meth:`unpacked` takes it."""
+        """All fields except floats, encoded for :meth:`unpacked`."""
         skip, spec = self.teacher_transform.skip_id, self.spec
         kinds = [_ORDER.index(part.kind) for part in spec.parts]
         return [int(self.per_row), -1 if skip is None else skip, int(spec.mean_alpha), *kinds]
 
     @property
     def floats(self) -> list[float]:
-        """The floats, as :meth:`unpacked` takes them."""
+        """All floats, encoded for :meth:`unpacked`."""
         of_parts = [number for part in self.spec.parts for number in (part.coefficient, *part.hyper)]
         return [self.value_scale, *self.teacher_transform.factors, *of_parts]
 

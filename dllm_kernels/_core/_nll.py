@@ -1,4 +1,4 @@
-"""The NLL ops: per row or as a weighted sum, from logits or from hidden states and the LM head."""
+"""NLL ops: per row or as a weighted sum, from logits or from hidden states and the LM head."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _STATS_OUTPUTS = tuple(_op.Output(name, _op.per_row(lambda plan: plan.keeps_lse)
 
 
 def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Flatten targets to ``[N, 1]`` and ``[N]``, with ``IGNORE`` in rows to skip."""
+    """Flatten targets to ``[N, 1]`` and ``[N]``, with ``IGNORE`` in inactive rows."""
     y = inputs.ids.detach().reshape(-1).to(torch.int64)
     off = None if inputs.active is None else inputs.active.detach().reshape(-1) == 0
     if plan.options.ignore_index != IGNORE:
         ignored = y == plan.options.ignore_index
-        y = y.masked_fill(y == IGNORE, -1)  # then an ordinary target out of range
+        y = y.masked_fill(y == IGNORE, -1)  # -100 is an out-of-range target like any other here
         off = ignored if off is None else off | ignored
     if plan.options.transform.skip_id is not None:
         y = y.masked_fill(y == plan.options.transform.skip_id, -1)
@@ -41,17 +41,17 @@ def row_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
 
 
 def weighted_targets(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Flatten targets as :func:`row_targets`; skip rows of weight 0 too, unless the caller gives ``active``."""
+    """Flatten targets like :func:`row_targets`; rows of weight 0 are inactive too, unless ``active`` is given."""
     return row_targets(inputs if inputs.active is not None else inputs._replace(active=inputs.weights), plan)
 
 
 def rounded(nll: Tensor, plan: Plan) -> Tensor:
-    """Round the NLL as a cross-entropy computed in the dtype of the logits would return it, if requested."""
+    """Round the NLL to the dtype of the logits, if requested, like a cross-entropy computed in that dtype."""
     return nll.to(plan.logits_dtype).to(nll.dtype) if plan.options.round_nll else nll
 
 
 def weighted_sum(nll: Tensor, weights: Tensor, plan: Plan) -> Tensor:
-    """Sum weights * nll; NaN in rows of weight 0 is masked out where those were read."""
+    """Sum weights * nll. If rows of weight 0 are active, their NaN are masked out."""
     product = nll * weights
     return (torch.where(weights != 0, product, 0.0) if plan.mask_zero_weight else product).sum()
 
@@ -99,7 +99,10 @@ TOKEN_NLL = _op.RowOp(
 
 
 def _weighted_nll_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    """On a GPU each op on ``[N]`` is a kernel launch, so the kernels multiply by the weights and torch only sums."""
+    """Compute the loss and the per-row results; the primitive multiplies by the weights.
+
+    On a GPU each torch op on ``[N]`` is a kernel launch, so that only the sum is left to torch.
+    """
     logits, primitives, options = as_blv(inputs.x), plan.primitives(), _primitive_options(plan)
     found: Any
     if plan.mask_zero_weight:
@@ -128,15 +131,15 @@ WEIGHTED_NLL = _op.RowOp(
 
 
 def scales_loss(plan: Plan) -> bool:
-    """Whether gradients computed in forward are those of a scaled loss, see :func:`unit_scale`."""
+    """Return True if the gradients computed in forward are those of a scaled loss, see :func:`unit_scale`."""
     return plan.needs_loss_scaling and any(plan.needs)
 
 
 def _weighted_linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    """Compute the loss, the results per row, and the gradients that the plan needs.
+    """Compute the loss, the per-row results, and the gradients that the plan needs.
 
-    Where the plan needs loss scaling, the gradients of the rows have yet to be multiplied by their weights, and those
-    of the head, in the accumulation dtype, by ``loss_scale``.
+    If the plan needs loss scaling, backward multiplies the gradients of the rows by their weights, and the gradients of
+    the head, which are in the accumulation dtype, by ``loss_scale``.
     """
     with no_autocast(inputs):
         needed = any(plan.needs)
@@ -164,8 +167,8 @@ def scale_in_place(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Output
 def scale_copies(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, _: Plan) -> Gradients:
     """Scale the gradients saved by forward out of place.
 
-    Under loss scaling, and where the loss is that of each row, a gradient per row is multiplied by its row's size:
-    ``row_size`` where the op has it, else its weight.
+    With loss scaling or a loss per row, each row's gradient is also multiplied by the size of the row: ``row_size`` if
+    the op has that output, otherwise its weight.
     """
     grads, loss_scale, grad_loss = _op.gradients_of(outputs), outputs.get("loss_scale"), upstream["loss"]
     if loss_scale is None and not grad_loss.dim():
@@ -178,7 +181,7 @@ def scale_copies(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs,
 
 
 def _times(grad: Tensor, factor: Tensor) -> Tensor:
-    """Multiply in the dtype of the factor: a float16 gradient times a 0-d factor would round the factor to float16."""
+    """Multiply in the dtype of the factor, because float16 times a 0-d factor would round the factor to float16."""
     return (grad.to(factor.dtype) * factor).to(grad.dtype)
 
 
@@ -200,7 +203,7 @@ WEIGHTED_LINEAR_NLL = _op.RowOp(
 
 
 def _linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    """Compute the results per row; with a frozen head also the gradients of the rows for upstream gradients of 1."""
+    """Compute the per-row results; with a frozen head also the gradients of the rows for upstream gradients of 1."""
     with no_autocast(inputs):
         frozen = plan.needs.frozen_head
         ones = torch.ones(len(inputs.x), dtype=plan.accum_dtype, device=inputs.x.device) if frozen else None
@@ -209,7 +212,7 @@ def _linear_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
 
 
 def _linear_backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
-    """Frozen head: the saved gradients of the rows times the upstream ones. Otherwise recompute the logits."""
+    """Frozen head: multiply the saved gradients of the rows by the upstream ones. Otherwise recompute the logits."""
     if plan.needs.frozen_head:
         x, extra_x = (_op.scaled_rows(outputs.get(name), upstream["nll"]) for name in ("grad_x", "grad_extra_x"))
         return Gradients(x, extra_x=extra_x)

@@ -1,8 +1,8 @@
 """Definition of a row op: its output table, forward, backward, and what backward reads.
 
-Autograd, torch.compile and DTensors are written once over these records (``_eager.py``, ``_compiled.py``, ``_run.py``,
-``distributed/``). A new op is a new record, in the file of its forward pass, and a public function that builds its
-inputs.
+Support for autograd, torch.compile and DTensors is written once, for all records (``_eager.py``, ``_compiled.py``,
+``_run.py``, ``distributed/``). A new op needs a record, in the file of its forward pass, and a public function that
+builds its inputs.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Output(NamedTuple):
     Attributes:
         name: field of the result, or of what backward reads.
         spec: (inputs, plan) -> (shape, dtype), or None if not requested.
-        differentiable: whether the caller may backpropagate through it.
-        public: whether the caller gets it.
-        like_ids: whether it has the shape of the ids, and not of the rows.
+        differentiable: True if the caller may backpropagate through it.
+        public: True if it is returned to the caller.
+        like_ids: True if it has the shape of the ids, False if it has that of the rows.
     """
 
     name: str
@@ -96,8 +96,8 @@ def gradient_outputs(
 ) -> tuple[Output, ...]:
     """List the outputs ``grad_*`` of a forward pass that computes gradients.
 
-    Contiguous, whatever the strides of the inputs. Where ``scaled(plan)``, those of the head are in the accumulation
-    dtype.
+    They are contiguous, whatever the strides of the inputs. If ``scaled(plan)`` is True, the gradients of the head are
+    in the accumulation dtype.
     """
 
     def spec(field: str) -> Wanted:
@@ -117,7 +117,7 @@ GRADS: Names = tuple(f"grad_{field}" for field in Gradients._fields)
 
 
 def as_outputs(grads: Gradients) -> Outputs:
-    """Name gradients as :func:`gradient_outputs`."""
+    """Name gradients as :func:`gradient_outputs` does."""
     return dict(zip(GRADS, grads, strict=True))
 
 
@@ -143,7 +143,7 @@ class SingleUseBackward:
             )
         self.consumed = True
         for parameter in (ref() for ref in self.head):
-            # FSDP2 may have freed the gathered head. Backward does not read it here, so nothing else would notice.
+            # FSDP2 may have freed the gathered head. No other check detects that, because backward does not read it.
             if parameter is not None and parameter.numel() and not parameter.untyped_storage().size():
                 raise RuntimeError(
                     "weight, bias or extra[1] was freed before its gradient arrived, which would be lost: under "
@@ -153,7 +153,7 @@ class SingleUseBackward:
 
 
 def scaled_rows(grad: Tensor | None, factor: Tensor | None) -> Tensor | None:
-    """Multiply each row by a factor, such as its upstream gradient; a factor of 0 makes a row 0 even if it is NaN."""
+    """Multiply each row by a factor, such as its upstream gradient. A factor of 0 gives 0 even if the row has NaN."""
     if grad is None or factor is None:
         return None
     factor = factor.reshape(-1, 1)

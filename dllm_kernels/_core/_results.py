@@ -13,8 +13,8 @@ class TokenNLL(NamedTuple):
     Attributes:
         nll: negative log-likelihood in nats, float32 (float64 for float64 logits), differentiable. 0 for inactive rows.
         lse: logsumexp of the row, detached, or None unless requested. 0 for inactive rows.
-        correct: whether the target is the argmax of its row (the lowest index wins a tie), bool, or None when not asked
-            for. False for inactive rows and for rows whose NLL is NaN.
+        correct: True if the target is the argmax of its row (the lowest index wins a tie), bool, or None unless
+            requested. False for inactive rows and for rows whose NLL is NaN.
     """
 
     nll: torch.Tensor
@@ -23,17 +23,18 @@ class TokenNLL(NamedTuple):
 
 
 class RowStats(NamedTuple):
-    """Statistics of each row of logits; all but ``correct`` are differentiable together. 0 or False for inactive rows.
+    """Statistics of each row of logits. Inactive rows are 0 or False.
 
-    Float32 (float64 for float64 logits), in nats; of the shape of the rows but for the first.
+    All but ``correct`` are differentiable, also together. Floats are float32 (float64 for float64 logits), in nats. All
+    but ``log_probs`` have the shape of the rows.
 
     Attributes:
         log_probs: log p of each id, of the shape of the ids; 0 for an id of -100.
         lse: logsumexp.
         entropy: ``-sum_v p_v log p_v``, or None unless requested.
         mix: ``sum_v log(a + b p_v)`` over the columns that are not skipped, or None unless requested.
-        correct: whether the first id is the argmax (the lowest index wins a tie), bool, or None unless requested. False
-            where its log-probability is NaN.
+        correct: True if the first id is the argmax (the lowest index wins a tie), bool, or None unless requested. False
+            if its log-probability is NaN.
     """
 
     log_probs: torch.Tensor
@@ -44,15 +45,18 @@ class RowStats(NamedTuple):
 
 
 class RowObjective(NamedTuple):
-    """An objective and its statistics. All but ``loss`` are detached, all but ``log_probs`` have the rows' shape.
+    """An objective and its statistics.
+
+    All but ``loss`` are detached. All but ``loss`` and ``log_probs`` have the shape of the rows. Inactive rows are 0 or
+    False.
 
     Attributes:
         loss: sum of ``value``, 0-d, float32 (float64 for float64 logits), differentiable.
-        value: what ``fn`` returned for each row; 0 for inactive rows, like the rest.
+        value: return value of ``fn`` for each row.
         log_probs: log p of each id, of the shape of the ids.
         lse: logsumexp.
         entropy: ``-sum_v p_v log p_v``, or None unless requested.
-        correct: whether the first id is the argmax, bool, or None unless requested.
+        correct: True if the first id is the argmax, bool, or None unless requested.
     """
 
     loss: torch.Tensor
@@ -64,16 +68,18 @@ class RowObjective(NamedTuple):
 
 
 class LinearSample(NamedTuple):
-    """A token of each row and its distribution, detached; floats are float32 (float64 for float64 inputs), in nats.
+    """A sampled token of each row and statistics of its distribution.
+
+    All are detached. Floats are float32 (float64 for float64 inputs), in nats.
 
     Attributes:
-        ids: the chosen token, int64, of the shape of the rows; -100 in inactive rows. In a row whose softmax is NaN,
-            as ``log_probs`` shows, the lowest id that is not skipped.
-        log_probs: its log-probability; 0 in inactive rows.
-        entropy: of the distribution; 0 in inactive rows.
-        top_ids: the K most likely tokens, int64 ``[..., K]``, in descending order, the lowest id first among equals; or
-            None unless requested. -100 as in ``ids``.
-        top_log_probs: their log-probabilities, or None unless requested.
+        ids: the chosen token, int64, of the shape of the rows; -100 in inactive rows. If the softmax of a row is NaN,
+            which ``log_probs`` shows, the lowest id that is not skipped.
+        log_probs: log-probability of the chosen token; 0 in inactive rows.
+        entropy: entropy of the distribution; 0 in inactive rows.
+        top_ids: the K most likely tokens, int64 ``[..., K]``, in descending order, the lowest id first among equals;
+            None unless requested. -100 in inactive rows.
+        top_log_probs: log-probabilities of ``top_ids``, or None unless requested.
     """
 
     ids: torch.Tensor
@@ -88,9 +94,9 @@ class WeightedNLL(NamedTuple):
 
     Attributes:
         loss: sum of weights * nll, 0-d, float32 (float64 for float64 logits), differentiable.
-        nll: per-row NLL, detached; else as in :class:`TokenNLL`.
-        lse: as in :class:`TokenNLL`.
-        correct: as in :class:`TokenNLL`.
+        nll: see :class:`TokenNLL`, but detached.
+        lse: see :class:`TokenNLL`.
+        correct: see :class:`TokenNLL`.
     """
 
     loss: torch.Tensor
@@ -100,15 +106,16 @@ class WeightedNLL(NamedTuple):
 
 
 class Divergence(NamedTuple):
-    """A weighted sum of divergences and what it was made of; all but ``loss`` detached, of the shape of the rows.
+    """A weighted sum of divergences, and the results of each row.
+
+    All but ``loss`` are detached, have the shape of the rows, and are 0 or False for rows of weight 0.
 
     Attributes:
-        loss: sum of weights * value, 0-d, or each row's, of the shape of the rows, with ``reduction="none"``; float32
+        loss: sum of weights * value, 0-d; with ``reduction="none"`` weights * value, of the shape of the rows. float32
             (float64 for float64 logits), differentiable.
-        value: the divergence of each row, in nats, times the square of the temperature; 0 for rows of weight 0, like
-            the rest.
-        acceptance_rate: ``sum_v min(p_v, q_v)``, the rate at which the teacher accepts what the student draws.
-        agree: whether both have the same argmax (the lowest index wins a tie), bool. False where the rate is NaN.
+        value: the divergence of each row, in nats, times the square of the temperature.
+        acceptance_rate: ``sum_v min(p_v, q_v)``, the rate at which the teacher accepts tokens drawn by the student.
+        agree: True if both have the same argmax (the lowest index wins a tie), bool. False if the rate is NaN.
     """
 
     loss: torch.Tensor

@@ -1,4 +1,4 @@
-"""A token of each row of hidden states, and the statistics of its distribution, over N rows; one product per chunk."""
+"""Sampling of one token per row of hidden states, with statistics of its distribution; one matrix product per chunk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dllm_kernels._random._noise import Noise
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
-    """Choose a token in each row of a chunk, then look up its log-probability and those of the most likely tokens."""
+    """Per chunk: choose a token in each row, then compute its log-probability and those of the most likely tokens."""
     transform, k = plan.options.transform, plan.options.top_k or 0
     with no_autocast(inputs):
         chunks = Chunks(inputs, plan, NO_GRADIENTS)
@@ -37,7 +37,7 @@ def _forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
             found = StatsResult(*primitives.stats.forward(logits[None], request))
             rows.put_each([ids, log_probs, entropy], chunk, [chosen, found.log_probs, found.entropy])
         ids, log_probs, entropy = rows.finished([ids, log_probs, entropy])
-    # Without a distribution any id is as good, but it must be one: an embedding would read out of bounds.
+    # If the softmax is NaN any id will do, but it must be valid, because an embedding would read out of bounds.
     ids = ids.masked_fill(log_probs[:, :1].isnan(), int(transform.skip_id == 0))
     ids = ids.masked_fill((inputs.targets == IGNORE).unsqueeze(1), IGNORE)
     outputs = {"ids": ids[:, 0].clone(), "log_probs": log_probs[:, 0].clone(), "entropy": entropy}

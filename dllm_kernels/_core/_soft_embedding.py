@@ -1,14 +1,14 @@
-r"""Mean embedding of each row's distribution, over N rows: probabilities in place of the logits, times the embedding.
+r"""Mean embedding of each row's distribution: probabilities, written over the logits, times the embedding.
 
-The gradient of the logsumexp is p, so the statistics' backward pass writes p over the logits. A row's bump t of the
-column b, which stands behind the transform, needs no pass of its own. The logit z_b is taken out of the row, the lowest
-number put in its place, and with S the sum that is left, of the other columns alone,
+The gradient of the logsumexp is p, so the backward pass of the row statistics writes p over the logits. A bump t is
+added to the transformed logit of column b of a row, without an additional pass. The logit z_b is read and replaced by
+the lowest number. With S the sum over the other columns,
 
     p'_v = e^{z_v - M} / Z for v != b,      p'_b = e^{z_b + t - M} / Z,      Z = S + e^{z_b + t - M},
 
-which is one coefficient for the row and one for that column. All of Z is a sum of what is positive: 1 - p_b + p_b e^t
-would have no digits left where p_b is nearly 1 and t far below 0. Behind a cap the lowest number is a probability p_0
-too, at most that of any other column, and S is what it leaves.
+which needs one coefficient for the row and one for column b. Z is a sum of positive terms. The alternative,
+1 - p_b + p_b e^t, cancels if p_b is nearly 1 and t is far below 0. With a soft cap the lowest number still has a
+probability p_0, at most that of any other column, so that S is the rest of the sum.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from dllm_kernels._utils._transform import Transform, transformed
 
 
 def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
-    """Compute ``[N, E]`` in the dtype of the logits, zeros in skipped rows; the ids are those of the bumps."""
+    """Compute ``[N, E]`` in the dtype of the logits, zero in inactive rows. ``ids`` are the columns of the bumps."""
     with no_autocast(inputs):
         tied, transform = inputs.embedding is inputs.weight, plan.options.transform
-        own_table = None if tied else inputs.embedding.to(plan.dtype)  # before Chunks, which may wait for the GPU
+        own_table = None if tied else inputs.embedding.to(plan.dtype)  # before Chunks, which may sync
         chunks = Chunks(inputs, plan, NO_GRADIENTS)
         rows, primitives = chunks.rows, chunks.primitives
         table = chunks.weight if own_table is None else own_table
@@ -56,7 +56,10 @@ def _forward(inputs: RowInputs, plan: Plan) -> Outputs:
 def _taken_out(
     logits: torch.Tensor, ids: torch.Tensor, transform: Transform, primitives: RowPrimitives, acc: torch.dtype
 ) -> torch.Tensor:
-    """Return the transformed logits ``[C, 1]`` of the ids; put the lowest number, which no scale makes -inf, there."""
+    """Return the transformed logits ``[C, 1]`` of the ids, and overwrite them by the lowest number.
+
+    The number is chosen such that no scale makes it -inf.
+    """
     V = logits.shape[1]
     if primitives.local_ids is not None:
         ids = primitives.local_ids(ids)
@@ -65,7 +68,7 @@ def _taken_out(
         at = row, ids.clamp(0, V - 1)
         z = logits[at]
         lowest = torch.finfo(logits.dtype).min / max(1.0, 2 * (transform.scale or 1))
-        logits[at] = z.masked_fill(there, lowest)  # scatter_ of bfloat16 makes a copy of all logits on a CPU
+        logits[at] = z.masked_fill(there, lowest)  # on a CPU, scatter_ of bfloat16 copies all logits
         z = z.to(acc)
         z = transformed(z, transform.pointwise, z).masked_fill(~there, 0)
     else:
@@ -74,7 +77,7 @@ def _taken_out(
 
 
 def _coefficients(request: StatsRequest, found: StatsResult, bumped: torch.Tensor | None) -> Coefficients:
-    """Compute S / Z, and for the column p'_b minus its share of the row without it, which has p_0 there."""
+    """Compute the factor S / Z of the row and, for column b, p'_b minus the S / Z p_0 that the factor gives it."""
     log_p = found.log_probs
     if bumped is None:
         return Coefficients(torch.zeros_like(log_p), torch.ones_like(found.row_max), None, None)

@@ -1,7 +1,7 @@
-"""Row statistics and objectives of them over N rows: of logits, or of hidden states and the LM head, chunk by chunk.
+"""Row statistics and objectives of row statistics, from logits, or chunk by chunk from hidden states and the LM head.
 
-The logits of a head exist in one buffer that every chunk re-uses, and are recomputed in backward, which writes the
-gradient over them. Nothing else of length V per row is kept.
+The logits of a head are computed in one buffer that all chunks reuse. Backward recomputes them and overwrites them by
+their gradient. Nothing else of length V per row is kept.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 def row_ids(inputs: RowInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """Flatten ids to ``[N, K]``; targets ``[N]`` are ``IGNORE`` in rows to skip and 0 in the others."""
+    """Flatten ids to ``[N, K]``; targets ``[N]`` are ``IGNORE`` in inactive rows and 0 in all others."""
     N = inputs.x.shape[:-1].numel()
     ids = inputs.ids.detach().reshape(N, inputs.ids.shape[-1] if inputs.ids.dim() == inputs.x.dim() else 1)
     ids = ids.to(torch.int64).contiguous()
@@ -57,7 +57,7 @@ def _linear_forward(inputs: RowInputs, plan: Plan) -> StatsResult:
 
 
 def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, plan: Plan) -> Gradients:
-    """Write the gradient of the logits; from hidden states, recompute each chunk's, then one product per gradient."""
+    """Compute the gradient of the logits; from hidden states, recompute the logits of each chunk first."""
     found = StatsResult(*(outputs.get(name) for name in StatsResult._fields))  # type: ignore[arg-type]
     of_outputs = Upstream(*(upstream.get(name) for name in Upstream._fields))
     request, logits = _request(inputs, plan), inputs.x
@@ -84,7 +84,7 @@ def _backward(inputs: RowInputs, outputs: _op.Outputs, upstream: _op.Outputs, pl
 
 
 def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
-    """Make the request for the statistics of the plan, from flattened inputs."""
+    """Make the request for the statistics that the plan asks for, from flattened inputs."""
     o = plan.options
     return StatsRequest(
         inputs.ids, inputs.targets, inputs.mix_a, inputs.mix_b, o.transform, o.entropy, o.with_correct, any(plan.needs),
@@ -93,7 +93,7 @@ def _request(inputs: RowInputs, plan: Plan) -> StatsRequest:
 
 
 def _with_gradient(request: StatsRequest, size: Tensor) -> StatsRequest:
-    """Skip rows without a gradient: theirs is 0 even if the row is NaN."""
+    """Make rows without an upstream gradient inactive, so that their gradient is 0 even if the row has NaN."""
     return request._replace(active=request.active.masked_fill(size == 0, IGNORE))
 
 
@@ -143,14 +143,17 @@ class Objective(NamedTuple):
 
     Attributes:
         fn: the caller's function.
-        several: whether the caller's ids have one dimension more than the rows.
+        several: True if the caller's ids have one dimension more than the rows.
     """
 
     fn: Callable[..., Tensor]
     several: bool
 
     def of(self, found: StatsResult, active: Tensor, aux: Sequence[Tensor], needed: bool) -> tuple[Tensor, Upstream]:
-        """Return (value per row, 0 if skipped; gradients of their sum, None for statistics that fn does not use)."""
+        """Return (value per row, gradients of the sum of values with respect to the statistics).
+
+        The value of an inactive row is 0. The gradient of a statistic that ``fn`` does not use is None.
+        """
         given = (found.log_probs, found.row_max + found.log_sum, found.entropy)
         leaves: list[Any] = [None if t is None else t.detach().clone().requires_grad_(needed) for t in given]
         log_probs, lse, entropy = leaves
@@ -162,7 +165,7 @@ class Objective(NamedTuple):
 
 
 def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Differentiate an objective in the statistics that it was given."""
+    """Differentiate an objective with respect to the statistics; raise if it depends on another leaf."""
     if total.grad_fn is None or not total.requires_grad:
         return [None for _ in leaves]
     mine = [t for t in leaves if t is not None]
@@ -176,7 +179,7 @@ def _gradients(total: Tensor, leaves: Sequence[Tensor | None]) -> list[Tensor | 
 
 
 def checked_value(value: Any, lse: Tensor) -> Tensor:
-    """Validate the value that ``fn`` returned for rows with this logsumexp ``[R]``; cast it to its dtype."""
+    """Validate the value that ``fn`` returned for R rows; cast it to the dtype of their logsumexp ``lse [R]``."""
     if not isinstance(value, Tensor) or not value.is_floating_point():
         got = f"dtype {value.dtype}" if isinstance(value, Tensor) else type_name(value)
         raise TypeError(f"fn must return a floating tensor, got {got}")
@@ -188,7 +191,7 @@ def checked_value(value: Any, lse: Tensor) -> Tensor:
 
 
 def _leaves_of(t: Tensor) -> Iterator[Tensor]:
-    """Yield the leaf tensors that a result would send gradients to."""
+    """Yield the leaf tensors of the graph of ``t``."""
     seen: set[Any] = set()
     waiting = [t.grad_fn]
     while waiting:
@@ -205,8 +208,9 @@ def _leaves_of(t: Tensor) -> Iterator[Tensor]:
 def _objective_forward(inputs: RowInputs, plan: Plan) -> _op.Outputs:
     """Compute the loss, the value and the statistics per row, and the gradients that the plan needs.
 
-    Per chunk: the statistics, the objective of them, and the gradient over the logits, which are computed once. Under
-    loss scaling each row's gradient has yet to be multiplied by ``row_size``, and the head's by ``loss_scale``.
+    Each chunk of logits is computed once, then its statistics, their objective, and the gradient, which overwrites the
+    logits. With loss scaling, backward multiplies each row's gradient by ``row_size``, and the head's by
+    ``loss_scale``.
     """
     with no_autocast(inputs):
         request, chunks = _request(inputs, plan), Chunks(inputs, plan, plan.needs)

@@ -11,18 +11,18 @@ from torch import Tensor
 from dllm_kernels._random._philox import MASK32, ZERO, philox4x64, words_from
 from dllm_kernels._random._rules import Array
 
-# Second word of the counters of a uniform's high 16 and low 32 bits.
+# Second counter word of the high 16 and of the low 32 bits of a uniform.
 HIGH, LOW = 1, 2
 
 
 class Noise(NamedTuple):
-    """Uniforms of 48 bits for some columns of R rows, the same ones whichever part of a row that is.
+    """Uniforms of 48 bits for a range of columns of R rows; they do not depend on how a row is split into ranges.
 
     Attributes:
         seeds: int64 ``[R]``.
         rows: int64 ``[R]``, number of the row under its seed.
-        first: the first column.
-        total: columns of a whole row.
+        first: the first column of the range.
+        total: number of columns of a whole row.
     """
 
     seeds: Tensor
@@ -32,7 +32,7 @@ class Noise(NamedTuple):
 
     @property
     def first_counter(self) -> Tensor:
-        """Counter after a row's zero that holds the high bits of the first column, int64 ``[R]``."""
+        """Counter of the high bits of the first column, counted from ``_philox.ZERO``, int64 ``[R]``."""
         return self.rows * -(-self.total // 16) + self.first // 16
 
 

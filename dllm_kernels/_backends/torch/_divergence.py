@@ -1,7 +1,7 @@
 """Divergence of rows from a teacher's rows in plain torch (``_backends/_divergence.py``), block by block.
 
-Let p be the softmax of a row of transformed student logits z and q the softmax of the teacher's row t, a constant.
-With the acceptance rate a = sum_v min(p_v, q_v), each kind has a value L and a gradient with respect to z:
+Let p be the softmax of a row of transformed student logits z, and q the softmax of the teacher's row t, a constant. The
+acceptance rate is a = sum_v min(p_v, q_v). Each kind has a value L and a gradient with respect to z:
 
     kl          sum q (log q - log p)                        p - q
     rkl         sum p (log p - log q)                        p (log p - log q - L)
@@ -23,7 +23,7 @@ would decide all ties of the row. a is the plain sum of minima.
 A :class:`Kind` consists of column functions to sum, column functions that make up the gradient, and a function of one
 row's sums. All kinds of a spec share p, q and common column functions, so that a sum of kinds takes one pass.
 
-torch's ``log_softmax`` followed by ``exp`` takes twice as long as ``softmax``. Therefore log p is computed as the
+``torch.log_softmax`` followed by ``exp`` takes twice as long as ``torch.softmax``. Therefore log p is computed as the
 logits minus two numbers per row.
 """
 
@@ -45,7 +45,7 @@ from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_
 
 Tensor = torch.Tensor
-# Columns that are reduced to a maximum first, because torch's argmax runs at a tenth of the speed of its maximum.
+# Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
 TILE = 256
 Given = TypeVar("Given", Tensor, Tensor | None)
 OfRow = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of the gradient
@@ -54,7 +54,7 @@ OfRow = tuple[Any, tuple[Any, ...]]  # a value, and the factors of the terms of 
 class Columns(NamedTuple):
     """p, q and their logarithms for a block of rows ``[R, V]``; the logarithms are None if no kind needs them.
 
-    ``careful``: whether a logarithm may be infinite. Its product with a probability of 0 is then set to 0, not NaN.
+    ``careful``: True if a logarithm may be infinite. Its product with a probability of 0 is then set to 0, not NaN.
     """
 
     p: Tensor
@@ -90,7 +90,7 @@ class Numbers(NamedTuple):
 class Feature(NamedTuple):
     """A column function: (columns, hyper, buffer) -> ``[R, V]``, usually in the buffer.
 
-    ``logs``: whether it reads log p or log q. ``hyper``: whether it reads the hyperparameters.
+    ``logs``: True if it reads log p or log q. ``hyper``: True if it reads the hyperparameters.
     """
 
     of: Callable[[Columns, Hyper, Tensor], Tensor]
@@ -185,8 +185,8 @@ class Program:
     """A spec with each feature listed once, even if several kinds use it.
 
     Attributes:
-        both: features that are summed and part of the gradient. The coefficients depend on their sums alone.
-        kept: features of ``both`` that are kept in the room after the sums; none if the sums are known (``known``).
+        both: features that are summed and are terms of the gradient. The coefficients depend on their sums only.
+        kept: features of ``both`` whose columns stay in a buffer after the sums; none if the sums are ``known``.
     """
 
     def __init__(self, spec: DivergenceSpec, *, known: bool = False) -> None:
@@ -201,11 +201,11 @@ class Program:
 
     @property
     def work_blocks(self) -> int:
-        """Number of blocks in the dtype of sums: p, q, their logarithms, one scratch block, and the kept features."""
+        """Number of buffers in the accumulation dtype: p, q, their logarithms, one scratch block, kept features."""
         return 2 + 2 * self.logs + 1 + len(self.kept)
 
     def summed(self, c: Columns, room: Sequence[Tensor]) -> list[Tensor]:
-        """Return a and the sum of each feature, ``[R, 1]``; features of the gradient are kept in the room."""
+        """Return a and the sum of each feature, ``[R, 1]``; the buffers ``room`` are scratch and those of ``kept``."""
         work, *kept = room
         found = [_blocks.sum_rows(torch.minimum(c.p, c.q, out=work))]
         for feature, hyper in self.sums:
@@ -216,7 +216,7 @@ class Program:
     def rows(self, sums: Sequence[Tensor], n: Numbers, w: Tensor) -> tuple[Tensor, Coefficients]:
         """Return (value, coefficients times the weight w) of rows, ``[R, 1]``."""
         of_key = dict(zip(self.sums, sums, strict=True))
-        value = n.alpha * 0  # NaN if either row is no distribution, which comparisons would hide
+        value = n.alpha * 0  # propagates NaN, which the comparisons below would hide
         w = w + value
         of: dict[Key, Tensor] = {}
         minus: dict[str, Tensor] = {}
@@ -250,7 +250,10 @@ class Program:
         return mean_alpha if self.mean_alpha and mean_alpha is not None else alpha
 
     def made(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
-        """Write the gradient in the transformed logits, except for single columns, to ``out``, outside of the room."""
+        """Write the gradient with respect to the transformed logits, without the one-hot terms, to ``out``.
+
+        ``out`` must not be one of the buffers ``room``.
+        """
         work, *kept = room
         for i, (key, factor) in enumerate(zip(self.gradient, coefficients.of, strict=True)):
             feature, hyper = key
@@ -292,8 +295,8 @@ class Pairs:
     """The rows of nonzero weight with their teacher rows, block by block, shared among threads.
 
     Attributes:
-        rows: their index among the N rows.
-        lost: bool ``[n, 1]``, True for rows without a teacher row; None if each is known to have one.
+        rows: index of the student rows.
+        lost: bool ``[n, 1]``, True for rows whose teacher row is out of range; None if all are known to be in range.
     """
 
     def __init__(
@@ -316,7 +319,7 @@ class Pairs:
             self.theirs = _blocks.RowGather(teacher, its_rows)
 
     def taken(self, t: Given) -> Given:
-        """Entries of these rows in a tensor ``[N]``, as ``[n, 1]``, or ``[N, columns]``; None for None."""
+        """Take the entries of these rows from ``[N]``, as ``[n, 1]``, or from ``[N, columns]``; None for None."""
         if t is None:
             return None
         t = self.rows.take(t)
@@ -331,7 +334,10 @@ class Pairs:
         return torch.empty(self.rows.n, columns, dtype=dtype or self.acc, device=self.logits.device)
 
     def each(self, work: Callable[..., Tensor | None], *per_row: Tensor | None, out: Tensor | None = None) -> None:
-        """Call ``work(block, memory, *parts of per_row)`` for every block; with ``out``, it returns their gradient."""
+        """Call ``work(block, buffer for its gradient, *parts of per_row)`` for every block.
+
+        With ``out``, work returns the gradient of the block, which is written to these rows of ``out``.
+        """
         if not self.rows.n:
             if out is not None:
                 out.zero_()
@@ -397,7 +403,7 @@ def _skipped_by_both(transform: Transform, teacher_transform: Transform) -> int 
 
 
 def _columns(program: Program, block: Block, norms: Norms, skip: int | None) -> tuple[Columns, list[Tensor]]:
-    """Return p and q, which the first two buffers hold, logarithms if a kind needs them, and the other buffers."""
+    """Return p and q, which are in the first two buffers, logarithms if a kind needs them, and the unused buffers."""
     p, q, *room = block.more
     if not program.logs:
         return Columns(p, q, None, None), room
@@ -424,7 +430,7 @@ def _whole_rows(
     columns, work = _columns(program, block, norms, skip)
     at_best = at(z, hot, row_max, log_sum)[0] if program.best else None
     at_target, on = (None, None) if y is None else at(z, y, row_max, log_sum)
-    # A CPU is careful only after a sum that is not finite. Elsewhere looking would be a host sync for each block.
+    # On a CPU, repeat with ``careful`` if a sum is not finite. Elsewhere the test would be a host sync per block.
     for careful in (False, True) if z.is_cpu else (True,):
         alpha, *sums = program.summed(columns._replace(careful=careful), work)
         if lost is not None:
@@ -456,7 +462,7 @@ def _gradient(
 
 
 def with_single_columns(grad: Tensor, hot: Tensor, y: Tensor | None, c: Coefficients) -> Tensor:
-    """Subtract the terms of the teacher's argmax and of the target, if there is such a column, in place."""
+    """Subtract the one-hot terms of the teacher's argmax and of the target in place, for columns in range."""
     for y_, factor in ((hot, c.best), (y, c.target)):
         if factor is not None and y_ is not None:
             column, lost = column_of(y_, grad.shape[1])
@@ -475,7 +481,7 @@ def logarithms(block: Block, norms: Norms, out: Sequence[Tensor], skip: int | No
 
 
 def at(z: Tensor, y: Tensor, row_max: Tensor, log_sum: Tensor) -> tuple[Tensor, Tensor]:
-    """Return -log p of column y, and 1. Both are 0 if y is ``IGNORE`` and NaN if there is no such column."""
+    """Return -log p of column y, and 1. Both are 0 if y is ``IGNORE``, and NaN if y is otherwise out of range."""
     column, lost = column_of(y, z.shape[1])
     nll = log_sum - (z.gather(1, column) - row_max)
     if lost is None:

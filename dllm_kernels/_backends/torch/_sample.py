@@ -1,14 +1,14 @@
-r"""The token of each row that has the largest score, in plain torch and NumPy (``_backends/_rows.py``).
+r"""Gumbel-max sampling of one token per row, in plain torch and NumPy (``_backends/_rows.py``).
 
     score_v = x_v - ln(-ln u_v),        x the transformed logits, u the uniform of the row and the column.
 
-On a CPU almost no score is computed, and of most uniforms only the high 16 bits are drawn. They say between which
-multiples of 2^-16, n and n + 1, ``1 - u`` lies. Because ``-ln u`` lies between 1 - u and, of the upper end, -ln u,
+On a CPU few scores are computed, and only the high 16 bits of most uniforms are drawn. They give an n such that
+``1 - u`` lies in [n 2^-16, (n + 1) 2^-16]. Because ``-ln u`` is at least 1 - u and increases with it,
 
     x_v - ln(-ln(1 - (n + 1) 2^-16)) <= score_v <= x_v - ln(n 2^-16).
 
-The lower bound of one promising column leaves a handful of columns whose upper bound is no smaller, and those with
-n = 0. Their scores decide.
+The lower bound of one column with a large score excludes all columns with a smaller upper bound. Exact scores are
+computed for the remaining columns, and for those with n = 0, and decide.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dllm_kernels._random._rules import Array, float64
 from dllm_kernels._utils._dtypes import accum_dtype
 from dllm_kernels._utils._transform import Transform
 
-# Off the CPU a row's draws and scores take so many times the bytes of its logits.
+# Ratio of the bytes of a row's draws and scores to the bytes of its logits, on devices other than a CPU.
 _BYTES_OF_DRAWS = 16
 Found = tuple[Tensor, Tensor]
 
@@ -52,7 +52,7 @@ def sample(logits: Tensor, transform: Transform, noise: Noise | None) -> Found:
 
 
 def _blocks_of(logits: Tensor, more: int) -> tuple[_blocks.RowGather, int, list[_blocks.Buffers]]:
-    """(all rows, rows of a block, buffers of each thread)."""
+    """Return (all rows, rows per block, buffers of each thread)."""
     (C, V), device = logits.shape, logits.device
     source = _blocks.RowGather(logits[None], _blocks.RowIndex(torch.arange(C, device=device), C, C, 0, True))
     columns = V if logits.is_cpu else V * _BYTES_OF_DRAWS
@@ -64,7 +64,7 @@ def _sample_block(
     source: _blocks.RowGather, transform: Transform, rivals: list[Any], block: Tensor, noise: Noise | None,
     found: Found, number: int, buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
-    """Write what is found or, on a CPU and with noise, list the columns between which :func:`_decide` has to choose."""
+    """Write score and column or, on a CPU with noise, list the candidate columns of :func:`_decide`."""
     x, (score, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], found
     V = x.shape[1]
     if noise is not None and x.is_cpu:
@@ -72,52 +72,55 @@ def _sample_block(
         rivals[number] = _rivals(x, _noise.high_on_host(noise, V), spare)
         return
     scores = x if noise is None else _scores(x.to(torch.float64), _noise.high(noise, V), _noise.low(noise, V))
-    at = torch.from_numpy(np.argmax(x.numpy(), 1)) if x.is_cpu else scores.argmax(1)  # a tenth of torch's time
+    at = torch.from_numpy(np.argmax(x.numpy(), 1)) if x.is_cpu else scores.argmax(1)  # ten times as fast
     ids.copy_(at)
     score.copy_(scores.gather(1, at[:, None])[:, 0])
 
 
 def _scores(x: Array, high: Array, low: Array) -> Array:
-    """Compute exact scores of float64 logits and the bits of their uniforms, the same bits on every device."""
+    """Compute scores from float64 logits and the bits of their uniforms, bitwise equal on every device."""
     u = (float64((high << 32) + low) + 0.5) * 2.0**-48
     return _gumbel.score(x, u)
 
 
 def _rivals(logits: Tensor, high: Array, bound: Tensor) -> tuple[Array, Array, Array, Array]:
-    """List (row, column, logit, high bits) of the columns that may have the largest score; all ``[R, V]``."""
+    """Return (row, column, logit, high bits) of each column that may have the largest score of its row.
+
+    The arguments are ``[R, V]``; ``bound`` is a scratch buffer.
+    """
     x = logits.numpy()
     np.copyto(bound.numpy(), ~high)  # n
     bound += 0.5
-    # ln(n + 1/2) without a logarithm, too small by at most 0.06: the bits of a float32 are its exponent, and behind it
-    # the position between two powers of 2.
+    # Approximate ln(n + 1/2) from below, by at most 0.06, by the bits of the float32 as an integer: the exponent,
+    # followed by the position between two powers of 2.
     bound.copy_(bound.view(torch.int32))
     upper = torch.add(logits, bound, alpha=-math.log(2) * 2.0**-23, out=bound).numpy()
     at = upper.argmax(1)[:, None]
-    most = (65536.0 - np.take_along_axis(high, at, 1)) * 2.0**-16  # of 1 - u
+    most = (65536.0 - np.take_along_axis(high, at, 1)) * 2.0**-16  # upper bound of 1 - u
     score = np.take_along_axis(x, at, 1).astype(np.float64) - np.log(-np.log1p(-np.minimum(most, 1 - 2.0**-49)))
-    # In the unit of the bounds, 0.41 lower because of 1/2, and less by what they are rounded by: a few times 2^-24 of
-    # numbers up to |x| + 100.
-    with np.errstate(invalid="ignore"):  # inf - inf, of a row that has no token
+    # The lower bound in the unit of the upper bounds: minus 0.41 because of the 1/2, and minus their rounding errors, a
+    # few times 2^-24 of numbers up to |x| + 100.
+    with np.errstate(invalid="ignore"):  # inf - inf, in a row without a distribution
         least = score - math.log(2) * (127 + 16) - math.log(1.5) - 2.0**-20 * (128 + np.abs(score))
     possible = upper >= least.astype(np.float32)
     possible |= high == 65535
-    row, column = np.divmod(np.flatnonzero(possible), x.shape[1])  # a tenth of the time of nonzero
+    row, column = np.divmod(np.flatnonzero(possible), x.shape[1])  # a tenth of the time of np.nonzero
     return row, column, x[row, column].astype(np.float64), high[row, column].astype(np.int64)
 
 
 def _decide(noise: Noise, rivals: list[tuple[Any, ...]], score: Array, ids: Array) -> None:
-    """Write the largest score of each row and its column; of equal scores the one with the lowest index."""
+    """Write the largest score of each row and its column; the lowest column wins a tie."""
     row = np.concatenate([first + r for first, r, *_ in rivals])
     column, x, high = (np.concatenate(part) for part in list(zip(*rivals, strict=True))[2:])
     scores = _scores(x, high, _noise.low_of_on_host(noise, row, column))
-    with np.errstate(invalid="ignore"):  # a NaN, in a row that has no token
+    with np.errstate(invalid="ignore"):  # NaN, in a row without a distribution
         np.maximum.at(score, row, scores)
     best = scores == score[row]
     ids[row[best][::-1]] = column[best][::-1]  # the lowest is written last
 
 
 def largest(logits: Tensor, k: int, transform: Transform) -> Found:
-    """See ``_backends/_rows.py``; of any device, because torch's own selection is a kernel already."""
+    """See ``_backends/_rows.py``; for any device, because ``torch.topk`` is a single kernel already."""
     (C, V), device = logits.shape, logits.device
     values = torch.empty(C, k, dtype=accum_dtype(logits.dtype), device=device)
     found = values, torch.empty(C, k, dtype=torch.int64, device=device)
@@ -133,7 +136,7 @@ def _largest_block(
     source: _blocks.RowGather, transform: Transform, order: Tensor, block: Tensor, found: Found,
     buffers: _blocks.Buffers,
 ) -> None:  # fmt: skip
-    """Select by value and then, because torch's order of equal values is not documented, by column."""
+    """Select by value, then by column, because the order of equal values is undocumented in torch."""
     x, (values, ids) = _blocks.transformed_rows(source, block, transform, buffers)[0], found
     k, V = values.shape[1], x.shape[1]
     least = x.topk(k, 1).values[:, -1:]

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import torch
 
-# More threads would wait for the interpreter, which every operation on a block needs for a few microseconds.
+# More threads would contend for the GIL, which each operation on a block holds for a few microseconds.
 MOST = 16
 
 Resource = TypeVar("Resource")
@@ -70,12 +70,12 @@ _pool = _Pool()
 
 
 def how_many() -> int:
-    """Return the number of threads to share CPU work; 1: the caller's alone, on all cores that torch uses."""
+    """Return the number of worker threads for CPU work; 1: the calling thread, on all cores that torch uses."""
     cores = torch.get_num_threads()
-    if not torch._C.has_openmp:  # without OpenMP all threads share one number of cores
+    if not torch._C.has_openmp:  # without OpenMP all threads share one setting of the number of cores
         return 1
     if hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) < cores:
-        return 1  # bound to a core, as by OMP_PROC_BIND; threads started here would be bound to the same core
+        return 1  # the thread is bound to a core, as by OMP_PROC_BIND, and new threads would inherit the binding
     return min(cores, MOST)
 
 
