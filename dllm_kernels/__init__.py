@@ -1,6 +1,6 @@
-"""Fused losses and corruption for training diffusion language models: change the import, keep the code."""
+"""Fused losses and corruption routines for training diffusion language models: drop-in replacements by import."""
 
-# ruff: noqa: F403, F405 -- each package lists its names in its __all__; the names of this one are those
+# ruff: noqa: F403, F405 -- re-exports the __all__ of each subpackage
 from dllm_kernels import corruption, losses, mtp, ops, policy
 from dllm_kernels._core._run import Run, dtensors_by
 from dllm_kernels.collate import DLLMCollator

@@ -27,10 +27,10 @@ class DLLMCollator:
     attention_mask            as given        0, or 1 in ``response_window``  0
     ========================  ==============  =============================  ==================================
 
-    Content longer than ``max_seq_len`` is cut. The fill ends at the next multiple of ``block_size``, counted from 0, or
-    in ``response_window`` from the first supervised position (where there is none, from the end of the content). All
-    rows are as long as the longest fill, rounded up to ``lcm(block_size, pad_seq_len_divisible)``, then cut to
-    ``max_seq_len``, and at least 1.
+    Content longer than ``max_seq_len`` is truncated. The fill ends at the next multiple of ``block_size``, counted from
+    position 0. With ``response_window`` it is counted from the first supervised position, or from the end of the
+    content if no position is supervised. The common length is the end of the longest fill, rounded up to
+    ``lcm(block_size, pad_seq_len_divisible)``, then truncated to ``max_seq_len``, and at least 1.
 
     Examples:
         >>> long = {"input_ids": [7, 8, 9], "loss_mask": [0, 1, 1], "attention_mask": [1, 1, 1]}
@@ -42,19 +42,19 @@ class DLLMCollator:
     Args:
         pad_token_id: token of the global pad.
         eos_token_id: token of the block fill; None: the pad token.
-        block_size: positions of a block; None: no block fill.
-        pad_seq_len_divisible: the length becomes a multiple of this (and of ``block_size``); None or less than 2: no
+        block_size: positions per block; None: no block fill.
+        pad_seq_len_divisible: round the length up to a multiple of this and of ``block_size``; None or less than 2: no
             rounding.
-        max_seq_len: the length is at most this, also after rounding, but at least 1.
-        supervise_padding: whether the global pad is supervised.
-        response_window: align blocks on the response instead of on position 0 and attend to the fill. Each sample must
-            then have at most one supervised run.
-        pin_memory: make the tensors in page-locked memory, for a non-blocking copy to a GPU. For a collator that runs
-            in the training process; worker processes of a DataLoader leave it to ``DataLoader(pin_memory=True)``.
+        max_seq_len: maximum length, also after rounding; the length is at least 1. None: no maximum.
+        supervise_padding: True to supervise the global pad.
+        response_window: True to align blocks with the start of the response instead of position 0, and to attend to the
+            fill. Each sample must then have at most one supervised run.
+        pin_memory: True to allocate the tensors in pinned memory, for a non-blocking copy to a GPU. Use it if the
+            collator runs in the training process. With worker processes use ``DataLoader(pin_memory=True)`` instead.
 
     Raises:
         TypeError: a token or a size is not an int, or a flag is not a bool.
-        ValueError: ``block_size`` < 1, or a token of more than 64 bits.
+        ValueError: ``block_size`` < 1, or a token has more than 64 bits.
     """
 
     def __init__(
@@ -91,19 +91,19 @@ class DLLMCollator:
         """Collate a batch.
 
         Args:
-            batch: samples with ``input_ids``, ``loss_mask`` and ``attention_mask``, lists (or 1-d tensors or arrays) of
-                one length; fractions in a ``loss_mask`` are kept. Other keys, such as ``___PAD_TOKEN_IDS___``, are
-                ignored; samples are not modified. An empty batch gives tensors of shape ``[0, 1]``.
+            batch: samples with ``input_ids``, ``loss_mask`` and ``attention_mask``: lists, 1-d tensors or arrays of
+                equal length. Fractions in a ``loss_mask`` are kept. Other keys, such as ``___PAD_TOKEN_IDS___``, are
+                ignored, and samples are not modified. An empty batch gives tensors of shape ``[0, 1]``.
 
         Returns:
             ``input_ids`` int64, ``loss_mask`` float32 and ``attention_mask`` int64, each ``[B, L]``; ``input_lengths``
-            int64 ``[B]``, the lengths before any cut.
+            int64 ``[B]``, the lengths before truncation.
 
         Raises:
-            TypeError: a sample is not a dict, or a field not a sequence of numbers.
-            ValueError: a field is missing, is not as long as ``input_ids``, is not 1-d or holds what is not a whole
-                number of 64 bits; or, in ``response_window``, a sample has more than one supervised run (where the
-                original raised an AssertionError). Every message names the sample and the field.
+            TypeError: a sample is not a dict, or a field is not a sequence of numbers.
+            ValueError: a field is missing, is not as long as ``input_ids``, is not 1-d, or holds a value other than a
+                64-bit whole number. With ``response_window``, also if a sample has more than one supervised run (the
+                original raises AssertionError). Every message names the sample and the field.
         """
         samples = list(batch)
         found = [_length(i, sample) for i, sample in enumerate(samples)]
@@ -126,8 +126,8 @@ class DLLMCollator:
         return {**out, "input_lengths": lengths.pin_memory() if self.pin_memory else lengths}
 
     def _rows(self, samples: Sequence[Mapping[str, Any]], field: str) -> list[Row]:
-        """One field of every sample as an array, cut to ``max_seq_len``: what lies beyond is not worth converting."""
-        is_mask = field == "loss_mask"  # in which a run beyond the cut is still a second run
+        """Convert one field of every sample to an array, truncated to ``max_seq_len`` first to save time."""
+        is_mask = field == "loss_mask"  # a run after the truncation still counts as a second run
         limit = None if self.max_seq_len is None or (is_mask and self.response_window) else max(self.max_seq_len, 1)
         names = (f"sample {i}, field {field!r}" for i in range(len(samples)))
         return [_as_row(name, sample[field], limit, is_mask) for name, sample in zip(names, samples, strict=True)]
@@ -139,7 +139,7 @@ class DLLMCollator:
         return int(supervised[0]) if supervised.size else default
 
     def _block_fill_ends(self, content_lengths: torch.Tensor, prefix_lengths: torch.Tensor) -> torch.Tensor:
-        """Return the end of each sample's fill ``[B]``: whole blocks from its prefix on, once content is cut."""
+        """Return the end of each sample's fill ``[B]``: truncated content plus whole blocks from the prefix on."""
         content = content_lengths if self.max_seq_len is None else content_lengths.clamp(max=self.max_seq_len)
         if self.block_size is None:
             return content.clone()
@@ -148,7 +148,7 @@ class DLLMCollator:
         return prefix + blocks * self.block_size
 
     def _compute_target_length(self, fill_ends: torch.Tensor) -> int:
-        """Return the length of all rows: the longest fill, rounded up, cut to ``max_seq_len``, at least 1."""
+        """Return the common length: the longest fill, rounded up, truncated to ``max_seq_len``, at least 1."""
         length = int(fill_ends.max()) if fill_ends.numel() else 0
         if self.pad_seq_len_divisible is not None and self.pad_seq_len_divisible > 1:
             multiple = math.lcm(self.block_size or 1, self.pad_seq_len_divisible)
@@ -167,10 +167,10 @@ class DLLMCollator:
         block_pad_value: int,
         dtype: torch.dtype = torch.long,
     ) -> torch.Tensor:
-        """One field of all samples as ``[B, target_len]``: content, fill up to ``fill_ends``, then pad."""
+        """Build ``[B, target_len]`` from one field of all samples: content, fill up to ``fill_ends``, then pad."""
         out = torch.empty((len(samples), target_len), dtype=dtype, device="cpu", pin_memory=self.pin_memory)
         view = out.numpy()
-        view.fill(pad_value)  # torch would wait for all cores
+        view.fill(pad_value)  # NumPy, because torch would use all cores
         ends, lengths = fill_ends.tolist(), content_lengths.tolist()
         for row, sample, length, end in zip(view, samples, lengths, ends, strict=True):
             content = _as_row("samples", sample, min(length, target_len))
@@ -210,7 +210,7 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
     if isinstance(values, (list, tuple)):
         values = _packed(name, values if limit is None or len(values) <= limit else values[:limit])
     if isinstance(values, torch.Tensor):
-        # NumPy has no bfloat16.
+        # Cast, because NumPy has no bfloat16.
         values = values.detach().cpu().to(torch.float64 if values.is_floating_point() else values.dtype)
     try:
         row = np.asarray(values)
@@ -229,9 +229,8 @@ def _as_row(name: str, values: Any, limit: int | None = None, fractions: bool = 
 def _packed(name: str, values: Sequence[Any]) -> Any:
     """Convert a list of numbers to an array of bytes (masks), int64 or float64; return anything else unchanged.
 
-    Packing a list into bytes is several times as fast as ``numpy.array`` and ``torch.tensor``, which look at the type
-    of each element first; into single bytes, which gives up at the first number beyond 255, several times as fast
-    again.
+    Packing a list is several times faster than ``numpy.array`` and ``torch.tensor``, which inspect the type of each
+    element first. Packing into single bytes is several times faster again; it fails at the first number beyond 255.
     """
     try:
         return np.frombuffer(bytearray(values), dtype=np.uint8)
@@ -249,22 +248,22 @@ def _packed(name: str, values: Sequence[Any]) -> Any:
 
 
 def _check_exact(name: str, values: Sequence[Any], row: Row) -> None:
-    """Raise if an int of the list is rounded in its row of float64, which holds every int up to 2**53 only."""
+    """Raise if an int of the list is rounded in its float64 row, because float64 is exact up to 2**53 only."""
     for i in np.flatnonzero(np.abs(row) >= 2.0**53).tolist():
         if is_int(values[i]) and int(values[i]) != int(row[i]):
             raise ValueError(f"{name} must hold no floats beside an int beyond 2**53, got {values[i]} at position {i}")
 
 
 def _check_whole(name: str, row: Row) -> None:
-    """Raise unless every value is a whole number that int64 holds."""
-    wide = row.astype(np.float64)  # 2**63 is not a float16
+    """Raise unless every value is a whole number in the range of int64."""
+    wide = row.astype(np.float64)  # float64, because 2**63 overflows float16
     bad = np.flatnonzero(~((wide == np.trunc(wide)) & (np.abs(wide) < 2.0**63)))
     if bad.size:
         raise ValueError(f"{name} must hold whole numbers of 64 bits, got {row[bad[0]]} at position {bad[0]}")
 
 
 def _check_one_run(i: int, loss_mask: Row) -> None:
-    """Raise if sample i has more than one stretch of supervised positions."""
+    """Raise if sample i has more than one run of supervised positions."""
     supervised = loss_mask != 0
     runs = int(np.count_nonzero(supervised[1:] & ~supervised[:-1])) + int(supervised[:1].any())
     if runs > 1:

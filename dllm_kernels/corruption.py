@@ -1,24 +1,24 @@
 """Corruption of clean tokens for training: masking, exact-count masking with a position bias, random tokens.
 
-Every routine returns ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``: ids in the dtype of the input, a bool
-mask of the corrupted positions, and a float32 probability. Inputs are never written. On a GPU a routine is one kernel
-launch, beside the draw of a seed; nothing waits for the GPU.
+Every ``corrupt_*`` routine returns ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``: ids in the dtype of the
+input, a bool mask of the corrupted positions, and float32 probabilities. (``corrupt_mix`` returns no ``p_mask``.)
+Inputs are not modified. On a GPU a routine is one kernel launch, plus the draw of a seed, without a host sync.
 
-**Randomness.** Every draw is Philox 4x64-10, as ``numpy.random.Philox`` streams it, of a 64-bit seed and the position
-(``dllm_kernels._random._philox`` holds the layout): the same bits on CPU and GPU, under Triton, torch and
-torch.compile.
+**Randomness.** Every random number is computed by Philox 4x64-10 from a 64-bit seed and the position, in the order of
+``numpy.random.Philox``. ``dllm_kernels._random._philox`` documents the layout. The bits are equal on CPU and GPU, under
+Triton, torch and torch.compile.
 
-* ``generator``: one seed a call is drawn from it, row b is row b under that seed. A CPU generator serves tensors on any
-  device, and the same state of it gives the same mask on all of them. A CUDA generator draws its seed on the GPU, and
-  its stream of seeds is its own: torch gives a CUDA and a CPU generator of one ``manual_seed`` different numbers.
-  ``None`` is the default generator of the tensors' device.
-* ``seeds``: int64 ``[B]``, instead of a generator. Row b is then a function of ``seeds[b]``, of L and of the options
-  alone, in whatever batch and on whatever device it is corrupted.
+* ``generator``: one seed per call is drawn from it. Row b uses this seed with the row index b. A CPU generator can be
+  used for tensors on any device and gives the same mask on all of them. A CUDA generator draws its seed on the GPU.
+  With equal ``manual_seed`` its seeds differ from the seeds of a CPU generator, because torch implements them
+  differently. ``None``: the default generator of the device of the tensors.
+* ``seeds``: int64 ``[B]``, instead of a generator. Row b then depends only on ``seeds[b]``, L and the options, in any
+  batch and on any device.
 
-**The level**, the fraction of masked tokens, is drawn by the routine, or given as ``level``: ``[B]`` or ``[B, 1]``, one
-a row, or ``[B, num_blocks]`` with blocks; used as it is, without ``eps``. ``sample_level`` draws levels that are spread
-better than independent ones. A level outside [0, 1] is an error on the CPU; on a GPU, where looking would be a host
-sync, it masks nothing or everything.
+**Level.** The level is the fraction of masked tokens. A routine draws it, or uses the argument ``level`` unchanged,
+without ``eps``. ``level`` has one value per row (``[B]`` or ``[B, 1]``), or one value per block (``[B, num_blocks]``).
+``sample_level`` draws levels that are more evenly spread than independent levels. A level outside [0, 1] raises
+ValueError on CPU. On a GPU it masks nothing or everything, because a check would cost a host sync.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = [
 P = ParamSpec("P")
 Out = TypeVar("Out")
 
-# Looked up here in a tenth of the time.
+# Cached, because a dict lookup takes a tenth of the time of torch.iinfo.
 _LIMITS = {dtype: (torch.iinfo(dtype).min, torch.iinfo(dtype).max) for dtype in INT_DTYPES}
 
 
@@ -66,21 +66,22 @@ def gumbel_topk(
 ) -> torch.Tensor:
     """Choose ``k`` positions without replacement, with odds given by their weights.
 
-    ``score_i = log_w_i - ln(-ln u_i)``; the k largest are chosen, the lower index first among equals.
+    The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
 
     Args:
-        log_w: log-weights ``[D]``, floating; a position of -inf or NaN is never chosen.
-        k: how many, an int or a 0-d tensor; more than the choosable positions means all of them.
-        generator: what to draw from, see the module.
-        uniform: the draws u ``[D]`` instead, float32 or float64, strictly inside (0, 1).
+        log_w: log-weights ``[D]``, floating; positions with log-weight -inf or NaN are never chosen.
+        k: number of positions to choose, an int or a 0-d tensor. If it exceeds the number of positions that can be
+            chosen, all of them are chosen.
+        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        uniform: uniform numbers u ``[D]`` to use instead of a generator, float32 or float64, strictly inside (0, 1).
         backend: "auto", "triton" or "torch".
 
     Returns:
         bool ``[D]``.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit, or a negative k.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, or k is negative.
 
     Source: Kool, van Hoof and Welling 2019, arXiv:1903.06059, section 2.3.
     """
@@ -106,22 +107,24 @@ def batched_gumbel_topk(
 ) -> torch.Tensor:
     """Choose ``k[i]`` positions of row i without replacement, with odds given by the row's weights.
 
-    ``score_i = log_w_i - ln(-ln u_i)``; the k largest are chosen, the lower index first among equals.
+    The positions with the k largest ``score_i = log_w_i - ln(-ln u_i)`` are chosen. The lower index wins a tie.
 
     Args:
-        log_w: log-weights ``[N, D]``, floating; a position of -inf or NaN is never chosen.
-        k: how many of each row, an integer tensor ``[N]``, or an int for all; 0 gives a row of False.
-        generator: what to draw from, see the module.
-        seeds: int64 ``[N]`` instead: row n then depends on ``seeds[n]`` alone.
-        uniform: the draws u ``[N, D]`` instead, float32 or float64, strictly inside (0, 1).
+        log_w: log-weights ``[N, D]``, floating; positions with log-weight -inf or NaN are never chosen.
+        k: number of positions to choose per row, an integer tensor ``[N]``, or an int for all rows; 0 gives a row of
+            False.
+        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        seeds: int64 ``[N]``, instead of a generator: row n then depends only on ``seeds[n]``.
+        uniform: uniform numbers u ``[N, D]`` to use instead of a generator, float32 or float64, strictly inside (0, 1).
         backend: "auto", "triton" or "torch".
 
     Returns:
         bool ``[N, D]``.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit, a negative k, two sources of draws.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, k is negative, or more than one of ``generator``, ``seeds``
+            and ``uniform`` is given.
 
     Source: Kool, van Hoof and Welling 2019, arXiv:1903.06059, section 2.3.
     """
@@ -143,30 +146,30 @@ def corrupt_uniform(
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask each supervised position independently, with one probability for each sequence.
+    """Mask each supervised position independently, with one probability per sequence.
 
-    ``p_b = (1 - eps) t_b + eps``, ``t_b`` uniform in (0, 1); position i is masked where ``u_{b,i} < p_b``. With
-    ``exact`` the number of masked positions is not random: of the n supervised positions of a row exactly
-    ``round(p_b n)`` (half to even; at least one where n and p_b are not 0) are masked. Every such set is equally
-    likely.
+    ``p_b = (1 - eps) t_b + eps``, with ``t_b`` uniform in (0, 1). Position i is masked if ``u_{b,i} < p_b``. With
+    ``exact`` the number of masked positions is fixed: ``round(p_b n)`` of the n supervised positions of a row, rounded
+    half to even. It is at least one if n and p_b are not 0. All subsets of this size are equally likely.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
-        mask_token_id: the token that masks.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        mask_token_id: id of the MASK token.
         eps: smallest probability, in [0, 1).
-        generator: what to draw from, see the module.
-        level: the p_b instead of drawn ones, floating ``[B]`` or ``[B, 1]``, in [0, 1], see the module.
-        exact: mask an exact number of positions instead of drawing each independently.
-        seeds: int64 ``[B]`` instead, one a row, see the module.
+        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        level: p_b, used instead of drawn values, floating ``[B]`` or ``[B, 1]``, in [0, 1]; see the module docstring.
+        exact: True to mask a fixed number of positions instead of drawing each position independently.
+        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
         backend: "auto", "triton" or "torch".
 
     Returns:
         ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` holds ``p_b``.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype, device or range that does not fit, or both ``generator`` and ``seeds``.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, a value is out of range, or both ``generator`` and ``seeds``
+            are given.
 
     Source: Nie et al. 2025 (LLaDA), arXiv:2502.09992, section 2.2, the forward process of Eq. 3.
     """
@@ -191,12 +194,12 @@ def corrupt_blockwise(
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask an exact fraction of every sequence or block; later positions are likelier where the fraction is small.
+    """Mask a fixed fraction of every sequence or block; if the fraction is small, later positions are more likely.
 
-    ``m = (1 - eps) U + eps``, ``k = round(m length)`` (half to even), and k positions without replacement with
-    ``log w_i = ln 2 / (half_life_ratio size) (1 - m) i``. ``size`` is L or ``block_size``; ``length`` counts the
-    positions that are there, fewer in a short last block. k lies in [1, L] for a sequence, in [0, length] for a block.
-    All positions take part; of the chosen ones the unsupervised are dropped afterwards.
+    With ``m = (1 - eps) U + eps``, ``k = round(m length)`` positions (half to even) are chosen without replacement with
+    ``log w_i = ln 2 / (half_life_ratio size) (1 - m) i``. ``size`` is L or ``block_size``. ``length`` is the number of
+    positions, which is smaller in a short last block. k is clamped to [1, L] for a sequence and to [0, length] for a
+    block. Selection runs over all positions; unsupervised positions are then removed from the chosen set.
 
     Examples:
         >>> ids, generator = torch.arange(12).reshape(1, 12), torch.Generator().manual_seed(0)
@@ -206,23 +209,24 @@ def corrupt_blockwise(
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True; None for all.
-        mask_token_id: the token that masks.
-        block_size: positions of a block; None for whole sequences.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions; None: all positions.
+        mask_token_id: id of the MASK token.
+        block_size: positions per block; None: the full sequence is one block.
         eps: smallest fraction of masked tokens, in [0, 1).
-        half_life_ratio: distance over which a weight doubles as m goes to 0, as a fraction of ``size``; above 0.
-        generator: what to draw from, see the module.
-        level: the m instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the
-            module.
-        seeds: int64 ``[B]`` instead, one a row, see the module.
+        half_life_ratio: distance over which a weight doubles in the limit m = 0, as a fraction of ``size``; above 0.
+        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        level: m, used instead of drawn values, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1]; see the
+            module docstring.
+        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
         backend: "auto", "triton" or "torch".
 
     Returns:
         ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` holds m.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype, device or range that does not fit, or both ``generator`` and ``seeds``.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, a value is out of range, or both ``generator`` and ``seeds``
+            are given.
 
     Source: the position bias w_i(m) = exp(lambda (1 - m) i) of Nemotron-Labs-Diffusion training; the selection of
     Kool, van Hoof and Welling 2019, arXiv:1903.06059, section 2.3.
@@ -247,30 +251,31 @@ def corrupt_uniform_random(
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Replace supervised positions by random tokens, with one probability for each sequence or block.
+    """Replace supervised positions by random tokens, with one probability per sequence or block.
 
-    ``t = (1 - eps) U + eps``; where ``u < t`` a supervised position becomes a token uniform over [0, vocab_size),
-    which may be the token that was there.
+    ``t = (1 - eps) U + eps``. If ``u < t``, a supervised position becomes a token drawn uniformly from [0, vocab_size),
+    possibly the clean token.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
-        vocab_size: how many tokens there are to draw from, at most 2^31.
-        block_size: positions of a block; None for whole sequences.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        vocab_size: number of tokens to draw from, at most 2^31.
+        block_size: positions per block; None: the full sequence is one block.
         eps: smallest probability, in [0, 1).
-        generator: what to draw from, see the module.
-        level: the t instead of drawn ones, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1], see the
-            module.
-        seeds: int64 ``[B]`` instead, one a row, see the module.
+        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        level: t, used instead of drawn values, floating ``[B]``, ``[B, 1]`` or ``[B, num_blocks]``, in [0, 1]; see the
+            module docstring.
+        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` is all ones, for the loss is flat, or
-        the given ``level``.
+        ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``. ``p_mask`` is the given ``level``; otherwise it is
+        all ones, because the loss has no weight 1/t.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype, device or range that does not fit, or both ``generator`` and ``seeds``.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, a value is out of range, or both ``generator`` and ``seeds``
+            are given.
 
     Source: Austin et al. 2021 (D3PM), arXiv:2107.03006, section 3.1, the uniform transition.
     """
@@ -288,13 +293,13 @@ def corrupt_all_masked(
     seeds: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Mask every supervised position: ``noise = supervised``, ``p = 1``. Nothing is random.
+    """Mask every supervised position: ``noise = supervised``, ``p = 1``. Deterministic.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
-        mask_token_id: the token that masks.
-        generator: not used, since nothing is drawn. Accepted so that all routines take the same arguments.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        mask_token_id: id of the MASK token.
+        generator: not used; accepted so that all routines take the same arguments.
         seeds: not used.
         backend: "auto", "triton" or "torch".
 
@@ -302,8 +307,8 @@ def corrupt_all_masked(
         ``(noisy_input_ids, noise_mask, p_mask)``, each ``[B, L]``; ``p_mask`` is all ones.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match.
 
     Source: the all-masked training of I-DLM, arXiv:2604.11035.
     """
@@ -325,38 +330,39 @@ def corrupt_mix(
     check: bool = False,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mask some supervised positions and replace others by a different token, with two probabilities for each sequence.
+    """Mask some supervised positions and replace others by a different token, with two probabilities per sequence.
 
-    One u is drawn for each position. Where ``u < mask_prob`` it becomes MASK. Where
-    ``mask_prob <= u < mask_prob + uniform_prob`` it becomes a token uniform over the ``vocab_size - 2`` that are
-    neither MASK nor the clean one, unless the clean one is MASK.
+    One u is drawn per position. If ``u < mask_prob``, the position becomes MASK. If
+    ``mask_prob <= u < mask_prob + uniform_prob``, it becomes a token drawn uniformly from the ``vocab_size - 2`` tokens
+    that are neither MASK nor the clean token. A clean MASK is not replaced by another token.
 
     Args:
         input_ids: clean tokens ``[B, L]``, integer.
-        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
-        mask_token_id: the token that masks.
-        vocab_size: how many tokens there are, MASK among them; from 3 to 2^31. Where MASK was added behind a
-            tokenizer's own vocabulary, one more than that: an embedding's ``num_embeddings``, not the tokenizer's
-            ``vocab_size``.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
+        mask_token_id: id of the MASK token.
+        vocab_size: number of tokens including MASK, from 3 to 2^31. If MASK was appended to the vocabulary of a
+            tokenizer, this is one more than the tokenizer's ``vocab_size``: the ``num_embeddings`` of the embedding.
         mask_prob: probability of MASK, floating ``[B]`` or ``[B, 1]``.
-        uniform_prob: probability of another token, of the same shape. Each lies in [0, 1], and so does the sum, up to
-            1e-5.
-        generator: what to draw from, see the module.
-        seeds: int64 ``[B]`` instead, one a row, see the module.
-        check: check the probabilities on a GPU too, which waits for it. Without the check, a row whose sum is too large
-            is left unchanged on a GPU, and a negative probability counts as 0. On the CPU both are always an error.
+        uniform_prob: probability of another token, of the shape of ``mask_prob``. Both probabilities and their sum must
+            lie in [0, 1], up to 1e-5 for the sum.
+        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        seeds: int64 ``[B]``, one seed per row, instead of a generator; see the module docstring.
+        check: True to check the probabilities on a GPU too, which costs a host sync. Otherwise, on a GPU, a row whose
+            sum is too large is left unchanged, and a negative probability counts as 0. On CPU the probabilities are
+            always checked.
         backend: "auto", "triton" or "torch".
 
     Returns:
-        ``(noisy_input_ids, noise_mask)``, each ``[B, L]``; ``noise_mask`` is True where a position was masked or
-        replaced, also where MASK replaced a clean MASK.
+        ``(noisy_input_ids, noise_mask)``, each ``[B, L]``; ``noise_mask`` is True if a position was masked or replaced,
+        including a clean MASK that was masked.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype, device or range that does not fit, or both ``generator`` and ``seeds``.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match, a value is out of range, or both ``generator`` and ``seeds``
+            are given.
 
-    Source: the forward process of SCDD, as NeMo AutoModel has it: absorbing and uniform transitions (D3PM, Austin et
-    al. 2021, arXiv:2107.03006, section 3.1) side by side.
+    Source: the forward process of SCDD as in NeMo AutoModel: a mixture of absorbing and uniform transitions (D3PM,
+    Austin et al. 2021, arXiv:2107.03006, section 3.1).
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = checked_mask_id(mask_token_id, input_ids)
@@ -379,25 +385,25 @@ def corrupt_mix(
 def complementary(noise_mask: torch.Tensor, loss_mask: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
     """Select the supervised positions that are not masked: ``supervised and not noise``.
 
-    The two masks of such a pair together cover every supervised position once. A position that was masked with
-    probability p is in the complement with probability 1 - p.
+    A mask and its complement together cover every supervised position once. A position that is masked with probability
+    p is in the complement with probability 1 - p.
 
     Examples:
         >>> complementary(torch.tensor([[1, 0, 1, 0]]), loss_mask=torch.tensor([[0, 1, 1, 1]])).tolist()
         [[False, True, False, True]]
 
     Args:
-        noise_mask: masked positions ``[B, L]``, bool or number, nonzero is True.
-        loss_mask: supervised positions ``[B, L]``, bool or number, nonzero is True.
+        noise_mask: ``[B, L]``, bool or numeric, nonzero for masked positions.
+        loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised positions.
         backend: "auto", "triton" or "torch".
 
     Returns:
         bool ``[B, L]``.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a shape, dtype or device that does not fit; on CPU, fractions in ``noise_mask`` where it is
-            supervised.
+        TypeError: an argument has the wrong type.
+        ValueError: shapes, dtypes or devices do not match; on CPU, ``noise_mask`` holds fractions at supervised
+            positions.
 
     Source: Gong et al. 2025 (DiffuCoder), arXiv:2506.20639, section 4.2, the coupled sampling of coupled-GRPO.
     """
@@ -424,7 +430,7 @@ def sample_level(
     device: torch.device | str | None = None,
     backend: str = "auto",
 ) -> torch.Tensor:
-    """Levels (fractions of masked tokens) for the corruption routines, one per row.
+    """Sample noise levels (fractions of masked tokens) for the corruption routines, one per row.
 
     ========== ===================================================================================================
     uniform    independent ``u_b``
@@ -432,29 +438,31 @@ def sample_level(
     stratified ``(u + b / B) mod 1`` with one u: each B-th of [0, 1) holds one, and each level alone is uniform
     ========== ===================================================================================================
 
-    They are scaled to [low, high]. The mean of B independent levels has variance 1 / (12 B), that of "stratified" ones
-    1 / (12 B^2). So the part of a loss's variance that comes from the levels is smaller; the part that comes from which
-    positions are masked is unchanged.
+    The levels are scaled to [low, high]. The mean of B independent levels has variance 1 / (12 B); the mean of B
+    "stratified" levels has variance 1 / (12 B^2). Stratified levels therefore reduce the variance of a loss that is due
+    to the levels. The variance due to the choice of masked positions is unchanged.
 
     Args:
-        B: how many.
+        B: number of levels.
         method: "uniform", "antithetic" or "stratified".
-        low: the smallest, at least 0.
-        high: the largest, at most 1.
-        generator: what to draw from, see the module.
-        seeds: int64 ``[B]`` instead. A level of "uniform" is a function of its own seed (and is the u that
-            ``corrupt_uniform`` draws under it); of the others, which couple the rows, of ``seeds[0]``, b and B.
-        device: where the levels are wanted; by default where the generator or the seeds are, else on the CPU.
+        low: lower bound, at least 0.
+        high: upper bound, at most 1.
+        generator: source of random bits, see the module docstring; None: the default generator of the device.
+        seeds: int64 ``[B]``, instead of a generator. With "uniform", a level depends only on the seed of its row, and
+            equals the u that ``corrupt_uniform`` draws with this seed. The other methods couple the rows, so their
+            levels depend on ``seeds[0]``, b and B.
+        device: device of the result; None: the device of the generator or the seeds, otherwise the CPU.
         backend: "auto", "triton" or "torch".
 
     Returns:
         float32 ``[B]``.
 
     Raises:
-        TypeError: an argument of the wrong type.
-        ValueError: a value, shape or device that does not fit, or both ``generator`` and ``seeds``.
+        TypeError: an argument has the wrong type.
+        ValueError: a value is out of range, shapes or devices do not match, or both ``generator`` and ``seeds`` are
+            given.
 
-    Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, which BD3-LM and Duo use.
+    Source: the low-discrepancy sampler of Kingma et al. 2021, arXiv:2107.00630, appendix I.1, used by BD3-LM and Duo.
     """
     _checks.check_positive_int("B", B)
     _checks.check_choice("method", method, _corrupt.METHODS)
@@ -476,7 +484,7 @@ def _corrupted(
     ratio: float, level: torch.Tensor | None, generator: torch.Generator | None, seeds: torch.Tensor | None,
     backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Check what the routines have in common, draw a seed and call ``_corrupt.corrupt``."""
+    """Validate the arguments common to all routines, draw a seed and call ``_corrupt.corrupt``."""
     eps = _checked_real("eps", eps)
     if not 0 <= eps < 1:
         raise ValueError(f"eps must lie in [0, 1), got {eps}")
@@ -493,7 +501,7 @@ def _corrupted(
 
 
 def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:
-    """Call a routine of ``_corruption/_corrupt.py``; under torch.compile that is one op."""
+    """Call a routine of ``_corruption/_corrupt.py``, or under torch.compile the custom op of this name."""
     if torch.compiler.is_compiling():
         from dllm_kernels._corruption import _compiled
 
@@ -515,7 +523,7 @@ def _check_batch(input_ids: torch.Tensor, loss_mask: torch.Tensor | None, *, opt
 
 
 def check_whole_tensor(name: str, tensor: object) -> None:
-    """Raise a TypeError for a DTensor, of which a routine sees only the local rows."""
+    """Raise TypeError for a DTensor, because a routine would read its local rows only."""
     if is_dtensor(tensor):
         raise TypeError(
             f"{name} must be a plain torch.Tensor, got DTensor; corrupt its to_local(), with seeds for its rows"
@@ -523,7 +531,7 @@ def check_whole_tensor(name: str, tensor: object) -> None:
 
 
 def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
-    """Whether all is as it nearly always is: half the time of the checks that say what is not."""
+    """Return True if the common case is valid, at half the cost of the detailed checks; False is inconclusive."""
     return (
         type(input_ids) is type(loss_mask) is torch.Tensor
         and input_ids.dtype in INT_DTYPES
@@ -535,7 +543,7 @@ def _fit(input_ids: torch.Tensor, loss_mask: torch.Tensor | None) -> bool:
 
 
 def checked_mask_id(mask_token_id: int, input_ids: torch.Tensor, name: str = "input_ids") -> int:
-    """Convert the id of MASK to an int that the dtype of the ids holds; ``name`` is the argument that has the ids."""
+    """Convert the MASK id to an int that fits the dtype of the ids; ``name`` is the argument with the ids."""
     try:
         index = operator.index(None if isinstance(mask_token_id, bool) else mask_token_id)  # type: ignore[arg-type]
     except TypeError:
@@ -567,7 +575,7 @@ def _checked_vocab_size(vocab_size: int, input_ids: torch.Tensor) -> int:
 
 
 def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blocks: int = 1) -> torch.Tensor:
-    """Convert one number per row, or per block, to float32 ``[B, 1]`` or ``[B, blocks]``."""
+    """Convert one value per row, or per block, to float32 ``[B, 1]`` or ``[B, blocks]``."""
     _checks.check_float(name, value)
     B = input_ids.shape[0]
     shapes = [(B,), (B, 1), *([(B, blocks)] if blocks > 1 else [])]
@@ -575,5 +583,5 @@ def _checked_of_row(name: str, value: torch.Tensor, input_ids: torch.Tensor, blo
         raise ValueError(f"{name} must have shape {' or '.join(map(str, shapes))}, got {tuple(value.shape)}")
     _checks.check_same_device("input_ids", input_ids, **{name: value})
     _checks.check_constant(name, value)
-    value = value.detach().to(torch.float32)  # it may require a gradient where gradients are off
+    value = value.detach().to(torch.float32)  # detach, because it may require grad under no_grad
     return value if value.dim() == 2 else value.view(-1, 1)

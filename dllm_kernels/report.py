@@ -24,7 +24,7 @@ BESIDE = (
     "datasets", "peft", "trl", "deepspeed", "nemo-automodel", "dllm", "specforge", "speculators", "liger-kernel",
     "cut-cross-entropy", "flash-attn", "quack-kernels", "torchtitan", "lightning", "bitsandbytes",
 )  # fmt: skip
-# Each holds a word or a number if it is set as intended.
+# A valid value of each is a single word or a number.
 VARIABLES = ("DLLM_KERNELS_BACKEND", "DLLM_KERNELS_CHECK", "TRITON_INTERPRET", "OMP_NUM_THREADS")
 TOLERANCE = 1e-5
 
@@ -55,7 +55,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     if not torch.cuda.device_count():
         yield "gpu", "none"
     for name in VARIABLES:
-        if name in os.environ:  # what is no single word may be a path
+        if name in os.environ:  # other values may be paths
             yield name, os.environ[name] if re.fullmatch(r"[\w.,+-]*", os.environ[name]) else "(no word)"
     for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
         for backend in BACKENDS:

@@ -1,4 +1,4 @@
-"""Losses of diffusion language models. Each builds targets, weights and a denominator and calls one primitive."""
+"""Losses of diffusion language models. Each builds targets, row weights and a denominator and calls one op."""
 
 from dllm_kernels.losses._common import DLLMLossOutput
 from dllm_kernels.losses.block_diffusion import BlockDiffusionCrossEntropyLoss

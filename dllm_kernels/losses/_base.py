@@ -25,7 +25,7 @@ P_MASK_MIN = 1e-8
 class TransformedLoss(nn.Module):
     """Base module with the options common to all losses: logits transform, reduction and backend.
 
-    The transform is that of :func:`dllm_kernels.ops.token_nll`.
+    The arguments of the transform are documented in :func:`dllm_kernels.ops.token_nll`.
     """
 
     reductions: tuple[str, ...] = _common.REDUCTIONS
@@ -39,14 +39,14 @@ class TransformedLoss(nn.Module):
         self.scale = scale
         self.skip_id = skip_id
         self.reduction = reduction
-        self._gives_rows()
+        self._returns_rows()
         self.backend = backend
 
     def _options(self, **others: Any) -> Options:
         """Return the options of the ops, built on every call because attributes may have been reassigned."""
         return Options(Transform(self.softcap, self.scale, self.skip_id), backend=self.backend, **others)
 
-    def _gives_rows(self) -> bool:
+    def _returns_rows(self) -> bool:
         """Return True if the output has per-row losses. Validated on every call: the attribute may be reassigned."""
         _checks.check_choice("reduction", self.reduction, self.reductions)
         return self.reduction == "none"
@@ -63,7 +63,7 @@ class Batch(NamedTuple):
     num_diffusion_tokens: Count
     num_ar_tokens: Count
 
-    def check_used_or_not(self, **tensors: torch.Tensor | None) -> None:
+    def check_unused(self, **tensors: torch.Tensor | None) -> None:
         """Validate unused arguments, so that a misplaced one raises."""
         _common.check_counts(num_diffusion_tokens=self.num_diffusion_tokens, num_ar_tokens=self.num_ar_tokens)
         if self.loss_mask_ar is not None:
@@ -108,7 +108,7 @@ class Batch(NamedTuple):
     def _check_probabilities(self) -> bool:
         """Raise if a used probability is out of range. Skipped on GPU to avoid a sync.
 
-        Returns True if all probabilities are known to be in range.
+        Return True if all probabilities are known to be in range.
         """
         p_mask, noise_mask = self.p_mask, self.noise_mask
         if not values_are_there(p_mask):
@@ -152,7 +152,7 @@ def _check_no_count(loss_mask_ar: Any, shape: torch.Size) -> None:
 
 
 class DiffusionLoss(TransformedLoss):
-    """Base of the diffusion losses of tokens ``[B, L]``, from logits or from hidden states.
+    """Base class of the diffusion losses of tokens ``[B, L]``, from logits or from hidden states.
 
     Args:
         fp32_upcast, softcap, scale, skip_id, reduction, backend: see :class:`MDLMCrossEntropyLoss`.
@@ -197,12 +197,13 @@ class DiffusionLoss(TransformedLoss):
             logits: ``[B, L, V]``, any float dtype; for the hybrid loss also ``[B, 2 L, V]``, the diffusion logits
                 followed by the AR logits.
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
-            noise_mask: ``[B, L]``, nonzero where the token was masked (not used by block diffusion and SCDD).
-            p_mask: ``[B, L]``, the probability with which the token was masked, in [0, 1], a constant (not used by
-                block diffusion; for SCDD the time of the sequence, equal at all its positions: column 0 is read).
-            loss_mask: ``[B, L]``, nonzero where the token is supervised.
-            loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, a constant, may be fractional; None: no
-                AR part (hybrid).
+            noise_mask: ``[B, L]``, nonzero if the token was masked (not used by block diffusion and SCDD).
+            p_mask: ``[B, L]``, the probability with which the token was masked, in [0, 1], a constant. Not used by
+                block diffusion. SCDD reads column 0, the time of the sequence, which must be equal at all supervised
+                positions.
+            loss_mask: ``[B, L]``, nonzero if the token is supervised.
+            loss_mask_ar: ``[B, L]``, the weight of each token as an AR target, a constant that may be fractional; None:
+                no AR part (hybrid).
             num_diffusion_tokens: divides the diffusion sum, as ``max(n, 1)``; int or 0-d tensor. None: no division; for
                 block diffusion and SCDD the number of supervised positions of this call.
             num_ar_tokens: divides the AR sum in the same way (hybrid).
@@ -258,8 +259,8 @@ class DiffusionLoss(TransformedLoss):
             chunk_size: rows per chunk of logits; None: the attribute of the loss (SCDD), or chosen from the sizes.
             num_active: upper bound on the number of rows of nonzero weight, in both branches together (hybrid); None:
                 read back from a GPU, a host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
-                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
+                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
                 operands.
 
         Returns:
@@ -288,15 +289,15 @@ class DiffusionLoss(TransformedLoss):
         self, rows: ModelOutput, batch: Batch, causal: torch.Tensor | None, noisy_input_ids: torch.Tensor | None
     ) -> DLLMLossOutput:
         rows.check(batch.target_ids)
-        batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
+        batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noisy_input_ids": noisy_input_ids})
         weights, count = self._weights(batch, rows.accum_dtype)
-        return self._of_one_part(rows, batch.target_ids, weights, _common.divide(weights, count))
+        return self._single_part_output(rows, batch.target_ids, weights, _common.divide(weights, count))
 
-    def _of_one_part(
+    def _single_part_output(
         self, rows: ModelOutput, targets: torch.Tensor, weights: torch.Tensor, divided: torch.Tensor
     ) -> DLLMLossOutput:
         """Compute the output of a loss with one part from the row weights and the weights over the denominator."""
-        if not self._gives_rows():
+        if not self._returns_rows():
             return _common.single_loss(rows.weighted(targets, divided).loss, weights)
         nll = rows.per_row(targets, weights).nll
         return _common.single_loss(_common.sum_of_rows(nll, divided), weights, _common.weighted_rows(nll, weights))

@@ -20,28 +20,29 @@ class DLLMLossOutput(NamedTuple):
     Attributes:
         total_loss: 0-d, the loss to call ``backward`` on.
         dllm_loss: 0-d, detached: the diffusion part alone, for logging.
-        draft_correct_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were the
-            argmax on this rank (DFlash and distillation, else None). Sum over ranks before dividing by
-            ``draft_count_per_pos``.
-        draft_count_per_pos: ``[block_size - 1]`` float32, how many drafted tokens at each block offset were valid on
-            this rank (DFlash and distillation, else None).
+        draft_correct_per_pos: ``[block_size - 1]`` float32, the number of correctly drafted tokens per block offset on
+            this rank (DFlash and distillation, else None). A token is correct if it is the argmax. Sum over ranks
+            before dividing by ``draft_count_per_pos``.
+        draft_count_per_pos: ``[block_size - 1]`` float32, the number of valid drafted tokens per block offset on this
+            rank (DFlash and distillation, else None).
         weight_sum: 0-d, detached: the sum of the weights of all rows of this call, before any denominator. Rows with a
-            target of -100 are included. For a loss that is a weighted sum of NLLs over one denominator, ``total_loss``
-            times that denominator is ``sum_i w_i nll_i``, and this is ``sum_i w_i``. Both add up over micro-batches and
-            ranks, so that a trainer can form the quotient of the whole step. For a loss of two parts it is the sum over
-            both, including the factor between them. None in an output that was constructed without it.
-        draft_correct: ``[B, T]`` bool, which drafted tokens were the argmax, False where there is nothing to predict.
-            Input of :func:`acceptance_length` (DFlash and distillation, else None). In distillation the argmax is the
-            teacher's.
-        row_losses: with ``reduction="none"``, else None: ``[B, L]``, the contribution of each row before any
-            denominator, ``w_i nll_i``, differentiable with any gradient per row; 0 for rows that are not read. For a
-            loss of two parts it is ``[B, 2 L]``: I-DLM's masked copy and then its clean copy, the hybrid loss's
-            diffusion rows and then its AR rows (``[B, L]`` without an AR part). Row i of a next-token part predicts
-            token i + 1, and the last one is 0.
-        row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. They add
-            up to ``weight_sum``, rows with a target of -100 included.
-        acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 where there
-            is nothing to predict (distillation with a teacher only, else None).
+            target of -100 are included. For a weighted sum of NLLs over one denominator, ``total_loss`` times the
+            denominator is ``sum_i w_i nll_i``, and ``weight_sum`` is ``sum_i w_i``. Both can be summed over
+            micro-batches and ranks, so that a trainer can normalize by the weights of the whole step. For a loss with
+            two parts it is the sum over both, including the factor between them. None in an output that was constructed
+            without it.
+        draft_correct: ``[B, T]`` bool, True for correctly drafted tokens, False for rows that predict nothing. Input of
+            :func:`acceptance_length` (DFlash and distillation, else None). In distillation, a token is correct if it is
+            the teacher's argmax.
+        row_losses: ``[B, L]`` with ``reduction="none"``, else None: the contribution ``w_i nll_i`` of each row before
+            any denominator, differentiable with any gradient per row; 0 for rows that are not read. For a loss with two
+            parts it is ``[B, 2 L]``. I-DLM: the rows of the masked copy, then the rows of the clean copy. Hybrid: the
+            diffusion rows, then the AR rows (``[B, L]`` without an AR part). Row i of a next-token part predicts token
+            i + 1, and the last row is 0.
+        row_weights: with ``reduction="none"``, else None: ``w_i``, detached, of the shape of ``row_losses``. Their sum
+            is ``weight_sum``, including rows with a target of -100.
+        acceptance_rate: ``[B, T]``, the probability that speculative sampling accepts each drafted token, 0 for rows
+            that predict nothing (distillation with a teacher only, else None).
 
     A trainer with its own denominators has two ways. The first uses the sums of each call, and the gradient is still
     computed in the forward pass: pass no count (or a count of 1), and divide the sum of ``total_loss`` over
@@ -82,8 +83,9 @@ def divide(weights: torch.Tensor, count: Count) -> torch.Tensor:
     if count is None:
         return weights
     if isinstance(count, torch.Tensor):
-        return weights / count.detach().reshape(()).clamp(min=1).to(weights.dtype)  # 0-d by 0-d would promote
-    return weights if count <= 1 else weights / count  # not max(): before torch 2.13 it made each float a graph
+        # Cast, because dividing 0-d weights by a 0-d count promotes.
+        return weights / count.detach().reshape(()).clamp(min=1).to(weights.dtype)
+    return weights if count <= 1 else weights / count  # max() would recompile for each float before torch 2.13
 
 
 def weighted_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -96,7 +98,7 @@ def sum_of_rows(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return weighted_rows(nll, weights).sum()
 
 
-def part_of(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def logged_sum(nll: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Sum one part of a loss, for logging, from the detached NLL of its rows."""
     return (nll * weights.to(nll.dtype)).sum()
 
@@ -109,7 +111,7 @@ def check_masks(target_ids: torch.Tensor, **masks: torch.Tensor) -> None:
 
 
 def check_counts(**counts: object) -> None:
-    """Check denominators, used or not."""
+    """Check denominators, including unused ones."""
     for name, count in counts.items():
         _checks.check_count(name, count)
         _checks.check_constant(name, count)

@@ -56,7 +56,7 @@ def in_blocks(t: Tensor, rows: int) -> Tensor:
     return t.reshape(t.shape[0], t.shape[1] // rows, rows)
 
 
-def _share(weights: Tensor, total: float | Tensor) -> Tensor:
+def _over_total(weights: Tensor, total: float | Tensor) -> Tensor:
     """Divide row weights by the step total, clamped to avoid division by zero; a negative total gives NaN."""
     total = torch.as_tensor(total, dtype=weights.dtype, device=weights.device).detach().reshape(())
     return weights / total.clamp(min=torch.finfo(weights.dtype).tiny).masked_fill(total < 0, torch.nan)
@@ -126,7 +126,7 @@ class DraftLoss(TransformedLoss):
         A block or a sequence counts if its mask is not all 0. T must be a whole number of blocks only if they count.
         """
         if self.normalize == "mean":
-            return weights / (weights.sum() + 1e-6) if counts.weight is None else _share(weights, counts.weight)
+            return weights / (weights.sum() + 1e-6) if counts.weight is None else _over_total(weights, counts.weight)
         if self.normalize == "rows":
             return divide(weights, mask.sum() if counts.tokens is None else counts.tokens)
         if self.normalize == "tokens":
@@ -141,7 +141,7 @@ class DraftLoss(TransformedLoss):
         return divide(weights, valid.any(1).sum() if counts.sequences is None else counts.sequences)
 
     def _checked_counts(self, counts: Counts, block_size: int | None, target_ids: Tensor) -> Counts:
-        """Check ``block_size`` and the counts of the whole step, used or not; return the counts as plain tensors."""
+        """Check ``block_size`` and the counts of the whole step, also if unused; return the counts as plain tensors."""
         if block_size is not None:
             _checks.check_positive_int("block_size", block_size)
         counts = Counts(*all_plain(*counts))
@@ -172,13 +172,13 @@ class DraftLoss(TransformedLoss):
         return hits.sum(dim=0), valid.sum(dim=0)
 
 
-class Found(NamedTuple):
+class DraftResult(NamedTuple):
     """Results of one call.
 
     Attributes:
         loss: 0-d, without the confidence term.
         weights: row weights before the denominator.
-        shares: row weights over the denominator.
+        divided: row weights over the denominator.
         correct: True for correctly drafted tokens.
         a: the acceptance rates, or None without a teacher.
         value: differentiable loss per row, or None if rows are not requested.
@@ -186,7 +186,7 @@ class Found(NamedTuple):
 
     loss: Tensor
     weights: Tensor
-    shares: Tensor
+    divided: Tensor
     correct: Tensor
     a: Tensor | None = None
     value: Tensor | None = None
@@ -203,20 +203,20 @@ class DraftCall:
     block_size: int | None
     counts: Counts
 
-    def cross_entropy(self, summed: bool, coefficient: float = 1.0) -> Found:
+    def cross_entropy(self, summed: bool, coefficient: float = 1.0) -> DraftResult:
         """Compute the cross-entropy as a weighted sum, or per row if the weights depend on the target probabilities."""
         assert self.target_ids is not None
         if summed and self.loss.position_weights == "decay":
-            weights, shares = self.weights()
-            scaled = shares if coefficient == 1 else coefficient * shares
+            weights, divided = self.weights()
+            scaled = divided if coefficient == 1 else coefficient * divided
             out = self.rows.weighted(self.target_ids, scaled, active=self.block_mask, with_correct=True)
             assert out.correct is not None
-            return Found(out.loss, weights, shares, out.correct)
+            return DraftResult(out.loss, weights, divided, out.correct)
         each = self.rows.per_row(self.target_ids, self.block_mask, with_correct=True)
-        weights, shares = self.weights(torch.exp(-each.nll.detach()))
+        weights, divided = self.weights(torch.exp(-each.nll.detach()))
         assert each.correct is not None
         value = each.nll if coefficient == 1 else coefficient * each.nll
-        return Found(sum_of_rows(value, shares), weights, shares, each.correct, value=value)
+        return DraftResult(sum_of_rows(value, divided), weights, divided, each.correct, value=value)
 
     def weights(self, q: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the row weights before and over the denominator; the decay needs no confidence ``q``."""
@@ -224,7 +224,7 @@ class DraftCall:
         weights = self.loss._row_weights(mask, self.block_size, q)
         return weights, self.loss._normalized(weights, mask, self.block_size, self.counts)
 
-    def output(self, found: Found) -> DLLMLossOutput:
+    def output(self, found: DraftResult) -> DLLMLossOutput:
         """Build the output with the draft accuracy and acceptance rates, both without rows before ``decay_from``."""
         loss, mask, correct, a = self.loss, self.block_mask, found.correct, found.a
         if loss.position_weights == "decay" and loss.decay_from:
@@ -237,7 +237,7 @@ class DraftCall:
             block_size += 1  # _draft_acc_per_pos takes block_size - 1 rows per block
         hits, count = loss._draft_acc_per_pos(correct, mask, block_size)
         row_losses = None
-        if found.value is not None and loss._gives_rows():
+        if found.value is not None and loss._returns_rows():
             row_losses = _common.weighted_rows(found.value, found.weights)
         out = _common.single_loss(found.loss, found.weights, row_losses)
         return replaced(

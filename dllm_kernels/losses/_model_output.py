@@ -46,15 +46,15 @@ class ModelOutput(NamedTuple):
     extra: _checks.Extra | None = None
 
     def of(self, x: torch.Tensor, name: str) -> ModelOutput:
-        """Replace the rows by other rows of the same kind, which the caller names ``name``."""
+        """Return this output with other rows ``x`` of the same kind; ``name`` is their argument name."""
         return replaced(self, x=x, names=replaced(self.names, rows=name))
 
-    def beside(self, other: ModelOutput) -> ModelOutput:
-        """Stack the rows and others in a new dimension: cat along the split sequence of DTensors would gather them."""
+    def stack(self, other: ModelOutput) -> ModelOutput:
+        """Stack with other rows in a new dimension, because cat along a sharded sequence dimension gathers DTensors."""
         return replaced(self, x=torch.stack([self.x, other.x]))
 
-    def with_skipped(self, skip_id: int) -> ModelOutput:
-        """Exclude a column from prediction."""
+    def with_skip_id(self, skip_id: int) -> ModelOutput:
+        """Return this output with a column excluded from prediction."""
         transform = replaced(self.options.transform, skip_id=skip_id)
         return replaced(self, options=replaced(self.options, transform=transform))
 
@@ -90,17 +90,17 @@ class ModelOutput(NamedTuple):
         _checks.check_target_range(None, names.targets, targets, V, shift=shift, skip_id=self.options.transform.skip_id)
 
     def weighted(
-        self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **asked: Any
+        self, targets: torch.Tensor, weights: torch.Tensor, *, active: torch.Tensor | None = None, **overrides: Any
     ) -> WeightedNLL:
         """Compute the weighted sum of NLLs, for weights that are known before the forward pass."""
         weights = (weights.detach() if weights.requires_grad else weights).to(self.accum_dtype)
         op = WEIGHTED_NLL if self.weight is None else WEIGHTED_LINEAR_NLL
-        return self._run(op, targets, asked, active=active, weights=weights)  # type: ignore[no-any-return]
+        return self._run(op, targets, overrides, active=active, weights=weights)  # type: ignore[no-any-return]
 
-    def per_row(self, targets: torch.Tensor, active: torch.Tensor, **asked: Any) -> TokenNLL:
+    def per_row(self, targets: torch.Tensor, active: torch.Tensor, **overrides: Any) -> TokenNLL:
         """Compute the differentiable NLL of the active rows, for weights that are not known before the forward pass."""
         op = TOKEN_NLL if self.weight is None else LINEAR_TOKEN_NLL
-        rows: TokenNLL = self._run(op, targets, asked, active=active)
+        rows: TokenNLL = self._run(op, targets, overrides, active=active)
         if not self.options.round_nll:
             return rows
         dtype = self.x.dtype if self.weight is None else compute_dtype(self.x, self.weight)
@@ -112,20 +112,20 @@ class ModelOutput(NamedTuple):
         out: RowStats = self._run(ROW_STATS, ids, {}, active=active, mix_a=mix[0], mix_b=mix[1])
         return out
 
-    def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **asked: Any) -> Divergence:
+    def divergence(self, teacher: torch.Tensor, weights: torch.Tensor, **overrides: Any) -> Divergence:
         """Compute the divergence to the teacher's logits or hidden states; the op checks the teacher."""
-        asked = {**self.options.transform._asdict(), "backend": self.options.backend, **asked}
+        overrides = {**self.options.transform._asdict(), "backend": self.options.backend, **overrides}
         if self.weight is None:
-            return divergence(self.x, teacher, weights.detach(), **asked)
-        asked |= {"bias": self.bias, "extra": self.extra, "chunk_size": self.options.chunk_size}
-        asked |= {"num_active": self.options.num_active, "logits_dtype": self.options.logits_dtype}
-        return linear_divergence(self.x, self.weight, teacher, weights.detach(), **asked)
+            return divergence(self.x, teacher, weights.detach(), **overrides)
+        overrides |= {"bias": self.bias, "extra": self.extra, "chunk_size": self.options.chunk_size}
+        overrides |= {"num_active": self.options.num_active, "logits_dtype": self.options.logits_dtype}
+        return linear_divergence(self.x, self.weight, teacher, weights.detach(), **overrides)
 
-    def _run(self, op: RowOp, ids: torch.Tensor, asked: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
+    def _run(self, op: RowOp, ids: torch.Tensor, overrides: dict[str, Any], **per_row: torch.Tensor | None) -> Any:
         extra_x, extra_weight = (None, None) if self.extra is None else self.extra
         tensors: dict[str, Any] = {name: plain(t) for name, t in per_row.items()}
         inputs = RowInputs(self.x, plain(ids), self.weight, self.bias, extra_x, extra_weight, **tensors)
-        options = replaced(self.options, **asked) if asked else self.options
+        options = replaced(self.options, **overrides) if overrides else self.options
         return run(op, inputs, options.checked(self.vocabulary, self.x.shape[:-1].numel()))
 
 

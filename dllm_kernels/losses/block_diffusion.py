@@ -25,7 +25,7 @@ class BlockDiffusionCrossEntropyLoss(DiffusionLoss):
             any case.
         softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
             ``skip_id`` becomes -inf. A step whose argument is None is omitted.
-        reduction: "total", or "none" to return each row too: the NLL of the supervised positions.
+        reduction: "total", or "none" to also return the loss of each row, here the NLL of the supervised positions.
         backend: "auto", "triton" or "torch".
     """
 

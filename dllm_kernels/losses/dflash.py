@@ -19,18 +19,17 @@ from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 
 class DFlashDecayLoss(DraftLoss):
-    r"""Cross-entropy of the drafted tokens, each weighted by how much of its block depends on it.
+    r"""Cross-entropy of the drafted tokens, with larger weights for earlier positions of a block.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_{k(i)} m_i \, \text{nll}_i, \qquad w_k = e^{-(k-1)/\gamma}
 
-    k = 1, 2, ... counts the predicted positions of a block; the anchor before them is given. m is ``block_mask``. An
-    early mistake costs every later token of the block, so early positions have larger weights. Rows whose
-    ``block_mask`` is 0 are not read.
+    k = 1, 2, ... counts the predicted positions of a block, after the given anchor token. m is ``block_mask``. A wrong
+    token early in a block also rejects all later tokens of the block, so early positions have larger weights. Rows
+    whose ``block_mask`` is 0 are not read.
 
-    With other ``position_weights``, :func:`dpace_weights` computes ``w m`` from the draft's own probability
-    of each target token, :math:`q = e^{-\text{nll}}`, which is taken as a constant. These weights are known only after
-    the forward pass. From hidden states with a trainable head the logits are therefore computed twice, with a frozen
-    head once.
+    With other ``position_weights``, :func:`dpace_weights` computes ``w m`` from the draft's own probability of each
+    target token, the constant :math:`q = e^{-\text{nll}}`. These weights are known only after the forward pass. From
+    hidden states, a trainable head therefore computes the logits twice, and a frozen head once.
 
     Source: the DFlash paper, eq. 4; defaults of gamma in appendix A.1: 7, 5, 4 for blocks of 16, 10, 8. D-PACE,
     arXiv 2605.18810, for the other weights.
@@ -48,8 +47,8 @@ class DFlashDecayLoss(DraftLoss):
     Args:
         loss_gamma: gamma of the decay, not 0; a negative one makes the weights grow. None: every row has the weight 1.
             Used with ``position_weights="decay"`` only.
-        use_fused_linear_ce: read by the training loop: True to call :meth:`forward_fused` with hidden states, False to
-            call :meth:`forward` with logits. Does not change these methods.
+        use_fused_linear_ce: attribute for the training loop: True to call :meth:`forward_fused` with hidden states,
+            False to call :meth:`forward` with logits. The methods ignore it.
         chunk_size: rows per chunk of logits in :meth:`forward_fused`. Larger chunks take more memory and mean fewer,
             larger matrix products. None: chosen from the sizes.
         normalize: denominator N. "tokens": ``num_tokens``; if None the loss is a sum. "rows": ``num_tokens``, or if
@@ -65,7 +64,7 @@ class DFlashDecayLoss(DraftLoss):
             rows.
         softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
             ``skip_id`` becomes -inf. A step whose argument is None is omitted.
-        reduction: "total", or "none" to return each row too. Then ``row_losses`` is ``w m nll`` and
+        reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is ``w m nll`` and
             ``row_weights`` is ``w m``.
         backend: "auto", "triton" or "torch".
 
@@ -119,14 +118,14 @@ class DFlashDecayLoss(DraftLoss):
             logits: ``[B, T, V]`` of the predicted positions. T is blocks * (block_size - 1), or blocks * block_size
                 with ``anchor_row``.
             target_ids: ``[B, T]`` integers. A target of -100 has NLL 0 and never counts as correct.
-            block_mask: ``[B, T]``, 0 where there is nothing to predict. Fractions are weights, taken as constants.
+            block_mask: ``[B, T]``, 0 for rows that predict nothing. Fractions are weights. A constant.
             num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with
                 ``normalize``. Used with "tokens" and "rows" only.
-            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy
-                is counted at each offset. None: each sequence is one block, and no accuracy is counted.
+            block_size: positions of a block, the anchor included. The weights restart at each block, and accuracy is
+                counted per offset. None: each sequence is one block, and no accuracy is counted.
             num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.
-                With "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls
-                that hold a part of them. Not used otherwise.
+                With "sequence_blocks" a tensor ``[B]``: the number of blocks with a valid row in each full sequence,
+                for calls that hold only a part of each sequence. Not used otherwise.
             num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call
                 with a valid row. Not used otherwise.
 
@@ -173,8 +172,8 @@ class DFlashDecayLoss(DraftLoss):
                 logits. In a drafter's Markov head, u is the embedding of the previous token.
             num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
-                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
+                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
                 operands.
 
         Returns:
@@ -199,7 +198,7 @@ class DFlashDecayLoss(DraftLoss):
         _checks.check_constant("block_mask", block_mask)
         counts = self._checked_counts(counts, block_size, target_ids)
         call = DraftCall(self, rows, target_ids, block_mask, block_size, counts)
-        return call.output(call.cross_entropy(summed=not self._gives_rows()))
+        return call.output(call.cross_entropy(summed=not self._returns_rows()))
 
     def _reduce(
         self,

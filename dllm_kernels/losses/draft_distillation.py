@@ -17,7 +17,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._common import DLLMLossOutput, check_masks, sum_of_rows
-from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, Found
+from dllm_kernels.losses._draft import Counts, DraftCall, DraftLoss, DraftResult
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 OPTIONS = ("beta", "floor", "eta", "kl_scale", "alpha", "base")  # options of single kinds
@@ -60,15 +60,15 @@ class _Teacher(NamedTuple):
 
 
 class DraftDistillationLoss(DraftLoss):
-    r"""Divergence of a block drafter to its target model, weighted by how much of its block depends on each position.
+    r"""Divergence of a block drafter to its target model, with larger weights for earlier positions of a block.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_i w_i m_i \left( D(p_i, q_i) + c \, \text{BCE}(\sigma(s_i), a_i) \right),
         \qquad a_i = \sum_v \min(p_{iv}, q_{iv})
 
-    p is the draft's distribution. q is the distribution of the target model, the teacher, and is taken as a constant. a
-    is the probability that speculative sampling accepts the drafted token. m is ``block_mask``. The second term exists
-    only if the drafter has a confidence head with logits s. The head learns to predict a, which is a constant in this
-    term. Draft and teacher rows whose ``block_mask`` is 0 are not read.
+    p is the draft's distribution. q is the distribution of the target model, the teacher, a constant. a is the
+    probability that speculative sampling accepts the drafted token. m is ``block_mask``. The second term exists only if
+    the drafter has a confidence head with logits s. The head learns to predict a, which is a constant in this term.
+    Draft and teacher rows whose ``block_mask`` is 0 are not read.
 
     From hidden states, the full logits tensors of both models are never materialized. The gradient is computed in the
     forward pass, in three matrix products if both models share a frozen head.
@@ -116,8 +116,8 @@ class DraftDistillationLoss(DraftLoss):
             the teacher's unless ``teacher_transform`` is given.
         teacher_transform: ``{"softcap": ..., "scale": ..., "skip_id": ...}`` for the teacher's logits; None: as for the
             draft's.
-        reduction: "total", or "none" to return each row too. From hidden states with a trainable head "none" takes two
-            more products.
+        reduction: "total", or "none" to also return the loss of each row. From hidden states with a trainable head
+            "none" takes two more products.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -237,11 +237,11 @@ class DraftDistillationLoss(DraftLoss):
                 it may have any number of rows. None: no teacher, which ``kind="ce"`` allows.
             target_ids: ``[B, T]`` integers; -100: no target at this position. Used by kind "ce" and by
                 ``confidence="target"`` only; otherwise it may be None.
-            block_mask: ``[B, T]``, 0 where there is nothing to predict. Fractions are weights, taken as constants.
+            block_mask: ``[B, T]``, 0 for rows that predict nothing. Fractions are weights. A constant.
             num_tokens: the loss is divided by ``max(num_tokens, 1)``; int or 0-d tensor. None: as described with
                 ``normalize``. Used with "tokens" and "rows" only.
-            block_size: positions of a block, the anchor included. The weights start again with each block, and accuracy
-                is counted at each offset. None: each sequence is one block, and no accuracy is counted.
+            block_size: positions of a block, the anchor included. The weights restart at each block, and accuracy is
+                counted per offset. None: each sequence is one block, and no accuracy is counted.
             teacher_rows: ``[B, T]`` int64, the teacher's row that belongs to each of the draft's rows. The teacher's
                 rows are numbered through all dimensions but the last. None: the two have the same layout.
             draft_to_target: ``[V]`` int64, for a draft with a smaller vocabulary: the teacher's column of each of its
@@ -250,8 +250,8 @@ class DraftDistillationLoss(DraftLoss):
             confidence_logits: s ``[B, T]`` of the drafter's confidence head, or None. Only the confidence term has a
                 gradient for it.
             num_blocks: N with ``normalize="blocks"``, as ``max(n, 1)``; None: the blocks of this call with a valid row.
-                With "sequence_blocks" a tensor ``[B]``: the blocks with a valid row of each whole sequence, for calls
-                that hold a part of them. Not used otherwise.
+                With "sequence_blocks" a tensor ``[B]``: the number of blocks with a valid row in each full sequence,
+                for calls that hold only a part of each sequence. Not used otherwise.
             num_sequences: N with "sequences" and "sequence_blocks", as ``max(n, 1)``; None: the sequences of this call
                 with a valid row. Not used otherwise.
             total_weight: N with "mean", without a minimum: the sum of ``weight_sum`` over the whole step. None: the sum
@@ -322,8 +322,8 @@ class DraftDistillationLoss(DraftLoss):
                 to the logits. In a drafter's Markov head, u is the embedding of the previous token.
             num_active: upper bound on the number of rows whose ``block_mask`` is not 0; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
-                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
+                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
                 operands.
 
         Returns:
@@ -353,16 +353,16 @@ class DraftDistillationLoss(DraftLoss):
             rows = replaced(rows, names=replaced(rows.names, targets="block_mask"))
         targets = _check_layout(rows, target_ids, block_mask, confidence_logits)
         teacher.check(rows, targets)
-        self._check_there(spec, teacher, target_ids, confidence_logits)
+        self._check_required(spec, teacher, target_ids, confidence_logits)
         target_ids, block_mask, confidence_logits = all_plain(target_ids, block_mask, confidence_logits)
         counts = self._checked_counts(counts, block_size, block_mask)
         call = _Call(self, rows, target_ids, block_mask, block_size, counts, teacher, spec)
-        found = call.found(summed=not self._gives_rows())
+        found = call.found(summed=not self._returns_rows())
         total = found.loss
         if confidence_logits is not None and found.a is not None:
             s = torch.where(found.weights != 0, confidence_logits.to(found.weights.dtype), 0.0)
             learned = F.binary_cross_entropy_with_logits(s, found.a.clamp(0, 1), reduction="none")
-            total = total + self.confidence_weight * sum_of_rows(learned, found.shares)
+            total = total + self.confidence_weight * sum_of_rows(learned, found.divided)
             if found.value is not None:
                 found = replaced(found, value=found.value + self.confidence_weight * learned)
         return replaced(call.output(found), total_loss=total)
@@ -375,7 +375,7 @@ class DraftDistillationLoss(DraftLoss):
         _checks.check_not_negative("confidence_weight", self.confidence_weight)
         return spec
 
-    def _check_there(
+    def _check_required(
         self, spec: DivergenceSpec, teacher: _Teacher, target_ids: Tensor | None, confidence_logits: Tensor | None
     ) -> None:
         """Raise ValueError if targets or a teacher are required by the settings and not given."""
@@ -424,35 +424,37 @@ class _Call(DraftCall):
         """Kind of confidence for D-PACE, or None with the decay."""
         return None if self.loss.position_weights == "decay" else self.loss.confidence
 
-    def found(self, summed: bool) -> Found:
+    def found(self, summed: bool) -> DraftResult:
         """Compute the weighted sum, or per-row divergences if rows are requested or the weights depend on them."""
         if self.teacher.x is None:
             return self.cross_entropy(summed, sum(part.coefficient for part in self.spec.parts))
         equal = self.loss.alpha == "mean" and self.confidence is not None  # weights of the rows in the mean of a
         if not summed or equal or self.confidence in ("teacher", "acceptance"):
             return self._rows()
-        q = None if self.confidence is None else self._of_targets()
-        weights, shares = self.weights(q)
-        out = self._divergence(shares)
-        return Found(out.loss, weights, shares, out.agree, out.acceptance_rate)
+        q = None if self.confidence is None else self._target_probabilities()
+        weights, divided = self.weights(q)
+        out = self._divergence(divided)
+        return DraftResult(out.loss, weights, divided, out.agree, out.acceptance_rate)
 
-    def _rows(self) -> Found:
+    def _rows(self) -> DraftResult:
         """Compute the divergence per row, then the weights, which may depend on it."""
         if self.loss.alpha == "mean" and self.confidence is None:
-            return self._rows_beside_their_mean()
-        each = self._divergence(self._on, reduction="none")
-        weights, shares = self.weights(self._confidence(each))
-        return Found(sum_of_rows(each.loss, shares), weights, shares, each.agree, each.acceptance_rate, each.loss)
+            return self._rows_with_weighted_mean()
+        each = self._divergence(self._active_mask, reduction="none")
+        weights, divided = self.weights(self._confidence(each))
+        return DraftResult(
+            sum_of_rows(each.loss, divided), weights, divided, each.agree, each.acceptance_rate, each.loss
+        )
 
-    def _rows_beside_their_mean(self) -> Found:
+    def _rows_with_weighted_mean(self) -> DraftResult:
         """Compute the divergence per row with known weights, which also weight the mean of a."""
-        weights, shares = self.weights(None)
-        each = self._divergence(shares, reduction="none")
-        value = each.loss / torch.where(shares != 0, shares, 1.0)  # each.loss is 0 where the share is 0
-        return Found(each.loss.sum(), weights, shares, each.agree, each.acceptance_rate, value)
+        weights, divided = self.weights(None)
+        each = self._divergence(divided, reduction="none")
+        value = each.loss / torch.where(divided != 0, divided, 1.0)  # each.loss is 0 if divided is 0
+        return DraftResult(each.loss.sum(), weights, divided, each.agree, each.acceptance_rate, value)
 
     @property
-    def _on(self) -> Tensor:
+    def _active_mask(self) -> Tensor:
         """Mask of the rows that are read, 1 or 0."""
         return (self.block_mask != 0).to(self.rows.accum_dtype)
 
@@ -466,12 +468,12 @@ class _Call(DraftCall):
         if part.kind == "teacher_ce" and self.confidence == "teacher" and not others and untempered:
             return torch.exp(-each.value / part.coefficient)
         if self.confidence == "target":
-            return self._of_targets()
-        asked = {"kind": "teacher_ce", "temperature": 1.0, **dict.fromkeys(OPTIONS)}
+            return self._target_probabilities()
+        overrides = {"kind": "teacher_ce", "temperature": 1.0, **dict.fromkeys(OPTIONS)}
         with torch.no_grad():
-            return torch.exp(-self._divergence(self._on, **asked).value)
+            return torch.exp(-self._divergence(self._active_mask, **overrides).value)
 
-    def _of_targets(self) -> Tensor:
+    def _target_probabilities(self) -> Tensor:
         """Compute the draft's probability of the target tokens."""
         assert self.target_ids is not None
         with torch.no_grad():
@@ -480,8 +482,8 @@ class _Call(DraftCall):
     def _divergence(self, weights: Tensor, **changes: Any) -> Divergence:
         """Compute the divergence of the active rows; ``changes`` override the options of the loss."""
         assert self.teacher.x is not None
-        asked = {name: getattr(self.loss, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}
-        asked |= self.teacher.options | changes
+        overrides = {name: getattr(self.loss, name) for name in ("kind", "temperature", "teacher_transform", *OPTIONS)}
+        overrides |= self.teacher.options | changes
         if self.spec.wants_targets and "kind" not in changes:
-            asked["targets"] = self.target_ids
-        return self.rows.divergence(self.teacher.x, weights, **asked)
+            overrides["targets"] = self.target_ids
+        return self.rows.divergence(self.teacher.x, weights, **overrides)

@@ -60,12 +60,12 @@ def acceptance_length(
     Source: greedy verification and speculative sampling, Leviathan et al. 2023, arXiv:2211.17192, section 2.
 
     Args:
-        output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`. Or a tensor ``[B, T]``, nonzero
-            where the drafted token is the target model's token; with ``sampling``, the acceptance rates in [0, 1].
-        mask: ``[B, T]``, the ``block_mask`` of that call: 0 where there is nothing to predict. Fractions are weights.
-        block_size: ``block_size`` of that call: positions of a block, including the anchor. A block has
+        output: output of :class:`DFlashDecayLoss` or :class:`DraftDistillationLoss`. Or a tensor ``[B, T]``, nonzero if
+            the drafted token is the target model's token; with ``sampling``, the acceptance rates in [0, 1].
+        mask: ``[B, T]``, the ``block_mask`` of the loss call: 0 for rows that predict nothing. Fractions are weights.
+        block_size: ``block_size`` of the loss call: positions of a block, including the anchor. A block has
             ``block_size - 1`` rows.
-        anchor_row: ``anchor_row`` of that loss: a block has ``block_size`` rows.
+        anchor_row: ``anchor_row`` of the loss: a block has ``block_size`` rows.
         bonus: also count the token that the target model samples after the accepted tokens, 1 per block.
         sampling: use acceptance rates instead of matches. :class:`DraftDistillationLoss` returns them if it has a
             teacher.

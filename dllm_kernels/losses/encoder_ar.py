@@ -34,8 +34,8 @@ def compute_per_token_nll(
         target_ids: ``[B, L]`` integers; -100 gives 0.
         softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as that of MASK: its logit is -inf, its gradient 0, and the NLL of
-            a target equal to it is NaN. None: every column can be predicted.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL of a target equal to it is NaN. None: every column can be predicted.
         backend: "auto", "triton" or "torch".
 
     Returns:
@@ -61,7 +61,7 @@ def encoder_ar_loss(
     reduction: str = "total",
     backend: str = "auto",
 ) -> torch.Tensor:
-    r"""Next-token cross-entropy where both the current and the next position are valid.
+    r"""Next-token cross-entropy over the pairs of a valid position and a valid next position.
 
     .. math:: \text{loss} = \frac{1}{N} \sum_{i < S} m_i m_{i+1} \, \text{nll}(z_i, x_{i+1})
 
@@ -79,7 +79,7 @@ def encoder_ar_loss(
     Args:
         encoder_logits: ``[B, S, V]``, any float dtype.
         input_ids: ``[B, S]`` integers, the clean sequence.
-        valid_mask: ``[B, S]``, nonzero where a position is not padding; None: all are valid.
+        valid_mask: ``[B, S]``, nonzero if a position is not padding; None: all are valid.
         num_tokens: divides the sum, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored positions of this
             call.
         softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
@@ -129,8 +129,8 @@ def encoder_ar_loss_fused(
         chunk_size: rows per chunk of logits; None: chosen from the sizes.
         num_active: upper bound on the number of scored rows; None: read back from a GPU, a host sync. The loss is NaN
             if the bound is too small.
-        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and ties
-            are judged too; their gradient is rounded once, before its products. None: the dtype of the operands.
+        logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the argmax.
+            The gradient of the logits is rounded once, before its matrix products. None: the dtype of the operands.
         softcap, scale, skip_id: as in :func:`compute_per_token_nll`.
         reduction: as in :func:`encoder_ar_loss`; with "none" and a trainable head the logits are computed twice.
         backend: "auto", "triton" or "torch".

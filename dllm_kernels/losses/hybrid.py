@@ -13,7 +13,15 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import plain
 from dllm_kernels.losses import _common
 from dllm_kernels.losses._base import Batch, DiffusionLoss
-from dllm_kernels.losses._common import Count, DLLMLossOutput, divide, part_of, single_loss, sum_of_rows, weighted_rows
+from dllm_kernels.losses._common import (
+    Count,
+    DLLMLossOutput,
+    divide,
+    logged_sum,
+    single_loss,
+    sum_of_rows,
+    weighted_rows,
+)
 from dllm_kernels.losses._model_output import ModelOutput
 
 
@@ -24,9 +32,9 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         \text{loss} = \frac{\alpha}{N_d} \sum_{i\,\in\,\text{noise} \cap \text{supervised}} \frac{\text{nll}_i}{p_i}
                     + \frac{1}{N_{ar}} \sum_{i < L} m^{ar}_{i+1} \, \text{nll}(z^{ar}_i, x_{i+1})
 
-    The AR part exists only when there are AR logits and ``loss_mask_ar`` is given. Its targets are shifted, not its
-    logits. The legacy layout ``[B, L + L, V]``, diffusion logits then AR logits, is one call over the whole tensor.
-    ``dllm_loss`` is ``alpha`` times the diffusion part.
+    The AR part exists only if AR logits and ``loss_mask_ar`` are given. Its targets are shifted, not its logits. The
+    legacy layout ``[B, L + L, V]``, diffusion logits then AR logits, is one call over the whole tensor. ``dllm_loss``
+    is ``alpha`` times the diffusion part.
 
     Source: Sahoo et al. 2024 (MDLM), eq. 10, for the diffusion part; the sum of both as in Nemotron-Labs-Diffusion.
 
@@ -45,8 +53,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             any case.
         softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
             ``skip_id`` becomes -inf. A step whose argument is None is omitted.
-        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, the rows of the diffusion part, with
-            ``alpha`` in their weights, followed by the rows of the AR part; without an AR part ``[B, L]``.
+        reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the diffusion part,
+            with ``alpha`` in their weights, followed by the rows of the AR part; without an AR part ``[B, L]``.
         backend: "auto", "triton" or "torch".
     """
 
@@ -90,8 +98,8 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
             chunk_size: rows per chunk of logits; None: chosen from the sizes.
             num_active: upper bound on the number of rows of nonzero weight in both branches together; None: read back
                 from a GPU, a host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
-                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
+                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
                 operands.
 
         Returns:
@@ -116,7 +124,7 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         # without an AR part, any number of positions may follow the diffusion rows
         rows.check(ids, width=2 * ids.shape[1] if branches else rows.x.shape[1] if concatenated else None)
         causal_name = f"causal_{rows.names.rows}"
-        batch.check_used_or_not(**{causal_name: causal, "noisy_input_ids": noisy_input_ids})
+        batch.check_unused(**{causal_name: causal, "noisy_input_ids": noisy_input_ids})
         self._check_alpha()
         check_constant("alpha", self.alpha)
         check_constant("loss_mask_ar", batch.loss_mask_ar)
@@ -153,45 +161,45 @@ class HybridDiffusionLLMLoss(DiffusionLoss):
         targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.accum_dtype)
         divided = divide(weights, count)
         if not num_trailing:
-            return self._of_one_part(rows, targets, weights, divided)
+            return self._single_part_output(rows, targets, weights, divided)
         L = targets.shape[1]
         if batch.loss_mask_ar is None:
             targets = F.pad(targets, (0, num_trailing), value=-100)
-            every, shares = (F.pad(t, (0, num_trailing)) for t in (weights, divided))
+            all_weights, all_divided = (F.pad(t, (0, num_trailing)) for t in (weights, divided))
         else:
             shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
             pairs = (targets, shifted), (weights, ar), (divided, divided_ar)
-            targets, every, shares = (torch.cat(pair, 1) for pair in pairs)
-        if not self._gives_rows():
-            out = rows.weighted(targets, shares)
-            return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], divided), weight_sum=every.sum())
-        nll = rows.per_row(targets, every).nll
+            targets, all_weights, all_divided = (torch.cat(pair, 1) for pair in pairs)
+        if not self._returns_rows():
+            out = rows.weighted(targets, all_divided)
+            return DLLMLossOutput(out.loss, logged_sum(out.nll[:, :L], divided), weight_sum=all_weights.sum())
+        nll = rows.per_row(targets, all_weights).nll
         if batch.loss_mask_ar is None:
             return single_loss(sum_of_rows(nll[:, :L], divided), weights, weighted_rows(nll[:, :L], weights))
-        return _of_rows(nll, every, shares, L)
+        return _per_row_output(nll, all_weights, all_divided, L)
 
     def _two_branches(self, rows: ModelOutput, other: ModelOutput, batch: Batch) -> DLLMLossOutput:
         """Compute both branches: two calls on logits, or one pass over the LM head."""
         targets, (weights, count) = batch.target_ids.long(), self._weights(batch, rows.accum_dtype)
         divided = divide(weights, count)
         shifted, ar, divided_ar = _shifted(batch, rows.accum_dtype)
-        if not self._gives_rows():
+        if not self._returns_rows():
             weight_sum = weights.sum() + ar.sum()
             if rows.weight is None:
                 diffusion = rows.weighted(targets, divided).loss
                 total = diffusion + other.weighted(shifted, divided_ar).loss
                 return DLLMLossOutput(total, diffusion.detach().clone(), weight_sum=weight_sum)
-            out = rows.beside(other).weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
-            return DLLMLossOutput(out.loss, part_of(out.nll[0], divided), weight_sum=weight_sum)
+            out = rows.stack(other).weighted(torch.stack([targets, shifted]), torch.stack([divided, divided_ar]))
+            return DLLMLossOutput(out.loss, logged_sum(out.nll[0], divided), weight_sum=weight_sum)
         if rows.weight is not None:
-            both = rows.beside(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
+            both = rows.stack(other).per_row(torch.stack([targets, shifted]), torch.stack([weights, ar])).nll.unbind()
         else:
             both = rows.per_row(targets, weights).nll, other.per_row(shifted, ar).nll
-        nll, every, shares = (torch.cat(pair, 1) for pair in (both, (weights, ar), (divided, divided_ar)))
-        return _of_rows(nll, every, shares, targets.shape[1])
+        nll, all_weights, all_divided = (torch.cat(pair, 1) for pair in (both, (weights, ar), (divided, divided_ar)))
+        return _per_row_output(nll, all_weights, all_divided, targets.shape[1])
 
 
-def _of_rows(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DLLMLossOutput:
+def _per_row_output(nll: Tensor, weights: Tensor, divided: Tensor, L: int) -> DLLMLossOutput:
     """Build the output with the rows of both parts; the first L rows are the diffusion part."""
     diffusion = sum_of_rows(nll[:, :L], divided[:, :L])
     out = single_loss(diffusion + sum_of_rows(nll[:, L:], divided[:, L:]), weights, weighted_rows(nll, weights))

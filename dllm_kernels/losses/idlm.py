@@ -10,7 +10,7 @@ from dllm_kernels._utils import _checks
 from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain
 from dllm_kernels.losses._base import TransformedLoss
-from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, part_of, shift_left
+from dllm_kernels.losses._common import Count, DLLMLossOutput, check_counts, check_masks, divide, logged_sum, shift_left
 from dllm_kernels.losses._model_output import HIDDEN, LOGITS, ModelOutput
 
 CLEAN_MIN = 1e-6
@@ -31,13 +31,13 @@ class IDLMLoss(TransformedLoss):
 
     Args:
         clean_loss_weight: alpha, a finite constant.
-        auto_balance: alpha is ``CE(noisy) / max(CE(clean), 1e-6)`` instead, taken as a constant, so that both terms
+        auto_balance: True to use the constant alpha ``CE(noisy) / max(CE(clean), 1e-6)`` instead, so that both terms
             have equal weight. It is known only after the forward pass, so from hidden states with a trainable head the
             logits are computed twice.
         softcap, scale, skip_id: each logit z becomes ``scale * softcap * tanh(z / softcap)``, and the logit of column
             ``skip_id`` becomes -inf. A step whose argument is None is omitted.
-        reduction: "total", or "none" to return each row too: ``[B, 2 L]``, the rows of the masked copy followed by
-            the rows of the clean copy, with alpha in their weights.
+        reduction: "total", or "none" to also return the loss of each row: ``[B, 2 L]``, the rows of the masked copy
+            followed by the rows of the clean copy, with alpha in their weights.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -77,9 +77,9 @@ class IDLMLoss(TransformedLoss):
         Args:
             logits: ``[B, 2 L, V]``, any float dtype: the masked copy, then the clean copy.
             target_ids: ``[B, L]`` integers, the clean tokens; -100 counts as NLL 0.
-            answer_mask: ``[B, L]``, nonzero where the token belongs to the answer. The previous row is scored, so the
-                first token of an answer is learned from the last row of its prompt.
-            valid_mask: ``[B, L]``, nonzero where the token is not padding.
+            answer_mask: ``[B, L]``, nonzero if the token belongs to the answer. The previous row predicts it, so the
+                last row of the prompt is scored for the first token of the answer.
+            valid_mask: ``[B, L]``, nonzero if the token is not padding.
             seq_len: L.
             num_diffusion_tokens: divides both sums, as ``max(n, 1)``; int or 0-d tensor. None: the number of scored
                 positions of this call.
@@ -122,8 +122,8 @@ class IDLMLoss(TransformedLoss):
             chunk_size: rows per chunk of logits; None: chosen from the sizes.
             num_active: upper bound on the number of scored rows in both copies together; None: read back from a GPU, a
                 host sync. The loss is NaN if the bound is too small.
-            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, where argmax and
-                ties are judged too; their gradient is rounded once, before its products. None: the dtype of the
+            logits_dtype: torch.float32 keeps the logits of float16 and bfloat16 operands in float32, also for the
+                argmax. The gradient of the logits is rounded once, before its matrix products. None: the dtype of the
                 operands.
 
         Returns:
@@ -157,13 +157,13 @@ class IDLMLoss(TransformedLoss):
         count = scored.sum()
         weights = divide(scored.to(rows.accum_dtype), count if num_diffusion_tokens is None else num_diffusion_tokens)
         both = torch.cat([targets, targets], 1)
-        if self.auto_balance or self._gives_rows():
-            return self._of_rows(rows, both, scored.to(rows.accum_dtype), weights)
+        if self.auto_balance or self._returns_rows():
+            return self._per_row_output(rows, both, scored.to(rows.accum_dtype), weights)
         out = rows.weighted(both, torch.cat([weights, self.clean_loss_weight * weights], 1))
         weight_sum = (1 + self.clean_loss_weight) * count.to(rows.accum_dtype)
-        return DLLMLossOutput(out.loss, part_of(out.nll[:, :L], weights), weight_sum=weight_sum)
+        return DLLMLossOutput(out.loss, logged_sum(out.nll[:, :L], weights), weight_sum=weight_sum)
 
-    def _of_rows(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
+    def _per_row_output(self, rows: ModelOutput, both: Tensor, scored: Tensor, weights: Tensor) -> DLLMLossOutput:
         """Compute the output from per-row NLLs of both halves ``[B, 2 L]``; ``weights`` is ``scored`` / count."""
         L = weights.shape[1]
         factor = 1.0 if self.auto_balance else self.clean_loss_weight  # rows of weight 0 are not read
@@ -171,7 +171,7 @@ class IDLMLoss(TransformedLoss):
         noisy, clean = (nll[:, :L] * weights).sum(), (nll[:, L:] * weights).sum()
         alpha = (noisy / clean.clamp(min=CLEAN_MIN)).detach() if self.auto_balance else self.clean_loss_weight
         out = DLLMLossOutput(noisy + alpha * clean, noisy.detach().clone(), weight_sum=(1 + alpha) * scored.sum())
-        if not self._gives_rows():
+        if not self._returns_rows():
             return out
         row_weights = torch.cat([scored, alpha * scored], 1)
         return replaced(out, row_losses=nll * row_weights, row_weights=row_weights)

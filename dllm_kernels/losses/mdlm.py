@@ -14,12 +14,12 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
     .. math:: \text{loss} = \frac{1}{N} \sum_{i\,\in\,\text{noise} \cap \text{supervised}} \frac{\text{nll}_i}{p_i}
 
     :math:`p_i` is the probability with which position i was masked, at least 1e-8. N is ``num_diffusion_tokens``: the
-    number of supervised tokens of the whole step, masked or not, because 1/p accounts for those that were not masked.
-    If the sum is divided by the number of masked tokens instead, the loss is not a bound on the likelihood, and its
-    scale depends on the fraction of masked tokens.
+    number of supervised tokens of the whole step, masked or not, because 1/p accounts for the unmasked tokens. If the
+    sum is divided by the number of masked tokens instead, the loss is not a bound on the likelihood, and its scale
+    depends on the fraction of masked tokens.
 
-    Positions outside the masks are not read: a NaN there reaches neither the loss nor the gradient. (An implementation
-    that multiplies by 0 returns NaN.)
+    Positions outside the masks are not read, so a NaN in them affects neither the loss nor the gradient. (An
+    implementation that multiplies by 0 returns NaN.)
 
     Source: Sahoo et al. 2024, "Simple and Effective Masked Diffusion Language Models", eq. 10; Nie et al. 2025, "Large
     Language Diffusion Models", eq. 3.
@@ -42,8 +42,8 @@ class MDLMCrossEntropyLoss(DiffusionLoss):
             to the dtype of the logits, like a cross-entropy computed in that dtype.
         softcap: c > 0 replaces each logit by ``c tanh(z / c)`` first, as in Gemma; None: no cap.
         scale: s > 0 multiplies each logit, after the cap: 1 / T for a temperature T; None: 1.
-        skip_id: column that is never predicted, such as that of MASK: its logit is -inf, its gradient 0, and the NLL of
-            a target equal to it is NaN. None: every column can be predicted.
+        skip_id: column that is never predicted, such as the MASK column. Its logit is -inf, its gradient is 0, and the
+            NLL of a target equal to it is NaN. None: every column can be predicted.
         reduction: "total" returns the loss only. "none" also returns ``row_losses`` and ``row_weights`` of
             :class:`DLLMLossOutput`, for a trainer with its own denominators: here :math:`\text{nll}_i / p_i` before the
             division by N, differentiable with any gradient per row. From hidden states with a trainable head the logits

@@ -1,4 +1,4 @@
-"""SCDD: masked diffusion whose noise also contains wrong tokens, which the model learns to correct."""
+"""SCDD: masked diffusion with additional random-token noise, which the model learns to correct."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def scdd_schedule(t: torch.Tensor, *, max_ratio: float, gamma_shape: float, t_pe
     Args:
         t: times ``[...]``, floating, clamped to [0, 1].
         max_ratio: the uniform mass at the peak, in [0, 1); 0 is plain masked diffusion.
-        gamma_shape: width of the peak: the larger, the narrower. If it is negative, ``t_peak`` is the minimum of c, and
-            t = 0 and t = 1 give NaN.
+        gamma_shape: inverse width of the peak: a larger value gives a narrower peak. If it is negative, ``t_peak`` is
+            the minimum of c, and t = 0 and t = 1 give NaN.
         t_peak: time of the peak, in (0, 1).
 
     Returns:
@@ -124,8 +124,8 @@ class SCDDLoss(DiffusionLoss):
             sizes. Not used from logits.
         softcap, scale: each logit z becomes ``scale * softcap * tanh(z / softcap)``. A step whose argument is None is
             omitted.
-        reduction: "total", or "none" to return each row too. Then ``row_losses`` is T times the term of each position,
-            and ``row_weights`` is T.
+        reduction: "total", or "none" to also return the loss of each row. Then ``row_losses`` is T times the term of
+            each position, and ``row_weights`` is T.
         backend: "auto", "triton" or "torch".
 
     Raises:
@@ -164,8 +164,8 @@ class SCDDLoss(DiffusionLoss):
         rows.check(batch.target_ids)
         if self.mask_token_id >= rows.vocabulary:
             raise ValueError(f"mask_token_id must lie in [0, {rows.vocabulary}), got {self.mask_token_id}")
-        rows = rows.with_skipped(self.mask_token_id)
-        batch.check_used_or_not(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
+        rows = rows.with_skip_id(self.mask_token_id)
+        batch.check_unused(**{f"causal_{rows.names.rows}": causal, "noise_mask": batch.noise_mask})
         z = _checked_noisy(noisy_input_ids, batch.target_ids)
         _check_times(batch)
         supervised, count = batch.loss_mask.bool(), batch.num_diffusion_tokens
@@ -180,11 +180,11 @@ class SCDDLoss(DiffusionLoss):
         if self.max_ratio == 0:  # weighted sum of NLLs: gamma is 1 - t, so T steps release T (t - s) / t
             masked = active & (z == self.mask_token_id)
             weights = torch.where(masked, t.to(rows.accum_dtype).clamp(min=1 / self.num_timesteps).reciprocal(), 0.0)
-            out = self._of_one_part(rows, self._predictable(x), weights, divide(weights, count))
+            out = self._single_part_output(rows, self._predictable(x), weights, divide(weights, count))
             return replaced(out, weight_sum=steps.sum(), row_weights=None if out.row_losses is None else steps)
         step = _Step.between(self, t, rows.vocabulary - 1, rows.accum_dtype)
         costs, times = self._costs(rows, step, x, z, active), self.num_timesteps * active.to(rows.accum_dtype)
-        return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._gives_rows() else None)
+        return single_loss((costs * divide(times, count)).sum(), steps, costs * times if self._returns_rows() else None)
 
     def _predictable(self, ids: torch.Tensor) -> torch.Tensor:
         """Replace MASK by -100: its probability is 0 without a gradient, so as a clean token it adds a constant."""

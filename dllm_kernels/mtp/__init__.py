@@ -1,7 +1,7 @@
-r"""Multi-token prediction (MTP): the auxiliary loss, the base losses it runs on, and its pipeline wrapper.
+r"""Multi-token prediction (MTP): the auxiliary loss, its base losses and its pipeline wrapper.
 
-Depth k = 0 .. D-1 predicts the token k + 2 positions ahead of its input, so its labels are the labels shifted left by
-k + 1; positions without such a label, or with a label from another packed sub-sequence, are ignored:
+Depth k = 0 .. D-1 predicts the token k + 2 positions ahead of its input. Its labels are therefore the labels shifted
+left by k + 1. Positions without such a label, or with a label from another packed sub-sequence, are ignored:
 
     L_MTP = scaling_factor / D * sum_k CE(depth k, labels shifted by k + 1).
 

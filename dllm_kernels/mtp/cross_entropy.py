@@ -36,16 +36,17 @@ class CrossEntropy(TransformedLoss):
     def checked_targets(
         self, names: _checks.Names, rows: Tensor, labels: Tensor, *head: Tensor | None, shift: int = 0
     ) -> Tensor:
-        """Check the rows, the head and the labels; return the labels as targets of the ops, -100 where ignored."""
+        """Check the rows, the head and the labels; return the labels as targets of the ops, -100 if ignored."""
         V = _checks.check_rows(names, rows, labels, *head)
         return self.targets_in_range(names.targets, labels, V, shift)
 
     def targets_in_range(self, name: str, labels: Tensor, V: int, shift: int) -> Tensor:
-        """Return the labels as targets of the ops, -100 where ignored; if checks are on, raise for the first bad one.
+        """Return the labels as targets of the ops, -100 if ignored.
 
-        ``shift``: how many positions further on it is in the caller's tensor.
+        If target checks are on, raise IndexError for the first out-of-range label.
+        ``shift``: offset of a label in the caller's tensor, for the error message.
         """
-        labels = widened(labels)
+        labels = to_int64(labels)
         if self.ignore_index != PADDING:
             labels = labels.masked_fill(labels == self.ignore_index, PADDING)
         _checks.check_target_range(None, name, labels, V, shift=shift, skip_id=self.skip_id)
@@ -53,7 +54,7 @@ class CrossEntropy(TransformedLoss):
 
     def reduced(self, rows: ModelOutput, targets: Tensor, weights: Tensor, num_label_tokens: Count) -> Tensor:
         """Compute the loss from the weights of the positions."""
-        if self._gives_rows():
+        if self._returns_rows():
             return rows.per_row(targets, weights).nll.flatten()
         return rows.weighted(targets, normalized(weights, self.reduction, num_label_tokens)).loss
 
@@ -111,8 +112,8 @@ class MaskedCrossEntropy(CrossEntropy):
             labels: ``[...]`` integers; not modified. Leading dimensions may be merged in one of both, as in
                 ``[B, S, V]`` with ``[B * S]``; ``[S, B]`` with ``[B, S, V]`` is rejected, although the sizes are equal.
             mask: one entry per label, in any shape, or a single entry, or None; 0 ignores a position.
-            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor, not negative (on a GPU, where
-                the sign is not read, NaN). Only with ``reduction="sum"``.
+            num_label_tokens: divides the sum; int or 0-d tensor, not negative. A count of 0 gives a loss of 0. A
+                negative tensor on a GPU gives NaN, because its sign is not read. Only with ``reduction="sum"``.
             loss_weights: of the shape of ``labels`` or None, a factor per position. Only with ``reduction="sum"``.
 
         Returns:
@@ -218,8 +219,8 @@ class FusedLinearCrossEntropy(CrossEntropy):
             hidden_states: ``[..., D]``.
             labels: ``[...]`` integers; not modified.
             lm_weight: ``[V, D]``; may be sharded (a DTensor).
-            num_label_tokens: divides the sum (a count of 0 gives 0); int or 0-d tensor, not negative (on a GPU, where
-                the sign is not read, NaN). Only with ``reduction="sum"``.
+            num_label_tokens: divides the sum; int or 0-d tensor, not negative. A count of 0 gives a loss of 0. A
+                negative tensor on a GPU gives NaN, because its sign is not read. Only with ``reduction="sum"``.
             grad_reduce_group: ignored; accepted for compatibility. The gradient of a sharded head is reduced over the
                 mesh of the head.
             loss_weights: ``[...]`` or None, a factor per position. Only with ``reduction="sum"``.
@@ -275,7 +276,7 @@ def position_weights(
 ) -> Tensor:
     """Compute the weight per position, 0 if ignored or masked out, in the dtype of sums over ``like``."""
     mask, loss_weights = all_plain(mask, loss_weights)
-    labels = widened(labels)
+    labels = to_int64(labels)
     dtype = accum_dtype(like.dtype)
     counts = (labels != ignore_index) & (labels != PADDING)
     if mask is not None:
@@ -292,7 +293,7 @@ def position_weights(
     return torch.where(counts, loss_weights.detach().to(dtype), 0.0)
 
 
-def widened(labels: Tensor) -> Tensor:
+def to_int64(labels: Tensor) -> Tensor:
     """Cast labels to a plain int64 tensor: narrower dtypes may not hold -100, and uint8 156 compares equal to it."""
     (labels,) = all_plain(labels)
     _checks.check_ids("labels", labels)
@@ -336,7 +337,7 @@ def calculate_loss(loss_fn: nn.Module, **kwargs: Any) -> Tensor:
         labels = labels.long().masked_fill(labels.long() == PADDING, own_index)
     passed_on = ("num_label_tokens", "loss_weights", "grad_reduce_group", "logits_dtype", "extra")
     offered: dict[str, Any] = {"labels": labels, **{name: kwargs.get(name) for name in passed_on}}
-    if is_linear(loss_fn):
+    if takes_hidden_states(loss_fn):
         model, weight, bias = (kwargs.get(name) for name in ("model", "lm_weight", "lm_bias"))
         offered["hidden_states"] = required(kwargs, "hidden_states", loss_fn)
         offered["lm_weight"] = head_weight(model) if weight is None else weight
@@ -369,12 +370,12 @@ def _forward_parameters(loss_fn: nn.Module) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(type(loss_fn).forward if forward is None else forward).parameters
 
 
-def is_linear(loss_fn: nn.Module) -> bool:
+def takes_hidden_states(loss_fn: nn.Module) -> bool:
     """Return True if the loss takes hidden states and the LM head instead of logits."""
     return "lm_weight" in _forward_parameters(loss_fn)
 
 
-def is_our_linear(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
+def is_plain_fused(loss_fn: nn.Module) -> TypeGuard[FusedLinearCrossEntropy]:
     """Return True if the loss is a :class:`FusedLinearCrossEntropy` without overridden forward and without hooks."""
     own = isinstance(loss_fn, FusedLinearCrossEntropy) and type(loss_fn).forward is FusedLinearCrossEntropy.forward
     return own and "forward" not in vars(loss_fn) and not any(getattr(loss_fn, hooks) for hooks in HOOKS)

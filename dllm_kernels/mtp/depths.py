@@ -14,7 +14,7 @@ from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import all_plain, values_are_there
 from dllm_kernels.losses._common import Count
 from dllm_kernels.mtp import cross_entropy as base
-from dllm_kernels.mtp.cross_entropy import PADDING, CrossEntropy, normalized, position_weights, widened
+from dllm_kernels.mtp.cross_entropy import PADDING, CrossEntropy, normalized, position_weights, to_int64
 from dllm_kernels.mtp.head import gathered_once, head_bias, head_weight, logits_of
 
 
@@ -41,7 +41,7 @@ def mtp_labels(labels: Tensor, depth: int, ignore_index: int = PADDING, seq_idx:
 
     Args:
         labels: ``[B, S]`` or ``[S]`` integers.
-        depth: 0 .. D-1.
+        depth: index of the MTP depth, 0 .. D-1.
         ignore_index: label of ignored positions.
         seq_idx: shape of ``labels``; positions with equal values belong to one packed sub-sequence. None: no packing.
 
@@ -53,7 +53,7 @@ def mtp_labels(labels: Tensor, depth: int, ignore_index: int = PADDING, seq_idx:
         ValueError: ``depth`` is negative.
     """
     _checks.check_int("depth", depth, 0)
-    labels = widened(labels)
+    labels = to_int64(labels)
     shift = min(depth + 1, labels.shape[-1])
     shifted = nn.functional.pad(labels[..., shift:], (0, shift), value=ignore_index)
     if seq_idx is None:
@@ -177,7 +177,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     """
     return_per_depth = _checks.checked_bool("return_per_depth", return_per_depth)
     own_index = base.checked_ignore_index(ignore_index, loss_fn)
-    labels = widened(labels)
+    labels = to_int64(labels)
     outputs, are_logits = _depth_outputs(loss_fn, mtp_per_depth_h, mtp_per_depth_logits, labels)
     if mtp_per_depth_targets is not None:
         targets = _given_targets(mtp_per_depth_targets, len(outputs), labels, cu_seqlens, seq_idx)
@@ -189,7 +189,7 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
     low_rank = _extra_of_depths(extra, outputs)
     factor = scaling_factor / len(outputs)
     common: dict[str, Any] = {"num_label_tokens": num_label_tokens, "loss_weights": loss_weights}
-    if base.is_our_linear(loss_fn) and loss_fn.reduction != "none":
+    if base.is_plain_fused(loss_fn) and loss_fn.reduction != "none":
         weight = head_weight(model) if lm_weight is None else lm_weight
         bias = head_bias(model) if lm_bias is None else lm_bias
         checked = []
@@ -199,17 +199,17 @@ def calculate_mtp_loss(  # type: ignore[misc]  # the overloads only distinguish 
             _checks.checked_extra(names, output, weight, low_rank[k])
         base.check_sum_only(loss_fn.reduction, **common)
         counted = [position_weights(outputs[0], t, own_index, None, loss_weights) for t in targets]
-        shares = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
+        divided = torch.stack([normalized(w, loss_fn.reduction, num_label_tokens) for w in counted])
         pair = None if extra is None else (torch.stack([u for u, _ in filter(None, low_rank)]), extra[1])
         rows = loss_fn.rows(torch.stack(outputs), weight, bias, logits_dtype, pair)  # all depths in one call
         if not return_per_depth:
-            return rows.weighted(torch.stack(checked), shares * factor).loss
-        parts = (rows.per_row(torch.stack(checked), shares).nll * shares).flatten(1).sum(1)
+            return rows.weighted(torch.stack(checked), divided * factor).loss
+        parts = (rows.per_row(torch.stack(checked), divided).nll * divided).flatten(1).sum(1)
         total, losses = parts.sum() * factor, list(parts.unbind())
     else:
         common |= {"logits_dtype": logits_dtype, "grad_reduce_group": grad_reduce_group, "model": model}
         common["lm_bias"] = lm_bias
-        if base.is_linear(loss_fn):
+        if base.takes_hidden_states(loss_fn):
             common["lm_weight"] = gathered_once(head_weight(model) if lm_weight is None else lm_weight, outputs[0])
         losses = [
             _depth_loss(loss_fn, output, target, are_logits, origin, extra=pair, **common)
@@ -228,7 +228,7 @@ def _depth_outputs(
     if (hidden is None) == (logits is None):
         got = "neither" if hidden is None else "both"
         raise ValueError(f"exactly one of mtp_per_depth_h and mtp_per_depth_logits must be given, got {got}")
-    if logits is not None and base.is_linear(loss_fn):
+    if logits is not None and base.takes_hidden_states(loss_fn):
         raise ValueError(
             f"mtp_per_depth_h must be given to {_checks.type_name(loss_fn)}, which works from hidden states, got logits"
         )
@@ -275,12 +275,12 @@ def _given_targets(
 def _depth_loss(
     loss_fn: nn.Module, output: Tensor, labels: Tensor, are_logits: bool, origin: tuple[str, int], **common: Any
 ) -> Tensor:
-    if base.is_linear(loss_fn):
+    if base.takes_hidden_states(loss_fn):
         rows, V = {"hidden_states": output}, common["lm_weight"].shape[0]
     else:
         logits = output if are_logits else logits_of(output, common["model"])
         rows, V = {"logits": logits}, logits.shape[-1]
-    if isinstance(loss_fn, CrossEntropy):  # its own check would not name the caller's tensor
+    if isinstance(loss_fn, CrossEntropy):  # check here, so that the error names the caller's tensor
         name, shift = origin
         loss_fn.targets_in_range(name, labels, V, shift)
     return base.calculate_loss(loss_fn, labels=labels, **rows, **common)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dllm_kernels._utils._checks import type_name
-from dllm_kernels.mtp.cross_entropy import PADDING, calculate_loss, checked_ignore_index, is_linear, required
+from dllm_kernels.mtp.cross_entropy import PADDING, calculate_loss, checked_ignore_index, required, takes_hidden_states
 from dllm_kernels.mtp.depths import calculate_mtp_loss
 from dllm_kernels.mtp.head import gathered_once, head_weight
 
@@ -85,7 +85,7 @@ class PipelineCausalLMLoss(nn.Module):
         """
         seq_idx, output = self._extract_seq_idx_tail(output)
         _check_output(output)
-        linear = is_linear(self.loss_fn)
+        linear = takes_hidden_states(self.loss_fn)
         if isinstance(output, tuple):
             if linear:
                 raise ValueError(
