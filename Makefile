@@ -1,17 +1,17 @@
-# Each target sets itself up: it needs Python 3.10+ and make, nothing else.
+# Every target installs its requirements first. You only need Python 3.10+ and make.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Half of the time of an installation goes into compiling modules, most of which are never imported: Python does it, and
-# keeps it, at the first import. What torch.compile and the tests import takes some 15 seconds to compile: the installation does
-# it, once, where each of the processes that run tests would.
+# Compiling all modules to bytecode would take half of the installation time, although most modules are never imported.
+# Python compiles and caches a module at its first import. The modules that torch.compile and the tests import take some
+# 15 seconds to compile. The installation imports them once, because otherwise every test process would compile them.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 unexport PYTHONDONTWRITEBYTECODE
 EXTRAS := test,bench,demo,lint,peer
-# The framework whose losses this package replaces, a peer in benchmarks too, and two trainers of draft models: the tests that
-# hold ours to theirs are skipped without them. Alone, because their own requirements bring in packages that none of this needs.
-# trl.trainer needs pandas, pyarrow, datasets, dill, multiprocess and xxhash besides: without them, what runs in TRL's own
-# trainers is skipped.
+# Frameworks and trainers that the tests compare with; nemo-automodel is also a peer in benchmarks. Tests that need a
+# missing one are skipped. They are installed with --no-deps, because the tests need few of their requirements. trl.trainer
+# also imports pandas, pyarrow, datasets, dill, multiprocess and xxhash. Without these, the tests that run TRL's trainers
+# are skipped.
 HOSTS := nemo-automodel==0.7.0 specforge==0.2.0 speculators==0.9.0 peft==0.21.2 trl==1.16.0
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.docs
@@ -19,17 +19,19 @@ ARGS ?=
 
 .PHONY: help test test-exhaustive test-variation demo lint types bench-smoke docs checks dist mutants ci clean
 help:
-	@echo "make test            before each commit, in minutes: install into $(VENV), the tests, of large products of cases a part"
-	@echo "make ci              everything: all that is below but the demo and the mutants"
-	@echo "make test-exhaustive  what that leaves out of large products of cases, and every kernel compiled for every GPU"
-	@echo "make demo            train a small diffusion LM on real text, reference loss beside ours  (ARGS='--mode block')"
-	@echo "make test-variation  the same as an older processor would run them"
-	@echo "make lint types      ruff; mypy --strict"
-	@echo "make bench-smoke     every benchmark at toy size"
-	@echo "make docs            the pages of docs as a site in site/; a broken link or a missing docstring is an error"
-	@echo "make checks          lint, types, bench-smoke and docs, two at a time"
-	@echo "make dist            what a release holds, built and checked, in dist/"
-	@echo "make mutants         break the package in 220 places, one at a time, and list what no test noticed (ARGS='--only collate.py')"
+	@echo "make test             everyday half of the tests, for each commit: 3 minutes after installing into $(VENV)"
+	@echo "make ci               everything that CI runs: test, test-variation and checks"
+	@echo "make test-exhaustive  the other half of the tests: remaining cases, every kernel compiled for every GPU"
+	@echo "make test-variation   test-exhaustive with one thread and the instructions of an older processor"
+	@echo "make demo             train a small diffusion LM on real text, plain loss and ours  (ARGS='--mode block')"
+	@echo "make lint types       ruff; mypy --strict"
+	@echo "make bench-smoke      run every benchmark at toy size"
+	@echo "make docs             build docs/ as a site in site/; broken links and missing docstrings are errors"
+	@echo "make checks           lint, types, bench-smoke and docs, two at a time"
+	@echo "make dist             build and check the release files in dist/"
+	@echo "make mutants          break the package in 220 places, one at a time, and list the changes that no test"
+	@echo "                      detected  (ARGS='--only collate.py')"
+	@echo "make clean            delete $(VENV) and all generated files"
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Python 3.10 or newer is needed; set PYTHON="; exit 1; }
@@ -48,7 +50,7 @@ test: $(STAMP)
 test-exhaustive: $(STAMP)
 	$(BIN)/python -m pytest -n auto -m exhaustive $(ARGS)
 
-# What `make test` leaves out, which so runs once in all: on a machine of today everything else has run.
+# The exhaustive half, as an older processor runs it. CI runs this half only in this variation.
 test-variation: export ATEN_CPU_CAPABILITY = default
 test-variation: export MKL_CBWR = COMPATIBLE
 test-variation: export OMP_NUM_THREADS = 1
@@ -85,7 +87,7 @@ dist: $(STAMP)
 mutants: $(STAMP)
 	$(BIN)/python -m tools.mutants $(ARGS)
 
-# What needs one core each, two at a time; their packages are there before the first of them starts.
+# Each of these needs one core, so two run at a time. Their packages are installed before the first one starts.
 checks: $(DOCS_STAMP)
 	$(MAKE) --jobs=2 $(if $(filter output-sync,$(.FEATURES)),--output-sync=target) bench-smoke types docs lint
 
