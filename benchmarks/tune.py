@@ -63,6 +63,7 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
 
     The divergence is that of a chunk of pairs of rows: kl takes two passes, l1 three.
     """
+    from dllm_kernels._backends._divergence import DivergenceRequest
     from dllm_kernels._backends.triton import divergence, linear_nll, token_nll
     from dllm_kernels._core._divergence_spec import checked_spec
 
@@ -93,9 +94,8 @@ def launches(shape: Shape, dtype: torch.dtype, device: str) -> dict[str, Launch]
         }
     teacher = torch.randn_like(chunk)
     for kind in ("kl", "l1"):
-        pairs = functools.partial(
-            divergence.divergence, chunk[None], teacher[None], s, checked_spec(kind), with_grad=True
-        )
+        request = DivergenceRequest(checked_spec(kind), teacher[None], s)
+        pairs = functools.partial(divergence.divergence, chunk[None], request, with_grad=True)
         found[f"pairs, {kind}"] = Launch("divergence_rows", pairs, 2 * chunk.nbytes + teacher.nbytes)
     return found
 

@@ -9,13 +9,13 @@ A :class:`DivergenceSpec` is a weighted sum of kinds, all computed in one pass. 
 
 The row primitives of a backend:
 
-``divergence(logits, teacher, weights, spec, *, teacher_rows=None, targets=None, mean_alpha=None, transform,
-teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
+``divergence(logits, request, *, with_grad) -> Found(value, alpha, agree, kept)``
 
-    ``logits`` is ``[B, L, V]`` and ``teacher`` is ``[B', L', V]``, of the same dtype. Both may have any batch and
-    position strides; columns are adjacent. N = B L. All other tensors are contiguous ``[N]``, one entry per row. Row n
-    is compared with row ``teacher_rows[n]`` of the B' L' rows of the teacher (int64, in any order, repetitions allowed;
-    None: n). A number out of range is never read. It makes value, alpha and gradient of row n NaN, and agree False.
+    ``request`` is a :class:`DivergenceRequest`. ``logits`` is ``[B, L, V]`` and ``teacher`` is ``[B', L', V]``, of the
+    same dtype. Both may have any batch and position strides; columns are adjacent. N = B L. All other tensors are
+    contiguous ``[N]``, one entry per row. Row n is compared with row ``teacher_rows[n]`` of the B' L' rows of the
+    teacher (int64, in any order, repetitions allowed; None: n). A number out of range is never read. It makes value,
+    alpha and gradient of row n NaN, and agree False.
 
     ``weights`` has the accumulation dtype acc (float32, float64 for float64 logits). For rows of weight 0 neither the
     student's nor the teacher's logits are read. All their results and gradients are 0.
@@ -38,12 +38,11 @@ teacher_transform, with_grad) -> Found(value, alpha, agree, kept)``
     -inf is a probability of 0. ``skip_id`` of each transform is a column of -inf on its side. The gradient of that
     column of the student is 0.
 
-``divergence_grad(logits, teacher, weights, spec, kept, out, *, teacher_rows, targets, mean_alpha, transform,
-teacher_transform) -> None``
+``divergence_grad(logits, request, kept, out) -> None``
 
     Writes the gradient that ``divergence`` computes ``with_grad`` to ``out``, in one pass over the logits. ``out`` is
     ``[B, L, V]`` in the dtype of the logits, and shares no memory with them. ``kept`` comes from ``divergence`` of the
-    same backend and arguments. ``weights`` may differ, except that rows of weight 0 must keep it, because their
+    same backend and request. ``weights`` may differ, except that rows of weight 0 must keep it, because their
     statistics are zeros.
 """
 
@@ -53,6 +52,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from dllm_kernels._utils._transform import NO_TRANSFORM, Transform
 
 # p <= TIE q counts as p <= q.
 TIE = 1 + 2.0**-18
@@ -114,6 +115,19 @@ class DivergenceSpec(NamedTuple):
             own = (("kl", "rkl")[int(hyper[0])], NO_HYPER) if end else (kind, hyper)
             parts[own] = parts.get(own, 0.0) + coefficient
         return self._replace(parts=tuple(Part(kind, c, hyper) for (kind, hyper), c in parts.items()))
+
+
+class DivergenceRequest(NamedTuple):
+    """Arguments of both row primitives beside the logits; the module docstring describes the fields."""
+
+    spec: DivergenceSpec
+    teacher: torch.Tensor
+    weights: torch.Tensor
+    teacher_rows: torch.Tensor | None = None
+    targets: torch.Tensor | None = None
+    mean_alpha: torch.Tensor | None = None
+    transform: Transform = NO_TRANSFORM
+    teacher_transform: Transform = NO_TRANSFORM
 
 
 class Kept(NamedTuple):

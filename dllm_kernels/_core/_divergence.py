@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, Found, Kept
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, Found, Kept
 from dllm_kernels._backends._rows import IGNORE, as_blv
 from dllm_kernels._core import _op
 from dllm_kernels._core._chunks import NO_FACTORS, Chunks, aligned_rows, head_product, no_autocast, unit_scale
@@ -107,24 +107,24 @@ def _rows_of_head(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_gr
 
 def _passed(chunks: Chunks, scale: Tensor, mean: Tensor | None, *, with_grad: bool) -> Iterator[tuple[slice, Found]]:
     """Compare chunk after chunk and yield (chunk, results); accumulate the gradients if requested."""
-    take, teacher, spec = chunks.rows.take, _teacher_of(chunks), chunks.plan.divergence.spec
-    compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad, **_shared_arguments(chunks.plan, mean))
+    take, teacher, request = chunks.rows.take, _teacher_of(chunks), _request(chunks.plan, mean)
+    compared = partial(chunks.plan.primitives().divergence, with_grad=with_grad)
     for chunk, h, targets, logits in chunks:
         s = take(scale, chunk).masked_fill(targets == IGNORE, 0)
-        y = take(chunks.inputs.ids[:, 0], chunk) if spec.wants_targets else None
-        found = compared(logits[None], teacher(chunk)[None], s, targets=y)
+        y = take(chunks.inputs.ids[:, 0], chunk) if chunks.plan.divergence.spec.wants_targets else None
+        found = compared(logits[None], request(teacher(chunk)[None], s, targets=y))
         if with_grad:
             chunks.add_gradients(chunk, h, targets, logits, s)
         yield chunk, found
 
 
-def _shared_arguments(plan: Plan, mean: Tensor | None) -> dict[str, Any]:
-    """Return the arguments of the row primitives (``_backends/_divergence.py``) that do not depend on the rows."""
+def _request(plan: Plan, mean: Tensor | None) -> Callable[..., DivergenceRequest]:
+    """Return a function that makes the request of some rows from (teacher, weights, teacher_rows, targets)."""
     config = plan.divergence
-    return {
-        "spec": config.spec.settled, "mean_alpha": mean, "transform": plan.options.transform,
-        "teacher_transform": config.teacher_transform,
-    }  # fmt: skip
+    return partial(
+        DivergenceRequest, config.spec.settled, mean_alpha=mean, transform=plan.options.transform,
+        teacher_transform=config.teacher_transform,
+    )  # fmt: skip
 
 
 def _teacher_of(chunks: Chunks) -> Callable[[slice], Tensor]:
@@ -174,16 +174,16 @@ def _picked(t: Tensor, index: Tensor, dim: int = 0) -> Tensor:
 
 def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_grad: bool) -> Found:
     """Compute the results of N rows of given logits."""
-    weights, logits, shared = inputs.weights, as_blv(inputs.x), _shared_arguments(plan, mean)
-    compared = partial(plan.primitives().divergence, with_grad=with_grad)
+    weights, logits = inputs.weights, as_blv(inputs.x)
+    compared, pairs = plan.primitives().divergence, _pairs_of_logits(logits, inputs, plan, weights, mean)
     if inputs.teacher_columns is None:
-        ((_, _, given),) = _pairs_of_logits(logits, inputs, plan, weights)
-        return compared(logits, **given, **shared)
+        ((_, _, request),) = pairs
+        return compared(logits, request, with_grad=with_grad)
     value, alpha = (weights.new_empty(weights.shape) for _ in range(2))
     numbers = weights.new_empty(*weights.shape, KEPT_NUMBERS)
     agree, hot = (torch.empty(value.shape, dtype=dtype, device=value.device) for dtype in (torch.bool, torch.int64))
-    for here, place, given in _pairs_of_logits(logits, inputs, plan, weights):
-        *found, kept = compared(logits[place], **given, **shared)
+    for here, place, request in pairs:
+        *found, kept = compared(logits[place], request, with_grad=with_grad)
         assert kept is not None
         for whole, part in zip((value, alpha, agree, numbers, hot), (*found, *kept), strict=True):
             whole[here] = part
@@ -193,22 +193,21 @@ def _rows_of_logits(inputs: RowInputs, plan: Plan, mean: Tensor | None, *, with_
 def _grad_of_logits(inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None, kept: Kept) -> Tensor:
     """Compute the gradient of N rows of given logits, each times its scale."""
     grad = torch.empty(inputs.x.shape, dtype=inputs.x.dtype, device=inputs.x.device)
-    logits, out, shared = as_blv(inputs.x), as_blv(grad), _shared_arguments(plan, mean)
-    for here, place, given in _pairs_of_logits(logits, inputs, plan, scale):
+    logits, out = as_blv(inputs.x), as_blv(grad)
+    for here, place, request in _pairs_of_logits(logits, inputs, plan, scale, mean):
         of_rows = Kept(*(t[here] for t in kept))
-        plan.primitives().divergence_grad(logits[place], kept=of_rows, out=out[place], **given, **shared)
+        plan.primitives().divergence_grad(logits[place], request, of_rows, out[place])
     return grad
 
 
 def _pairs_of_logits(
-    logits: Tensor, inputs: RowInputs, plan: Plan, scale: Tensor
-) -> Iterator[tuple[slice, tuple[slice, slice], dict[str, Any]]]:
-    """Yield (slice of the N rows, slices of ``[B, L]`` for it, the row-dependent arguments of a row primitive)."""
-    index, teacher = inputs.teacher_rows, as_blv(inputs.teacher_x)
+    logits: Tensor, inputs: RowInputs, plan: Plan, scale: Tensor, mean: Tensor | None
+) -> Iterator[tuple[slice, tuple[slice, slice], DivergenceRequest]]:
+    """Yield (slice of the N rows, slices of ``[B, L]`` for it, the request of these rows)."""
+    index, teacher, request = inputs.teacher_rows, as_blv(inputs.teacher_x), _request(plan, mean)
     y = inputs.ids[:, 0].contiguous() if plan.divergence.spec.wants_targets else None
     if inputs.teacher_columns is None:
-        given = {"teacher": teacher, "weights": scale, "teacher_rows": index, "targets": y}
-        yield slice(None), (slice(None), slice(None)), given
+        yield slice(None), (slice(None), slice(None)), request(teacher, scale, index, y)
         return
     # The size depends on all columns of the teacher, not on this rank's, because ranks that share a vocabulary must use
     # the same pieces: each ends in a collective.
@@ -219,8 +218,7 @@ def _pairs_of_logits(
         here = slice(n, n + length.stop - start)
         rows = torch.arange(n, here.stop, device=scale.device) if index is None else index[here]
         t = _picked(_rows_at(teacher, rows), inputs.teacher_columns, 1)
-        given = {"teacher": t[None], "weights": scale[here], "targets": None if y is None else y[here]}
-        yield here, (slice(b, b + 1), length), given
+        yield here, (slice(b, b + 1), length), request(t[None], scale[here], targets=None if y is None else y[here])
 
 
 def _rows_at(t: Tensor, index: Tensor) -> Tensor:

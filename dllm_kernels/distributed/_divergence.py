@@ -10,74 +10,70 @@ equal on all ranks. The gradient is local. Plain torch computes the columns, wha
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import Any
 
 import torch
 
-from dllm_kernels._backends._divergence import DivergenceSpec, Found, Kept
+from dllm_kernels._backends._divergence import DivergenceRequest, Found, Kept
 from dllm_kernels._backends._rows import IGNORE
 from dllm_kernels._backends.torch import _divergence as _local
-from dllm_kernels._utils._transform import Transform
 from dllm_kernels.distributed._layout import VocabShard
 
 Tensor = torch.Tensor
 
 
-def divergence(
-    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, *,
-    teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
-    transform: Transform, teacher_transform: Transform, with_grad: bool,
-) -> Found:  # fmt: skip
+def divergence(shard: VocabShard, logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> Found:
     """See ``_backends/_divergence.py``."""
-    program = _local.Program(spec)
-    transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
-    pairs = _local.Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
+    program = _local.Program(request)
+    pairs = _pairs(shard, logits, request, program)
     norms, best, hot = _combined(shard, pairs, _largest_of_columns(shard, pairs))
-    y, lost = pairs.taken(targets), pairs.lost
-    each = (*norms, *(None if t is None else shard.local_ids(t) for t in (hot, y)))
+    y, weight = pairs.taken(request.targets), pairs.taken(request.weights)
     sums = pairs.empty(3 + len(program.sums)).zero_()
     if shard.size:
-        pairs.each(lambda block, _, part, *row: _sum(program, block, part, *row), sums, *each)
+        columns = (None if t is None else shard.local_ids(t) for t in (hot, y))
+        pairs.each(partial(_sum, program), (sums, *columns, *norms))
     alpha, at_best, at_target, *of_features = shard.add_parts(sums).unsqueeze(2).unbind(1)
-    if lost is not None:
-        alpha = alpha.masked_fill(lost, math.nan)
+    if pairs.lost is not None:
+        alpha = alpha.masked_fill(pairs.lost, math.nan)
     on = _on(shard, y, alpha.dtype)
     if on is not None:
         at_target = torch.where(on != 0, at_target * on, 0.0)
-    weight = pairs.taken(weights)
-    n = _local.Numbers(alpha, program.lam_alpha(alpha, mean_alpha), at_best, at_target, on)
+    n = _local.Numbers(alpha, program.lam_alpha(alpha), at_best, at_target, on)
     value = program.rows(of_features, n, weight)[0]
     numbers = program.numbers(norms, alpha, of_features)
     found = Found(pairs.placed(value), pairs.placed(alpha), pairs.placed((best == hot) & ~alpha.isnan()))
     if not with_grad:
         return found._replace(kept=Kept(pairs.placed(numbers), pairs.placed(hot)))
-    _write_gradient(shard, _local.Program(spec, known=True), pairs, numbers, hot, y, weight, mean_alpha, logits)
+    _write_gradient(shard, _local.Program(request, known=True), pairs, request, Kept(numbers, hot), logits)
     return found
 
 
-def divergence_grad(
-    shard: VocabShard, logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept, out: Tensor,
-    *, teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
-    transform: Transform, teacher_transform: Transform,
-) -> None:  # fmt: skip
+def divergence_grad(shard: VocabShard, logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
     """See ``_backends/_divergence.py``; without communication."""
-    transforms = (shard.local_transform(t) for t in (transform, teacher_transform))
-    program = _local.Program(spec, known=True)
-    pairs = _local.Pairs(logits, teacher, weights, teacher_rows, 2 + program.work_blocks, *transforms)
-    numbers, hot, weight = (pairs.taken(t) for t in (*kept, weights))
-    _write_gradient(shard, program, pairs, numbers, hot, pairs.taken(targets), weight, mean_alpha, out)
+    program = _local.Program(request, known=True)
+    pairs = _pairs(shard, logits, request, program)
+    _write_gradient(shard, program, pairs, request, Kept(*(pairs.taken(t) for t in kept)), out)
+
+
+def _pairs(shard: VocabShard, logits: Tensor, request: DivergenceRequest, program: _local.Program) -> _local.Pairs:
+    """Pair this rank's columns of both sides."""
+    transform, teacher_transform = (shard.local_transform(t) for t in (request.transform, request.teacher_transform))
+    of_shard = request._replace(transform=transform, teacher_transform=teacher_transform)
+    return _local.Pairs(logits, of_shard, 2 + program.work_blocks)
 
 
 def _write_gradient(
-    shard: VocabShard, program: _local.Program, pairs: _local.Pairs, numbers: Tensor, hot: Tensor, y: Tensor | None,
-    weight: Tensor, mean_alpha: Tensor | None, out: Tensor,
-) -> None:  # fmt: skip
-    """Compute this rank's columns of the gradient."""
+    shard: VocabShard, program: _local.Program, pairs: _local.Pairs, request: DivergenceRequest, kept: Kept, out: Tensor
+) -> None:
+    """Compute this rank's columns of the gradient; ``kept`` has the rows of the pairs."""
     if not shard.size:
         return
-    c = program.coefficients(numbers, mean_alpha, _on(shard, y, numbers.dtype), weight)
-    hot, y = shard.local_ids(hot), None if y is None else shard.local_ids(y)
-    each = (numbers, hot, y, *(f.contiguous() for f in c.of), c.best, c.target)
-    pairs.each(lambda block, grad, *row: _gradient(program, block, grad, *row), *each, out=out)
+    y, weight = pairs.taken(request.targets), pairs.taken(request.weights)
+    c = program.coefficients(kept.numbers, _on(shard, y, kept.numbers.dtype), weight)
+    hot, y = shard.local_ids(kept.hot), None if y is None else shard.local_ids(y)
+    per_row = (kept.numbers, hot, y, c.best, c.target, *(f.contiguous() for f in c.of))
+    pairs.each(partial(_gradient, program), per_row, out=out)
 
 
 def _on(shard: VocabShard, y: Tensor | None, dtype: torch.dtype) -> Tensor | None:
@@ -100,14 +96,15 @@ def _largest_of_columns(shard: VocabShard, pairs: _local.Pairs) -> Tensor:
             found[:, i::3].fill_(nothing)  # a copy from the host would be a sync
         return found
 
-    def work(block: _local.Block, _: None, part: Tensor) -> None:
+    def work(block: _local.Block, _: None, row: tuple[Tensor]) -> None:
+        (part,) = row
         for i, x in ((0, block.z), (3, block.t)):
             row_max, column = _local.largest(x)
             row_max = row_max.clamp(min=lowest)  # -inf cannot be subtracted from itself
             total = torch.sub(x, row_max, out=block.more[0]).exp_().sum(1, keepdim=True)
             part[:, i : i + 3] = torch.cat([row_max, total.log_(), column + shard.start], 1)
 
-    pairs.each(work, found)
+    pairs.each(work, (found,))
     return found
 
 
@@ -131,9 +128,10 @@ def _columns(block: _local.Block, norms: _local.Norms) -> tuple[_local.Columns, 
     return columns, more[2:]
 
 
-def _sum(program: _local.Program, block: _local.Block, part: Tensor, *row: Tensor | None) -> None:
+def _sum(program: _local.Program, block: _local.Block, _: None, row: tuple[Any, ...]) -> None:
     """Compute this rank's share of a, of -log p at the teacher's argmax and at the target, and of the feature sums."""
-    norms, (hot, y) = _local.Norms(*row[:4]), row[4:]  # type: ignore[arg-type]
+    part, hot, y, *of_norms = row
+    norms = _local.Norms(*of_norms)
     columns, room = _columns(block, norms)
     alpha, *sums = program.summed(columns, room)
     nothing = torch.zeros_like(alpha)
@@ -141,12 +139,8 @@ def _sum(program: _local.Program, block: _local.Block, part: Tensor, *row: Tenso
     part.copy_(torch.cat([alpha, *picked, *sums], 1))
 
 
-def _gradient(
-    program: _local.Program, block: _local.Block, out: Tensor, numbers: Tensor, hot: Tensor, y: Tensor | None,
-    *of: Tensor,
-) -> Tensor:  # fmt: skip
-    norms = _local.Norms.of(numbers)
-    columns, room = _columns(block, norms)
-    *features, best, target = of
+def _gradient(program: _local.Program, block: _local.Block, out: Tensor, row: tuple[Any, ...]) -> Tensor:
+    numbers, hot, y, best, target, *features = row
+    columns, room = _columns(block, _local.Norms.of(numbers))
     c = _local.Coefficients(features, best, target)
     return _local.with_single_columns(program.made(columns, room, c, out), hot, y, c)

@@ -9,9 +9,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dllm_kernels import ops
+from dllm_kernels._backends._divergence import DivergenceRequest
 from dllm_kernels._core._compiled import ROW_OPS
 from dllm_kernels._core._divergence_spec import checked_spec
-from dllm_kernels._utils._transform import NO_TRANSFORM
 from dllm_kernels.distributed import _divergence
 from dllm_kernels.distributed._layout import VocabShard
 from tests.support.parity import small_blocks
@@ -34,11 +34,10 @@ class AllColumns(VocabShard):
 def split_divergence(x, teacher, ids, p):
     """Forward and backward of the primitive; the gradient comes last."""
     shard = AllColumns(0, x.shape[-1], x.shape[-1], x.shape[-1], None)
-    rows = {"targets": ids.view(-1), "transform": NO_TRANSFORM, "teacher_transform": NO_TRANSFORM}
-    given = shard, x.detach(), teacher, p.view(-1), checked_spec(KINDS)
-    *found, kept = _divergence.divergence(*given, **rows, with_grad=False)
+    given = shard, x.detach(), DivergenceRequest(checked_spec(KINDS), teacher, p.view(-1), targets=ids.view(-1))
+    *found, kept = _divergence.divergence(*given, with_grad=False)
     out = torch.empty_like(x)
-    _divergence.divergence_grad(*given, kept, out, **rows)
+    _divergence.divergence_grad(*given, kept, out)
     return *found, out
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import reference
+from dllm_kernels._backends._divergence import DivergenceRequest
 from dllm_kernels._core._divergence_spec import ALIASES, NAMES, checked_spec
 from dllm_kernels._utils._transform import Transform
 from tests.conftest import DEVICE, every_time
@@ -70,17 +71,16 @@ def launched(z, t, rest, options, steps=({}, {}), *, with_grad=True, out=None, r
     """(value, alpha, gradient, agree) of the kernel: in place on a copy, or to ``out`` by a launch of its own."""
     spec = checked_spec(**options)
     skip, y = steps[0].get("skip_id"), rest["targets"]
-    given = {
-        "teacher_rows": rest["teacher_rows"] if rows else None,
-        "targets": (y if skip is None else y.masked_fill(y == skip, -1)) if spec.wants_targets else None,
-        "mean_alpha": rest.get("mean_alpha"),
-        "transform": Transform(**steps[0]), "teacher_transform": Transform(**steps[1]),
-    }  # fmt: skip
+    request = DivergenceRequest(
+        spec, t, rest["weights"], rest["teacher_rows"] if rows else None,
+        (y if skip is None else y.masked_fill(y == skip, -1)) if spec.wants_targets else None,
+        rest.get("mean_alpha"), *(Transform(**step) for step in steps),
+    )  # fmt: skip
     in_place = with_grad and out is None
     into = z.clone() if in_place else z
-    value, alpha, agree, kept = kernel.divergence(into, t, rest["weights"], spec, **given, with_grad=in_place)
+    value, alpha, agree, kept = kernel.divergence(into, request, with_grad=in_place)
     if out is not None:
-        kernel.divergence_grad(z, t, rest["weights"], spec, kept, out, **given)
+        kernel.divergence_grad(z, request, kept, out)
     return value, alpha, into if in_place else out, agree
 
 
@@ -278,8 +278,8 @@ def test_rows_between_others_are_worked_on_where_they_lie():
         wider.clone()[:, 1:-1].copy_(z),
         torch.full((N, 2, TILE + 13), NAN, device=DEVICE)[:, :1].copy_(t.transpose(0, 1)),
     )
-    spec = checked_spec("tv")
-    found = kernel.divergence(mine, its, rest["weights"], spec, teacher_rows=rest["teacher_rows"], with_grad=True)
+    request = DivergenceRequest(checked_spec("tv"), its, rest["weights"], rest["teacher_rows"])
+    found = kernel.divergence(mine, request, with_grad=True)
     for o, e in zip((*found[:3], mine), (expected[0], expected[1], expected[3], expected[2]), strict=True):
         assert torch.equal(o, e)
     assert mine._base[:, [0, -1]].isnan().all()
@@ -294,7 +294,7 @@ def test_rows_of_weight_0_are_written_as_zeros(kind, offset):
     t = torch.randn(1, N, V, device=DEVICE)
     weights = torch.zeros(N, device=DEVICE)
     weights[1] = 0.5
-    value, alpha, agree, _ = kernel.divergence(z, t, weights, checked_spec(kind), with_grad=True)
+    value, alpha, agree, _ = kernel.divergence(z, DivergenceRequest(checked_spec(kind), t, weights), with_grad=True)
     off = torch.arange(N, device=DEVICE) != 1
     for found in (value[off], alpha[off], agree[off], z[0, off]):
         assert (found == 0).all()
@@ -311,7 +311,8 @@ def test_a_row_that_the_teacher_has_not_is_lost(count):
         torch.ones(4, device=DEVICE),
     )
     rows = torch.tensor([-1, count, count + 2**40, 2**62], device=DEVICE)
-    value, alpha, agree, _ = kernel.divergence(z, t, weights, checked_spec("kl"), teacher_rows=rows, with_grad=True)
+    request = DivergenceRequest(checked_spec("kl"), t, weights, rows)
+    value, alpha, agree, _ = kernel.divergence(z, request, with_grad=True)
     assert value.isnan().all()
     assert alpha.isnan().all()
     assert not agree.any()

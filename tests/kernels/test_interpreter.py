@@ -22,6 +22,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterError
 
 from dllm_kernels import corruption, ops
 from dllm_kernels._backends import triton as kernels
+from dllm_kernels._backends._divergence import DivergenceRequest
 from dllm_kernels._backends.triton import _tiles, divergence
 from dllm_kernels._core._divergence_spec import checked_spec
 from tests.kernels.test_bounds import RUNS, B, N, V
@@ -55,7 +56,7 @@ def linear_row_stats(_):
 def divergence_without_teacher_rows(_):
     """In place: every row of the student names a row that the teacher does not have."""
     z, no_rows, known = torch.randn(1, N, V), torch.empty(1, 0, V), torch.zeros(N, dtype=torch.int64)
-    divergence.divergence(z, no_rows, torch.ones(N), checked_spec("kl"), teacher_rows=known, with_grad=True)
+    divergence.divergence(z, DivergenceRequest(checked_spec("kl"), no_rows, torch.ones(N), known), with_grad=True)
 
 
 CALLS = RUNS | {

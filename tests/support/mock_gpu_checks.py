@@ -25,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import tune
 from benchmarks.shapes import LLADA_SHORT
 from dllm_kernels import corruption, ops
+from dllm_kernels._backends._divergence import DivergenceRequest
 from dllm_kernels._backends.triton import _launch, divergence
 from dllm_kernels._core._divergence_spec import KINDS, NAMES, checked_spec
 from tests.corruption.test_corruption import ROUTINES, batch
@@ -243,14 +244,15 @@ def specs_have_kernels_of_their_own_and_numbers_have_none(gpu):
     specs += [checked_spec("lk", base="soft_ce")]
     logits = torch.empty(1, 16, 4096, dtype=torch.bfloat16)
     for spec in specs:
-        divergence.divergence(logits, logits, torch.ones(16), spec, targets=torch.zeros(16).long(), with_grad=True)
+        request = DivergenceRequest(spec, logits, torch.ones(16), targets=torch.zeros(16).long())
+        divergence.divergence(logits, request, with_grad=True)
     assert len(specs) == len(gpu.specimens) == len({s.key for s in gpu.specimens})
     assert len(specs) == len({s.source.hash() for s in gpu.specimens})
     for numbers in ({"beta": 0.25, "eta": 0.0}, {"beta": 1 / 3, "kl_scale": 0.0}, {"floor": 1e-3, "eta": 16.0}):
         for coefficient in (1.0, 0.1, 2.0**-60, 3.0):
             kinds = dict.fromkeys(("jsd", "nla", "lk"), coefficient)
             spec = checked_spec(kinds, **numbers)
-            divergence.divergence(logits, logits, torch.ones(16), spec, with_grad=True)
+            divergence.divergence(logits, DivergenceRequest(spec, logits, torch.ones(16)), with_grad=True)
     assert len(gpu.specimens) == len(specs) + 1
 
 

@@ -37,12 +37,21 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, NO_HYPER, TIE, DivergenceSpec, Found, Hyper, Kept, Option
+from dllm_kernels._backends._divergence import (
+    KEPT_NUMBERS,
+    NO_HYPER,
+    TIE,
+    DivergenceRequest,
+    Found,
+    Hyper,
+    Kept,
+    Option,
+)
 from dllm_kernels._backends._rows import IGNORE, column_of
 from dllm_kernels._backends.torch import _blocks
 from dllm_kernels._backends.torch._workers import share_out
 from dllm_kernels._utils._dtypes import accum_dtype
-from dllm_kernels._utils._transform import NO_TRANSFORM, Transform, through_
+from dllm_kernels._utils._transform import through_
 
 Tensor = torch.Tensor
 # Columns that are reduced to their maximum before argmax, because torch.argmax has a tenth of the speed of amax.
@@ -189,9 +198,9 @@ class Program:
         kept: features of ``both`` whose columns stay in a buffer after the sums; none if the sums are ``known``.
     """
 
-    def __init__(self, spec: DivergenceSpec, *, known: bool = False) -> None:
-        self.parts = [(KINDS[part.kind], part.coefficient, part.hyper) for part in spec.parts]
-        self.mean_alpha = spec.mean_alpha
+    def __init__(self, request: DivergenceRequest, *, known: bool = False) -> None:
+        self.parts = [(KINDS[part.kind], part.coefficient, part.hyper) for part in request.spec.parts]
+        self.mean_alpha = request.mean_alpha if request.spec.mean_alpha else None
         self.sums = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.sums))
         self.gradient = list(dict.fromkeys(_key(f, h) for kind, _, h in self.parts for f in kind.gradient))
         self.both = [key for key in self.sums if key in self.gradient]
@@ -237,17 +246,17 @@ class Program:
         found = [*norms, alpha, *(of_key[key] for key in self.both)]
         return torch.cat(found + [torch.zeros_like(alpha)] * (KEPT_NUMBERS - len(found)), 1)
 
-    def coefficients(self, numbers: Tensor, mean_alpha: Tensor | None, on: Tensor | None, w: Tensor) -> Coefficients:
+    def coefficients(self, numbers: Tensor, on: Tensor | None, w: Tensor) -> Coefficients:
         """Return the coefficients of :meth:`rows`, from the statistics of rows."""
         alpha, *known = numbers[:, len(Norms._fields) :].unsqueeze(2).unbind(1)
         of_key = dict(zip(self.both, known, strict=False))
         unread = torch.zeros_like(alpha)
-        n = Numbers(alpha, self.lam_alpha(alpha, mean_alpha), unread, unread, on)
+        n = Numbers(alpha, self.lam_alpha(alpha), unread, unread, on)
         return self.rows([of_key.get(key, unread) for key in self.sums], n, w)[1]
 
-    def lam_alpha(self, alpha: Tensor, mean_alpha: Tensor | None) -> Tensor:
+    def lam_alpha(self, alpha: Tensor) -> Tensor:
         """Return the acceptance rate that lam is computed from."""
-        return mean_alpha if self.mean_alpha and mean_alpha is not None else alpha
+        return alpha if self.mean_alpha is None else self.mean_alpha
 
     def made(self, c: Columns, room: Sequence[Tensor], coefficients: Coefficients, out: Tensor) -> Tensor:
         """Write the gradient with respect to the transformed logits, without the one-hot terms, to ``out``.
@@ -299,14 +308,12 @@ class Pairs:
         lost: bool ``[n, 1]``, True for rows whose teacher row is out of range; None if all are known to be in range.
     """
 
-    def __init__(
-        self, logits: Tensor, teacher: Tensor, weights: Tensor, teacher_rows: Tensor | None, work_blocks: int,
-        transform: Transform, teacher_transform: Transform,
-    ) -> None:  # fmt: skip
+    def __init__(self, logits: Tensor, request: DivergenceRequest, work_blocks: int) -> None:
+        teacher, teacher_rows = request.teacher, request.teacher_rows
         self.work_blocks = work_blocks
         self.logits, self.teacher = logits, teacher
-        self.transforms = transform, teacher_transform
-        self.rows, self.acc = _blocks.RowIndex.of(weights, 0), accum_dtype(logits.dtype)
+        self.transforms = request.transform, request.teacher_transform
+        self.rows, self.acc = _blocks.RowIndex.of(request.weights, 0), accum_dtype(logits.dtype)
         self.threads, self.size = _blocks.team(self.rows.n, logits.shape[-1], self.acc, logits.device, sides=3)
         self.lost: Tensor | None = None
         if self.rows.n:
@@ -333,8 +340,10 @@ class Pairs:
         """Allocate results, ``[n, columns]``."""
         return torch.empty(self.rows.n, columns, dtype=dtype or self.acc, device=self.logits.device)
 
-    def each(self, work: Callable[..., Tensor | None], *per_row: Tensor | None, out: Tensor | None = None) -> None:
-        """Call ``work(block, buffer for its gradient, *parts of per_row)`` for every block.
+    def each(
+        self, work: Callable[..., Tensor | None], per_row: tuple[Tensor | None, ...], out: Tensor | None = None
+    ) -> None:
+        """Call ``work(block, buffer for its gradient, part of per_row)`` for every block.
 
         With ``out``, work returns the gradient of the block, which is written to these rows of ``out``.
         """
@@ -357,56 +366,61 @@ class Pairs:
 
     def _block(
         self, work: Callable[..., Tensor | None], target: _blocks.RowGather | _blocks.RowScatter | None, mine: Tensor,
-        its: Tensor, to: Any, parts: Sequence[Tensor | None], room: tuple[_blocks.Buffers, _blocks.Buffers],
+        its: Tensor, to: Any, part: tuple[Tensor | None, ...], room: tuple[_blocks.Buffers, _blocks.Buffers],
     ) -> None:  # fmt: skip
         buffers, its_buffers = room
         z, slope, wide = _blocks.transformed_rows(self.student, mine, self.transforms[0], buffers)
         t, _, _ = _blocks.transformed_rows(self.theirs, its, self.transforms[1], its_buffers)
         block = Block(z, t, [_blocks.top(buffer, z) for buffer in buffers.more])
-        grad = work(block, None if target is None else target.room(to, wide), *parts)
+        grad = work(block, None if target is None else target.room(to, wide), part)
         if target is not None and grad is not None:
             target.store(to, through_(grad, slope, self.transforms[0]), buffers)
 
 
-def divergence(
-    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, *, teacher_rows: Tensor | None = None,
-    targets: Tensor | None = None, mean_alpha: Tensor | None = None, transform: Transform = NO_TRANSFORM,
-    teacher_transform: Transform = NO_TRANSFORM, with_grad: bool,
-) -> Found:  # fmt: skip
+class Results(NamedTuple):
+    """Per-row inputs and results of :func:`divergence`, ``[R, 1]``, and ``numbers [R, KEPT_NUMBERS]``.
+
+    ``numbers`` and ``hot`` are the fields of :class:`Kept`, None if the gradient is computed at once.
+    """
+
+    weight: Tensor
+    lost: Tensor | None
+    target: Tensor | None
+    value: Tensor
+    alpha: Tensor
+    agree: Tensor
+    numbers: Any = None
+    hot: Any = None
+
+
+def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> Found:
     """See ``_backends/_divergence.py``."""
-    program = Program(spec)
-    pairs = Pairs(logits, teacher, weights, teacher_rows, program.work_blocks, transform, teacher_transform)
-    value, alpha, agree = pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool)
-    kept = None if with_grad else Kept(pairs.empty(KEPT_NUMBERS), pairs.empty(dtype=torch.int64))
-    work = partial(_whole_rows, program, mean_alpha, _skipped_by_both(transform, teacher_transform))
-    per_row = (pairs.taken(weights), pairs.lost, pairs.taken(targets), value, alpha, agree, *(kept or (None, None)))
-    pairs.each(work, *per_row, out=logits if with_grad else None)
-    value, alpha, agree = (pairs.placed(t) for t in (value, alpha, agree))
-    return Found(value, alpha, agree, kept and Kept(*(pairs.placed(t) for t in kept)))
+    program = Program(request)
+    pairs = Pairs(logits, request, program.work_blocks)
+    given = pairs.taken(request.weights), pairs.lost, pairs.taken(request.targets)
+    rows = Results(*given, pairs.empty(), pairs.empty(), pairs.empty(dtype=torch.bool))
+    if not with_grad:
+        rows = rows._replace(numbers=pairs.empty(KEPT_NUMBERS), hot=pairs.empty(dtype=torch.int64))
+    pairs.each(partial(_whole_rows, program, request), rows, out=logits if with_grad else None)
+    kept = None if with_grad else Kept(pairs.placed(rows.numbers), pairs.placed(rows.hot))
+    return Found(pairs.placed(rows.value), pairs.placed(rows.alpha), pairs.placed(rows.agree), kept)
 
 
-def divergence_grad(
-    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept, out: Tensor, *,
-    teacher_rows: Tensor | None = None, targets: Tensor | None = None, mean_alpha: Tensor | None = None,
-    transform: Transform = NO_TRANSFORM, teacher_transform: Transform = NO_TRANSFORM,
-) -> None:  # fmt: skip
+def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
     """See ``_backends/_divergence.py``."""
-    program = Program(spec, known=True)
-    pairs = Pairs(logits, teacher, weights, teacher_rows, program.work_blocks, transform, teacher_transform)
-    work = partial(_gradient, program, mean_alpha, _skipped_by_both(transform, teacher_transform))
-    per_row = (pairs.taken(t) for t in (weights, targets, kept.numbers, kept.hot))
-    pairs.each(work, *per_row, out=out)
+    program = Program(request, known=True)
+    pairs = Pairs(logits, request, program.work_blocks)
+    per_row = tuple(pairs.taken(t) for t in (request.weights, request.targets, kept.numbers, kept.hot))
+    pairs.each(partial(_gradient, program, request), per_row, out=out)
 
 
-def _skipped_by_both(transform: Transform, teacher_transform: Transform) -> int | None:
-    return transform.skip_id if transform.skip_id == teacher_transform.skip_id else None
-
-
-def _columns(program: Program, block: Block, norms: Norms, skip: int | None) -> tuple[Columns, list[Tensor]]:
+def _columns(program: Program, request: DivergenceRequest, block: Block, norms: Norms) -> tuple[Columns, list[Tensor]]:
     """Return p and q, which are in the first two buffers, logarithms if a kind needs them, and the unused buffers."""
     p, q, *room = block.more
     if not program.logs:
         return Columns(p, q, None, None), room
+    skip = request.transform.skip_id
+    skip = skip if skip == request.teacher_transform.skip_id else None  # a column that both sides skip
     return Columns(p, q, *logarithms(block, norms, room, skip)), room[2:]
 
 
@@ -417,47 +431,45 @@ def _softmaxes(block: Block) -> tuple[Tensor, Tensor]:
 
 
 def _whole_rows(
-    program: Program, mean_alpha: Tensor | None, skip: int | None, block: Block, out: Tensor | None, weight: Tensor,
-    lost: Tensor | None, y: Tensor | None, value_out: Tensor, alpha_out: Tensor, agree: Tensor, numbers: Any,
-    hot_out: Any,
-) -> Tensor | None:  # fmt: skip
+    program: Program, request: DivergenceRequest, block: Block, out: Tensor | None, row: Results
+) -> Tensor | None:
     """Compute the results of a block, and its gradient if requested."""
     z, t = block.z, block.t
     (row_max, best), (its_row_max, hot) = largest(z), largest(t)
     p, q = _softmaxes(block)
     log_sum, its_log_sum = (x.gather(1, v).log_().neg_() for x, v in ((p, best), (q, hot)))  # the largest p is 1 / S
     norms = Norms(row_max, log_sum, its_row_max, its_log_sum)
-    columns, work = _columns(program, block, norms, skip)
+    columns, work = _columns(program, request, block, norms)
     at_best = at(z, hot, row_max, log_sum)[0] if program.best else None
-    at_target, on = (None, None) if y is None else at(z, y, row_max, log_sum)
+    at_target, on = (None, None) if row.target is None else at(z, row.target, row_max, log_sum)
     # On a CPU, repeat with ``careful`` if a sum is not finite. Elsewhere the test would be a host sync per block.
     for careful in (False, True) if z.is_cpu else (True,):
         alpha, *sums = program.summed(columns._replace(careful=careful), work)
-        if lost is not None:
-            alpha = alpha.masked_fill_(lost, math.nan)
-        lam_alpha = program.lam_alpha(alpha, mean_alpha)
-        value, c = program.rows(sums, Numbers(alpha, lam_alpha, at_best, at_target, on), weight)
+        if row.lost is not None:
+            alpha = alpha.masked_fill_(row.lost, math.nan)
+        n = Numbers(alpha, program.lam_alpha(alpha), at_best, at_target, on)
+        value, c = program.rows(sums, n, row.weight)
         if careful or not program.logs or math.isfinite(value.sum().item()):
             break
-    value_out.copy_(value)
-    alpha_out.copy_(alpha)
-    torch.logical_and(best == hot, ~alpha.isnan(), out=agree)
-    if numbers is not None:
-        numbers.copy_(program.numbers(norms, alpha, sums))
-        hot_out.copy_(hot)
-    return None if out is None else with_single_columns(program.made(columns, work, c, out), hot, y, c)
+    row.value.copy_(value)
+    row.alpha.copy_(alpha)
+    torch.logical_and(best == hot, ~alpha.isnan(), out=row.agree)
+    if row.numbers is not None:
+        row.numbers.copy_(program.numbers(norms, alpha, sums))
+        row.hot.copy_(hot)
+    return None if out is None else with_single_columns(program.made(columns, work, c, out), hot, row.target, c)
 
 
 def _gradient(
-    program: Program, mean_alpha: Tensor | None, skip: int | None, block: Block, out: Tensor, weight: Tensor,
-    y: Tensor | None, numbers: Tensor, hot: Tensor,
-) -> Tensor:  # fmt: skip
+    program: Program, request: DivergenceRequest, block: Block, out: Tensor, row: tuple[Tensor, ...]
+) -> Tensor:
     """Compute the gradient of a block from the statistics of its rows."""
+    weight, y, numbers, hot = row
     _softmaxes(block)
     norms = Norms.of(numbers)
-    columns, work = _columns(program, block, norms, skip)
+    columns, work = _columns(program, request, block, norms)
     on = None if y is None else at(block.z, y, norms.row_max, norms.log_sum)[1]
-    c = program.coefficients(numbers, mean_alpha, on, weight)
+    c = program.coefficients(numbers, on, weight)
     return with_single_columns(program.made(columns._replace(careful=True), work, c, out), hot, y, c)
 
 

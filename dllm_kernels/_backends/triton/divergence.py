@@ -38,17 +38,16 @@ that is made of it.
 """
 
 from collections import namedtuple
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceSpec, Found, Kept
+from dllm_kernels._backends._divergence import KEPT_NUMBERS, DivergenceRequest, Found, Kept
 from dllm_kernels._backends.triton import _launch, _math, _tiles, _transform
 from dllm_kernels._backends.triton._launch import PER_ROW, SIZES, on_its_device
 from dllm_kernels._backends.triton._math import IGNORE, LOG2E, finite
-from dllm_kernels._backends.triton._transform import NO_TRANSFORM, Transform, number, transformed
+from dllm_kernels._backends.triton._transform import number, transformed
 from dllm_kernels._utils._dtypes import accum_dtype
 
 Tensor = torch.Tensor
@@ -566,10 +565,8 @@ def _divergence_rows(
 
 
 @on_its_device
-def divergence(
-    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, *, with_grad: bool, **more: Any
-) -> Found:
-    """Launch over rows of both; ``more`` as in ``_launch_rows``; see ``_backends._divergence`` for the contract."""
+def divergence(logits: Tensor, request: DivergenceRequest, *, with_grad: bool) -> Found:
+    """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
     N, device, acc = logits.shape[0] * logits.shape[1], logits.device, accum_dtype(logits.dtype)
     value, alpha = (torch.empty(N, dtype=acc, device=device) for _ in range(2))
     agree, kept = torch.empty(N, dtype=torch.bool, device=device), None
@@ -577,24 +574,22 @@ def divergence(
         numbers = torch.empty(N, KEPT_NUMBERS, dtype=acc, device=device)
         kept = Kept(numbers, torch.empty(N, dtype=torch.int64, device=device))
     found = Found(value, alpha, agree, kept)
-    _launch_rows(logits, teacher, weights, spec, kept, logits if with_grad else None, found[:3], **more)
+    _launch_rows(logits, request, kept, logits if with_grad else None, found[:3])
     return found
 
 
 @on_its_device
-def divergence_grad(
-    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept, out: Tensor, **more: Any
-) -> None:
-    """Launch over rows of both; ``more`` as in ``_launch_rows``; see ``_backends._divergence`` for the contract."""
-    _launch_rows(logits, teacher, weights, spec, kept, out, (None, None, None), **more)
+def divergence_grad(logits: Tensor, request: DivergenceRequest, kept: Kept, out: Tensor) -> None:
+    """Launch the kernel over the rows of both sides; see ``_backends/_divergence.py``."""
+    _launch_rows(logits, request, kept, out, (None, None, None))
 
 
 def _launch_rows(
-    logits: Tensor, teacher: Tensor, weights: Tensor, spec: DivergenceSpec, kept: Kept | None, out: Tensor | None,
-    results: tuple[Tensor | None, ...], *, teacher_rows: Tensor | None = None, targets: Tensor | None = None,
-    mean_alpha: Tensor | None = None, transform: Transform = NO_TRANSFORM, teacher_transform: Transform = NO_TRANSFORM,
+    logits: Tensor, request: DivergenceRequest, kept: Kept | None, out: Tensor | None,
+    results: tuple[Tensor | None, ...],
 ) -> None:  # fmt: skip
     """Launch the kernel; the gradient goes to ``out``, maybe the logits. ``results`` are value, alpha and agree."""
+    spec, teacher, weights, teacher_rows, targets, mean_alpha, transform, teacher_transform = request
     B, L, V = logits.shape
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
     if N == 0:
