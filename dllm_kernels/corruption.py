@@ -30,9 +30,11 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from dllm_kernels._corruption import _corrupt
+from dllm_kernels._corruption._corrupt import Routine
 from dllm_kernels._random import _philox
 from dllm_kernels._utils import _checks
 from dllm_kernels._utils._checks import INT_DTYPES, type_name
+from dllm_kernels._utils._named import replaced
 from dllm_kernels._utils._plain import is_dtensor
 from dllm_kernels._utils._target_range import first_fraction
 from dllm_kernels.ops.gumbel_topk import gumbel_topk_mask
@@ -178,7 +180,7 @@ def corrupt_uniform(
     if not isinstance(exact, bool):
         raise TypeError(f"exact must be a bool, got {type_name(exact)}")
     what = "exact" if exact else "mask"
-    return _corrupted(what, input_ids, loss_mask, mask_id, None, eps, 1.0, level, generator, seeds, backend)
+    return _corrupted(Routine(what, mask_id, eps=eps), input_ids, loss_mask, level, generator, seeds, backend)
 
 
 def corrupt_blockwise(
@@ -236,7 +238,8 @@ def corrupt_blockwise(
     ratio = _checked_real("half_life_ratio", half_life_ratio)
     if not ratio > 0:
         raise ValueError(f"half_life_ratio must be above 0, got {ratio}")
-    return _corrupted("topk", input_ids, loss_mask, mask_id, block_size, eps, ratio, level, generator, seeds, backend)
+    routine = Routine("topk", mask_id, block_size, eps, ratio)
+    return _corrupted(routine, input_ids, loss_mask, level, generator, seeds, backend)
 
 
 def corrupt_uniform_random(
@@ -281,7 +284,8 @@ def corrupt_uniform_random(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     tokens = _checked_vocab_size(vocab_size, input_ids)
-    return _corrupted("tokens", input_ids, loss_mask, tokens, block_size, eps, 1.0, level, generator, seeds, backend)
+    routine = Routine("tokens", tokens, block_size, eps)
+    return _corrupted(routine, input_ids, loss_mask, level, generator, seeds, backend)
 
 
 def corrupt_all_masked(
@@ -314,7 +318,7 @@ def corrupt_all_masked(
     """
     _check_batch(input_ids, loss_mask, optional=False)
     mask_id = checked_mask_id(mask_token_id, input_ids)
-    return _run(_corrupt.corrupt, "all", input_ids, loss_mask, mask_id, None, 0.0, 1.0, None, None, backend)
+    return _run(_corrupt.corrupt, Routine("all", mask_id), input_ids, loss_mask, None, None, backend)
 
 
 def corrupt_mix(
@@ -480,16 +484,14 @@ def sample_level(
 
 
 def _corrupted(
-    what: str, input_ids: torch.Tensor, loss_mask: torch.Tensor | None, token: int, block_size: int | None, eps: float,
-    ratio: float, level: torch.Tensor | None, generator: torch.Generator | None, seeds: torch.Tensor | None,
-    backend: str,
+    routine: Routine, input_ids: torch.Tensor, loss_mask: torch.Tensor | None, level: torch.Tensor | None,
+    generator: torch.Generator | None, seeds: torch.Tensor | None, backend: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Validate the arguments common to all routines, draw a seed and call ``_corrupt.corrupt``."""
-    eps = _checked_real("eps", eps)
+    eps, block_size, blocks = _checked_real("eps", routine.eps), routine.block_size, 1
     if not 0 <= eps < 1:
         raise ValueError(f"eps must lie in [0, 1), got {eps}")
     B, L = input_ids.shape
-    blocks = 1
     if block_size is not None:
         _checks.check_positive_int("block_size", block_size)
         block_size = int(block_size)
@@ -497,7 +499,8 @@ def _corrupted(
     if level is not None:
         level = _checked_of_row("level", level, input_ids, blocks)
     seed = _philox.resolve_seed(input_ids.device, B, generator, seeds)
-    return _run(_corrupt.corrupt, what, input_ids, loss_mask, token, block_size, eps, ratio, level, seed, backend)
+    routine = replaced(routine, block_size=block_size, eps=eps)
+    return _run(_corrupt.corrupt, routine, input_ids, loss_mask, level, seed, backend)
 
 
 def _run(routine: Callable[P, Out], *args: P.args, **kwargs: P.kwargs) -> Out:

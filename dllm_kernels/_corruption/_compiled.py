@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
@@ -29,26 +29,40 @@ def _mixed(input_ids: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return input_ids.new_empty(input_ids.shape), _mask(input_ids)
 
 
-def _corrupted(what: str, input_ids: Tensor, *_: Any) -> _corrupt.Corrupted:
+def _corrupted(_: _corrupt.Routine, input_ids: Tensor, *__: Any) -> _corrupt.Corrupted:
     return *_mixed(input_ids), input_ids.new_empty(input_ids.shape, dtype=torch.float32)
 
 
-def _op(function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Register ``function`` as a custom op; an additional last argument holds floats that vary, see ``_changing``."""
-    name = function.__name__
-    floats = [i for i, p in enumerate(inspect.signature(function).parameters.values()) if p.annotation == "float"]
-    schema = torch.library.infer_schema(function, mutates_args=()).replace(") ->", ", Tensor? changing) ->")
+def _op(function: Callable[..., Any], fake: Callable[..., Any], record: Any = None) -> Any:
+    """Register ``function`` as a custom op; an additional last argument holds floats that vary, see ``_changing``.
+
+    A schema has no named tuples. If the first argument is one, of type ``record``, the op takes its fields.
+    """
+    types = get_type_hints(function)
+    result, n = types.pop("return"), len(record._fields) if record else 0
+    if record:
+        del types[next(iter(types))]
+        types = get_type_hints(record) | types
+    floats = [i for i, kind in enumerate(types.values()) if kind is float]
+
+    def recorded(args: Sequence[Any]) -> Sequence[Any]:
+        return [record(*args[:n]), *args[n:]] if record else args
 
     def run(*args: Any) -> Any:
         *plain, changing = args
-        return function(*_with(plain, floats, _changing.unpacked([plain[i] for i in floats], changing)))
+        return function(*recorded(_with(plain, floats, _changing.unpacked([plain[i] for i in floats], changing))))
 
-    op = torch.library.custom_op(f"dllm_kernels::{name}", run, mutates_args=(), schema=schema)
-    op.register_fake(lambda *args: fake(*args[:-1]))
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, kind, annotation=type_) for name, type_ in types.items()]
+    parameters.append(inspect.Parameter("changing", kind, annotation=Tensor | None))
+    run.__signature__ = inspect.Signature(parameters, return_annotation=result)  # type: ignore[attr-defined]
+    op = torch.library.custom_op(f"dllm_kernels::{function.__name__}", run, mutates_args=())
+    op.register_fake(lambda *args: fake(*recorded(args[:-1])))
 
     def call(*args: Any) -> Any:
-        numbers, changing = _changing.packed([args[i] for i in floats])
-        return op(*_with(list(args), floats, numbers), changing)
+        plain = [*args[0], *args[1:]] if record else list(args)
+        numbers, changing = _changing.packed([plain[i] for i in floats])
+        return op(*_with(plain, floats, numbers), changing)
 
     return call
 
@@ -59,7 +73,7 @@ def _with(args: list[Any], places: Sequence[int], numbers: Sequence[float]) -> l
     return args
 
 
-corrupt = _op(_corrupt.corrupt, _corrupted)
+corrupt = _op(_corrupt.corrupt, _corrupted, _corrupt.Routine)
 mix_tokens = _op(_corrupt.mix_tokens, _mixed)
 complement = _op(_corrupt.complement, _mask)
 sample_level = _op(_corrupt.sample_level, lambda B, method, low, high, seed, _: seed.new_empty(B, dtype=torch.float32))

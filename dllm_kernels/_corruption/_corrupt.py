@@ -100,14 +100,11 @@ class Change(NamedTuple):
 Body = Callable[[Rows], Change]
 
 
-def corrupt(
-    what: str, input_ids: Tensor, loss_mask: Tensor | None, token: int, block_size: int | None, eps: float,
-    half_life_ratio: float, level: Tensor | None, seed: Tensor | None, backend: str,
-) -> Corrupted:  # fmt: skip
-    """Corrupt supervised positions; see the functions of :mod:`dllm_kernels.corruption`.
+class Routine(NamedTuple):
+    """A routine of :mod:`dllm_kernels.corruption` and its parameters.
 
     ======  =================================================  ===========================================
-    what    public function                                    chosen positions
+    name    public function                                    chosen positions
     ======  =================================================  ===========================================
     mask    ``corrupt_uniform``                                each with the probability of its row
     exact   ``corrupt_uniform`` with ``exact``                 an exact number per row
@@ -116,6 +113,20 @@ def corrupt(
     all     ``corrupt_all_masked``                             all; takes no seed
     ======  =================================================  ===========================================
     """
+
+    name: str
+    token: int
+    block_size: int | None = None
+    eps: float = 0.0
+    half_life_ratio: float = 1.0
+
+
+def corrupt(
+    routine: Routine, input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None,
+    backend: str,
+) -> Corrupted:  # fmt: skip
+    """Corrupt supervised positions."""
+    what, token, block_size, eps, half_life_ratio = routine
     if input_ids.numel() == 0:
         return _nothing(input_ids, backend)
     check_level(level)
@@ -129,7 +140,7 @@ def corrupt(
     if use_triton(backend, input_ids):
         from dllm_kernels._backends.triton.corruption import corrupt as kernel
 
-        return kernel(input_ids, loss_mask, what, token, grid.blocks, grid.size, eps, rate, at_least, level, seed)
+        return kernel(input_ids, loss_mask, level, seed, routine, grid.blocks, grid.size, rate, at_least)
 
     def body(rows: Rows) -> Change:
         if what == "all":

@@ -306,10 +306,11 @@ def _stride(blocks: int, L: int, words: bool = False) -> int:
 
 @on_its_device
 def corrupt(
-    input_ids: Tensor, loss_mask: Tensor | None, what: str, token: int, blocks: int, size: int, eps: float, rate: float,
-    at_least: int, level: Tensor | None, seed: Tensor | None,
+    input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None, routine: Any, blocks: int,
+    size: int, rate: float, at_least: int,
 ) -> Corrupted:  # fmt: skip
-    """Launch what ``_corruption/_corrupt.py`` calls ``what``; ``rate`` and ``at_least`` are those of "topk"."""
+    """Launch a ``Routine`` of ``_corruption/_corrupt.py``; ``rate`` and ``at_least`` are for "topk"."""
+    what, token, _, eps, _ = routine
     B, L = input_ids.shape
     noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
