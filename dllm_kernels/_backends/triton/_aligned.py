@@ -1,8 +1,8 @@
-"""Accesses of 16 bytes where the rows of a batch allow them, in one kernel for all lengths of a row.
+"""16-byte accesses for rows that allow them, without specialising kernels on the length of a row.
 
-The compiler makes an access wide if it sees that positions and the ends of masks are multiples of 16. If the launcher
-specialised the kernel on that, a training with variable lengths would wait for a second compilation. Therefore a
-kernel contains each load and store twice: ``all_multiples`` tests the sizes and strides at run time and selects the
+The compiler emits wide accesses if it can prove that positions and the ends of masks are multiples of 16. If the
+launcher specialised the kernel on that, training with variable lengths would wait for a second compilation. Therefore a
+kernel contains each load and store twice. At run time ``all_multiples`` tests the sizes and strides. It selects the
 version with WIDE, which uses a :func:`multiple` of each, or the version without.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def all_multiples(a, b, c, d):
-    """Whether all of these are multiples of 16."""
+    """Return True if all arguments are multiples of 16."""
     return ((a | b | c | d) % 16) == 0
 
 

@@ -1,4 +1,4 @@
-"""What launchers share: the GPU that holds the tensors, though Triton launches on the current one, and their layout."""
+"""Shared code of launchers: device of the tensors, strides, alignment, launch options, arguments to specialise on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ from dllm_kernels._backends.triton._tiles import Tile
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
 
-# Launch option: a product and a sum may become one fused multiply-add, which is more exact here. Said at every launch,
-# since Triton is about to change its default and warns where neither is chosen.
+# Launch option: contract products and sums into fused multiply-adds, which are more exact here. Passed at every launch,
+# because Triton is about to change the default and warns if the option is missing.
 FUSED = {"enable_fp_fusion": True}
-# Arguments of kernels over rows of logits, not specialised on alignment: one value per row, or K, or one per call,
-# because a slice or a chunk of them begins anywhere.
+# Pointers of kernels over rows of logits that are not specialised on alignment, because a slice or a chunk may begin
+# anywhere. They hold one value per row, K values per row, or one per call.
 PER_ROW = [
     "target_ptr", "weight_ptr", "scale_ptr", "factor_ptr", "max_ptr", "log_sum_ptr", "ids_ptr", "active_ptr", "a_ptr",
     "b_ptr", "of_id_ptr", "plain_ptr", "of_log_ptr", "of_mix_ptr", "row_ptr", "mean_alpha_ptr", "value_ptr",
     "alpha_ptr", "agree_ptr", "numbers_ptr", "hot_ptr",
 ]  # fmt: skip
-# Not specialised on at all: another shape or another transform is no other kernel.
+# Arguments that are not specialised on at all, so that another shape or transform does not compile another kernel.
 SIZES = [
     "L", "stride_b", "stride_l", "teacher_L", "teacher_stride_b", "teacher_stride_l", "out_stride_b", "out_stride_l",
     "V", "K", "R", "gain", "rate", "skip", "teacher_gain", "teacher_rate", "teacher_skip", "TILES", "SPLITS",
 ]  # fmt: skip
-# Evaluated once, because ``triton.jit`` also decides when it decorates a kernel.
+# Evaluated at import, like the decision of ``triton.jit``, which is made when it decorates a kernel.
 INTERPRETED = interpreting()
 
 
 def on_its_device(launcher: Launcher) -> Launcher:
-    """Make the device of the first argument, a tensor, the current one during a launcher; nothing on CPU."""
+    """Decorate a launcher to run with the device of its first argument as the current one; no effect on a CPU.
+
+    Triton launches on the current device, which may not be the device of the tensors.
+    """
 
     @functools.wraps(launcher)
     def launch(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -46,19 +49,19 @@ def on_its_device(launcher: Launcher) -> Launcher:
 
 
 def threads(num_warps: int) -> int:
-    """Threads of a program: a warp has 32 of them or, on AMD's larger GPUs, 64."""
+    """Return the number of threads of a program; a warp has 32 threads or, on AMD's larger GPUs, 64."""
     return 32 * num_warps if INTERPRETED else num_warps * int(_current_target().warp_size)
 
 
 def on_nvidia() -> bool:
-    """Whether kernels are compiled for a GPU of NVIDIA's."""
+    """Return True if kernels are compiled for an NVIDIA GPU."""
     return not INTERPRETED and bool(_current_target().backend == "cuda")
 
 
 def alone_on_a_multiprocessor() -> dict[str, int]:
     """Launch options for one 16-warp program, or two of 8 warps, that occupy an SM alone: raise the register limit.
 
-    Otherwise ptxas saves registers for one more program: it moves loads to where they are used, or spills.
+    Otherwise ptxas saves registers for one more program: it delays loads until their use, or spills.
     """
     return {"maxnreg": 128} if on_nvidia() else {}
 
@@ -69,46 +72,46 @@ def _current_target() -> Any:
 
 @functools.cache
 def _target(device: Hashable) -> Any:
-    """Return Triton's target of the current device, which is ``device``; looked up once per device."""
+    """Return Triton's target of ``device``, which must be the current device; cached per device."""
     return triton.runtime.driver.active.get_current_target()
 
 
 def of_tile(tile: Tile) -> dict[str, Any]:
-    """Arguments and options of a kernel over rows of logits."""
+    """Return the arguments and launch options of a kernel over rows of logits that follow from its tile."""
     return {"BLOCK_V": tile.block_v, "THREADS": threads(tile.num_warps), "num_warps": tile.num_warps, **FUSED}
 
 
 def acc(dtype: torch.dtype) -> tl.dtype:
-    """Triton's name for a dtype of sums."""
+    """Convert an accumulation dtype to Triton's type."""
     return tl.float64 if dtype == torch.float64 else tl.float32
 
 
 def is_flat(t: torch.Tensor) -> bool:
-    """Whether all rows ``[B, L]`` lie at equal distances."""
+    """Return True if all rows of ``[B, L, V]`` are at equal distances."""
     return t.shape[0] == 1 or t.stride(0) == t.shape[1] * t.stride(1)
 
 
 def strides(t: torch.Tensor, flat: bool | None = None) -> tuple[int | None, int, int]:
-    """(L, stride_b, stride_l) for ``row_offset``; ``flat``: whether rows lie at equal distances, None: look."""
+    """Return (L, stride_b, stride_l) for ``row_offset``; ``flat``: result of :func:`is_flat`, None: compute it."""
     flat = is_flat(t) if flat is None else flat
     return (None, 0, t.stride(1)) if flat else (t.shape[1], t.stride(0), t.stride(1))
 
 
 def strides_of_both(t: torch.Tensor, out: torch.Tensor) -> tuple[tuple[int | None, int, int, int, int], bool]:
-    """(L, stride_b, stride_l, out_stride_b, out_stride_l), and whether both tensors have the same."""
+    """Return ((L, stride_b, stride_l, out_stride_b, out_stride_l), True if both tensors have equal strides)."""
     flat = is_flat(t) and is_flat(out)
     of_t, of_out = strides(t, flat), strides(out, flat)
     return (*of_t, *of_out[1:]), of_t == of_out
 
 
 def share(V: int, tile: Tile) -> tuple[int, int]:
-    """Tiles of a row that one program takes, and how many programs that makes."""
+    """Return (tiles of a row per program, programs per row)."""
     tiles = triton.cdiv(triton.cdiv(V, tile.splits), tile.block_v)
     return tiles, triton.cdiv(V, tiles * tile.block_v)
 
 
 def aligned(*tensors: torch.Tensor | None) -> bool:
-    """Whether all rows ``[B, L]`` of the tensors that are given begin at a multiple of 16 bytes."""
+    """Return True if all rows of the given ``[B, L, V]`` tensors begin at a multiple of 16 bytes."""
     given = [t for t in tensors if t is not None]
     distances = [stride * t.element_size() for t in given for stride in t.stride()[1 if is_flat(t) else 0 : 2]]
     return all(number % 16 == 0 for number in (*distances, *(t.data_ptr() for t in given)))

@@ -1,29 +1,29 @@
-r"""The arithmetic that the kernels over rows of logits share.
+r"""Shared arithmetic of the kernels over rows of logits.
 
-**Where a row's columns lie.** Sixteen bytes, ``WIDE`` columns, are the widest access of a thread, and have to begin at
-a multiple of 16 bytes. A row of odd length begins anywhere, so its columns are taken in two parts: those of whole,
-aligned accesses (``wide_columns``; their position is rounded up to a multiple of WIDE, which the compiler sees), in
-tiles of BLOCK_V; and fewer than WIDE at either end (``ragged_columns``), with one narrow access. Nothing but the
-tensor's own address has to be aligned.
+**Alignment of columns.** The widest access of a thread is 16 bytes, ``WIDE`` columns, and must begin at a multiple of
+16 bytes. A row of odd length may begin anywhere, so its columns are read in two parts. Whole, aligned accesses in tiles
+of BLOCK_V cover most columns (``wide_columns``; their position is rounded up to a multiple of WIDE, which the compiler
+can prove). One narrow access covers the fewer than WIDE columns at each end (``ragged_columns``). Only the address of
+the tensor must be aligned.
 
-**Online softmax, per lane.** THREADS lanes walk the tiles; each takes REPS accesses of WIDE columns of a tile, all
-asked for before the first is used, and keeps the maximum m and s = sum exp(x - m) of what it has seen. With t the
-largest of a tile's x in the lane,
+**Online softmax, per lane.** THREADS lanes iterate over the tiles. Each lane makes REPS accesses of WIDE columns per
+tile, all issued before the first is used. It keeps the maximum m and s = sum exp(x - m) of the columns it has read.
+With t the lane's maximum of a new tile,
 
     m' = max(m, t),    s <- s exp(m - m') + sum exp(x - m'),    m <- m',
 
-one rescaling for REPS * WIDE columns. m is kept above the most negative finite number wherever it is subtracted, so
-that -inf gives exp(-inf) = 0 and never inf - inf. At the end M = max m,  S = sum s exp(m - M) over the lanes. For the
-entropy a lane also keeps t = sum exp(x - m) (x - m), of which a larger maximum makes exp(m - m') (t + (m - m') s).
-x - M is made before it is scaled by log2(e) for exp2: a product M * log2(e) taken out of the loop would be infinite for
-|M| > 2.3e38.
+which is one rescaling per REPS * WIDE columns. Wherever m is subtracted, it is clamped to the most negative finite
+number, so that -inf gives exp(-inf) = 0 and never inf - inf. At the end M = max m and S = sum s exp(m - M) over the
+lanes. For the entropy a lane also keeps t = sum exp(x - m) (x - m); a larger maximum m' changes it to
+exp(m - m') (t + (m - m') s). x - M is computed before the multiplication by log2(e) for exp2, because M * log2(e)
+hoisted out of the loop would be infinite for |M| > 2.3e38.
 
-**Does a column beat the target?** When M > z_y. When M = z_y one does if it equals z_y at a lower index. Tiles wholly
-before the target's are judged by the lane maxima as they were then, which costs one select a tile; the target's own
-tile is read again, if M = z_y, which is the cheap exception.
+**Is the target the argmax?** It is not if M > z_y, or if M = z_y and a column of lower index equals z_y. For tiles
+entirely before the target's tile, the lane maxima at that point decide, which costs one select per tile. The target's
+tile is re-read, but only if M = z_y.
 
-What is kept of a row is (M, log S), not their sum: at |M| = 1e4 a float32 logsumexp is already off by 5e-4, and so
-would be every probability computed from it, while exp((x - M) - log S) stays exact to rounding.
+The kernels store (M, log S) of a row and not their sum. At |M| = 1e4 a float32 logsumexp is off by 5e-4, and so is
+every probability computed from it, whereas exp((x - M) - log S) is exact to rounding.
 """
 
 import triton
@@ -31,18 +31,18 @@ import triton.language as tl
 
 from dllm_kernels._backends.triton._transform import number, through, transformed
 
-IGNORE = tl.constexpr(-100)  # the target of a row that does not count
+IGNORE = tl.constexpr(-100)  # target of an inactive row
 LOG2E = tl.constexpr(1.4426950408889634)
-FARTHEST = tl.constexpr(-1e4)  # e^d is 0 long before; d is kept above it where it is multiplied by that 0
+FARTHEST = tl.constexpr(-1e4)  # lower clamp of d in products with e^d, which is 0 there, because 0 * -inf is NaN
 LOWEST_F32 = tl.constexpr(-3.4028234663852886e38)
 LOWEST_F64 = tl.constexpr(-1.7976931348623157e308)
 
 
 @triton.jit
 def row_offset(n, L, stride_b, stride_l):
-    """Offset in elements of row n = b * L + l, or of row n at equal distances where L is None.
+    """Return the offset in elements of row n = b * L + l, or of row n at equal distances if L is None.
 
-    int64, since n * V passes int32 at N * V = 2**31.
+    int64, because n * V exceeds int32 at N * V = 2**31.
     """
     if L is None:
         return n.to(tl.int64) * stride_l
@@ -59,13 +59,13 @@ def load_target_logit(row_ptr, y, V, transform, ACC: tl.constexpr):
 
 @triton.jit
 def column_of(y, V):
-    """Convert a target to int32, to keep the comparison per column cheap; -1 if it is out of range."""
+    """Convert a target to int32, for a cheap comparison per column; -1 if it is out of range."""
     return tl.where((y >= 0) & (y < V), y, -1).to(tl.int32)
 
 
 @triton.jit
 def wide_columns(row, start, end, WIDE: tl.constexpr):
-    """For a row at position ``row``: position, column of the first aligned access in [start, end), and its columns."""
+    """Return (position, first column, number of columns) of the aligned accesses in [start, end) of the row."""
     up = row + start + (WIDE - 1)
     at = up // WIDE * WIDE
     first = start + (WIDE - 1) - (up % WIDE).to(tl.int32)
@@ -74,7 +74,7 @@ def wide_columns(row, start, end, WIDE: tl.constexpr):
 
 @triton.jit
 def ragged_columns(start, end, first, wide, WIDE: tl.constexpr):
-    """Return the columns [2 WIDE] of [start, end) before and after the ``wide`` ones, and their mask."""
+    """Return the columns [2 WIDE] of [start, end) before and after the ``wide`` aligned ones, and their mask."""
     i = tl.arange(0, 2 * WIDE)
     v = tl.where(i < WIDE, start + i, first + wide + (i - WIDE))
     return v, v < tl.where(i < WIDE, tl.minimum(first, end), end)
@@ -91,7 +91,7 @@ def aligned_columns(row, start, end, WIDE: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _one_by_one(ptr, i, limit, STEP: tl.constexpr, COUNT: tl.constexpr, OTHER: tl.constexpr, EVICT: tl.constexpr):
-    """COUNT columns from each of i [n] below the limit on, STEP apart: [n, 2, 2, ...]."""
+    """Load COUNT columns from each of i [n], STEP apart, if i is below the limit: [n, 2, 2, ...]."""
     if COUNT > 1:
         even = _one_by_one(ptr, i, limit, 2 * STEP, COUNT // 2, OTHER, EVICT)
         odd = _one_by_one(ptr + STEP, i, limit, 2 * STEP, COUNT // 2, OTHER, EVICT)
@@ -104,9 +104,9 @@ def _one_by_one(ptr, i, limit, STEP: tl.constexpr, COUNT: tl.constexpr, OTHER: t
 
 @triton.jit
 def load_columns(ptr, limit, BLOCK_V: tl.constexpr, ALIGNED: tl.constexpr, OTHER: tl.constexpr, EVICT: tl.constexpr):
-    """Columns [BLOCK_V] below the limit, a multiple of WIDE, or all of them where it is None; OTHER in the rest.
+    """Load the columns [BLOCK_V] below the limit, a multiple of WIDE, or all if it is None; OTHER for the rest.
 
-    Where the row is not ALIGNED a thread loads the same columns one by one, so that it adds them up in the same order.
+    If the row is not ALIGNED, each thread loads the same columns one by one, so that sums have the same order.
     """
     if ALIGNED is None or ALIGNED:
         i = tl.arange(0, BLOCK_V)
@@ -122,7 +122,7 @@ def load_columns(ptr, limit, BLOCK_V: tl.constexpr, ALIGNED: tl.constexpr, OTHER
 
 @triton.jit
 def finite(m):
-    """At least the most negative finite number; a maximum of nothing, or of -inf, can then be subtracted."""
+    """Clamp a maximum to the most negative finite number, because -inf cannot be subtracted from -inf."""
     return tl.maximum(m, LOWEST_F64 if tl.float64 == m.dtype else LOWEST_F32)
 
 
@@ -138,13 +138,13 @@ def masked_tile(x, v, mask, transform, ACC: tl.constexpr, first=None):
 
 @triton.jit
 def moved(moment, total, step):
-    """Sum e^d d about a maximum that lies ``-step`` further up, from that about the old one."""
+    """Return sum e^d (d + step), from ``moment`` = sum e^d d and ``total`` = sum e^d; the maximum grew by ``-step``."""
     return moment + tl.maximum(step, FARTHEST) * total
 
 
 @triton.jit
 def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, WIDE: tl.constexpr, ACC: tl.constexpr):
-    """(m, s, t) of the lanes after one more tile x [BLOCK_V]."""
+    """Update (m, s, t) of the lanes with one more tile x [BLOCK_V]."""
     LANES: tl.constexpr = lane_max.shape[0]
     x = tl.reshape(x.to(ACC), [x.shape[0] // (LANES * WIDE), LANES, WIDE])
     new_max = tl.maximum(lane_max, tl.max(tl.max(x, 2), 0))
@@ -162,14 +162,14 @@ def _with_tile(x, lane_max, lane_sum, lane_moment, WITH_ENTROPY: tl.constexpr, W
 
 @triton.jit
 def lane_sum(lanes, x, WIDE: tl.constexpr):
-    """Update the sums of the lanes with one more tile x [n], of which a lane holds WIDE columns at a time."""
+    """Add one more tile x [n] to the sums of the lanes; a lane holds WIDE adjacent columns at a time."""
     LANES: tl.constexpr = lanes.shape[0]
     return lanes + tl.sum(tl.sum(tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE]), 2), 0)
 
 
 @triton.jit
 def tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
-    """Whether a lower column of the target's own tile equals it."""
+    """Return True if a lower column of the target's tile equals the target."""
     i = (y - first) // BLOCK_V * BLOCK_V + tl.arange(0, BLOCK_V)
     x = tl.load(tile_ptr + i, mask=(i >= 0) & (i < wide) & (first + i < y), other=float("nan"))
     x = transformed(x, first + i, transform, ACC)
@@ -182,24 +182,25 @@ def column_stats(
     BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr, WITH_CORRECT: tl.constexpr,
     WITH_ENTROPY: tl.constexpr, ALIGNED: tl.constexpr, EVICT: tl.constexpr, AHEAD: tl.constexpr = False,
 ):  # fmt: skip
-    """(M, S, T), and whether a column of [start, end) beats the target, reading each column once.
+    """Return (M, S, T, beaten) of the columns [start, end), reading each column once.
 
-    Of the transformed logits x: M their maximum, S the sum of exp(x - M), T that of exp(x - M) (x - M) where
-    WITH_ENTROPY.
+    For the transformed logits x, M is the maximum, S = sum exp(x - M), and T = sum exp(x - M) (x - M) if WITH_ENTROPY.
 
-    Rows begin at multiples of WIDE where they are ALIGNED. Where not all do, either one by one (False), so that a sum
-    has the order that it has in an aligned row, or anywhere (None), as fast and in an order of its own.
+    ``beaten`` is True if a column beats the target: it is larger, or equal with a lower index. The target is the argmax
+    if no column beats it.
 
-    A column beats the target when it is larger, or equal with a lower index: the target is the argmax when none does.
+    ALIGNED: True if all rows begin at multiples of WIDE columns. False: they do not, and columns are loaded one by one,
+    so that sums have the same order as in aligned rows. None: rows may begin anywhere; as fast as True, but the order
+    of a sum depends on where its row begins.
 
-    AHEAD: load each tile while the previous one is processed, for a program that has its multiprocessor to itself.
+    AHEAD: load each tile while the previous one is processed, for a program that occupies its multiprocessor alone.
     """
     WIDE: tl.constexpr = 128 // logits_ptr.dtype.element_ty.primitive_bitwidth
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     at, first, wide = aligned_columns(row, start, end, WIDE, ALIGNED)
     tile_ptr = logits_ptr + at
     lanes = tl.arange(0, BLOCK_V)
-    y = y.to(tl.int32)  # one that this wraps has the logit NaN, which equals nothing
+    y = y.to(tl.int32)  # may wrap: the logit of such a target is NaN, which no column equals
     lane_max = tl.full([LANES], -float("inf"), ACC)
     lane_sum = tl.zeros([LANES], ACC)
     lane_moment = lane_sum
@@ -238,7 +239,7 @@ def column_stats(
         moment = tl.sum(less * moved(lane_moment, lane_sum, step), 0) + tl.sum(e * tl.maximum(d, FARTHEST), 0)
     row_sum = tl.sum(lane_sum * less, 0) + tl.sum(e, 0)
     beaten = row_max > target_logit
-    if WITH_CORRECT:  # noqa: SIM102  (known at compile time, the next at run time)
+    if WITH_CORRECT:  # noqa: SIM102  (a compile-time condition; the next is a run-time condition)
         if row_max == target_logit:
             beaten = tied_below(tile_ptr, first, wide, y, target_logit, transform, BLOCK_V, ACC)
             beaten = beaten | (tl.max(((x == target_logit) & (v < y)).to(tl.int32), 0) > 0)
@@ -250,14 +251,14 @@ def column_stats(
 def store_grad(
     x, out_ptr, i, mask, hot, scale, row_max, log_sum, transform, first, ACC: tl.constexpr, EVICT: tl.constexpr
 ):
-    """Write scale * (softmax - onehot) * slope for the columns i, rounded once the one-hot, at ``hot``, is subtracted.
+    """Write scale * (softmax - onehot) * slope for the columns i; round to the output dtype only at the end.
 
-    ``first`` as in ``transformed``.
+    The one-hot is at ``hot``. ``first`` as in ``transformed``.
     """
-    gain, rate, skip = transform  # whatever p is in the skipped column, the gradient there is 0
+    gain, rate, skip = transform  # p need not be right in the skipped column, because the gradient is 0 there
     p = tl.exp2((transformed(x, i, (gain, rate, None), ACC) - row_max) * LOG2E - log_sum * LOG2E)
     grad = tl.where(i == hot, p - 1, p)
-    if rate is None and gain is not None:  # a slope that is the same everywhere goes with the row's factor
+    if rate is None and gain is not None:  # a constant slope is multiplied into the row's scale
         grad = through((scale * number(gain, ACC)) * grad, x, i, (None, None, skip), ACC, first)
     else:
         grad = through(scale * grad, x, i, transform, ACC, first)
@@ -271,8 +272,8 @@ def grad_tiles(
 ):  # fmt: skip
     """Write the gradient of ``wide`` columns from the last tile to the first; each tile is loaded one iteration ahead.
 
-    The pointers are at the ``column`` of the row, from which ``hot`` is counted. What was read last is read first: it
-    is still near. The output may be the input.
+    The pointers are at the ``column`` of the row, and ``hot`` is relative to it. The order is reversed, because the
+    tiles read last are still in the cache. The output may be the input.
     """
     i = tl.arange(0, BLOCK_V)
     tile = (wide - 1) // BLOCK_V * BLOCK_V

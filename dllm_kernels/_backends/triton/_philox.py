@@ -1,4 +1,4 @@
-"""Philox 4x64-10 in registers; ``_random/_philox.py`` holds the layout of keys, counters and draws, and the source."""
+"""Philox 4x64-10 in registers; ``_random/_philox.py`` defines the layout of keys, counters and draws."""
 
 import triton
 import triton.language as tl
@@ -12,7 +12,7 @@ _W1 = tl.constexpr(0xBB67AE8584CAA73B)
 
 @triton.jit
 def seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
-    """Return the key of the rows b and their number under it: b for a shared seed, 0 for a seed per row."""
+    """Return the seed of the rows b and their number under it: b for a shared seed, 0 for a seed per row."""
     if SHARED_SEED:
         return tl.load(seed_ptr), b
     else:
@@ -21,7 +21,7 @@ def seed_and_row(seed_ptr, b, B, SHARED_SEED: tl.constexpr):
 
 @triton.jit
 def philox4x64(c0, c1, c2, c3, k0, k1):
-    """Ten rounds on uint64 tensors of one shape, the keys of a broadcastable one."""
+    """Run ten rounds on uint64 counters of one shape, with keys of a broadcastable shape."""
     m0 = tl.full(c0.shape, _M0, tl.uint64)
     m1 = tl.full(c0.shape, _M1, tl.uint64)
     for _ in tl.static_range(10):
@@ -40,7 +40,7 @@ def philox4x64(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def counter_words(seed, counter, STREAM: tl.constexpr):
-    """Words of the counters ``[n]`` after a row's zero, uint64 ``[4 n]``, under a scalar seed."""
+    """Compute the words of counters ``[n]``, counted from ``_ZERO``, uint64 ``[4 n]``, for a scalar seed."""
     low = (counter + _ZERO).to(tl.uint64)
     zero = tl.zeros_like(low)
     key = tl.zeros_like(low) + seed.to(tl.uint64)
@@ -65,15 +65,16 @@ def _counted(seed, row, stride, at):
 
 @triton.jit
 def _one_of(w0, w1, w2, w3, at):
-    """Word ``at & 3`` of the four."""
+    """Select word ``at & 3`` of the four."""
     return tl.where((at & 2) == 0, tl.where((at & 1) == 0, w0, w1), tl.where((at & 1) == 0, w2, w3))
 
 
 @triton.jit
 def words(seed, row, stride, start, SHARE: tl.constexpr, N: tl.constexpr):
-    """Words start .. start + N - 1 of the rows, uint64 [R, N]; row and start are [R, 1], seed too or a scalar.
+    """Compute words start .. start + N - 1 of the rows, uint64 [R, N].
 
-    SHARE (1, 2 or 4) divides every start, and is how many words of a counter are used at a time.
+    Row and start are [R, 1], and seed is [R, 1] or a scalar. SHARE (1, 2 or 4) divides every start; it is the number of
+    words that are taken from a counter at a time.
     """
     at = start.to(tl.int64) + (tl.arange(0, N // SHARE) * SHARE)[None, :]
     w0, w1, w2, w3 = _counted(seed, row, stride, at)
@@ -88,7 +89,7 @@ def words(seed, row, stride, start, SHARE: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def draws(seed, row, stride, start, SHARE: tl.constexpr, N: tl.constexpr):
-    """Draws start .. start + N - 1 of the rows, uint32 [R, N]; as ``words``, SHARE being 1, 2, 4 or 8."""
+    """Compute draws start .. start + N - 1 of the rows, uint32 [R, N]; see ``words``, with SHARE 1, 2, 4 or 8."""
     if SHARE == 1:
         d = start.to(tl.int64) + tl.arange(0, N)[None, :]
         return _half(_one_of_draw(seed, row, stride, d), d)
@@ -118,17 +119,17 @@ def level_draws(seed, row, stride, block):
 
 @triton.jit
 def uniform(q):
-    """(2 q + 1) 2^-24 of the high 23 bits q of a draw or word, float32, exact."""
+    """Compute (2 q + 1) 2^-24 from the high 23 bits q of a draw or word, float32, exact."""
     return (2 * q + 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
 
 
 @triton.jit
 def fine_uniform(draw):
-    """(2 draw + 1) 2^-33, float64, exact."""
+    """Compute (2 draw + 1) 2^-33, float64, exact."""
     return (draw.to(tl.float64) + 0.5) * 2.3283064365386963e-10
 
 
 @triton.jit
 def token_of(word, n):
-    """One of n tokens by the low 41 bits r of a word: floor(r n / 2^41), int64."""
+    """Draw one of n tokens from the low 41 bits r of a word: floor(r n / 2^41), int64."""
     return tl.umulhi(word << 23, (tl.zeros_like(word) + n).to(tl.uint64)).to(tl.int64)

@@ -1,17 +1,20 @@
-r"""Choosing the k largest scores of a row, exactly.
+r"""Exact selection of the k largest scores of a row.
 
-A score is a float64; ``keys`` maps it to an int64 of the same order, so that selection is about integers only.
-``NEVER``, below every key, marks what cannot be chosen.
+``keys`` maps a float64 score to an int64 of the same order, so that selection compares integers only. ``NEVER``, below
+every key, marks positions that cannot be chosen.
 
-The threshold t is the k-th largest key. Keys above it are chosen, and of those equal to t the first in order of index,
-as many as are missing. Rows of up to ``SORTED`` keys, of which one warp holds some, are sorted: no step depends on the
-data, none waits for another warp, and compiled for sm_90 a position of a row of 32 costs a third of what it costs to
-search. In longer ones t is found by halving [lo, hi]; a row is done early where exactly k keys reach the middle, after
-some 20 steps rather than 64. ``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` for
-those beyond.
+The threshold t is the k-th largest key. Keys above t are chosen, and so many keys equal to t, in the order of their
+index, as are still missing.
 
-``exact_log`` and ``score`` equal those of ``_random/_gumbel.py``, operation by operation. Kernels that use them
-must be launched with ``enable_fp_fusion=False``.
+- Rows of up to ``SORTED`` keys are sorted; one warp holds one or several rows. No step depends on the data or waits for
+  another warp. Compiled for sm_90, a position of a row of 32 costs a third of what it costs by bisection.
+- In longer rows t is found by bisection of [lo, hi]. A row stops early if exactly k keys reach the middle, after some
+  20 steps instead of 64.
+
+``topk`` is for rows in registers, ``threshold_in_memory`` and ``chosen_of_tile`` are for longer ones.
+
+``exact_log`` and ``score`` equal those of ``_random/_gumbel.py``, operation by operation, for the reason given there.
+Kernels that use them must be launched with ``enable_fp_fusion=False``.
 """
 
 import triton
@@ -47,13 +50,13 @@ def exact_log(x):
 
 @triton.jit
 def score(log_w, u):
-    """log_w - ln(-ln u), float64."""
+    """Compute log_w - ln(-ln u), float64."""
     return log_w.to(tl.float64) - exact_log(-exact_log(u))
 
 
 @triton.jit
 def keys(scores, choosable):
-    """Monotone int64 keys: the bits of a negative number run backwards, so those below the sign are flipped."""
+    """Map scores to int64 keys of the same order; the bits below the sign of negative numbers are flipped."""
     bits = tl.where(scores == 0, 0.0, scores).to(tl.int64, bitcast=True)  # -0 and 0 tie
     ordered = bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
     return tl.where(choosable & (scores > -float("inf")), ordered, NEVER)
@@ -61,7 +64,7 @@ def keys(scores, choosable):
 
 @triton.jit
 def halve(lo, hi, k, middle, count):
-    """[lo, hi] after counting the keys >= middle."""
+    """Halve [lo, hi], given the count of keys >= middle."""
     enough = count >= k
     lo = tl.where(enough, middle, lo)
     hi = tl.where(enough, tl.where(count == k, middle, hi), middle - 1)
@@ -70,7 +73,7 @@ def halve(lo, hi, k, middle, count):
 
 @triton.jit
 def middle_of(lo, hi):
-    """Compute the mean rounded up, without overflow."""
+    """Compute the mean of lo and hi, rounded up, without overflow."""
     return (lo | hi) - ((lo ^ hi) >> 1)
 
 
@@ -108,7 +111,7 @@ def count_in_memory(key_ptr, D, at_least, BLOCK: tl.constexpr):
 
 @triton.jit
 def threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK: tl.constexpr):
-    """Find the threshold among D keys within [lo, hi], and how many keys equal to it are selected."""
+    """Return (threshold, number of keys equal to it that are selected) for D keys within [lo, hi]."""
     k = tl.minimum(k, choosable)
     while lo < hi:
         middle = middle_of(lo, hi)
@@ -119,7 +122,7 @@ def threshold_in_memory(key_ptr, D, k, lo, hi, choosable, BLOCK: tl.constexpr):
 
 @triton.jit
 def chosen_of_tile(key, threshold, missing):
-    """Select keys of a tile [BLOCK]; return the mask and how many keys equal to the threshold remain to be selected."""
+    """Select keys of a tile [BLOCK]; return (mask, number of keys equal to the threshold still to be selected)."""
     tied = key == threshold
     chosen = (key > threshold) | (tied & (tl.cumsum(tied.to(tl.int32), 0) <= missing))
     return chosen & (key != NEVER), missing - tl.sum(tied.to(tl.int32), 0)
@@ -127,7 +130,7 @@ def chosen_of_tile(key, threshold, missing):
 
 @triton.jit
 def widen(lo, hi, choosable, key):
-    """Smallest, largest and number of choosable keys, with those of one more tile."""
+    """Update the smallest, the largest and the number of choosable keys with one more tile."""
     some = key != NEVER
     lo = tl.minimum(lo, tl.min(tl.where(some, key, 0x7FFFFFFFFFFFFFFF), 0))
     return lo, tl.maximum(hi, tl.max(key, 0)), choosable + tl.sum(some.to(tl.int32), 0)

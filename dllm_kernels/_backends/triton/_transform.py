@@ -1,19 +1,18 @@
-r"""The transform of the logits inside the kernels, the same few lines for every one of them.
+r"""Transform of the logits inside the kernels, shared by all of them.
 
 A kernel takes three integers, ``gain, rate, skip`` (:func:`arguments`), and passes them on as one tuple. Each is None
-if the transform has no such step; a None argument is a compile-time constant, and the step is compiled out. The numbers
-are passed as the bits of a float64, because a launch would round a float to float32. No launcher specialises on them:
-another temperature does not compile another kernel.
+if the transform has no such step. A None argument is a compile-time constant, and the step is compiled out. The numbers
+are passed as the bits of a float64, because a launch would round a float to float32. No launcher specialises on them,
+so that another temperature does not compile another kernel.
 
-**Without a cap**, x = gain z. **With one**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one
+**Without a cap**, x = gain z. **With a cap**, gain = scale * softcap, rate = 1 / softcap, u = rate z and, from one
 exponential,
 
-    q = exp(-2 |u|),    r = 1 / (1 + q),    x = gain tanh(u),    dx/dz = gain rate (1 - tanh(u)^2) = gain rate 4 q r^2,
+    q = exp(-2 |u|),    r = 1 / (1 + q),    x = gain tanh(u),    dx/dz = gain rate (1 - tanh(u)^2) = gain rate 4 q r^2.
 
-the slope to full relative precision however flat the cap is. Likewise tanh(|u|) = 1 - 2 q r; below 0.625, where the
-difference would cancel, the odd functions of Cephes (Moshier, ``tanhf.c``, ``tanh.c``) stand in its place. Each sum of
-a product is an explicit fused multiply-add: whatever surrounds it, a logit has one transformed value, so that equal
-logits tie.
+The slope has full relative precision, however flat the cap is. tanh(|u|) is 1 - 2 q r. For |u| below 0.625, where the
+difference would cancel, it is an odd function of Cephes (Moshier, ``tanhf.c``, ``tanh.c``). Each product plus a term is
+an explicit fused multiply-add, so that a logit has one transformed value in every kernel, and equal logits tie.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ import triton
 import triton.language as tl
 
 MINUS_2_LOG2E = tl.constexpr(-2.8853900817779268)
-Transform = tuple[float | None, float | None, int | None]  # (softcap, scale, skip_id), as ``ops`` has them
+Transform = tuple[float | None, float | None, int | None]  # (softcap, scale, skip_id)
 Arguments = tuple[int | None, int | None, int | None]
 NO_TRANSFORM: Transform = (None, None, None)
 
 
 def arguments(transform: Transform) -> Arguments:
-    """(gain, rate, skip) of a transform as a kernel takes them; the column is that of the tensor that it reads."""
+    """Convert a transform to (gain, rate, skip); ``skip`` is a column of the tensor that the kernel reads."""
     cap, scale, skip = transform
     if cap is None:
         return None if scale is None else bits_of(scale), None, skip
@@ -38,7 +37,10 @@ def arguments(transform: Transform) -> Arguments:
 
 
 def bits_of(number: float) -> int:
-    """Encode 0 as -0.0, a 64-bit integer like all others: another type would compile another kernel."""
+    """Return the bits of a float64 as an int.
+
+    0 becomes -0.0, because the int 0 would be passed as an int32 and compile another kernel.
+    """
     bits: int = struct.unpack("<q", struct.pack("<d", number or -0.0))[0]
     return bits
 
@@ -51,7 +53,7 @@ def number(bits, ACC: tl.constexpr):
 
 @triton.jit
 def _polynomial(s, c0, c1, c2, c3, c4, ACC: tl.constexpr):
-    """From the highest coefficient to the lowest."""
+    """Evaluate a polynomial in s; the highest coefficient comes first."""
     p = tl.fma(s, tl.full(s.shape, c0, ACC), tl.full(s.shape, c1, ACC))
     p = tl.fma(s, p, tl.full(s.shape, c2, ACC))
     p = tl.fma(s, p, tl.full(s.shape, c3, ACC))
@@ -92,10 +94,10 @@ def _slope(u, ACC: tl.constexpr):
 
 @triton.jit
 def with_column(x, v, skip, value, first):
-    """``x`` with the value in the column ``skip``; ``first`` as in :func:`transformed`."""
+    """Replace ``x`` by the value in the column ``skip``; ``first`` as in :func:`transformed`."""
     if first is None:
         return tl.where(v == skip, value, x)
-    else:  # few tiles have the column, and to look for it in every lane would take more registers than all the rest
+    else:  # few tiles contain the column, and a comparison in every lane takes more registers than all the rest
         i = skip - first
         if (i >= 0) & (i < v.shape[0]):
             x = tl.where(v == i, value, x)
@@ -106,7 +108,7 @@ def with_column(x, v, skip, value, first):
 def transformed(z, v, transform, ACC: tl.constexpr, first=None):
     """Transform the logits of the columns v of a row in ACC; the caller overwrites masked lanes.
 
-    With ``first`` the columns are first + v, and v is 0, 1, 2, ...: a tile, in which a column is cheaper to find.
+    If ``first`` is given, the columns are first + v with v = 0, 1, 2, ...; in such a tile ``skip`` is cheaper to find.
     """
     gain, rate, skip = transform
     x = z.to(ACC)

@@ -1,8 +1,8 @@
 """Corruption in one launch: ids and mask in; noisy ids, noise mask and probabilities out.
 
-A program works on a tile [R blocks, BLOCK positions]; block n of the batch is block n % blocks of row n // blocks.
-Levels, coins and tokens are drawn in registers. The arithmetic is that of ``_random/_rules.py``, rounded step by step:
-the kernels are launched without contraction into fused multiply-adds.
+A program processes a tile [R blocks, BLOCK positions]. Block n of the batch is block n % blocks of row n // blocks.
+Levels, coins and tokens are drawn in registers. The arithmetic is that of ``_random/_rules.py``, rounded step by step;
+therefore the kernels are launched without contraction into fused multiply-adds.
 """
 
 from typing import Any
@@ -16,16 +16,16 @@ from dllm_kernels._backends.triton._aligned import all_multiples, multiple, roun
 from dllm_kernels._backends.triton._launch import alone_on_a_multiprocessor, on_its_device
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
-_WHAT = {"mask": 0, "tokens": 1, "all": 2}  # of positions that do not depend on each other
+_WHAT = {"mask": 0, "tokens": 1, "all": 2}  # values of ``what`` with independent positions
 _MASK, _TOKENS, _ALL = (tl.constexpr(what) for what in _WHAT.values())
-# Not specialised on: a kernel for each kind of length would stall a training with variable lengths.
+# Not specialised on, because compiling a kernel per class of lengths would stall training with variable lengths.
 SIZES = [
     "B", "L", "size", "stride", "token", "vocab_size", "stride_b", "mask_stride_b", "level_stride_b", "level_stride_n",
     "p_stride", "q_stride",
 ]  # fmt: skip
-# Specialised on being 1 (a number) or given (a pointer), but not on alignment.
+# Specialised on being 1 (integers) or None (pointers), but not on alignment.
 ONES = ["blocks", "stride_l", "mask_stride_l", "seed_ptr", "level_ptr", "mask_prob_ptr", "uniform_prob_ptr"]
-# The largest sum of two probabilities that passes for 1, as _random/_rules.py has it.
+# Largest accepted sum of two probabilities; equals ``MOST`` of _random/_rules.py.
 _MOST = tl.constexpr(1.0 + 1e-5)
 
 
@@ -51,7 +51,7 @@ def _places(b, block, i, sizes, WIDE: tl.constexpr):
 def _read_as(batch, b, block, i, sizes, HAS_MASK: tl.constexpr, WIDE: tl.constexpr):
     ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l = batch
     at, inside = _places(b, block, i, sizes, WIDE)
-    b = b.to(tl.int64)  # b * L passes int32 once the batch has 2**31 positions
+    b = b.to(tl.int64)  # b * L exceeds int32 if the batch has 2**31 positions
     at = at.to(tl.int64)
     ids = tl.load(ids_ptr + b * multiple(stride_b, WIDE) + at * stride_l, mask=inside, other=0)
     if HAS_MASK:
@@ -62,7 +62,7 @@ def _read_as(batch, b, block, i, sizes, HAS_MASK: tl.constexpr, WIDE: tl.constex
 
 @triton.jit
 def _read(batch, b, block, i, sizes, HAS_MASK: tl.constexpr):
-    """Ids, and which positions may change; ``batch``: where ids and mask are, and the two strides of each."""
+    """Load the ids and the mask of supervised positions; ``batch``: their pointers, and two strides of each."""
     if all_multiples(sizes[1], sizes[2], batch[2], batch[4]):
         ids, supervised = _read_as(batch, b, block, i, sizes, HAS_MASK, True)
     else:
@@ -83,7 +83,7 @@ def _write_as(outputs, b, block, i, sizes, noisy, noise, p, WIDE: tl.constexpr):
 
 @triton.jit
 def _write(outputs, b, block, i, sizes, ids, noise, token, p):
-    """Write the token where there is noise, else the ids; the noise; and p unless it is None."""
+    """Write the token where ``noise`` is True and the ids elsewhere; write the noise, and p unless it is None."""
     noisy = tl.where(noise, token.to(ids.dtype), ids)
     if all_multiples(sizes[1], sizes[2], 0, 0):
         _write_as(outputs, b, block, i, sizes, noisy, noise, p, True)
@@ -154,7 +154,7 @@ def _corrupt_mix(
 
 @triton.jit
 def number_to_mask(level, length, at_least):
-    """round(level * length), half to even, within [at_least, length]."""
+    """Return round(level * length), half to even, clamped to [at_least, length]."""
     product = level * length.to(tl.float32)
     down = tl.floor(product)
     rest = product - down
@@ -165,7 +165,7 @@ def number_to_mask(level, length, at_least):
 
 @triton.jit
 def _position_keys(draw, choosable, first, level, rate, EXACT: tl.constexpr, BLOCK: tl.constexpr):
-    """Keys [R, BLOCK] of the positions first .. of each block: the draws themselves, or their biased Gumbel scores."""
+    """Compute keys [R, BLOCK] of the positions of each block from ``first``: the draws, or biased Gumbel scores."""
     if EXACT:
         return tl.where(choosable, draw.to(tl.int64), NEVER)
     else:
@@ -182,7 +182,7 @@ def _corrupt_topk(
     EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
     SHARE: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Mask k positions of each block by biased scores; with EXACT k of the supervised ones, by the draws."""
+    """Mask k positions of each block by biased scores; with EXACT, k supervised positions by their draws."""
     batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
     levels = (level_ptr, level_stride_b, level_stride_n, eps, one_minus_eps)
     n = (tl.program_id(0) * R + tl.arange(0, R))[:, None]
@@ -213,7 +213,7 @@ def _corrupt_topk_long(
     EXACT: tl.constexpr, HAS_MASK: tl.constexpr, SHARED_SEED: tl.constexpr, HAS_LEVEL: tl.constexpr,
     SHARE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``_corrupt_topk`` of blocks whose keys do not fit into registers."""
+    """Like ``_corrupt_topk``, for blocks whose keys do not fit into registers."""
     batch = (ids_ptr, loss_mask_ptr, stride_b, stride_l, mask_stride_b, mask_stride_l)
     levels = (level_ptr, level_stride_b, level_stride_n, eps, one_minus_eps)
     n = tl.program_id(0)
@@ -300,7 +300,7 @@ Corrupted = tuple[Tensor, Tensor, Tensor]
 
 
 def _stride(blocks: int, L: int, words: bool = False) -> int:
-    """Counters that a row draws from, as ``_random/_philox.py`` lays them out."""
+    """Return the number of counters of a row in the layout of ``_random/_philox.py``."""
     return -(-blocks // 8) - (-L // (4 if words else 8))
 
 
@@ -309,14 +309,14 @@ def corrupt(
     input_ids: Tensor, loss_mask: Tensor | None, level: Tensor | None, seed: Tensor | None, routine: Any, blocks: int,
     size: int, rate: float, at_least: int,
 ) -> Corrupted:  # fmt: skip
-    """Launch a ``Routine`` of ``_corruption/_corrupt.py``; ``rate`` and ``at_least`` are for "topk"."""
+    """Launch the kernel of a ``_corrupt.Routine``; only "topk" uses ``rate`` and ``at_least``."""
     what, token, _, eps, _ = routine
     B, L = input_ids.shape
     noisy = torch.empty(input_ids.shape, dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
     out = noisy, noise, torch.empty(noisy.shape, dtype=torch.float32, device=noisy.device)
     mask_strides = (0, 0) if loss_mask is None else loss_mask.stride()
-    # A level [B, 1] is that of all blocks of a row.
+    # A level [B, 1] applies to all blocks of a row.
     level_strides = (0, 0) if level is None else (level.stride(0), level.stride(1) if level.shape[1] > 1 else 0)
     pointers = (input_ids, loss_mask, seed, level, *out)
     numbers = (
@@ -349,7 +349,7 @@ def mix_tokens(
     input_ids: Tensor, loss_mask: Tensor, mask_token_id: int, vocab_size: int, mask_prob: Tensor, uniform_prob: Tensor,
     seed: Tensor,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """``_corrupt.mix_tokens``."""
+    """See ``_corrupt.mix_tokens``."""
     B, L = input_ids.shape
     noisy = torch.empty((B, L), dtype=input_ids.dtype, device=input_ids.device)
     noise = torch.empty(noisy.shape, dtype=torch.bool, device=noisy.device)
@@ -366,7 +366,7 @@ def mix_tokens(
 
 @on_its_device
 def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
-    """``_corrupt.complement``."""
+    """See ``_corrupt.complement``."""
     B, L = noise_mask.shape
     out = torch.empty((B, L), dtype=torch.bool, device=noise_mask.device)
     if out.numel():
@@ -377,7 +377,7 @@ def complement(noise_mask: Tensor, loss_mask: Tensor) -> Tensor:
 
 
 def sample_level(B: int, method: str, low: float, high: float, seed: Tensor) -> Tensor:
-    """``_corrupt.sample_level``."""
+    """See ``_corrupt.sample_level``."""
     with torch.cuda.device_of(seed):
         out = torch.empty(B, dtype=torch.float32, device=seed.device)
         _sample_level[(triton.cdiv(B, 128),)](

@@ -1,40 +1,41 @@
 r"""Divergence of rows of student to rows of teacher logits: value, acceptance, agreement and gradient in one launch.
 
-One program takes one pair of rows. With M and S the maximum and sum_v e^{x_v - M} of a row's transformed logits, in
-base 2,
+One program processes one pair of rows, student logits z and teacher logits t. Let M be the maximum of a row's
+transformed logits x, and S = sum_v e^{x_v - M}. Logarithms are in base 2:
 
-    lp_v = (z_v - M_z) log2(e) - log2 S_z,    p_v = 2^{lp_v},    lq_v, q_v likewise of the teacher's.
+    lp_v = (z_v - M_z) log2(e) - log2 S_z,    p_v = 2^{lp_v},
+    lq_v = (t_v - M_t) log2(e) - log2 S_t,    q_v = 2^{lq_v}.
 
-**Kinds.** What a spec asks for (``_backends/torch/_divergence.py``) is made of a few sums over the row's columns,
+**Kinds.** All kinds of a spec (``_backends/torch/_divergence.py``) depend on a few sums over the columns of a row,
 
     overlap = sum min(p, q)         below = sum p [p <= q]          kl = sum q (lq - lp)      soft_ce = sum -q lp
     ratio = sum p d                 p_mix = sum p (lp - lm)         q_mix = sum q (lq - lm),  m = beta q + (1 - beta) p
 
-(:class:`Sums`, :func:`_with_terms`), which make the row's value (:func:`_value`) and its coefficients
-(:class:`Coefficients`, :func:`_coefficients`); with these the gradient of any sum of kinds is one expression of a
-column (:func:`_gradient`):
+(:class:`Sums`, :func:`_with_terms`). The sums give the value of the row (:func:`_value`) and its coefficients
+(:class:`Coefficients`, :func:`_coefficients`). With these the gradient of any sum of kinds is one expression per column
+(:func:`_gradient`):
 
     dL/dz_v = p_v (plain or, where p_v <= q_v, below) + apart (p_v - q_v) + ratio p_v (d_v - mean) + mix p_v (lp_v -
     lm_v)
 
-less one-hots. d = (z - M_z) - (t - M_t): what lp - lq is but for a number a row, which leaves the gradient of rkl
-unchanged.
+minus one-hot terms. d = (z - M_z) - (t - M_t) differs from lp - lq by a constant per row, which does not change the
+gradient of rkl.
 
-The coefficient of each kind (:class:`Kinds`) comes as an integer that is None where the spec has no such kind, as a
-transform's numbers do (``_transform.py``): what is None leaves no instruction behind, and which are None is what tells
-compiled kernels apart.
+The coefficient of each kind (:class:`Kinds`) is passed as an integer, or as None if the spec does not contain the kind,
+like the numbers of a transform (``_transform.py``). A None argument is a compile-time constant, and the code for its
+kind is compiled out. Compiled kernels differ in which arguments are None.
 
-**Passes.** The first reads both rows for M, S and the argmax, per lane as in ``_math.py``. Where the coefficients need
-no sum (kl, soft_ce, teacher_ce, ce) the second makes sums and gradient at once; rkl too, whose sum is made in the first
-about maxima that grow. All other specs have a pass for the sums between. The gradient from statistics that a launch
-without a gradient has stored (:func:`_keep`) takes one pass for every spec. Passes alternate their direction: what
-was read last is read first, for the rows of all programs are more than an L2 holds. Of the one-hots only the tile that
-has their column knows.
+**Passes.** The first pass reads both rows for M, S and the argmax, per lane as in ``_math.py``. If the coefficients
+need no sum (kl, soft_ce, teacher_ce, ce), the second pass computes sums and gradient. So it does for rkl, whose sum is
+computed in the first pass, relative to running maxima. All other specs need a pass for the sums in between. If a launch
+without a gradient has stored the statistics (:func:`_keep`), the gradient takes one pass for every spec. Successive
+passes scan the row in opposite directions, because the rows of all programs exceed the L2, and the tiles read last are
+still in it. One-hot terms are evaluated only in the tile that contains their column.
 
-**Precision.** lp - lm and lq - lm are made from lp - lq, so that equal probabilities make 0, and from a logarithm of a
-number near 1, neither of which a difference of logarithms of small p and m would do. e x counts as 0 below e = 1e-30,
-whatever x, so that an infinite one is no NaN. Comparisons and minima hide NaN: the row's own (``poison``) joins all
-that is made of it.
+**Precision.** lp - lm and lq - lm are computed from lp - lq, and from the logarithm of a number near 1. Equal
+probabilities therefore give exactly 0, unlike a difference of logarithms of small p and m. A product e x with a
+probability e below 1e-30 counts as 0, for any x, so that an infinite x does not give NaN. Comparisons and minima hide
+NaN. Therefore ``poison``, which is NaN if either row has no distribution and otherwise 0, is added to all results.
 """
 
 from collections import namedtuple
@@ -53,8 +54,8 @@ from dllm_kernels._utils._dtypes import accum_dtype
 Tensor = torch.Tensor
 
 
-# The coefficient of each kind, None where the spec has no such kind, and the options of kinds, likewise; arguments of
-# ``_divergence_rows`` by these names.
+# Coefficients of the kinds and hyperparameters, each None if the spec does not need it; arguments of
+# ``_divergence_rows`` with the same names.
 Kinds = namedtuple("Kinds", "kl rkl jsd tv nla lk lk_soft_ce soft_ce teacher_ce ce")
 Hyper = namedtuple("Hyper", "beta floor eta kl_scale")
 # Running sums of a row or of a lane; sums that no kind of the spec needs keep their initial value.
@@ -72,7 +73,7 @@ NUMBERS = tl.constexpr(KEPT_NUMBERS)
 
 @triton.constexpr_function
 def _any(*coefficients):
-    """Whether one of these kinds is in the spec."""
+    """Return True if one of these kinds is in the spec."""
     return any(coefficient is not None for coefficient in coefficients)
 
 
@@ -84,7 +85,10 @@ def _times(e, x):
 
 @triton.jit
 def _log2(x, FAST: tl.constexpr):
-    """Compute log2 of numbers in (0, 1], not tiny; FAST: one instruction, to 2^-22 near 1; ``tl.log2`` takes 15."""
+    """Compute log2 of numbers in (0, 1] that are not tiny.
+
+    FAST: one instruction instead of the 15 of ``tl.log2``, with an error of 2^-22 near 1.
+    """
     if FAST:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], tl.float32, is_pure=True, pack=1)
     else:
@@ -93,7 +97,7 @@ def _log2(x, FAST: tl.constexpr):
 
 @triton.jit
 def _from_mixture(lp, lq, beta, FAST: tl.constexpr):
-    """(lp - lm, lq - lm); of the smaller probability NaN or -inf where it is 0."""
+    """Return (lp - lm, lq - lm); for a probability of 0 the result is NaN or -inf."""
     d = lq - lp
     e = tl.exp2(-tl.abs(d))
     up = d > 0
@@ -109,7 +113,7 @@ def _of_all(x):
 
 @triton.jit
 def _totals(sums, tails):
-    """Combine the sums of the lanes and of the last columns to those of a row."""
+    """Combine the sums of the lanes and of the tail to the sums of a row."""
     totals = ()
     for i in tl.static_range(len(sums)):
         totals += (tl.sum(sums[i], 0) + tl.sum(tails[i], 0),)
@@ -146,7 +150,7 @@ def _keep(numbers_ptr, of_rows, sums, ratio):
 
 @triton.jit
 def _kept(numbers_ptr):
-    """Load (M_z, log2 S_z, M_t, log2 S_t), the sums that a gradient reads, and sum p d of a row."""
+    """Load (M_z, log2 S_z, M_t, log2 S_t), the sums that the gradient reads, and sum p d of a row."""
     of_rows = (tl.load(numbers_ptr), tl.load(numbers_ptr + 1), tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3))
     overlap, below = tl.load(numbers_ptr + 4), tl.load(numbers_ptr + 5)
     ratio, p_mix = tl.load(numbers_ptr + 6), tl.load(numbers_ptr + 7)
@@ -155,7 +159,7 @@ def _kept(numbers_ptr):
 
 @triton.jit
 def _plus(total, bits, term):
-    """Add the term of a kind times its coefficient; the total where the spec has no such kind, and bits are None."""
+    """Add a term times the coefficient of its kind; return the total if the kind is not in the spec (bits is None)."""
     if bits is None:
         return total
     else:
@@ -164,7 +168,7 @@ def _plus(total, bits, term):
 
 @triton.jit
 def _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.constexpr):
-    """Coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax and the target."""
+    """Sum coefficients times kinds, in nats; ``at_hot``, ``at_target``: -log p at the teacher's argmax, the target."""
     value = _plus(sums.overlap * 0, kinds.kl, sums.kl * LN2)
     value = _plus(value, kinds.soft_ce, sums.soft_ce * LN2)
     value = _plus(value, kinds.rkl, ratio + (of_rows[3] - of_rows[1]) * LN2)
@@ -183,7 +187,7 @@ def _value(sums, ratio, of_rows, at_hot, at_target, lam, kinds, hyper, ACC: tl.c
 
 @triton.jit
 def _coefficients(sums, mean, lam, has_target, kinds, hyper, ACC: tl.constexpr):
-    """All but the row's weight; ``mean`` is sum p d."""
+    """Compute the coefficients of the gradient without the row's weight; ``mean`` is sum p d."""
     plain = sums.overlap * 0
     ratio, mix = plain, plain
     apart = _plus(_plus(plain, kinds.kl, 1.0), kinds.soft_ce, 1.0)
@@ -216,7 +220,7 @@ def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
     else:
         grad = tl.zeros(p.shape, p.dtype)
     if _any(kinds.kl, kinds.soft_ce, kinds.lk, kinds.lk_soft_ce):
-        grad += c.apart * (p - q)  # 0 where they are equal, which a difference of products is not
+        grad += c.apart * (p - q)  # exactly 0 if p equals q, unlike a difference of products
     if kinds.rkl is not None:
         grad += _times(p, c.ratio * (d - c.mean))
     if kinds.jsd is not None:
@@ -227,7 +231,10 @@ def _gradient(p, q, lp, lq, d, c, kinds, beta, FAST: tl.constexpr):
 
 @triton.jit
 def _with_tile(x, tile, lanes, WIDE: tl.constexpr):
-    """(maximum, sum, first tile with the maximum) of the lanes after one more tile; and x less the maximum, e^that."""
+    """Update (maximum, sum, first tile with the maximum) of the lanes with one more tile.
+
+    Also return d = x - maximum, and e^d.
+    """
     lane_max, lane_sum, lane_tile = lanes
     LANES: tl.constexpr = lane_max.shape[0]
     x = tl.reshape(x, [x.shape[0] // (LANES * WIDE), LANES, WIDE])
@@ -241,7 +248,7 @@ def _with_tile(x, tile, lanes, WIDE: tl.constexpr):
 
 @triton.jit
 def _moved(moment, total, step_z, step_t):
-    """Sum e^dz (dz - dt) about maxima that lie ``-step`` further up, from that about the old ones."""
+    """Convert sum e^dz (dz - dt) from the old maxima to maxima that are larger by ``-step_z`` and ``-step_t``."""
     less = tl.exp2(step_z * LOG2E)
     shift = tl.maximum(step_z, FAR) - tl.maximum(step_t, FAR)
     return tl.where(less == 0, 0.0, less * (moment + shift * total))
@@ -261,7 +268,7 @@ def _with_tiles(x, y, tile, student, teacher, moment, WITH_MOMENT: tl.constexpr,
 
 @triton.jit
 def _below_maximum(lanes, tail, lanes_max, tail_max):
-    """(M, the terms of S in the lanes, those in the tail) of a row."""
+    """Return (M, the lanes' terms of S, the tail's terms of S) of a row."""
     lane_max, lane_sum, _ = lanes
     row_max = finite(tl.maximum(lanes_max, tail_max))
     return row_max, lane_sum * tl.exp2((finite(lane_max) - row_max) * LOG2E), tl.exp2((tail - row_max) * LOG2E)
@@ -269,8 +276,8 @@ def _below_maximum(lanes, tail, lanes_max, tail_max):
 
 @triton.jit
 def _tile_again(row_ptr, tile, wide, row_max, transform, WIDE: tl.constexpr, BLOCK_V: tl.constexpr, ACC: tl.constexpr):
-    """Return the columns of a tile that have the maximum, NOWHERE in all others."""
-    # In the tail, if in no lane; a multiple, as the compiler sees.
+    """Re-read a tile and return its columns that equal the maximum; NOWHERE in all others."""
+    # NOWHERE: the maximum is in the tail. // WIDE * WIDE shows the compiler that the position is a multiple.
     tile = tl.where(tile == NOWHERE, wide, tile) // WIDE * WIDE
     i = tl.arange(0, BLOCK_V)
     x = tl.load(row_ptr + tile + i, mask=i < wide - tile, other=float("nan"))
@@ -305,7 +312,10 @@ def _first_pass(
     z_ptr, t_ptr, wide, z_tail, t_tail, transform, teacher_transform, WITH_MOMENT: tl.constexpr, ALIGNED: tl.constexpr,
     BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """(M_z, log2 S_z, M_t, log2 S_t), sum p d if WITH_MOMENT, and the argmax of either row; the tails transformed."""
+    """Return ((M_z, log2 S_z, M_t, log2 S_t), sum p d if WITH_MOMENT, student's argmax, teacher's argmax).
+
+    The tails must have been transformed.
+    """
     WIDE: tl.constexpr = z_tail.shape[0]
     LANES: tl.constexpr = min(THREADS, BLOCK_V // WIDE)
     i = tl.arange(0, BLOCK_V)
@@ -330,7 +340,7 @@ def _first_pass(
         x = _math.masked_tile(x, i, i < wide - whole, transform, ACC, whole)
         y = _math.masked_tile(y, i, i < wide - whole, teacher_transform, ACC, whole)
         student, teacher, moment = _with_tiles(x, y, whole, student, teacher, moment, WITH_MOMENT, WIDE)
-    # Of both rows at once, because each reduction is two barriers of the program.
+    # Reduce both rows at once, because each reduction takes two barriers.
     lanes_z, lanes_t = tl.split(tl.max(tl.join(student[0], teacher[0]), 0))
     max_z, in_lanes_z, in_tail_z = _below_maximum(student, z_tail, lanes_z, tl.max(z_tail, 0))
     max_t, in_lanes_t, in_tail_t = _below_maximum(teacher, t_tail, lanes_t, tl.max(t_tail, 0))
@@ -343,7 +353,7 @@ def _first_pass(
         moment = _moved(moment, student[1], finite(student[0]) - max_z, finite(teacher[0]) - max_t)
         in_tail = _times(tl.exp2((z_tail - max_z) * LOG2E), (z_tail - max_z) - (t_tail - max_t))
         ratio = (tl.sum(moment, 0) + tl.sum(in_tail, 0)) / sum_z
-    # The first column of either row with its maximum, by re-reading the first tile with it; NOWHERE for none.
+    # Find the first column with the maximum of each row by re-reading the first tile that contains it.
     tile_z = tl.where(student[0] == max_z, student[2], NOWHERE)
     tile_t = tl.where(teacher[0] == max_t, teacher[2], NOWHERE)
     tile_z, tile_t = tl.split(tl.min(tl.join(tile_z, tile_t), 0))
@@ -355,7 +365,7 @@ def _first_pass(
 
 @triton.jit
 def _less(grad, v, column, less, first):
-    """``grad`` less a number in one column; ``first`` as in ``transformed``."""
+    """Subtract a number from ``grad`` in one column; ``first`` as in ``transformed``."""
     if first is None:
         return tl.where(v == column, grad - less, grad)
     else:
@@ -371,7 +381,7 @@ def _columns(
     SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr, FAST: tl.constexpr, WIDE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Update the sums with one more tile, whose masked columns are -inf, and store its gradient."""
+    """Update the sums (if SUM) with one more tile, whose masked columns are -inf, and store its gradient (if STORE)."""
     max_z, log_z, max_t, log_t = of_rows
     dz = x - max_z
     dt = y - max_t
@@ -398,9 +408,10 @@ def _pass(
     slope, REVERSE: tl.constexpr, SUM: tl.constexpr, STORE: tl.constexpr, WITH_RATIO: tl.constexpr,
     ALIGNED: tl.constexpr, FAST: tl.constexpr, BLOCK_V: tl.constexpr, THREADS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Both rows once, either way, each tile on its way while the one before it is worked on; the sums of the row.
+    """Run one pass over both rows, in either direction; return the sums of the row.
 
-    ``z_few`` are the tail's logits as they were given. A pass that stores is the last one.
+    Each tile is loaded while the previous one is processed. ``z_few`` are the logits of the tail as given, before the
+    transform. A pass that stores is the last one.
     """
     EVICT: tl.constexpr = "evict_first" if STORE else ""
     WIDE: tl.constexpr = z_tail.shape[0]
@@ -528,14 +539,14 @@ def _divergence_rows(
             )  # fmt: skip
             ratio = sums.ratio
         lam = poison
-        if _any(lk, lk_soft_ce):  # the share of the first kind in lk
+        if _any(lk, lk_soft_ce):  # lam: the weight of the first kind in lk
             a = sums.overlap
             if mean_alpha_ptr is not None:
                 a = tl.load(mean_alpha_ptr).to(ACC)
             lam = number(kl_scale, ACC) * tl.exp(0 - number(eta, ACC) * a)
         if WITH_GRAD or not SUMS_FIRST:
             scale, slope = w, transform
-            if rate is None and gain is not None:  # a slope that is the same everywhere goes with the row's factor
+            if rate is None and gain is not None:  # a constant slope is multiplied into the row's scale
                 scale, slope = w * number(gain, ACC), (None, None, skip)
             scale = tl.where(has_target & (y < 0), float("nan"), scale + poison)
             c = _coefficients(sums, ratio, lam, has_target, kinds, hyper, ACC)
@@ -546,7 +557,7 @@ def _divergence_rows(
             if ce is not None:
                 of_y = scale * number(ce, ACC)
             hots = (hot, of_hot, y, of_y)
-            tl.debug_barrier()  # every thread has what it wants of the row before the first store replaces it
+            tl.debug_barrier()  # all threads must finish their loads of the row before the first store
             found = _pass(
                 z_ptr, t_ptr, grad_ptr, wide, V, z_few, z_tail, t_tail, of_rows, c, hots, kinds, b, transform,
                 teacher_transform, slope, not SUMS_FIRST, not SUMS_FIRST and not HAS_KEPT, WITH_GRAD, False, ALIGNED,
@@ -594,7 +605,7 @@ def _launch_rows(
     N, R = B * L, teacher.shape[0] * teacher.shape[1]
     if N == 0:
         return
-    if R == 0:  # the kernel reads a row whatever it holds; not of logits, which other programs may write over
+    if R == 0:  # the kernel reads some row; not one of the logits, which other programs may overwrite
         teacher = torch.zeros(1, 1, V, dtype=logits.dtype, device=logits.device)
     acc = accum_dtype(logits.dtype)
     rows = (*_launch.strides(logits), 0, 0) if out is None or out is logits else _launch.strides_of_both(logits, out)[0]

@@ -1,4 +1,4 @@
-"""k positions of each row without replacement: score_i = log_w_i - ln(-ln u_i), the k largest, in one launch."""
+"""Sampling of k positions per row without replacement: the k largest log_w_i - ln(-ln u_i), in one launch."""
 
 import torch
 import triton
@@ -11,13 +11,13 @@ from dllm_kernels._backends.triton._launch import on_its_device
 from dllm_kernels._backends.triton._philox import draws, fine_uniform, seed_and_row
 from dllm_kernels._backends.triton._select import NEVER, chosen_of_tile, keys, score, threshold_in_memory, topk, widen
 
-# Where _corruption/_topk.py moves a given u at or beyond an end of (0, 1): 2^-1022 and 1 - 2^-53, as bits, for a
-# literal beside a float64 tensor may pass through float32.
+# Range that a given u is clamped to, as in _corruption/_topk.py: 2^-1022 and 1 - 2^-53. Given as bits, because a float
+# literal may be rounded to float32 in an expression with a float64 tensor.
 _MIN_UNIFORM = tl.constexpr(0x0010000000000000)
 _MAX_UNIFORM = tl.constexpr(0x3FEFFFFFFFFFFFFF)
 
 
-# As in corruption.py: no kernel of its own for each kind of length.
+# As in corruption.py: not specialised on lengths.
 SIZES = ["N", "D", "k_const", "stride_n", "uniform_stride_n"]
 ONES = ["stride_d", "uniform_stride_d", "k_ptr", "seed_ptr"]
 
@@ -31,7 +31,7 @@ def _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr, WIDE: tl
 
 @triton.jit
 def _load(ptr, n, d, sizes, stride_n, stride_d, OTHER: tl.constexpr):
-    """Load the columns d of the rows n of a tensor with two strides; OTHER where masked."""
+    """Load the columns d of the rows n of a tensor with two strides; OTHER for masked entries."""
     if all_multiples(sizes[1], stride_n, 0, 0):
         x = _load_as(ptr, n, d, sizes, stride_n, stride_d, OTHER, True)
     else:
@@ -59,7 +59,7 @@ def _row_keys(
     log_w_ptr, uniform_ptr, seed_ptr, n, first, N, D, stride_n, stride_d, uniform_stride_n, uniform_stride_d,
     HAS_UNIFORM: tl.constexpr, SHARED_SEED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys [R, BLOCK] of the rows n [R, 1] (int64), columns from ``first``."""
+    """Compute keys [R, BLOCK] of the rows n [R, 1] (int64), columns from ``first``."""
     d = (first + tl.arange(0, BLOCK))[None, :].to(tl.int64)
     inside = (n < N) & (d < D)
     if HAS_UNIFORM:
@@ -81,7 +81,7 @@ def _row_keys(
 def _count(k_ptr, k_const, n, N, HAS_K: tl.constexpr):
     """Load k of the rows n, clamped to at least 0."""
     if HAS_K:
-        # Clamped as int64, for a count beyond int32 means all.
+        # Clamp before the cast to int32, because a count beyond int32 means all positions.
         k = tl.load(k_ptr + n, mask=n < N, other=0).to(tl.int64)
         return tl.minimum(tl.maximum(k, 0), 0x7FFFFFFF).to(tl.int32)
     else:
@@ -138,7 +138,7 @@ def _gumbel_topk_long(
 
 @on_its_device
 def gumbel_topk_mask(log_w: Tensor, k: Tensor | int, uniform: Tensor | None, seed: Tensor | None) -> Tensor:
-    """Launch; the arguments are those of ``ops.gumbel_topk_mask``, with the seed already drawn."""
+    """Launch the kernel on the validated arguments of ``ops.gumbel_topk_mask`` and a drawn seed."""
     N, D = log_w.shape
     out = torch.empty((N, D), dtype=torch.bool, device=log_w.device)
     if out.numel() == 0:

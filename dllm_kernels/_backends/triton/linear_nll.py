@@ -1,18 +1,19 @@
 r"""NLL of a chunk of logits and, in the same launch, the gradient written over them.
 
-The chunk is the only place the logits ever exist: a GEMM made it and two GEMMs will read the gradient from it. One
-program takes one row: the first loop reads it once and leaves (M, log S) (``_math.column_stats``), the second reads it
-again, while it is near, and stores
+Logits are materialised in the chunk only: a GEMM writes it, and two GEMMs read the gradient from it. One program
+processes one row. Its first loop reads the row and computes (M, log S) (``_math.column_stats``). Its second loop
+re-reads the row from the cache and stores
 
     logits[c, v] <- scale[c] * (exp(logits[c, v] - M - log S) - [v = y]).
 
-The second loop goes from the row's end to its start, where the first has just been. What the first reads the L2 is
-asked to keep, and what the second has written to let go of: finished lines would compete with rows that are to be read
-again. Rows that are not active get zeros, so that the GEMMs need no mask.
+The second loop runs from the end of the row to its start, because the first loop has read the end last. Loads of the
+first loop have the L2 policy evict_last (without a soft cap or a skipped column), and stores of the second evict_first,
+because finished lines would compete with rows that are still to be re-read. Inactive rows are zeroed, so that the GEMMs
+need no mask.
 
-Few rows leave multiprocessors idle, for as long as one row takes one of them, some 30 us: little beside the GEMMs,
-which read the whole head even for one row. So there is one kernel whatever the number of rows, and a CUDA graph that
-takes all rows needs none that a warm-up on the active ones has not loaded.
+Few rows leave multiprocessors idle for the time of one row, some 30 us. That is little compared to the GEMMs, which
+read the whole head even for one row. Therefore one kernel serves any number of rows. A CUDA graph, which processes all
+rows, then needs no kernel that a warm-up on the active rows has not loaded.
 """
 
 import torch
@@ -59,12 +60,12 @@ def _linear_nll_rows(
         )  # fmt: skip
         token_nll.finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT)
         log_sum = tl.log(row_sum)
-        weightless = scale == 0  # its gradient is 0 even where it holds NaN
+        weightless = scale == 0  # the gradient is 0 even if the row has NaN
         scale = tl.where((y >= 0) & (y < V), scale, float("nan"))
         at, first, wide = _math.wide_columns(row, 0, V, WIDE)
         v, there = _math.ragged_columns(0, V, first, wide, WIDE)
         x = tl.load(logits_ptr + row + v, mask=there)
-        tl.debug_barrier()  # every thread has its target's logit and the ragged columns before a store replaces them
+        tl.debug_barrier()  # all threads must load the target's logit and the ragged columns before a store
         if weightless:
             _zero_row(logits_ptr, row, V, BLOCK_V)
         else:
@@ -93,7 +94,7 @@ def _scale_inplace(t_ptr, factor_ptr, numel, BLOCK: tl.constexpr, ACC: tl.conste
 
 @on_its_device
 def scale_(t: Tensor, factor: Tensor) -> None:
-    """Launch ``t *= factor``; every program reads the factor and leaves at once when it is 1."""
+    """Launch ``t *= factor``; every program reads the factor and returns at once if it is 1."""
     if t.numel() == 0:
         return
     block = 4096
@@ -105,10 +106,10 @@ def scale_(t: Tensor, factor: Tensor) -> None:
 def row_nll_grad_(
     logits: Tensor, targets: Tensor, scale: Tensor, *, with_correct: bool, transform: Transform = NO_TRANSFORM
 ) -> NLL:
-    """Launch over a chunk ``logits [C, V]``, which then holds the gradient; the contract is in ``_backends._rows``."""
+    """See ``nll_and_grad_`` in ``_backends._rows``; the gradient overwrites the chunk ``logits [C, V]``."""
     C, V = logits.shape
     acc = accum_dtype(logits.dtype)
-    if acc == torch.float64 and transform[0] is not None:  # both passes with hyperbolic tangents in one kernel spill
+    if acc == torch.float64 and transform[0] is not None:  # one kernel with the tanh of both passes spills
         stats = token_nll.row_stats(logits[None], targets, with_correct=with_correct, transform=transform)
         token_nll.row_grad(logits[None], targets, scale, *stats[1:3], logits[None], transform=transform)
         return stats

@@ -1,4 +1,4 @@
-r"""Log-probabilities at given ids, entropy and a sum of log-mixtures of each active row, and the gradient of them all.
+r"""Row statistics of active rows: log-probabilities at given ids, entropy, a sum of log-mixtures, and their gradient.
 
 With d_v = x_v - M for the transformed logits x of a row, M = max x, S = sum e^{d_v}, T = sum e^{d_v} d_v and
 p_v = e^{d_v} / S:
@@ -6,18 +6,18 @@ p_v = e^{d_v} / S:
     log p_k = d_k - log S,        lse = M + log S,        H = log S - T / S,
     F = sum_v log(a + b p_v),     W = sum_v q_v,          q_v = p_v / (p_v + a / b), 1 where a is 0.
 
-**Forward**: each lane of a program keeps (m, s, t) of the columns that it has seen (``_math.column_stats``). Programs
-that share a row leave (M, S, T) each, which a second kernel merges by the same rule, adding what takes a look at single
-columns: the ids. F and W need S, hence a pass of their own, of the same programs as backward; their parts are summed
-afterwards, in one order.
+**Forward.** Each lane of a program keeps (m, s, t) of the columns that it has read (``_math.column_stats``). Each
+program that shares a row writes (M, S, T). A second kernel merges them by the same rule and reads the logits of the
+ids. F and W need S, and therefore a separate pass, with the grid of backward. Their parts are summed afterwards, in a
+fixed order.
 
-**Backward** reads each active row once and writes every row, or zeros, in one launch whatever is asked for:
+**Backward** reads each active row once and writes every row, inactive ones as zeros, in one launch for all outputs:
 
     dL/dx_v = sum_k g_k [v = id_k] + p_v (A + B log p_v) + g_F q_v,
 
-A, B and g_F made beforehand (``_backends/_row_stats.py``, which also has the contract of the functions here). A tile
-compares its columns with the ids only where one of them lies in it. log p_v is kept above FARTHEST, where p_v is 0:
--inf would make their product NaN.
+with A, B and g_F computed beforehand (``_backends/_row_stats.py``, which also defines the interface of the functions
+here). A tile compares its columns with the ids only if it contains one of them. log p_v is clamped to FARTHEST, at
+which p_v is 0, because the product of 0 and -inf would be NaN.
 """
 
 from typing import Any
@@ -118,7 +118,7 @@ def _row_stats_merge(
 
 @triton.jit
 def _mix_weights(q, lane_weight, v, there, first, skip, WIDE: tl.constexpr):
-    """W of the lanes after the q of one more tile, of which the skipped column and those not ``there`` count as 0."""
+    """Add the q of one more tile to W of the lanes; the skipped column, and columns masked by ``there``, count as 0."""
     if skip is not None:
         q = with_column(q, v, skip, 0.0, first)
     if there is not None:
@@ -131,11 +131,11 @@ def _with_mix(
     z, v, there, first, lane_mix, lane_weight, row_max, none, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """F and W of the lanes after the columns v of one more tile; F without V log(b / S) in a row that has no a.
+    """Add the columns v of one more tile to F and W of the lanes; if a is 0, F lacks the term V log(b / S).
 
-    ``first`` as in ``transformed``; ``there``: which columns count, None: all but the skipped one.
+    ``first`` as in ``transformed``. ``there``: mask of the columns to count; None: all but the skipped one.
     """
-    gain, rate, skip = transform  # whatever the skipped column holds, it adds 0
+    gain, rate, skip = transform  # the skipped column need not be -inf, because its terms are set to 0
     d = transformed(z, v, (gain, rate, None), ACC) - row_max
     e = tl.exp2(d * LOG2E)
     terms = tl.where(none, d, tl.log(a + ratio * e))
@@ -151,7 +151,7 @@ def _with_mix(
 
 @triton.jit
 def _products_of_four(x):
-    """Reduce the last dimension of x [n, LANES, WIDE], or fewer columns if there are fewer."""
+    """Multiply the last dimension of x [n, LANES, WIDE] in groups of four adjacent entries, or of two if WIDE is 2."""
     WIDE: tl.constexpr = x.shape[2]
     even, odd = tl.split(tl.reshape(x, [x.shape[0], x.shape[1], WIDE // 2, 2]))
     x = even * odd
@@ -166,7 +166,7 @@ def _with_products(
     z, v, first, lane_mix, lane_weight, row_max, a, ratio, beside, transform, WITH_WEIGHT: tl.constexpr,
     WIDE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Add a tile without masks as ``_with_mix`` does, with one logarithm per four terms, whose product fits float32."""
+    """Add an unmasked tile like ``_with_mix``, with one logarithm of the product of four terms, which fits float32."""
     gain, rate, skip = transform
     e = tl.exp2((transformed(z, v, (gain, rate, None), ACC) - row_max) * LOG2E)
     LANES: tl.constexpr = lane_mix.shape[0]
@@ -232,7 +232,7 @@ def _row_stats_mix(
         count = end - start
         mix = tl.sum(lane_mix, 0)
         weight = tl.sum(lane_weight, 0)
-        if start == 0:  # the ragged columns go with the first part
+        if start == 0:  # the first program of a row also processes the ragged columns
             v, there = _math.ragged_columns(0, V, first, wide, WIDE)
             z = tl.load(logits_ptr + row + v, mask=there, other=0.0)
             few_mix, few_weight = _with_mix(
@@ -302,7 +302,7 @@ def _row_stats_bwd(
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
-    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
+    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
     if tl.load(active_ptr + n) != IGNORE:
         k = tl.arange(0, BLOCK_K)
         ids_at = n.to(tl.int64) * K
@@ -319,7 +319,7 @@ def _row_stats_bwd(
             none = (a == 0) & (b > 0)
         of_row = (tl.load(max_ptr + n), tl.load(log_sum_ptr + n), plain, of_log, of_mix, ratio, none)
         end = tl.maximum(start, end)
-        # the last tile; before the start where there is none
+        # the last tile; before ``start`` if there is none
         tile = start + tl.cdiv(end - start, BLOCK_V) * BLOCK_V - BLOCK_V
         there_too = (i < end - tile) & (i >= start - tile)
         x = tl.load(logits_ptr + at + tile + i, mask=there_too, eviction_policy="evict_first")
@@ -335,7 +335,7 @@ def _row_stats_bwd(
             tile = ahead
         if start == 0:
             x_few = tl.load(logits_ptr + row + v, mask=there)
-            tl.debug_barrier()  # every thread has them, those beyond the 2 WIDE too, before one writes over them
+            tl.debug_barrier()  # in place, all threads, also those beyond the 2 WIDE columns, must load before a store
             _store_grad(
                 x_few, out_ptr + out_row, v, there, None, 0, V, of_row,
                 ids_ptr + ids_at, of_id_ptr + ids_at, ids, K, transform, WITH_LOG, WITH_MIX, THROUGH, ACC,
@@ -383,7 +383,7 @@ def mix(logits: Tensor, request: Any, row_max: Tensor | None, log_sum: Tensor | 
     N = B * L
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _launch.share(V, tile)
-    # half the columns a thread: with all of them a skipped column spills on sm_90
+    # Half the columns per thread, because otherwise a skipped column spills on sm_90.
     tile = tile._replace(num_warps=_tiles.at_most_a_thread_a_column(2 * tile.num_warps, tile.block_v))
     F = torch.empty(N, splits, dtype=request.a.dtype, device=logits.device)
     W = torch.empty_like(F) if request.gradients else None
@@ -407,8 +407,8 @@ def backward(logits: Tensor, request: Any, c: Any, row_max: Tensor, log_sum: Ten
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _launch.share(V, tile)
     rows, same = _launch.strides_of_both(logits, out)
-    # Twice the warps of the NLL's gradient, half the columns a thread: with more of them gfx942 spills their masks. Not
-    # so float64, for which ptxas then spills.
+    # Twice the warps of the gradient of the NLL, half the columns per thread, because with more columns gfx942 spills
+    # their masks. For float64 ptxas spills with twice the warps.
     num_warps = tile.num_warps * (1 if logits.dtype == torch.float64 else 2)
     _row_stats_bwd[(N * splits,)](
         logits, request.ids, request.active, c.of_ids, c.plain, c.of_log, c.of_mix, request.a, request.b,

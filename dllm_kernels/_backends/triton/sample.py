@@ -1,9 +1,9 @@
-r"""The token of each row that has the largest score, x_v - ln(-ln u_v), x the transformed logits; without noise x_v.
+r"""Gumbel-max sampling: the column of each row with the largest score, x_v - ln(-ln u_v), or x_v without noise.
 
-Programs that share a row leave the best score and its column each. ``_random/_gumbel.py`` says why a score is computed
-in float64, operation by operation. ``-ln u >= 1 - u``, and the high 16 bits of u bound that from below. Therefore a
-tile in which no ``x_v - ln(bound)``, float32, reaches the best score so far needs neither the low bits nor a score.
-After the first few tiles hardly any tile does.
+x are the transformed logits. Each program that shares a row writes its best score and column. ``_random/_gumbel.py``
+explains why a score is computed in float64, operation by operation. ``-ln u >= 1 - u``, and the high 16 bits of u give
+a lower bound of 1 - u. A tile in which no ``x_v - ln(bound)``, in float32, reaches the best score so far is skipped,
+without drawing the low bits or computing scores. After the first few tiles almost all tiles are skipped.
 """
 
 import torch
@@ -41,7 +41,7 @@ def _logits(row_ptr, v, V, transform, ACC: tl.constexpr):
 
 @triton.jit
 def _high(seed, counter, BLOCK_V: tl.constexpr):
-    """High 16 bits of the uniforms of the columns that begin at a counter."""
+    """Draw the high 16 bits of the uniforms of BLOCK_V columns, from a counter on."""
     return _quarters(counter_words(seed, counter + tl.arange(0, BLOCK_V // 16), _HIGH))
 
 
@@ -54,7 +54,7 @@ def _scores(x, seed, counter, BLOCK_V: tl.constexpr):
 
 @triton.jit
 def _better(best, column, scores, v):
-    """Return the best score and its column after those of more columns; of equal ones the first."""
+    """Update the best score and its column with more columns; the first column wins a tie."""
     top = tl.max(scores, 0)
     if top > best:
         column = tl.min(tl.where(scores == top, v, 0x7FFFFFFF), 0)
@@ -89,7 +89,7 @@ def _sample(
                 if BLOCK_V == FEW:
                     best, column = _better(best, column, _scores(x, seed, counter + (tile >> 4), FEW), v)
                 else:
-                    # A tile at once takes 240 registers.
+                    # Scores of a whole tile at once would take 240 registers.
                     for part in range(tile, tl.minimum(tile + BLOCK_V, end), FEW):
                         i = part - before + tl.arange(0, FEW)
                         y = _logits(row_ptr, i, V, transform, ACC)
@@ -107,7 +107,7 @@ def sample(logits: torch.Tensor, transform: Transform, noise: Noise | None) -> t
     """See ``_backends/_rows.py``."""
     (C, V), device = logits.shape, logits.device
     tile = _tiles.sample(V, logits.dtype.itemsize)
-    # Sixteen columns share a counter: a tile begins where one does, ``before`` columns ahead of the first.
+    # 16 columns share a counter, and a tile must begin with a counter, ``before`` columns ahead of the first column.
     before = 0 if noise is None else noise.first % 16
     tiles, splits = _launch.share(V + before, tile)
     score = torch.empty(C, splits, dtype=torch.float64, device=device)

@@ -1,15 +1,15 @@
 r"""nll[n] = logsumexp(logits[n]) - logits[n, target[n]], and its gradient, for the active rows only.
 
-Forward reads each active row once (``_math.column_stats``) and keeps (M, log S) of it, so that
+Forward reads each active row once (``_math.column_stats``) and stores (M, log S), so that
 
     nll = (M - x_y) + log S,            d nll / d x_v = exp(x_v - M - log S) - [v = y].
 
 A long row is split over several programs, whose partial (M, S, beaten) a second kernel merges:
-M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row: the gradient,
-or zeros. Inactive rows (target = IGNORE, or a weight of 0) are never read.
+M = max_k M_k, S = sum_k S_k exp(M_k - M). Backward reads the active rows once more and writes every row, inactive ones
+as zeros. Inactive rows (target = IGNORE, or a weight of 0) are never read.
 
-Of a weighted sum the kernels take the weights themselves, since each operation on [N] numbers beside them costs a
-launch: forward writes w nll too, backward multiplies w by the sum's upstream gradient where it lies.
+For a weighted sum the kernels multiply by the weights, because each separate torch op on [N] is a launch. Forward also
+writes w * nll. Backward multiplies w by the upstream gradient of the sum, which it loads from device memory.
 """
 
 from typing import Any
@@ -30,7 +30,7 @@ NLL = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 @triton.jit
 def _counts(n, y, weight_ptr):
-    """Whether row n is to be read: it has a target, and a weight other than 0 where rows have one."""
+    """Return True if row n is active: it has a target, and a nonzero weight if rows have weights."""
     on = y != IGNORE
     if weight_ptr is not None:
         on = on & (tl.load(weight_ptr + n) != 0)
@@ -39,7 +39,10 @@ def _counts(n, y, weight_ptr):
 
 @triton.jit
 def store_row(n, nll, row_max, log_sum, correct, out, WITH_CORRECT: tl.constexpr):
-    """``out``: where NLL, M, log S, correct of all rows go; the weights and their products with the NLL, or None."""
+    """Store the results of row n.
+
+    ``out``: pointers to NLL, M, log S, correct, and to the weights and weights * NLL, or None.
+    """
     nll_ptr, max_ptr, log_sum_ptr, correct_ptr, weight_ptr, weighted_ptr = out
     tl.store(nll_ptr + n, nll)
     tl.store(max_ptr + n, row_max)
@@ -54,7 +57,7 @@ def store_row(n, nll, row_max, log_sum, correct, out, WITH_CORRECT: tl.constexpr
 def finish_row(n, row_max, row_sum, target_logit, beaten, out, WITH_CORRECT: tl.constexpr):
     log_sum = tl.log(row_sum)
     nll = (row_max - target_logit) + log_sum
-    nll = tl.where(row_sum == 0, float("nan"), nll)  # every logit is -inf: no distribution
+    nll = tl.where(row_sum == 0, float("nan"), nll)  # all logits are -inf: no distribution
     store_row(n, nll, row_max, log_sum, (nll == nll) & (beaten == 0), out, WITH_CORRECT)
 
 
@@ -146,7 +149,7 @@ def _token_nll_bwd(
     on = (y != IGNORE) & (scale != 0)
     if factor_ptr is not None:
         scale = scale * tl.load(factor_ptr)
-        on = on & (scale != 0)  # beside the other: a factor that is NaN is none of the rows of weight 0
+        on = on & (scale != 0)  # in addition to the test above, because a NaN factor must not activate a row of scale 0
     transform = (gain, rate, skip)
     row = _math.row_offset(n, L, stride_b, stride_l)
     at, first, wide = _math.wide_columns(row, 0, V, WIDE)
@@ -159,9 +162,9 @@ def _token_nll_bwd(
     start = (tl.program_id(0) % SPLITS) * TILES * BLOCK_V
     end = tl.minimum(start + TILES * BLOCK_V, wide)
     i = tl.arange(0, BLOCK_V)
-    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # these go with the first part
+    v, there = _math.ragged_columns(0, V, first, wide, WIDE)  # for the first program of a row
     if on:
-        scale = tl.where((y >= 0) & (y < V), scale, float("nan"))  # of a target that no column has the NLL is NaN too
+        scale = tl.where((y >= 0) & (y < V), scale, float("nan"))  # an out-of-range target gives NaN
         row_max = tl.load(max_ptr + n)
         log_sum = tl.load(log_sum_ptr + n)
         hot = _math.column_of(y, V)
@@ -171,7 +174,7 @@ def _token_nll_bwd(
         )  # fmt: skip
         if start == 0:
             x = tl.load(logits_ptr + row + v, mask=there)
-            tl.debug_barrier()  # every thread has them, those beyond the 2 WIDE too, before one writes over them
+            tl.debug_barrier()  # in place, all threads, also those beyond the 2 WIDE columns, must load before a store
             _math.store_grad(x, out_ptr + out_row, v, there, hot, scale, row_max, log_sum, transform, None, ACC, "")
     else:
         for tile in range(start, end, BLOCK_V):
@@ -181,14 +184,14 @@ def _token_nll_bwd(
 
 
 def new_rows(N: int, dtype: torch.dtype, device: torch.device, with_correct: bool) -> NLL:
-    """(NLL, M, log S, correct) of N rows, to be written."""
+    """Allocate (NLL, M, log S, correct) of N rows."""
     correct = torch.empty(N, dtype=torch.bool, device=device) if with_correct else None
     nll, row_max, log_sum = (torch.empty(N, dtype=dtype, device=device) for _ in range(3))
     return nll, row_max, log_sum, correct
 
 
 def weighted_row_stats(logits: Tensor, targets: Tensor, weights: Tensor, **options: Any) -> tuple[Tensor | None, ...]:
-    """:func:`row_stats` with a weight a row, whose product with the NLL comes first, as ``_backends._rows`` says."""
+    """See ``weighted_nll`` in ``_backends._rows``: :func:`row_stats` with one weight per row."""
     weighted = torch.empty(weights.shape, dtype=weights.dtype, device=weights.device)
     return weighted, *row_stats(logits, targets, weights, weighted, **options)
 
@@ -198,7 +201,7 @@ def row_stats(
     logits: Tensor, targets: Tensor, weights: Tensor | None = None, weighted: Tensor | None = None, *,
     with_correct: bool, transform: Transform = NO_TRANSFORM,
 ) -> NLL:  # fmt: skip
-    """Launch the forward pass, which also writes ``weights`` times the NLL; the contract is in ``_backends._rows``."""
+    """See ``nll`` in ``_backends._rows``; the forward pass also writes ``weights`` times the NLL to ``weighted``."""
     B, L, V = logits.shape
     N = B * L
     acc = accum_dtype(logits.dtype)
@@ -226,14 +229,14 @@ def row_grad(
     logits: Tensor, targets: Tensor, scale: Tensor, row_max: Tensor, log_sum: Tensor, out: Tensor, *,
     factor: Tensor | None = None, transform: Transform = NO_TRANSFORM,
 ) -> None:  # fmt: skip
-    """Launch the backward pass; see ``_backends._rows`` for the contract."""
+    """See ``nll_grad`` in ``_backends._rows``."""
     B, L, V = logits.shape
     if B * L == 0:
         return
     tile = _tiles.token_nll_bwd(V, logits.element_size())
     tiles, splits = _launch.share(V, tile)
     rows, same = _launch.strides_of_both(logits, out)
-    # Half the columns a thread for the tanh of a float64, for which Triton 3.6 on sm_80 has 8 bytes too few registers.
+    # Half the columns per thread for tanh in float64, because otherwise Triton 3.6 spills 8 bytes on sm_80.
     many = logits.dtype == torch.float64 and transform[0] is not None
     _token_nll_bwd[(B * L * splits,)](
         logits, targets, scale, factor, row_max, log_sum, out, *rows, V, *arguments(transform), tiles, splits,
