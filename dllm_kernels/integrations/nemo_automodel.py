@@ -18,8 +18,8 @@ corruption routines differ from the host's, so a run resumed after the patch dra
 still run the host's code.
 
 ``patch(fuse_head=True)`` also makes the training steps of the MDLM, SCDD, hybrid, I-DLM and block-diffusion recipes
-compute their losses from hidden states: the LM head passes on its input, and the loss computes the logits one chunk at
-a time.
+compute their losses from hidden states. The LM head passes its input to the loss, which computes the logits one chunk
+at a time.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
 
     Args:
         exclude: names to keep.
-        fuse_head: make the recipes of diffusion LMs pass hidden states and LM head to the loss instead of logits, if
-            the head is a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT), and the model applies no
-            more than a cast and a soft cap to its output. Otherwise the logits are materialized as before. Imports the
-            recipes.
+        fuse_head: True to pass hidden states and LM head instead of logits to the loss, in the recipes of diffusion
+            LMs. The head must be a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT). The model may
+            apply a cast and a soft cap to the output of the head. Otherwise the logits are materialized as before.
+            Imports the recipes.
 
     Returns:
         :class:`PatchReport`; print it.

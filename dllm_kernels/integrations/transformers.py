@@ -170,8 +170,8 @@ class MaskedDiffusionCollator:
     ``rank``. A process that loads the data itself draws seeds from torch's default generator. A worker of a
     ``DataLoader`` draws seeds from a generator that is seeded like the worker. No two rows, ranks, workers or epochs
     share their noise. An equal ``manual_seed`` reproduces the noise, and so does a restored generator state. A
-    ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from that
-    of an uninterrupted run.
+    ``Trainer`` that resumes within an epoch draws a batch before it restores the state, so its noise differs from an
+    uninterrupted run.
 
     With ``seed_field`` the noise of a sample depends only on its seed, the epoch (:meth:`set_epoch`) and the length of
     the batch, on any rank and worker. A resumed run is then bit-identical to an uninterrupted one.
@@ -475,7 +475,7 @@ def loss_in_head(model: nn.Module, loss: Callable[..., Tensor], advice: str = FR
 
     Raises:
         ValueError: the head is not an ``nn.Linear`` with a plain weight, or PEFT's LoRA or trained copy of one; has
-            another ``forward``, such as that of another adapter; or has hooks other than sharding hooks.
+            another ``forward``, such as the forward of another adapter; or has hooks other than sharding hooks.
     """
     head: Any = head_module(model)
     check_head(head, advice)
@@ -563,10 +563,10 @@ class MaskedDiffusionTrainerMixin:
     Raises:
         TypeError: ``loss`` is neither a loss nor a function.
         ValueError: ``loss`` needs arguments that labels do not hold, a ``compute_loss_func`` or a
-            ``label_smoothing_factor`` is given, several GPUs are visible to one process, sequences are split over
-            processes, the model's head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
-            (``modules_to_save``) of one, or the model changes the output of its head in any step by an operation other
-            than a cast, a copy or a view of the same shape.
+            ``label_smoothing_factor`` is given, several GPUs are visible to one process, or sequences are split over
+            processes. Also if the LM head is neither a plain ``nn.Linear`` nor PEFT's LoRA or trained copy
+            (``modules_to_save``) of one. Also if, in any step, the model changes the output of its head by an operation
+            other than a cast, a copy or a view of the same shape.
     """
 
     def __init__(

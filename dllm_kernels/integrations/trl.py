@@ -345,9 +345,9 @@ class DiffusionPolicyMixin:
 
     Raises:
         TypeError: an argument of the mixin has the wrong type.
-        ValueError: an argument of the mixin is out of range, images are given, the model's head is neither a plain
-            ``nn.Linear`` nor PEFT's LoRA or trained copy of one, or the model changes the output of its head by more
-            than a cast, a copy or a view of the same shape.
+        ValueError: an argument of the mixin is out of range, images are given, or the LM head is neither a plain
+            ``nn.Linear`` nor PEFT's LoRA or trained copy of one. Also if the model changes the output of its head by an
+            operation other than a cast, a copy or a view of the same shape.
     """
 
     accelerator: Any

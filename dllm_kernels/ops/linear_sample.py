@@ -54,8 +54,8 @@ def linear_sample(
 
     The sample is exact: no probability is truncated, and nothing is sorted. The uniform u of a column has 48 bits of
     the Philox stream of the row's seed. Equal logits therefore give the same token on CPU and GPU, in any batch, with
-    any ``chunk_size``, and with a vocabulary that is sharded over ranks. (The matrix product may round differently for
-    another chunk size or device, so that the logits differ in the last bit.) The result has no gradient.
+    any ``chunk_size``, and with a sharded vocabulary. However, the matrix product may round differently for another
+    chunk size or device, so that the logits differ in the last bit. The result has no gradient.
 
     Examples:
         >>> hidden, head = torch.eye(3), torch.tensor([[0.0, 1.0, 5.0], [4.0, 1.0, 0.0], [0.0, 1.0, 0.0]])

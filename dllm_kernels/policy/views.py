@@ -145,9 +145,9 @@ def policy_views(
 
     **Draws.** With ``seeds``, the views of row b depend only on ``seeds[b]``, its tokens and the options. The bits are
     equal on CPU and GPU and in any batch. The position draws of view (or pair) n do not depend on ``num``, so "full"
-    and "coupled" give the same first views for any ``num``. Draw n of a row is what the corruption routines draw under
-    child seed n: word n of ``numpy.random.Philox(key=(seed, 1)).random_raw()``. With a generator, the seed of row b is
-    child b of one drawn seed. "trace", and "full" without ``prompt_prob``, draw nothing.
+    and "coupled" give the same first views for any ``num``. Draw n of a row equals the draw of the corruption routines
+    under child seed n. Child seed n is word n of ``numpy.random.Philox(key=(seed, 1)).random_raw()``. With a generator,
+    the seed of row b is child b of one drawn seed. "trace", and "full" without ``prompt_prob``, draw nothing.
 
     Examples:
         >>> ids, loss_mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 1, 1]])
@@ -164,8 +164,8 @@ def policy_views(
         loss_mask: ``[B, L]``, bool or numeric, nonzero for supervised tokens, the tokens of the completions.
         mask_token_id: id of the MASK token.
         scheme: "full", "coupled", "elbo", "count", "quadrature" or "trace".
-        num: number of views, pairs or triples to draw. For "trace", the number of groups of consecutive decoding steps:
-            step s of the T steps of a row belongs to group ``floor(num s / T)``, and each group is treated as one step.
+        num: number of views, pairs or triples to draw. For "trace", the number of groups of consecutive decoding steps.
+            Step s of the T steps of a row belongs to group ``floor(num s / T)``, and each group is treated as one step.
             For "trace", 1 means that every step is a group, and K is read back from a GPU, a host sync. (One group of
             all steps would be "full".)
         level: levels to use instead of drawn levels, in [0, 1]: a number, ``[B]``, or ``[num, B]`` with one level per
