@@ -70,7 +70,7 @@ class Host:
         """Import a module of the framework."""
         return importlib.import_module(f"{self.name}.{home}")
 
-    def active_report(self, **arguments: Any) -> PatchReport | None:
+    def earlier(self, **arguments: Any) -> PatchReport | None:
         """Return the report of the active patch, or None; raise RuntimeError if it was made with other arguments."""
         if self.report is None:
             return None

@@ -89,10 +89,10 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
 
     Args:
         exclude: names to keep.
-        fuse_head: True to pass hidden states and LM head instead of logits to the loss, in the recipes of diffusion
-            LMs. The head must be a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT). The model may
-            apply a cast and a soft cap to the output of the head. Otherwise the logits are materialized as before.
-            Imports the recipes.
+        fuse_head: make the recipes of diffusion LMs pass hidden states and LM head to the loss instead of logits, if
+            the head is a plain ``nn.Linear``, or LoRA of one (of the framework or of PEFT), and the model applies no
+            more than a cast and a soft cap to its output. Otherwise the logits are materialized as before. Imports the
+            recipes.
 
     Returns:
         :class:`PatchReport`; print it.
@@ -105,26 +105,26 @@ def patch(*, exclude: Iterable[str] = (), fuse_head: bool = False) -> PatchRepor
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     excluded = checked_excluded(exclude, (name for names in HOMES.values() for name in names))
-    arguments = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head)}
-    if (active_report := _host.active_report(**arguments)) is not None:
-        return active_report
+    asked = {"exclude": excluded, "fuse_head": checked_bool("fuse_head", fuse_head)}
+    if (earlier := _host.earlier(**asked)) is not None:
+        return earlier
     version = str(getattr(importlib.import_module(HOST), "__version__", "of unknown version"))
 
-    def replacement_for(home: str, name: str, original: Any) -> Any:
+    def ours_for(home: str, name: str, original: Any) -> Any:
         if name in ADAPTERS:
             return ADAPTERS[name](original)
         return FUSED[name] if fuse_head and name in FUSED else getattr(dllm_kernels, name)
 
-    pairs, problems = _host.pairs(HOMES, excluded, replacement_for)
+    pairs, problems = _host.pairs(HOMES, excluded, ours_for)
     steps, missing = _steps() if fuse_head else ([], [])
     kept = (*KEPT.items(), *((name, "excluded") for name in excluded))
     fused = tuple(f"{owner.__name__}.{name}" for owner, name, _ in steps)
     original = _originals([original for original, _ in pairs])
-    report = _host.patch(version, pairs, problems + missing, arguments, kept=kept, fused=fused, original=original)
+    report = _host.patch(version, pairs, problems + missing, asked, kept=kept, fused=fused, original=original)
     for step in steps:
         _host.replace_method(*step)
     for loss in FUSED_LOSSES if fuse_head else ():
-        _host.replace_method(loss, "forward", _accepts_deferred_logits(loss.forward))
+        _host.replace_method(loss, "forward", _of_deferred_logits(loss.forward))
     return report
 
 
@@ -364,8 +364,8 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
 HIDDEN = {"logits": "hidden", "causal_logits": "causal_hidden"}
 
 
-def _accepts_deferred_logits(forward: Any) -> Any:
-    """Wrap the ``forward`` of a loss: compute it from hidden states and head if it receives deferred logits."""
+def _of_deferred_logits(forward: Any) -> Any:
+    """Wrap the ``forward`` of a loss to compute the loss of deferred logits from their hidden states and head."""
     signature = inspect.signature(forward)
 
     @functools.wraps(forward)
@@ -375,7 +375,7 @@ def _accepts_deferred_logits(forward: Any) -> Any:
         given = signature.bind(self, *args, **kwargs).arguments
         logits = {name: z for name in HIDDEN if (z := given.pop(name, None)) is not None}
         if not _from_one_head(logits.values(), self.softcap):
-            return forward(**{name: _materialized(z) for name, z in logits.items()}, **given)
+            return forward(**{name: _made(z) for name, z in logits.items()}, **given)
         del given["self"]
         rows = {HIDDEN[name]: z.hidden for name, z in logits.items()}
         weight, bias, extra = _head_of(*logits.values())
@@ -389,13 +389,13 @@ def _accepts_deferred_logits(forward: Any) -> Any:
 
 @functools.wraps(losses.compute_per_token_nll)
 def _compute_per_token_nll(logits: Any, *args: Any, **kwargs: Any) -> Any:
-    return losses.compute_per_token_nll(_materialized(logits), *args, **kwargs)  # possibly deferred
+    return losses.compute_per_token_nll(_made(logits), *args, **kwargs)  # possibly deferred
 
 
 @functools.wraps(losses.encoder_ar_loss)
 def _encoder_ar_loss(encoder_logits: Any, *args: Any, **kwargs: Any) -> Any:
     if not _from_one_head([encoder_logits], kwargs.get("softcap")):
-        return losses.encoder_ar_loss(_materialized(encoder_logits), *args, **kwargs)
+        return losses.encoder_ar_loss(_made(encoder_logits), *args, **kwargs)
     if encoder_logits.softcap is not None:
         kwargs["softcap"] = encoder_logits.softcap
     weight, bias, extra = _head_of(encoder_logits)
@@ -426,7 +426,7 @@ def _head_of(*logits: DeferredLogits) -> Head:
     return Head(weight, bias, extra and (torch.cat(list(extra[0]), 1), extra[1]))
 
 
-def _materialized(logits: Any) -> Any:
+def _made(logits: Any) -> Any:
     return logits.materialize() if isinstance(logits, DeferredLogits) else logits
 
 

@@ -75,8 +75,8 @@ def patch(*, exclude: Iterable[str] = ()) -> PatchReport:
         ValueError: ``exclude`` holds a name that is never replaced.
     """
     kept = checked_excluded(exclude, OURS)
-    if (active_report := _host.active_report(exclude=kept)) is not None:
-        return active_report
+    if (earlier := _host.earlier(exclude=kept)) is not None:
+        return earlier
     pairs, problems = _host.pairs(dict.fromkeys(TABLES, sorted(OURS)), kept, _of_table)
     return _host.patch(importlib.metadata.version(HOST), pairs, problems, {"exclude": kept}, kept=tuple(kept))
 
